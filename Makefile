@@ -1,0 +1,49 @@
+# Two commands are all the set-up: `make serve` talks, `make test` proves. Both build the virtual environment first.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+DEV    := $(VENV)/.installed-dev
+
+.PHONY: serve chat test test-all check format bench clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and pinned: a range would resolve to a CUDA build of several gigabytes.
+$(STAMP): pyproject.toml constraints-cpu.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt --editable .
+	touch $@
+
+$(DEV): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt --editable '.[dev]'
+	touch $@
+
+serve: $(STAMP)
+	$(BIN)/moesaic serve --data-parallel-size 2
+
+chat: $(STAMP)
+	$(BIN)/moesaic chat
+
+test: $(DEV)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(DEV)
+	$(BIN)/python -m pytest
+
+check: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(DEV)
+	$(BIN)/python benchmarks/bench_overhead.py
+	$(BIN)/python benchmarks/bench_throughput.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info

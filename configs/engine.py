@@ -1,0 +1,73 @@
+"""What the user asked for (EngineConfig) and what was decided (Plan). Standard library only.
+
+`resolve` turns one into the other, with the reason for every choice; nothing below engine and launch ever sees either
+(docs/design.md, D4): rooms below take ints, enums, groups and tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+Policy = Literal["fcfs", "priority"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """None means: decide for me. Field names are the command line's, with vLLM's names where the meaning is the same."""
+
+    model: str | None = None  # a Hugging Face directory; None: the embedded model
+    served_model_name: tuple[str, ...] = ()
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    num_kv_blocks: int | None = None  # per rank; wins over kv_cache_memory_bytes
+    kv_cache_memory_bytes: int | None = None  # per rank
+    gpu_memory_utilization: float | None = None  # part of the free memory that weights and cache may take together
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: Policy = "fcfs"
+    async_scheduling: bool | None = None
+    data_parallel_size: int = 1
+    all2all_backend: str = "auto"
+    num_redundant_experts: int = 0
+    threads_per_rank: int | None = None
+    mla_prefill: Literal["auto", "naive", "absorbed"] = "auto"
+    seed: int = 0
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    max_logprobs: int = 20
+    exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every choice made. Sent to the ranks as JSON."""
+
+    model_path: str
+    served_model_names: tuple[str, ...]
+    architecture: str
+    device: Literal["cpu", "cuda"]
+    dtype: Dtype
+    max_model_len: int
+    max_num_seqs: int  # per rank
+    max_num_batched_tokens: int  # per rank and step
+    block_size: int
+    num_kv_blocks: int  # per rank
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    scheduling_policy: Policy
+    async_scheduling: bool
+    data_parallel_size: int
+    all2all_backend: str  # a name of ep/table.py
+    slots_per_rank: int  # expert slots of a rank in each MoE layer; 0 for a dense model
+    threads_per_rank: int
+    mla_prefill: Literal["auto", "naive", "absorbed"]
+    seed: int
+    logprobs_mode: LogprobsMode
+    max_logprobs: int
+    exchange_timeout: float
+    reasons: dict[str, str] = field(default_factory=dict)  # field -> why

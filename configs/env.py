@@ -1,0 +1,40 @@
+"""The only file that reads environment variables; at most eight of them. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    """MOESAIC_API_KEY, MOESAIC_ADMIN_KEY: keys (comma-separated) that must not show in `ps`.
+    MOESAIC_RUNTIME_DIR: where sockets and stores of a running server live (default: the temporary directory).
+    MOESAIC_URL: the server that `chat` and `bench serve` talk to.
+    """
+
+    api_keys: tuple[str, ...]
+    admin_keys: tuple[str, ...]
+    runtime_root: Path
+    url: str
+
+
+def read_env() -> Env:
+    return Env(
+        api_keys=_split(os.environ.get("MOESAIC_API_KEY", "")),
+        admin_keys=_split(os.environ.get("MOESAIC_ADMIN_KEY", "")),
+        runtime_root=Path(os.environ.get("MOESAIC_RUNTIME_DIR", os.environ.get("TMPDIR", "/tmp"))),
+        url=os.environ.get("MOESAIC_URL", "http://127.0.0.1:8000"),
+    )
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """The environment of a rank: every OpenMP-like library of it gets `threads` threads and sleeps when it waits,
+    because ranks share the cores of one machine and a spinning one starves the others."""
+    wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    return {**os.environ, **wanted}
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -1,0 +1,271 @@
+"""EngineConfig -> Plan: every choice made once, with its reason. Standard library only.
+
+`moesaic explain` prints the reasons; nothing is decided anywhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.engine import Dtype, EngineConfig, Plan
+
+MEBI = 1 << 20
+DEFAULT_BATCHED_TOKENS = 2048
+DEFAULT_NUM_SEQS = 256
+DEFAULT_BLOCK_SIZE = 16
+CPU_MEMORY_PART = 0.5  # a CPU's memory is also everybody else's
+SMALL_MODEL_BYTES = 64 * MEBI
+ALL2ALL_BACKENDS = (
+    "local",
+    "gloo",
+)  # those that a server can be started with; tests/ep checks that ep/table.py has them
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this machine offers. memory in bytes, free when asked."""
+
+    device: str
+    cores: int
+    free_memory: int
+    fast_bfloat16: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNumbers:
+    """What a choice needs to know of a model. kv_numbers_per_token: times the item size gives bytes."""
+
+    path: str
+    name: str  # what the server calls it unless told otherwise
+    architecture: str
+    max_position_embeddings: int
+    num_experts: int
+    num_moe_layers: int
+    kv_numbers_per_token: int
+    weight_bytes: int
+    expert_bytes: int  # part of weight_bytes that the ranks share among them
+    dtype: Dtype
+
+
+def this_machine() -> Machine:
+    """Reads /proc; the cores are those that this process may run on."""
+    flags, free = "", 0
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            flags = line
+            break
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    fast = "avx512_bf16" in flags or "amx_bf16" in flags
+    return Machine("cpu", len(os.sched_getaffinity(0)), free, fast)
+
+
+def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan:
+    """Decide everything. ValueError names the field and the limit when a wish cannot be met."""
+    _check(config, model)
+    why: dict[str, str] = {}
+    ranks = config.data_parallel_size
+    dtype = _dtype(config, model, machine, why)
+    block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
+    max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
+    max_model_len, num_blocks = _cache(config, model, machine, dtype, block_size, max_num_seqs, why)
+    max_batched = _batched_tokens(config, max_model_len, why)
+    return Plan(
+        model_path=model.path,
+        served_model_names=config.served_model_name or (model.name,),
+        architecture=model.architecture,
+        device="cpu",
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_batched,
+        block_size=block_size,
+        num_kv_blocks=num_blocks,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        scheduling_policy=config.scheduling_policy,
+        async_scheduling=_async_scheduling(config, machine, ranks, why),
+        data_parallel_size=ranks,
+        all2all_backend=_backend(config, model, why),
+        slots_per_rank=_slots(config, model, why),
+        threads_per_rank=_threads(config, machine, why),
+        mla_prefill=config.mla_prefill,
+        seed=config.seed,
+        logprobs_mode=config.logprobs_mode,
+        max_logprobs=config.max_logprobs,
+        exchange_timeout=config.exchange_timeout,
+        reasons=why,
+    )
+
+
+def _check(config: EngineConfig, model: ModelNumbers) -> None:
+    positive = {
+        "data_parallel_size": config.data_parallel_size,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "block_size": config.block_size,
+        "num_kv_blocks": config.num_kv_blocks,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+        "threads_per_rank": config.threads_per_rank,
+    }
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+    if config.exchange_timeout <= 0:
+        raise ValueError(f"exchange_timeout must be above 0 seconds, not {config.exchange_timeout}")
+    if config.num_redundant_experts < 0:
+        raise ValueError(f"num_redundant_experts must be at least 0, not {config.num_redundant_experts}")
+    if config.max_logprobs < -1:
+        raise ValueError(f"max_logprobs must be at least -1, not {config.max_logprobs}")
+    part = config.gpu_memory_utilization
+    if part is not None and not 0 < part <= 1:
+        raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {part}")
+    if config.all2all_backend != "auto" and config.all2all_backend not in ALL2ALL_BACKENDS:
+        raise ValueError(
+            f"all2all_backend {config.all2all_backend!r} is unknown; one of auto, {', '.join(ALL2ALL_BACKENDS)}"
+        )
+    if config.all2all_backend == "local" and config.data_parallel_size > 1 and model.num_experts:
+        raise ValueError(
+            f"all2all_backend 'local' serves one rank, but data_parallel_size is {config.data_parallel_size}"
+        )
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's max_position_embeddings {limit}")
+
+
+def _choose(why: dict[str, str], name: str, asked: int | None, default: int, reason: str) -> int:
+    why[name] = reason if asked is None else "as asked"
+    return default if asked is None else asked
+
+
+def _dtype(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dict[str, str]) -> Dtype:
+    if config.dtype != "auto":
+        why["dtype"] = "as asked"
+        return config.dtype
+    if model.dtype == "float32":
+        why["dtype"] = "the checkpoint's"
+        return "float32"
+    if machine.device == "cpu" and model.weight_bytes < SMALL_MODEL_BYTES:
+        why["dtype"] = (
+            f"the weights take less than {SMALL_MODEL_BYTES // MEBI} MiB: on a CPU float32 is as fast, and exact"
+        )
+        return "float32"
+    if not machine.fast_bfloat16:
+        why["dtype"] = "this CPU has no bfloat16 arithmetic"
+        return "float32"
+    why["dtype"] = "the checkpoint's"
+    return "bfloat16"
+
+
+def _cache(
+    config: EngineConfig,
+    model: ModelNumbers,
+    machine: Machine,
+    dtype: Dtype,
+    block_size: int,
+    num_seqs: int,
+    why: dict[str, str],
+) -> tuple[int, int]:
+    """max_model_len and the number of KV blocks of a rank, which depend on each other."""
+    item = 4 if dtype == "float32" else 2
+    bytes_per_block = model.kv_numbers_per_token * item * block_size
+    wanted_len = config.max_model_len or model.max_position_embeddings
+    full_blocks = -(-wanted_len // block_size)
+    if config.num_kv_blocks is not None:
+        blocks, source = config.num_kv_blocks, "as asked"
+    elif config.kv_cache_memory_bytes is not None:
+        blocks, source = (
+            config.kv_cache_memory_bytes // bytes_per_block,
+            f"{config.kv_cache_memory_bytes} bytes as asked",
+        )
+    else:
+        part = config.gpu_memory_utilization or CPU_MEMORY_PART
+        ranks = config.data_parallel_size
+        scale = item / (4 if model.dtype == "float32" else 2)
+        weights = int(((model.weight_bytes - model.expert_bytes) * ranks + model.expert_bytes) * scale)
+        free = max(0, int(machine.free_memory * part) - weights) // ranks
+        blocks = min(free // bytes_per_block, full_blocks * num_seqs)
+        source = (
+            f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of weights, over {ranks} "
+            f"rank(s), and no more than {num_seqs} full sequences"
+        )
+    if blocks < 1:
+        raise ValueError(
+            f"no room for a KV block of {bytes_per_block} bytes: {source}; set kv_cache_memory_bytes or num_kv_blocks"
+        )
+    if blocks < full_blocks:
+        if config.max_model_len is not None:
+            raise ValueError(
+                f"max_model_len {wanted_len} needs {full_blocks} KV blocks of {block_size} tokens, but there are {blocks} ({source})"
+            )
+        wanted_len = blocks * block_size
+        why["max_model_len"] = f"all that {blocks} KV blocks hold; the model allows {model.max_position_embeddings}"
+    else:
+        why["max_model_len"] = "as asked" if config.max_model_len else "the model's max_position_embeddings"
+    why["num_kv_blocks"] = f"{source}; {blocks * bytes_per_block / MEBI:.0f} MiB per rank"
+    return wanted_len, blocks
+
+
+def _batched_tokens(config: EngineConfig, max_model_len: int, why: dict[str, str]) -> int:
+    if config.enable_chunked_prefill:
+        return _choose(
+            why, "max_num_batched_tokens", config.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS, "the default"
+        )
+    asked = config.max_num_batched_tokens
+    if asked is not None and asked < max_model_len:
+        raise ValueError(
+            f"max_num_batched_tokens {asked} is below max_model_len {max_model_len}: a prompt must fit into one step when "
+            "chunked prefill is off"
+        )
+    default = max(DEFAULT_BATCHED_TOKENS, max_model_len)
+    return _choose(why, "max_num_batched_tokens", asked, default, "a whole prompt per step, as chunked prefill is off")
+
+
+def _threads(config: EngineConfig, machine: Machine, why: dict[str, str]) -> int:
+    ranks = config.data_parallel_size
+    return _choose(
+        why,
+        "threads_per_rank",
+        config.threads_per_rank,
+        max(1, machine.cores // ranks),
+        f"{machine.cores} core(s) over {ranks} rank(s)",
+    )
+
+
+def _backend(config: EngineConfig, model: ModelNumbers, why: dict[str, str]) -> str:
+    if not model.num_experts or config.data_parallel_size == 1:
+        why["all2all_backend"] = "no expert lives on another rank"
+        return "local"
+    if config.all2all_backend != "auto":
+        why["all2all_backend"] = "as asked"
+        return config.all2all_backend
+    why["all2all_backend"] = "ranks of one machine without a GPU"
+    return "gloo"
+
+
+def _slots(config: EngineConfig, model: ModelNumbers, why: dict[str, str]) -> int:
+    if not model.num_experts:
+        why["slots_per_rank"] = "a dense model"
+        return 0
+    ranks, total = config.data_parallel_size, model.num_experts + config.num_redundant_experts
+    why["slots_per_rank"] = (
+        f"{model.num_experts} experts + {config.num_redundant_experts} redundant over {ranks} rank(s)"
+    )
+    return -(-total // ranks)
+
+
+def _async_scheduling(config: EngineConfig, machine: Machine, ranks: int, why: dict[str, str]) -> bool:
+    if config.async_scheduling is not None:
+        why["async_scheduling"] = "as asked"
+        return config.async_scheduling
+    spare = machine.cores > ranks
+    why["async_scheduling"] = (
+        "a core is left for scheduling while another computes"
+        if spare
+        else "every core computes: a second thread would only take turns"
+    )
+    return spare

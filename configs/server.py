@@ -1,0 +1,28 @@
+"""What the HTTP server was asked to be. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Sizes in bytes, times in seconds. Keys are SHA-256 hex digests, so that no key stands in a file or a log."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_digests: tuple[str, ...] = ()  # none: no key is asked
+    admin_key_digests: tuple[str, ...] = ()  # none: admin routes answer 403
+    chat_template: str | None = None  # text of a template that replaces the model's
+    max_body_bytes: int = 8 << 20
+    max_header_bytes: int = 64 << 10
+    max_prompts: int = 1024  # prompts in one completion request
+    max_n: int = 128
+    max_stop: int = 16
+    max_queued_requests: int = 4096  # beyond it: 503 with Retry-After
+    shutdown_timeout: float = 30.0  # SIGTERM: running requests may finish within this
+    keep_alive_interval: float = 15.0  # an SSE comment while nothing else is sent; 0: never
+    request_timeout: float = 0.0  # 0: none
+    allowed_origins: tuple[str, ...] = ()  # CORS; none: closed
+    log_format: str = "text"  # or "json"
+    log_requests: bool = True  # one line per finished request; prompts are never logged

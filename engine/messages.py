@@ -1,0 +1,155 @@
+"""What travels between the front (HTTP, tokenizer, routing) and the ranks, as msgspec structs (msgpack over ZeroMQ).
+
+Token positions are counted from the start of the prompt. Times are seconds of time.monotonic() on one machine.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one sequence is continued. Validated by `engine.sampling_params.validate`; names and defaults are OpenAI's and vLLM's.
+
+    temperature 0 is greedy. top_k 0 is off. logprobs/prompt_logprobs: None is off, n the number of alternatives, -1 all.
+    Stop strings are the front's business; ranks see token ids only.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # made from bad_words by the front
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+
+# ---- front -> rank -----------------------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to continue (the front has already split n > 1 into n of these and chosen each one's seed).
+
+    token_ids: prompt, then any output already released (a replay after a rank was lost); prompt_len says where output
+    begins. params.max_tokens is resolved (never None) and counts from prompt_len.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0  # lower first; equal: arrival order
+    cache_salt: str = ""
+    arrival: float = 0.0
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    request_ids: list[int]
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
+    pass
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
+    """Leave together with the other ranks at the next agreed step. Running requests are dropped."""
+
+
+FrontToRank = AddRequest | Abort | ResetPrefixCache | Shutdown
+
+
+# ---- rank -> front -----------------------------------------------------------------------------------------------
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """For one position. ids/values: the chosen token first, then the top alternatives in falling order (the chosen one
+    is not repeated away: it may appear twice). rank: the chosen token's place in the vocabulary, 1 is the most likely."""
+
+    ids: list[int]
+    values: list[float]
+    rank: int
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sequence. stop_reason: the stop token id that ended it (None for EOS or length).
+
+    prompt_logprobs comes once, with the first output: one entry per prompt token, None for the first.
+    """
+
+    request_id: int
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: list[Logprobs] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+
+class RankStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges now, counters since start."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found
+    preemptions: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class Outputs(msgspec.Struct, tag="outputs", frozen=True):
+    rank: int
+    outputs: list[TokenOutput]
+    stats: RankStats
+    time: float = 0.0
+
+
+class RankReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
+    rank: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    load_seconds: float
+    bytes_read: int
+    reasons: dict[str, str] = {}
+
+
+class RankFailed(msgspec.Struct, tag="failed", frozen=True):
+    """A rank cannot go on; it exits right after sending this."""
+
+    rank: int
+    error: str
+
+
+RankToFront = Outputs | RankReady | RankFailed
+
+encoder = msgspec.msgpack.Encoder()
+front_decoder = msgspec.msgpack.Decoder(RankToFront)
+rank_decoder = msgspec.msgpack.Decoder(FrontToRank)

@@ -1,0 +1,57 @@
+"""What one step computes, as plain integers: made by the scheduler, turned into tensors by engine/batch.py.
+
+A *row* is a place in the persistent batch (0 <= row < max_num_seqs), held by a request from its admission until it
+finishes or is preempted. A step may be scheduled while the one before still runs: the token that a row samples in
+step n is then the input of step n+1 before the scheduler has seen it, so the batch, not the schedule, carries it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.messages import Logprobs, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request takes a row (first time, or again after a preemption, with all the tokens known by then)."""
+
+    row: int
+    request_id: int
+    token_ids: list[int]  # a copy: prompt, then output so far
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Lists of equal length describe the work: row rows[i] computes tokens starts[i] : starts[i] + counts[i] of its
+    sequence; if samples[i], its last hidden state is sampled. Rows with counts 1 that sample come first.
+
+    Order of application: freed rows, new rows, new blocks, work. prompt_logprobs rows need logits of all their tokens.
+    """
+
+    step_id: int
+    freed_rows: list[int] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_blocks: list[tuple[int, list[int]]] = field(default_factory=list)  # (row, block numbers appended to its table)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought: made by engine/runner.py, taken by Scheduler.update. Lists have one entry per schedule entry."""
+
+    token_ids: list[int]  # -1 where nothing was sampled
+    logprobs: list[Logprobs | None] | None = None  # None: no row of this step asked for any
+    # entry -> of the prompt tokens starts[i] + 1 : min(starts[i] + counts[i], prompt_len - 1) + 1, for rows that asked
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)

@@ -1,0 +1,76 @@
+"""What moves tokens between ranks: one protocol (docs/design.md, D2).
+
+Legend: T tokens of this rank, K experts per token, R rows arrived, S slots of a rank, C rows per slot, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from moe_kernels.layout import ExpertBatch, Layout
+
+T_co = TypeVar("T_co", covariant=True)
+V = TypeVar("V")
+
+
+class PeerLost(RuntimeError):
+    """An exchange cannot complete because peers are gone. `ranks` names those known to be (may be empty)."""
+
+    def __init__(self, ranks: tuple[int, ...], reason: str) -> None:
+        super().__init__(f"lost rank(s) {list(ranks) if ranks else 'unknown'}: {reason}")
+        self.ranks = ranks
+
+
+class Pending(Protocol[T_co]):
+    """A value whose bytes are in flight. `wait()` is the only asynchronous word; it is called at most once."""
+
+    def wait(self) -> T_co: ...
+
+
+class Ready(Generic[V]):
+    """A Pending that has already arrived."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: V) -> None:
+        self._value = value
+
+    def wait(self) -> V:
+        return self._value
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where each token goes. slot_TK: int64 [T, K] global slot (rank * S + local slot), distinct within a row;
+    weight_TK: float32 [T, K]."""
+
+    slot_TK: Tensor
+    weight_TK: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What dispatch brought: rows for the local experts, and the ticket that combine takes back."""
+
+    batch: ExpertBatch
+    ticket: object
+
+
+class AllToAll(Protocol):
+    """Moves rows to their experts and results back. Nothing is remembered between calls except buffers.
+
+    Every rank of the group calls dispatch and combine equally often and in the same order (zero tokens are fine).
+    `combine` multiplies by the routing weights, sums, and writes float32-accumulated results in x's dtype to out_TD.
+    Both raise PeerLost out of `wait()` (or at once) when a peer is gone; no wait is without a bound.
+    """
+
+    layout: Layout
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Arrived]: ...
+
+    def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,33 @@
+"""One step's worth of tokens, as tensors and host integers: what every layer of a model reads.
+
+Legend: T tokens of the step, B sequences, N blocks per sequence (padded), P rows whose logits are wanted.
+Sequences lie one after another in the token axis; those with exactly one query token come first ("decodes").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    token_ids_T: Tensor  # int64 [T]
+    positions_T: Tensor  # int64 [T], position of each token in its sequence
+    slots_T: Tensor  # int64 [T], row of the paged cache to write: block * block_size + offset
+    query_starts: tuple[int, ...]  # B + 1 host ints: sequence b owns tokens query_starts[b]:query_starts[b+1]
+    kv_lens: tuple[int, ...]  # B host ints: tokens in the cache after this step's are written (query included)
+    kv_lens_B: Tensor  # int64 [B], the same on the device
+    block_table_BN: Tensor  # int64 [B, N], block numbers of each sequence; entries past its length are 0
+    num_decodes: int  # the first num_decodes sequences have one query token each
+    block_size: int
+    logits_rows_P: Tensor  # int64 [P], tokens whose logits are wanted
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_starts[-1]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.kv_lens)

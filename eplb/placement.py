@@ -1,0 +1,211 @@
+"""Who hosts which expert, as a value (docs/design.md, D5).
+
+Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+_SHARE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """slot_to_expert: int32 [L, G, S], -1 for an unused slot; share: float32 [L, G, S], the part of its expert's tokens
+    that a slot receives (the shares of an expert over all its slots sum to 1; 0 on unused slots).
+
+    alive: which ranks take part; failure_domains: a label per rank (ranks of one node share it), or nothing.
+    The arrays are copied and made read-only. Two placements are compared by `checksum()`.
+    Raises ValueError when a shape does not fit, an id is out of range, an expert has no slot on a living rank, a dead
+    rank or an unused slot holds a share, a share is negative, or the shares of an expert do not sum to 1.
+    """
+
+    epoch: int
+    num_experts: int
+    slot_to_expert: npt.NDArray[np.int32]
+    share: npt.NDArray[np.float32]
+    alive: tuple[bool, ...]
+    failure_domains: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        # Copies: a caller that goes on writing to its array must not change a value that was already checked.
+        slot_to_expert = np.array(self.slot_to_expert, dtype=np.int32)
+        share = np.array(self.share, dtype=np.float32)
+        slot_to_expert.flags.writeable = False
+        share.flags.writeable = False
+        object.__setattr__(self, "slot_to_expert", slot_to_expert)
+        object.__setattr__(self, "share", share)
+        object.__setattr__(self, "alive", tuple(bool(a) for a in self.alive))
+        object.__setattr__(self, "failure_domains", tuple(int(d) for d in self.failure_domains))
+        self._check_shapes()
+        self._check_coverage()
+
+    def _check_shapes(self) -> None:
+        if self.epoch < 0:
+            raise ValueError(f"placement: epoch is {self.epoch}; it must be 0 or more")
+        if self.num_experts < 1:
+            raise ValueError(f"placement: num_experts is {self.num_experts}; it must be 1 or more")
+        if self.slot_to_expert.ndim != 3 or 0 in self.slot_to_expert.shape[1:]:
+            raise ValueError(
+                f"placement: slot_to_expert has shape {list(self.slot_to_expert.shape)}; "
+                "it must be [layers, ranks, slots] with at least one rank and one slot"
+            )
+        if self.share.shape != self.slot_to_expert.shape:
+            raise ValueError(
+                f"placement: share has shape {list(self.share.shape)}; "
+                f"slot_to_expert has {list(self.slot_to_expert.shape)} and they must be equal"
+            )
+        for name, values in (("alive", self.alive), ("failure_domains", self.failure_domains)):
+            if len(values) != self.num_ranks and not (name == "failure_domains" and not values):
+                raise ValueError(f"placement: {name} has {len(values)} entries for {self.num_ranks} ranks")
+
+    def _check_coverage(self) -> None:
+        ids, share = self.slot_to_expert, self.share
+        if ids.size and (ids.min() < -1 or ids.max() >= self.num_experts):
+            raise ValueError(
+                f"placement: slot_to_expert holds ids from {ids.min()} to {ids.max()}; "
+                f"they must be -1 (unused) or 0 to {self.num_experts - 1}"
+            )
+        if not (np.isfinite(share).all() and (share >= 0).all()):
+            raise ValueError("placement: every share must be a finite number, 0 or more")
+        if (share[ids < 0] != 0).any():
+            raise ValueError("placement: an unused slot holds a share; it must be 0")
+        dead = [rank for rank, alive in enumerate(self.alive) if not alive]
+        for rank in dead:
+            if share[:, rank].any():
+                raise ValueError(f"placement: rank {rank} is not alive but holds a share; it must be 0")
+        living = np.array(self.alive, dtype=bool)
+        for layer in range(self.num_layers):
+            held = ids[layer][living].ravel()
+            covered = np.zeros(self.num_experts, dtype=bool)
+            covered[held[held >= 0]] = True
+            if not covered.all():
+                missing = np.flatnonzero(~covered)
+                raise ValueError(
+                    f"placement: layer {layer}: {missing.size} expert(s) have no slot on a living rank, "
+                    f"the first is {missing[0]}"
+                )
+            used = ids[layer] >= 0
+            sums = np.bincount(ids[layer][used], weights=share[layer][used], minlength=self.num_experts)
+            worst = int(np.abs(sums - 1).argmax())
+            if abs(sums[worst] - 1) > _SHARE_TOLERANCE:
+                raise ValueError(
+                    f"placement: layer {layer}: the shares of expert {worst} sum to {sums[worst]:.4f}; they must sum "
+                    f"to 1 within {_SHARE_TOLERANCE}"
+                )
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.slot_to_expert.shape[0])
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.slot_to_expert.shape[1])
+
+    @property
+    def slots_per_rank(self) -> int:
+        return int(self.slot_to_expert.shape[2])
+
+    def experts_of(self, layer: int, rank: int) -> tuple[int, ...]:
+        """The logical expert in each slot of `rank` (-1 unused)."""
+        return tuple(int(e) for e in self.slot_to_expert[layer, rank])
+
+    def slots_of(self, layer: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """For each logical expert its (global slot, share) pairs on living ranks, lowest slot first.
+
+        A global slot is rank * S + the slot within the rank.
+        """
+        slots: list[list[tuple[int, float]]] = [[] for _ in range(self.num_experts)]
+        for rank in range(self.num_ranks):
+            if not self.alive[rank]:
+                continue
+            for slot, expert in enumerate(self.experts_of(layer, rank)):
+                if expert >= 0:
+                    slots[expert].append((rank * self.slots_per_rank + slot, float(self.share[layer, rank, slot])))
+        return tuple(tuple(pairs) for pairs in slots)
+
+    def checksum(self) -> int:
+        """A hash of everything but the epoch, equal on every machine; 0 <= checksum < 2**63, so it fits a record."""
+        digest = hashlib.blake2b(digest_size=8)
+        shape = (self.num_experts, *self.slot_to_expert.shape)
+        digest.update(repr((shape, self.alive, self.failure_domains)).encode())
+        digest.update(self.slot_to_expert.astype("<i4").tobytes())
+        digest.update(self.share.astype("<f4").tobytes())
+        return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def slots_needed(num_experts: int, num_ranks: int, num_redundant: int = 0) -> int:
+    """Slots that each rank must have to hold every expert once and `num_redundant` replicas: ceil((E + redundant) / G).
+
+    Raises ValueError when a number is out of range.
+    """
+    if num_experts < 1:
+        raise ValueError(f"num_experts is {num_experts}; it must be 1 or more")
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks is {num_ranks}; it must be 1 or more")
+    if num_redundant < 0:
+        raise ValueError(f"num_redundant is {num_redundant}; it must be 0 or more")
+    return -(-(num_experts + num_redundant) // num_ranks)
+
+
+def linear_placement(
+    num_layers: int,
+    num_experts: int,
+    num_ranks: int,
+    slots_per_rank: int | None = None,
+    failure_domains: Sequence[int] = (),
+) -> Placement:
+    """Rank 0 has the first experts, rank 1 the next ones and so on, the same in every layer; all ranks alive, epoch 0.
+
+    Where E is no multiple of G, the first E % G ranks have one expert more. slots_per_rank None: ceil(E / G) slots, and
+    the slots left over stay unused (-1). Given: the slots left over hold replicas with equal shares: always of
+    the expert that has fewest slots, not yet on that rank and not yet in its failure domain where that can be.
+    Raises ValueError when the experts do not fit the slots, or a number is out of range.
+    """
+    fewest = slots_needed(num_experts, num_ranks)
+    slots = fewest if slots_per_rank is None else slots_per_rank
+    if slots < fewest:
+        raise ValueError(
+            f"slots_per_rank is {slots}; {num_experts} experts on {num_ranks} ranks need at least {fewest} slots a rank"
+        )
+    if num_layers < 0:
+        raise ValueError(f"num_layers is {num_layers}; it must be 0 or more")
+    ids = np.full((num_ranks, slots), -1, dtype=np.int32)
+    for rank, experts in enumerate(np.array_split(np.arange(num_experts, dtype=np.int32), num_ranks)):
+        ids[rank, : experts.size] = experts
+    if slots_per_rank is not None:
+        _fill_with_replicas(ids, num_experts, tuple(failure_domains) or tuple(range(num_ranks)))
+    counts = np.bincount(ids[ids >= 0], minlength=num_experts)
+    share = np.where(ids >= 0, 1.0 / counts[ids], 0.0).astype(np.float32)
+    return Placement(
+        epoch=0,
+        num_experts=num_experts,
+        slot_to_expert=np.broadcast_to(ids, (num_layers, *ids.shape)),
+        share=np.broadcast_to(share, (num_layers, *share.shape)),
+        alive=(True,) * num_ranks,
+        failure_domains=tuple(failure_domains),
+    )
+
+
+def _fill_with_replicas(ids: npt.NDArray[np.int32], num_experts: int, domains: tuple[int, ...]) -> None:
+    """Write a replica into every unused slot of ids [G, S], one rank after another so that all ranks fill evenly."""
+    num_ranks, slots = ids.shape
+    if len(domains) != num_ranks:
+        raise ValueError(f"failure_domains has {len(domains)} entries for {num_ranks} ranks")
+    counts = np.bincount(ids[ids >= 0], minlength=num_experts)
+    labels = np.array(domains)
+    for slot in range(slots):
+        for rank in range(num_ranks):
+            if ids[rank, slot] >= 0:
+                continue
+            here = np.isin(np.arange(num_experts), ids[rank])
+            near = np.isin(np.arange(num_experts), ids[labels == domains[rank]])
+            expert = int(np.lexsort((np.arange(num_experts), near, counts, here))[0])
+            ids[rank, slot] = expert
+            counts[expert] += 1

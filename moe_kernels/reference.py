@@ -1,0 +1,113 @@
+"""Plain torch: what every other file of this room must compute, written to be read. The oracle of the tests.
+
+Legend: T tokens, D hidden size, K experts per token, E logical experts, S slots, R rows, C rows per padded slot,
+F expert width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_kernels.layout import ExpertBatch, Layout
+
+
+def softmax_topk(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The K likeliest experts of each token and their probabilities (Qwen3-MoE).
+
+    Returns (expert int64 [T, K], weight float32 [T, K]); renormalize: weights of a token sum to 1.
+    """
+    weight_TK, expert_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(top_k)
+    if renormalize:
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+    return expert_TK, weight_TK
+
+
+def grouped_softmax_topk(
+    logits_TE: Tensor, top_k: int, num_groups: int, topk_groups: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As softmax_topk, from the groups of experts with the highest best probability (DeepSeek-V2, arXiv:2405.04434).
+
+    Weights are the probabilities over all experts times `scale`, not renormalised.
+    """
+    probability_TE = logits_TE.softmax(-1, dtype=torch.float32)
+    group_TG = torch.stack(probability_TE.chunk(num_groups, 1), 1).amax(-1)
+    chosen_TE = _keep_groups(probability_TE, group_TG, topk_groups, 0.0)
+    weight_TK, expert_TK = chosen_TE.topk(top_k)
+    return expert_TK, weight_TK * scale
+
+
+def grouped_sigmoid_topk(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Sigmoid scores; the bias takes part in the choice only (DeepSeek-V3, arXiv:2412.19437).
+
+    A group's score is the sum of its two best biased scores.
+    """
+    score_TE = logits_TE.float().sigmoid()
+    biased_TE = score_TE + bias_E
+    group_TG = torch.stack(biased_TE.chunk(num_groups, 1), 1).topk(2).values.sum(-1)
+    expert_TK = _keep_groups(biased_TE, group_TG, topk_groups, float("-inf")).topk(top_k).indices
+    weight_TK = score_TE.gather(1, expert_TK)
+    if renormalize:
+        weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
+    return expert_TK, weight_TK * scale
+
+
+def _keep_groups(score_TE: Tensor, group_TG: Tensor, topk_groups: int, fill: float) -> Tensor:
+    kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
+    kept_TG.scatter_(1, group_TG.topk(topk_groups).indices, True)
+    size = score_TE.shape[1] // group_TG.shape[1]
+    return score_TE.masked_fill(~kept_TG.repeat_interleave(size, 1), fill)
+
+
+def permute(x_TD: Tensor, slot_TK: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One row per (token, k) whose slot is here (0 <= slot < num_slots), sorted by slot, in token order within a slot.
+
+    Returns (x [R, D], rows int32 [S], pair int64 [R]): pair says which flat (token, k) a row is.
+    """
+    pairs = [
+        pair for slot in range(num_slots) for pair, wanted in enumerate(slot_TK.flatten().tolist()) if wanted == slot
+    ]
+    pair_R = torch.tensor(pairs, dtype=torch.int64)
+    rows_S = torch.stack([(slot_TK == slot).sum() for slot in range(num_slots)]).to(torch.int32)
+    return x_TD[pair_R // slot_TK.shape[1]], rows_S, pair_R
+
+
+def unpermute(y_RD: Tensor, pair_R: Tensor, weight_TK: Tensor, out_TD: Tensor) -> Tensor:
+    """out_TD = for each token the weighted sum of its rows, in float32, then in out's dtype."""
+    sum_TD = torch.zeros(out_TD.shape, dtype=torch.float32)
+    for row, pair in enumerate(pair_R.tolist()):
+        token, k = divmod(pair, weight_TK.shape[1])
+        sum_TD[token] += weight_TK[token, k] * y_RD[row].float()
+    return out_TD.copy_(sum_TD)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[..., 2F] -> [..., F]: silu(first half) * second half."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def expert(x_RD: Tensor, gate_up_2FD: Tensor, down_DF: Tensor) -> Tensor:
+    """One expert: [R, D] -> [R, D]."""
+    return F.linear(silu_mul(F.linear(x_RD, gate_up_2FD)), down_DF)
+
+
+def experts(batch: ExpertBatch, gate_up_S2FD: Tensor, down_SDF: Tensor) -> Tensor:
+    """Every slot's expert on its rows; the result has the layout of batch.x. Rows past a padded slot's count are 0."""
+    y = torch.zeros_like(batch.x)
+    start = 0
+    for slot, rows in enumerate(batch.rows_S.tolist()):
+        x, out = (batch.x, y) if batch.layout is Layout.RAGGED else (batch.x[slot], y[slot])
+        first = start if batch.layout is Layout.RAGGED else 0
+        out[first : first + rows] = expert(x[first : first + rows], gate_up_S2FD[slot], down_SDF[slot])
+        start += rows
+    return y

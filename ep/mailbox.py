@@ -1,0 +1,116 @@
+"""Expert parallelism of N ranks inside one process and one thread: for tests, and for reading.
+
+Legend: T tokens of this rank, D hidden size, K experts per token, S slots of a rank, R rows, C rows per padded slot.
+
+Each rank runs its forward as a generator (dbo/steps.py) and `weave` lets them take turns. Every (token, k) pair travels on its
+own and the sender sums what comes back: the plainest form of what the other backends do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ep.group import MailboxWorld
+from ep.protocol import Arrived, Routing
+from moe_kernels import ExpertBatch, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    key: tuple[str, int, int]
+    pairs_of: list[Tensor]  # for each rank, which flat (token, k) of mine went there
+    weight_TK: Tensor
+    row_of: list[Tensor]  # for each rank, which rows here (flat) are its own, in the order it sent them
+
+
+class Mailbox:
+    """One rank's all-to-all. `wait()` before every peer has posted is an assertion error that names those missing."""
+
+    def __init__(
+        self, world: MailboxWorld, rank: int, num_slots: int, lane: int = 0, layout: Layout = Layout.RAGGED
+    ) -> None:
+        self.layout = layout
+        self._world = world
+        self._rank = rank
+        self._num_slots = num_slots
+        self._lane = lane
+        self._num_dispatched = 0
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> _Dispatch:
+        key = ("dispatch", self._lane, self._num_dispatched)
+        self._num_dispatched += 1
+        slot_P = routing.slot_TK.flatten()
+        pairs_of = [(slot_P // self._num_slots == rank).nonzero().flatten() for rank in range(self._world.num_ranks)]
+        for rank, pair_R in enumerate(pairs_of):
+            parcel = (x_TD[pair_R // routing.slot_TK.shape[1]], slot_P[pair_R] % self._num_slots)
+            self._world.post(key, self._rank, rank, parcel)
+        return _Dispatch(self, key, pairs_of, routing.weight_TK)
+
+    def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> _Combine:
+        assert isinstance(ticket, _Ticket)
+        key = ("combine", *ticket.key[1:])
+        for rank, row_R in enumerate(ticket.row_of):
+            self._world.post(key, self._rank, rank, y.reshape(-1, y.shape[-1])[row_R])
+        return _Combine(self, key, ticket, out_TD)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def arrive(self, key: tuple[str, int, int], pairs_of: list[Tensor], weight_TK: Tensor) -> Arrived:
+        parcels = cast(list[tuple[Tensor, Tensor]], self._world.take(key, self._rank))
+        x_RD = torch.cat([x for x, _ in parcels])
+        slot_R = torch.cat([slot for _, slot in parcels])
+        order_R = slot_R.argsort(stable=True)
+        rows_S = torch.bincount(slot_R, minlength=self._num_slots)
+        if self.layout is Layout.RAGGED:
+            x, place_R = x_RD[order_R], torch.arange(order_R.shape[0])
+        else:
+            num_rows = int(rows_S.max())
+            start_S = rows_S.cumsum(0) - rows_S
+            place_R = (
+                torch.arange(order_R.shape[0]) + (torch.arange(self._num_slots) * num_rows - start_S)[slot_R[order_R]]
+            )
+            # NaN shows at once whoever reads past a slot's rows.
+            x = x_RD.new_full((self._num_slots * num_rows, x_RD.shape[1]), float("nan"))
+            x[place_R] = x_RD[order_R]
+            x = x.view(self._num_slots, num_rows, -1)
+        row_R = torch.empty_like(order_R)
+        row_R[order_R] = place_R
+        row_of = list(torch.split(row_R, [slot.shape[0] for _, slot in parcels]))
+        batch = ExpertBatch(self.layout, x, rows_S.to(torch.int32))
+        return Arrived(batch, _Ticket(key, pairs_of, weight_TK, row_of))
+
+    def gather(self, key: tuple[str, int, int], ticket: _Ticket, out_TD: Tensor) -> Tensor:
+        y_RD = torch.cat(cast(list[Tensor], self._world.take(key, self._rank))).float()
+        pair_R = torch.cat(ticket.pairs_of)
+        y_PD = torch.empty_like(y_RD)
+        y_PD[pair_R] = y_RD
+        num_tokens, top_k = ticket.weight_TK.shape
+        weighted_TKD = y_PD.view(num_tokens, top_k, out_TD.shape[1]) * ticket.weight_TK.unsqueeze(-1)
+        return out_TD.copy_(weighted_TKD.sum(1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatch:
+    mailbox: Mailbox
+    key: tuple[str, int, int]
+    pairs_of: list[Tensor]
+    weight_TK: Tensor
+
+    def wait(self) -> Arrived:
+        return self.mailbox.arrive(self.key, self.pairs_of, self.weight_TK)
+
+
+@dataclass(frozen=True, slots=True)
+class _Combine:
+    mailbox: Mailbox
+    key: tuple[str, int, int]
+    ticket: _Ticket
+    out_TD: Tensor
+
+    def wait(self) -> Tensor:
+        return self.mailbox.gather(self.key, self.ticket, self.out_TD)

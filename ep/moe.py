@@ -1,0 +1,65 @@
+"""A mixture-of-experts layer over ranks: the heart of the engine.
+
+Legend: T tokens, D hidden size, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dbo.steps import Steps
+from ep.experts import Experts
+from ep.place import SlotTable
+from ep.protocol import AllToAll, Routing
+
+
+class MoE(nn.Module):
+    """out = shared(x) + sum over the chosen experts of weight * expert(x).
+
+    router: x [T, D] -> (expert int64 [T, K], weight float32 [T, K]) (ep/router.py).
+    lanes: one all-to-all per lane of overlap; layers of a model share them.
+    table: logical expert -> global slot; None: the two numbers are the same.
+    shared: computed by every rank on its own tokens while theirs are in flight; None: there is none.
+    load: is shown the expert ids of every step (eplb.load.ExpertLoad.recorder); None: nobody counts.
+    """
+
+    def __init__(
+        self,
+        router: nn.Module,
+        experts: Experts,
+        lanes: Sequence[AllToAll],
+        table: SlotTable | None = None,
+        shared: nn.Module | None = None,
+        load: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.lanes = tuple(lanes)
+        self.table = table
+        self.shared = shared
+        self.load = load
+
+    def steps(self, x_TD: Tensor, lane: int = 0) -> Steps[Tensor]:
+        """[T, D] -> [T, D] in x's dtype, as a generator. A rank without tokens takes part with T = 0.
+
+        Raises PeerLost when another rank is gone.
+        """
+        a2a = self.lanes[lane]
+        sent = a2a.dispatch(x_TD, self._route(x_TD))
+        shared_TD = None if self.shared is None else self.shared(x_TD)  # hides the flight even without a second lane
+        yield
+        arrived = sent.wait()
+        back = a2a.combine(self.experts(arrived.batch), arrived.ticket, torch.empty_like(x_TD))
+        yield
+        out_TD = back.wait()
+        return out_TD if shared_TD is None else out_TD.add_(shared_TD)
+
+    def _route(self, x_TD: Tensor) -> Routing:
+        expert_TK, weight_TK = self.router(x_TD)
+        if self.load is not None:
+            self.load(expert_TK)
+        return Routing(expert_TK if self.table is None else self.table(expert_TK), weight_TK)

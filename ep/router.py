@@ -1,0 +1,133 @@
+"""Routers: which experts each token goes to, and with what weight.
+
+Legend: T tokens, D hidden size, K experts per token, E logical experts.
+Every forward: x [T, D] -> (expert int64 [T, K], weight float32 [T, K]); the experts of a token are distinct and in no
+defined order.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels import grouped_sigmoid_topk, grouped_softmax_topk, softmax_topk
+
+
+class SoftmaxRouter(nn.Module):
+    """Qwen3-MoE: logits in the model's dtype, softmax over all experts in float32, top-k, optionally renormalised.
+
+    Weights stay float32 (transformers rounds them to the model's dtype).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        renormalize: bool,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_top_k(top_k, num_experts)
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.weight = nn.Parameter(
+            torch.empty(num_experts, hidden_size, dtype=dtype, device=device), requires_grad=False
+        )
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return softmax_topk(F.linear(x_TD, self.weight), self.top_k, self.renormalize)
+
+
+class DeepseekV2Router(nn.Module):
+    """DeepSeek-V2: softmax in float32, greedy or limited to groups by their best expert, no renormalisation.
+
+    `weight` is float32 whatever the model's dtype: logits are computed in float32, and converting once is exact.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        topk_method: Literal["greedy", "group_limited_greedy"],
+        num_groups: int,
+        topk_groups: int,
+        routed_scaling_factor: float,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if topk_method not in ("greedy", "group_limited_greedy"):
+            raise ValueError(f"topk_method is {topk_method!r}; it must be 'greedy' or 'group_limited_greedy'")
+        grouped = topk_method == "group_limited_greedy"
+        self.num_groups, self.topk_groups = (num_groups, topk_groups) if grouped else (1, 1)
+        _check_groups(num_experts, top_k, self.num_groups, self.topk_groups, fewest=1)
+        self.top_k = top_k
+        self.scale = routed_scaling_factor
+        self.weight = _float32_weight(num_experts, hidden_size, device)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        logits_TE = F.linear(x_TD.float(), self.weight)
+        return grouped_softmax_topk(logits_TE, self.top_k, self.num_groups, self.topk_groups, self.scale)
+
+
+class DeepseekV3Router(nn.Module):
+    """DeepSeek-V3/R1: sigmoid in float32; `bias_E` (e_score_correction_bias) takes part in the choice only; groups by the
+    sum of their two best. `weight` and `bias_E` are float32 whatever the model's dtype."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        num_groups: int,
+        topk_groups: int,
+        norm_topk_prob: bool,
+        routed_scaling_factor: float,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_groups(num_experts, top_k, num_groups, topk_groups, fewest=2)
+        self.top_k = top_k
+        self.num_groups = num_groups
+        self.topk_groups = topk_groups
+        self.renormalize = norm_topk_prob
+        self.scale = routed_scaling_factor
+        self.weight = _float32_weight(num_experts, hidden_size, device)
+        self.bias_E = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32, device=device), requires_grad=False)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return grouped_sigmoid_topk(
+            F.linear(x_TD.float(), self.weight),
+            self.bias_E,
+            self.top_k,
+            self.num_groups,
+            self.topk_groups,
+            self.renormalize,
+            self.scale,
+        )
+
+
+def _float32_weight(num_experts: int, hidden_size: int, device: torch.device | str | None) -> nn.Parameter:
+    weight = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device)
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _check_top_k(top_k: int, num_experts: int) -> None:
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k is {top_k}; it must be 1 to {num_experts} (the number of experts)")
+
+
+def _check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int, fewest: int) -> None:
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"num_groups is {num_groups}; it must divide the number of experts, {num_experts}")
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"topk_groups is {topk_groups}; it must be 1 to {num_groups} (the number of groups)")
+    size = num_experts // num_groups
+    if topk_groups < num_groups and size < fewest:
+        raise ValueError(f"num_groups is {num_groups}: a group has {size} expert(s); it must have {fewest} or more")
+    _check_top_k(top_k, topk_groups * size)

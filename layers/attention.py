@@ -1,0 +1,226 @@
+"""Grouped-query attention over the paged cache.
+
+Everything that depends on the step alone (which rows, which blocks, which mask) is worked out once per step in
+`AttentionPlan` and shared by all layers. Sequences with few queries (decodes above all) are gathered into padded
+batches of similar length, one call each; longer prefills go one by one, without padding.
+
+Legend: T tokens of the step, B sequences, b sequences of a batch, Q queries per sequence (padded), N blocks per sequence,
+L keys per sequence (padded), H query heads, Hkv key/value heads, G query heads per key head, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layers.step import StepInput
+
+MAX_BATCHED_QUERIES = 64  # sequences with more queries than this fill a call by themselves
+MAX_GATHERED_BYTES = 8 << 20  # of keys per batch: larger buffers are returned to the system and page-faulted anew
+MAX_WASTED_KEYS = 4096  # padding below this is cheaper than one more call
+MAX_MASK_ELEMENTS = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """num_heads is a multiple of num_kv_heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """b sequences of Q queries each. rows: slice or int64 [b * Q]; blocks int64 [b * N]; mask [b, 1, 1 or Q * G, L]."""
+
+    num_sequences: int
+    num_queries: int
+    rows: slice | Tensor
+    blocks: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """One sequence: its queries are the last of its kv_len tokens."""
+
+    rows: slice
+    blocks: Tensor  # int64 [N]
+    kv_len: int
+
+
+class AttentionPlan:
+    """How the attention of one step is cut into calls."""
+
+    def __init__(self, step: StepInput, heads: Heads, dtype: torch.dtype) -> None:
+        self.heads = heads
+        self.dtype = dtype
+        self.block_size = step.block_size
+        counts = [end - start for start, end in zip(step.query_starts, step.query_starts[1:], strict=False)]
+        short = [b for b in range(step.num_decodes, len(counts)) if counts[b] <= MAX_BATCHED_QUERIES]
+        self.batches: list[_Batch] = []
+        for members in self._similar(step, range(step.num_decodes), counts):
+            self.batches.append(self._batch(step, members, counts))
+        for members in self._similar(step, short, counts):
+            self.batches.append(self._batch(step, members, counts))
+        self.singles = [
+            self._single(step, b) for b in range(step.num_decodes, len(counts)) if counts[b] > MAX_BATCHED_QUERIES
+        ]
+        self._later_mask: Tensor | None = None
+        self._make_later_mask()
+
+    # ---- grouping ----
+
+    def _similar(self, step: StepInput, members: Sequence[int], counts: list[int]) -> Iterator[Sequence[int]]:
+        """Cut `members` into batches so that padding stays small, and memory bounded."""
+        if not members:
+            return
+        lens = step.kv_lens
+        longest = max(lens[b] for b in members)
+        most = max(counts[b] for b in members)
+        wasted = sum((longest * most) - lens[b] * counts[b] for b in members)
+        batches: list[Sequence[int]] = [members]
+        if wasted > MAX_WASTED_KEYS and 2 * wasted > len(members) * longest * most:
+            buckets: dict[tuple[int, int], list[int]] = {}
+            for b in members:
+                buckets.setdefault((lens[b].bit_length(), (counts[b] - 1).bit_length()), []).append(b)
+            batches = list(buckets.values())
+        bytes_per_key = self.heads.num_kv_heads * self.heads.head_dim * self.dtype.itemsize
+        for batch in batches:
+            longest = max(lens[b] for b in batch) + self.block_size
+            limit = max(1, MAX_GATHERED_BYTES // (longest * bytes_per_key))
+            for start in range(0, len(batch), limit):
+                yield batch[start : start + limit]
+
+    def _batch(self, step: StepInput, members: Sequence[int], counts: list[int]) -> _Batch:
+        device = step.block_table_BN.device
+        num_queries = max(counts[b] for b in members)
+        num_blocks = -(-max(step.kv_lens[b] for b in members) // self.block_size)
+        first, last = members[0], members[-1]
+        adjacent = last - first + 1 == len(members)
+        chosen: slice | Tensor = slice(first, last + 1) if adjacent else torch.tensor(members, device=device)
+        blocks = step.block_table_BN[chosen, :num_blocks].reshape(-1)
+        position_L = torch.arange(num_blocks * self.block_size, device=device)
+        rows: slice | Tensor
+        if num_queries == 1:
+            starts = [step.query_starts[b] for b in members]
+            rows = slice(starts[0], starts[-1] + 1) if adjacent else torch.tensor(starts, device=device)
+            seen_bQ = step.kv_lens_B[chosen, None] - 1
+        else:
+            # Places past a sequence's queries repeat its last query: they compute and write the same values again.
+            count_b1 = torch.tensor([[counts[b]] for b in members], device=device)
+            start_b1 = torch.tensor([[step.query_starts[b]] for b in members], device=device)
+            offset_bQ = torch.arange(num_queries, device=device).minimum(count_b1 - 1)
+            rows = (start_b1 + offset_bQ).reshape(-1)
+            seen_bQ = step.kv_lens_B[chosen, None] - count_b1 + offset_bQ
+            seen_bQ = seen_bQ.repeat_interleave(self.heads.group, dim=1)
+        mask = torch.zeros((len(members), 1, seen_bQ.shape[1], len(position_L)), dtype=self.dtype, device=device)
+        mask.masked_fill_((position_L > seen_bQ[:, :, None])[:, None], float("-inf"))
+        return _Batch(len(members), num_queries, rows, blocks, mask)
+
+    def _single(self, step: StepInput, sequence: int) -> _Single:
+        rows = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
+        kv_len = step.kv_lens[sequence]
+        return _Single(rows, step.block_table_BN[sequence, : -(-kv_len // self.block_size)], kv_len)
+
+    # ---- prefills that continue an earlier context ----
+
+    def _make_later_mask(self) -> None:
+        """One mask serves every chunk of every such prefill: a chunk that starts at position s takes the columns from
+        `width - s` on, so that its s earlier keys fall on the part that is all open."""
+        later = [s for s in self.singles if s.kv_len > s.rows.stop - s.rows.start]
+        if not later:
+            return
+        self.width = max(s.kv_len for s in later)
+        self.chunk = max(16, min(512, MAX_MASK_ELEMENTS // self.width, max(s.rows.stop - s.rows.start for s in later)))
+        mask = torch.zeros((self.chunk, self.width + self.chunk), dtype=self.dtype, device=later[0].blocks.device)
+        future = torch.ones((self.chunk, self.chunk), dtype=torch.bool, device=mask.device).triu_(1)
+        mask[:, self.width :].masked_fill_(future, float("-inf"))
+        self._later_mask = mask
+
+    def later_mask(self, start: int, rows: int) -> Tensor:
+        """For `rows` queries at positions start, start + 1, ...: [rows, start + rows]."""
+        assert self._later_mask is not None
+        return self._later_mask[:rows, self.width - start : self.width + rows]
+
+
+def write_kv(cache: Tensor, slots_T: Tensor, x_THD: Tensor) -> None:
+    """Store one entry per token: cache [rows, ...], slots int64 [T], x [T, ...] of the same trailing shape."""
+    cache.index_copy_(0, slots_T, x_THD)
+
+
+def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """Causal attention of every token to its own sequence: [T, H, D].
+
+    k_cache, v_cache: [rows, Hkv, D], this step's keys and values already written; rows past a sequence's end must be finite.
+    """
+    if not plan.singles and len(plan.batches) == 1 and isinstance(plan.batches[0].rows, slice):
+        return _attend_batch(q_THD, k_cache, v_cache, plan.batches[0], plan, scale)
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    for batch in plan.batches:
+        if isinstance(batch.rows, slice):
+            out_THD[batch.rows] = _attend_batch(q_THD[batch.rows], k_cache, v_cache, batch, plan, scale)
+        else:
+            q = q_THD.index_select(0, batch.rows)
+            out_THD.index_copy_(0, batch.rows, _attend_batch(q, k_cache, v_cache, batch, plan, scale))
+    for single in plan.singles:
+        _attend_single(q_THD[single.rows], k_cache, v_cache, single, plan, scale, out_THD[single.rows])
+    return out_THD
+
+
+def _gather(cache: Tensor, blocks: Tensor, num_sequences: int, block_size: int) -> Tensor:
+    """Copy whole blocks: [rows, Hkv, D] -> [b, Hkv, L, D] (a view of [b, L, Hkv, D])."""
+    flat = cache.view(-1, block_size * cache.shape[1] * cache.shape[2]).index_select(0, blocks)
+    return flat.view(num_sequences, -1, cache.shape[1], cache.shape[2]).transpose(1, 2)
+
+
+def _attend_batch(
+    q_RHD: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _Batch, plan: AttentionPlan, scale: float
+) -> Tensor:
+    """The G query heads that share a key head are laid along the query axis: keys are read once, not G times."""
+    b, num_queries, heads = batch.num_sequences, batch.num_queries, plan.heads
+    k = _gather(k_cache, batch.blocks, b, plan.block_size)
+    v = _gather(v_cache, batch.blocks, b, plan.block_size)
+    q = q_RHD.reshape(b, num_queries, heads.num_kv_heads, heads.group, heads.head_dim).transpose(1, 2)
+    q = q.reshape(b, heads.num_kv_heads, num_queries * heads.group, heads.head_dim)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=batch.mask, scale=scale)
+    out = out.view(b, heads.num_kv_heads, num_queries, heads.group, heads.head_dim).transpose(1, 2)
+    return out.reshape(b * num_queries, heads.num_heads, heads.head_dim)
+
+
+def _attend_single(
+    q_QHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    single: _Single,
+    plan: AttentionPlan,
+    scale: float,
+    out_QHD: Tensor,
+) -> None:
+    """Query chunks bound the mask; a first prefill needs none (is_causal skips the upper half instead)."""
+    k = _gather(k_cache, single.blocks, 1, plan.block_size)[:, :, : single.kv_len]
+    v = _gather(v_cache, single.blocks, 1, plan.block_size)[:, :, : single.kv_len]
+    q = q_QHD.transpose(0, 1)[None]
+    num_queries = q_QHD.shape[0]
+    context = single.kv_len - num_queries
+    if context == 0:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out_QHD.copy_(out[0].transpose(0, 1))
+        return
+    for first in range(0, num_queries, plan.chunk):
+        last = min(num_queries, first + plan.chunk)
+        seen = context + last
+        mask = plan.later_mask(context + first, last - first)
+        out = F.scaled_dot_product_attention(
+            q[:, :, first:last], k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        out_QHD[first:last] = out[0].transpose(0, 1)

@@ -1,0 +1,24 @@
+"""The table of token embeddings.
+
+Legend: T tokens, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layers.linear import parameter
+
+
+class Embedding(nn.Module):
+    """weight [V, D]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter((vocab_size, hidden_size), dtype, device)
+
+    def forward(self, token_ids_T: Tensor) -> Tensor:
+        """int64 [T] -> [T, D], a fresh tensor."""
+        return F.embedding(token_ids_T, self.weight)

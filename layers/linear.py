@@ -1,0 +1,67 @@
+"""Matrix products with weights kept as [out, in], and several of them stacked so that one product serves all.
+
+Legend: T tokens, I input features, O output features, P rows sampled, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised parameter that is never trained; the loader fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. weight [O, I]; bias [O] or None."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = parameter((out_features, in_features), dtype, device)
+        self.bias = parameter((out_features,), dtype, device) if bias else None
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return F.linear(x_TI, self.weight, self.bias)
+
+
+class MergedLinear(Linear):
+    """Linears over the same input, stacked by output rows: one product instead of several.
+
+    `parts` maps each part's checkpoint name to its output features, in the order of the rows. `weight_of` and `bias_of`
+    are views, so a loader that writes to them fills its part of the whole.
+    """
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(in_features, sum(parts.values()), bias, dtype, device)
+        self.parts = dict(parts)
+
+    def _rows_of(self, part: str) -> slice:
+        start = 0
+        for name, rows in self.parts.items():
+            if name == part:
+                return slice(start, start + rows)
+            start += rows
+        raise AssertionError(f"no part {part!r} among {list(self.parts)}")
+
+    def weight_of(self, part: str) -> Tensor:
+        return self.weight[self._rows_of(part)]
+
+    def bias_of(self, part: str) -> Tensor:
+        assert self.bias is not None
+        return self.bias[self._rows_of(part)]
+
+
+def logits(hidden_PD: Tensor, weight_VD: Tensor) -> Tensor:
+    """The head: [P, D] x [V, D] -> float32 [P, V]. The product runs in the weights' dtype, as in the originals."""
+    return F.linear(hidden_PD, weight_VD).float()

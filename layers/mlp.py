@@ -1,0 +1,29 @@
+"""The gated feed-forward layer: down(silu(gate(x)) * up(x)).
+
+Legend: T tokens, D hidden size, F width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layers.linear import Linear, MergedLinear
+
+
+class GatedMLP(nn.Module):
+    """gate_up: rows of gate_proj, then of up_proj, [2F, D]; down [D, F]."""
+
+    def __init__(
+        self, hidden_size: int, width: int, dtype: torch.dtype, device: torch.device, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.gate_up = MergedLinear(hidden_size, {"gate_proj": width, "up_proj": width}, bias, dtype, device)
+        self.down = Linear(width, hidden_size, bias, dtype, device)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate_up(x_TD).chunk(2, dim=-1)
+        hidden_TF = F.silu(gate_TF).mul_(up_TF)
+        out_TD: Tensor = self.down(hidden_TF)
+        return out_TD

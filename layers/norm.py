@@ -1,0 +1,37 @@
+"""Root-mean-square normalisation, with the roundings of Hugging Face transformers.
+
+Legend: T tokens, D the normalised dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from layers.linear import parameter
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, times weight. Shapes [..., D] and anything that broadcasts to it.
+
+    The quotient is computed in float32 and rounded to x's dtype before the weight is applied: giving the weight to
+    F.rms_norm rounds once less and differs from the originals in bfloat16.
+    """
+    return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
+
+
+class RMSNorm(nn.Module):
+    """weight [D]."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter((size,), dtype, device)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
+        """Add x to the residual stream *in place*, and return the norm of the sum."""
+        return rms_norm(residual_TD.add_(x_TD), self.weight, self.eps)

@@ -1,0 +1,97 @@
+"""Rotary position embedding (arXiv 2104.09864) and the ways to stretch it; numbers equal to transformers'.
+
+Legend: T tokens, H heads, D rotated dimensions of a head, R = D / 2 rotation planes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from layers.rope_parameters import RopeParameters
+
+
+def inverse_frequencies(rope: RopeParameters) -> Tensor:
+    """Radians per position of each plane: float32 [R]."""
+    exponent_R = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
+    wavelength_R = rope.theta**exponent_R
+    plain_R = 1.0 / wavelength_R
+    if rope.kind == "linear":
+        return plain_R / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain_R)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain_R, 1.0 / (rope.factor * wavelength_R))
+    return plain_R
+
+
+def _llama3(rope: RopeParameters, plain_R: Tensor) -> Tensor:
+    """Long waves are stretched, short ones kept, those between interpolated."""
+    original = rope.original_max_position
+    longest_kept = original / rope.high_freq_factor
+    shortest_stretched = original / rope.low_freq_factor
+    wave_R = 2 * math.pi / plain_R
+    smooth_R = (original / wave_R - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between_R = (1 - smooth_R) * plain_R / rope.factor + smooth_R * plain_R
+    out_R = torch.where(wave_R > shortest_stretched, plain_R / rope.factor, between_R)
+    return torch.where(wave_R < longest_kept, plain_R, out_R)
+
+
+def _yarn(rope: RopeParameters, plain_R: Tensor, stretched_R: Tensor) -> Tensor:
+    """Planes that turn often over the original context are kept, those that turn seldom are stretched (NTK by parts)."""
+
+    def plane_of(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return rope.dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = plane_of(rope.beta_fast), plane_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    if low == high:
+        high += 0.001  # the ramp would divide by zero
+    ramp_R = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep_R = 1 - ramp_R
+    return stretched_R * (1 - keep_R) + plain_R * keep_R
+
+
+class Rope:
+    """Makes cos and sin for the positions of a step; do it once per step and hand the pair to every layer.
+
+    They are computed, not looked up: a few operations per step are cheaper than tables for 100k positions.
+    """
+
+    def __init__(self, parameters: RopeParameters, dtype: torch.dtype, device: torch.device) -> None:
+        self.inv_freq_R = inverse_frequencies(parameters).to(device)
+        self.scale = parameters.scale
+        self.dtype = dtype
+
+    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [T] -> (cos_TR, sin_TR) in the model's dtype, computed in float32."""
+        angle_TR = positions_T[:, None] * self.inv_freq_R
+        cos_TR, sin_TR = angle_TR.cos(), angle_TR.sin_()
+        if self.scale != 1.0:
+            cos_TR, sin_TR = cos_TR.mul_(self.scale), sin_TR.mul_(self.scale)
+        return cos_TR.to(self.dtype), sin_TR.to(self.dtype)
+
+
+def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: bool) -> Tensor:
+    """Rotate every head by its token's position: a new tensor [T, H, D].
+
+    Plane r is the pair of dimensions (2r, 2r + 1) if interleaved, else (r, r + R). The result keeps the order of x.
+    """
+    num_planes = cos_TR.shape[-1]
+    cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
+    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    if interleaved:
+        a, b, out_a, out_b = x_THD[..., ::2], x_THD[..., 1::2], out_THD[..., ::2], out_THD[..., 1::2]
+    else:
+        a, b = x_THD[..., :num_planes], x_THD[..., num_planes:]
+        out_a, out_b = out_THD[..., :num_planes], out_THD[..., num_planes:]
+    torch.mul(a, cos_T1R, out=out_a)
+    out_a.addcmul_(b, sin_T1R, value=-1)
+    torch.mul(b, cos_T1R, out=out_b)
+    out_b.addcmul_(a, sin_T1R)
+    return out_THD

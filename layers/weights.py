@@ -1,0 +1,166 @@
+"""A Hugging Face checkpoint directory, read key by key straight into a model's parameters.
+
+Legend: O output features, I input features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from layers.safetensors_file import CheckpointError, SafetensorsFile, TensorEntry
+
+__all__ = ["BLOCK", "Checkpoint", "CheckpointError", "dequantize_blocks"]
+
+INDEX = "model.safetensors.index.json"
+BLOCK = 128  # FP8 weights have one scale per BLOCK x BLOCK weights
+ROWS_AT_ONCE = 8 * BLOCK  # of a weight that is dequantised: bounds the float32 scratch
+
+Progress = Callable[[int, int], None]
+
+
+class Checkpoint:
+    """Implements models.base.WeightSource over `model.safetensors.index.json` or any `*.safetensors` of a directory.
+
+    Files are mapped, so only what is read is touched. progress(bytes_done, bytes_total) is called after every key that
+    was read or skipped. Raises CheckpointError for a directory without weights, and for broken or missing files.
+    """
+
+    def __init__(self, path: str | Path, progress: Progress | None = None) -> None:
+        self.path = Path(path)
+        self._files: dict[str, SafetensorsFile] = {}  # key -> its file
+        for key, file in self._find():
+            self._files[key] = file
+        self._unused = set(self._files)
+        self._progress = progress
+        self._bytes_done = 0
+        self._bytes_total = sum(self._entry(key).num_bytes for key in self._files)
+        self.bytes_read = 0
+
+    # ---- finding the files ----
+
+    def _find(self) -> Iterable[tuple[str, SafetensorsFile]]:
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path}: no such directory")
+        if (self.path / INDEX).exists():
+            yield from self._from_index(self.path / INDEX)
+            return
+        paths = sorted(self.path.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(f"{self.path}: no *.safetensors file in this directory")
+        owner: dict[str, Path] = {}
+        for path in paths:
+            file = SafetensorsFile(path)
+            for key in file.entries:
+                if key in owner:
+                    raise CheckpointError(f"{path}: {key}: also in {owner[key].name}, and there is no {INDEX}")
+                owner[key] = path
+                yield key, file
+
+    def _from_index(self, index: Path) -> Iterable[tuple[str, SafetensorsFile]]:
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            if not isinstance(weight_map, dict):
+                raise TypeError("weight_map is not an object")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{index}: corrupt index: {error!r}") from None
+        opened: dict[str, SafetensorsFile] = {}
+        for key, name in weight_map.items():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise CheckpointError(f"{index}: {key}: {name!r} is not the name of a file of this directory")
+            if name not in opened:
+                if not (self.path / name).exists():
+                    raise CheckpointError(f"{index}: {key}: missing shard {name}")
+                opened[name] = SafetensorsFile(self.path / name)
+            if key not in opened[name].entries:
+                raise CheckpointError(f"{self.path / name}: {key}: not in this file, though {INDEX} says so")
+            yield key, opened[name]
+
+    # ---- reading ----
+
+    def names(self) -> Iterable[str]:
+        return self._files.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, out: Tensor, index: int | None = None) -> None:
+        """Read tensor `name`, or its part `index` along the first dimension, into `out`; marks it used.
+
+        Shapes must be equal; the dtype is converted to out's. If the checkpoint has `name` + "_scale_inv" (DeepSeek's
+        FP8), each block of 128 x 128 is multiplied by its scale, and the scale is marked used too.
+        """
+        file = self._file(name)
+        entry = file.entries[name]
+        shape = entry.shape if index is None else entry.shape[1:]
+        if shape != tuple(out.shape):
+            raise CheckpointError(f"{file.path}: {name}: expected shape {list(out.shape)}, got {list(shape)}")
+        stored = file.view(name)
+        part = stored if index is None else stored[index]
+        scale_name = f"{name}_scale_inv"
+        if scale_name in self._files and entry.dtype.itemsize == 1:
+            self._read_fp8(scale_name, part, out, index)
+        elif entry.dtype.is_floating_point and entry.dtype.itemsize == 1:
+            raise CheckpointError(f"{file.path}: {name}: {entry.dtype} without {scale_name}")
+        else:
+            out.copy_(part)
+        self.bytes_read += part.numel() * part.element_size()
+        file.release(name)
+        self._mark(name)
+
+    def _read_fp8(self, scale_name: str, part: Tensor, out: Tensor, index: int | None) -> None:
+        file = self._file(scale_name)
+        scale = file.view(scale_name)
+        scale = scale if index is None else scale[index]
+        expected = [-(-n // BLOCK) for n in part.shape]
+        if part.dim() != 2 or list(scale.shape) != expected:
+            raise CheckpointError(f"{file.path}: {scale_name}: expected shape {expected}, got {list(scale.shape)}")
+        dequantize_blocks(part, scale.float(), out)
+        self.bytes_read += scale.numel() * scale.element_size()
+        self._mark(scale_name)
+
+    def skip(self, name: str) -> None:
+        """Mark a key (and its scales, if it has any) as deliberately not read. Its bytes are not touched."""
+        self._file(name)
+        self._mark(name)
+        if f"{name}_scale_inv" in self._files:
+            self._mark(f"{name}_scale_inv")
+
+    def finish(self) -> None:
+        """Raise CheckpointError if any key was neither read nor skipped, naming the first few."""
+        if self._unused:
+            first = ", ".join(sorted(self._unused)[:4])
+            more = f" and {len(self._unused) - 4} more" if len(self._unused) > 4 else ""
+            raise CheckpointError(f"{self.path}: keys that this model does not use: {first}{more}")
+
+    def _file(self, name: str) -> SafetensorsFile:
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointError(f"{self.path}: missing key {name}")
+        return file
+
+    def _entry(self, name: str) -> TensorEntry:
+        return self._files[name].entries[name]
+
+    def _mark(self, name: str) -> None:
+        if name not in self._unused:
+            return
+        self._unused.remove(name)
+        self._bytes_done += self._entry(name).num_bytes
+        if self._progress is not None:
+            self._progress(self._bytes_done, self._bytes_total)
+
+
+def dequantize_blocks(weight_OI: Tensor, scale: Tensor, out_OI: Tensor) -> None:
+    """out = weight * scale of its block. weight: any 8-bit float [O, I]; scale: float32 [ceil(O/128), ceil(I/128)]."""
+    num_rows, num_columns = weight_OI.shape
+    for first in range(0, num_rows, ROWS_AT_ONCE):
+        last = min(num_rows, first + ROWS_AT_ONCE)
+        scale_rows = scale[first // BLOCK : -(-last // BLOCK)].repeat_interleave(BLOCK, 1)[:, :num_columns]
+        scale_rows = scale_rows.repeat_interleave(BLOCK, 0)[: last - first]
+        torch.mul(weight_OI[first:last].float(), scale_rows, out=scale_rows)
+        out_OI[first:last] = scale_rows

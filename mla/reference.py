@@ -1,0 +1,60 @@
+"""MLA written for reading: the specification, and the oracle of the tests. One sequence at a time, float32 inside.
+
+Legend: T tokens of the step, Q queries of one sequence, S cached tokens of one sequence, H heads, N, P, C, X, V widths
+(mla/protocol.py), R rows of the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layers.step import StepInput
+
+
+def naive(
+    q_nope_THN: Tensor, q_pe_THP: Tensor, cache_RX: Tensor, step: StepInput, w_uk_HNC: Tensor, w_uv_HVC: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Build keys and values of every head, then attend. Returns [T, H, V]."""
+    out_THV = q_nope_THN.new_empty((*q_nope_THN.shape[:2], w_uv_HVC.shape[1]))
+    for sequence in range(step.num_sequences):
+        queries, latent_SC, k_pe_SP, hidden_QS = _one_sequence(cache_RX, step, sequence, w_uk_HNC.shape[2])
+        k_nope_SHN = torch.einsum("sc,hnc->shn", latent_SC, w_uk_HNC.float())
+        v_SHV = torch.einsum("sc,hvc->shv", latent_SC, w_uv_HVC.float())
+        scores_HQS = torch.einsum("qhn,shn->hqs", q_nope_THN[queries].float(), k_nope_SHN)
+        scores_HQS += torch.einsum("qhp,sp->hqs", q_pe_THP[queries].float(), k_pe_SP)
+        weights_HQS = (scores_HQS * scale).masked_fill(hidden_QS, -torch.inf).softmax(-1)
+        out_THV[queries] = torch.einsum("hqs,shv->qhv", weights_HQS, v_SHV).to(out_THV.dtype)
+    return out_THV
+
+
+def absorbed(
+    q_nope_THN: Tensor, q_pe_THP: Tensor, cache_RX: Tensor, step: StepInput, w_uk_HNC: Tensor, w_uv_HVC: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Move W_UK to the queries and W_UV behind the attention; heads share the latents. Returns [T, H, V]."""
+    out_THV = q_nope_THN.new_empty((*q_nope_THN.shape[:2], w_uv_HVC.shape[1]))
+    for sequence in range(step.num_sequences):
+        queries, latent_SC, k_pe_SP, hidden_QS = _one_sequence(cache_RX, step, sequence, w_uk_HNC.shape[2])
+        q_latent_QHC = torch.einsum("qhn,hnc->qhc", q_nope_THN[queries].float(), w_uk_HNC.float())
+        scores_HQS = torch.einsum("qhc,sc->hqs", q_latent_QHC, latent_SC)
+        scores_HQS += torch.einsum("qhp,sp->hqs", q_pe_THP[queries].float(), k_pe_SP)
+        weights_HQS = (scores_HQS * scale).masked_fill(hidden_QS, -torch.inf).softmax(-1)
+        mixed_QHC = torch.einsum("hqs,sc->qhc", weights_HQS, latent_SC)
+        out_THV[queries] = torch.einsum("qhc,hvc->qhv", mixed_QHC, w_uv_HVC.float()).to(out_THV.dtype)
+    return out_THV
+
+
+def _one_sequence(
+    cache_RX: Tensor, step: StepInput, sequence: int, latent_dim: int
+) -> tuple[slice, Tensor, Tensor, Tensor]:
+    """Its tokens in the step, its latents [S, C] and rotated keys [S, P], and which keys each query may not see."""
+    queries = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
+    length = step.kv_lens[sequence]
+    positions_S = torch.arange(length, device=cache_RX.device)
+    blocks_S = step.block_table_BN[sequence][positions_S // step.block_size]
+    rows_SX = cache_RX[blocks_S * step.block_size + positions_S % step.block_size].float()
+    query_positions_Q = torch.arange(length - (queries.stop - queries.start), length, device=cache_RX.device)
+    hidden_QS = positions_S > query_positions_Q[:, None]
+    return queries, rows_SX[:, :latent_dim], rows_SX[:, latent_dim:], hidden_QS

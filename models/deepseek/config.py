@@ -1,0 +1,179 @@
+"""DeepSeek-V2 (V2, V2-Lite, Coder-V2) and DeepSeek-V3 (V3, R1, V3.1) configurations. Free of torch.
+
+https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json and its V2 sibling are the sources of the names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from layers.rope_parameters import RopeParameters, yarn_mscale
+from models.fields import Fields
+from models.shared_fields import check_quantization, read_rope
+
+V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+TopkMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
+LATENT_NORM_EPS = 1e-6  # of the norms inside attention: the originals do not pass rms_norm_eps to them
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How experts are chosen. method noaux_tc is DeepSeek-V3's: sigmoid scores, and a bias that steers the choice."""
+
+    method: TopkMethod
+    experts_per_token: int
+    num_groups: int
+    topk_groups: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeepseekConfig:
+    """q_lora_rank 0: queries come from one projection. router None and num_experts 0: a dense model.
+
+    Layers from first_moe_layer on have routed experts. num_mtp_layers: extra layers in the checkpoint, numbered after
+    the last, that predict further tokens; they are not part of the forward pass.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position_embeddings: int
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    attention_bias: bool
+    rms_norm_eps: float
+    rope: RopeParameters
+    rope_interleave: bool
+    mlp_width: int
+    num_mtp_layers: int
+    tie_word_embeddings: bool
+    first_moe_layer: int
+    num_experts: int
+    expert_width: int
+    num_shared_experts: int
+    router: RouterConfig | None
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.first_moe_layer if self.num_experts else 0
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by: 1 / sqrt(key width), and yarn's temperature when mscale_all_dim asks for it."""
+        scale = float((self.nope_dim + self.rope_dim) ** -0.5)
+        if self.rope.kind == "default" or not self.rope.mscale_all_dim:
+            return scale
+        mscale = yarn_mscale(self.rope.factor, self.rope.mscale_all_dim)
+        return scale * mscale * mscale
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        return self.num_layers * (self.kv_lora_rank + self.rope_dim) * itemsize
+
+
+def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
+    """config.json, as transformers 4 or 5 (or DeepSeek) writes it -> DeepseekConfig.
+
+    Raises ConfigError (one line: file, field, what was expected) for a missing or wrong field, and for fields that ask
+    for arithmetic that is not implemented. Sizes have no defaults; switches default as in transformers.
+    """
+    fields = Fields(raw, source)
+    architecture = fields.first_of("architectures")
+    _refuse_unsupported(fields, architecture)
+    num_layers = fields.integer("num_hidden_layers")
+    max_position = fields.integer("max_position_embeddings")
+    rope_dim = fields.integer("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise fields.error("qk_rope_head_dim", "an even number")
+    # transformers 5 knows the field by a second name
+    mtp = "num_nextn_predict_layers" if fields.has("num_nextn_predict_layers") else "num_mtp_layers"
+    experts = _experts(fields, architecture, num_layers)
+    return DeepseekConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        num_layers=num_layers,
+        max_position_embeddings=max_position,
+        num_heads=fields.integer("num_attention_heads"),
+        q_lora_rank=fields.integer("q_lora_rank", 0, minimum=0),
+        kv_lora_rank=fields.integer("kv_lora_rank"),
+        nope_dim=fields.integer("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=fields.integer("v_head_dim"),
+        attention_bias=fields.flag("attention_bias", False),
+        rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+        rope=read_rope(fields, rope_dim, max_position),
+        rope_interleave=architecture == V2 or fields.flag("rope_interleave", True),
+        mlp_width=fields.integer("intermediate_size"),
+        num_mtp_layers=fields.integer(mtp, 0, minimum=0),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        **experts,
+    )
+
+
+def _experts(fields: Fields, architecture: str, num_layers: int) -> dict[str, Any]:
+    name = "n_routed_experts" if fields.has("n_routed_experts") else "num_local_experts"  # transformers 5's second name
+    first = fields.integer("first_k_dense_replace", 0, minimum=0)
+    if not fields.has(name) or first >= num_layers:
+        return {
+            "first_moe_layer": num_layers, "num_experts": 0, "expert_width": 0, "num_shared_experts": 0, "router": None,
+        }  # fmt: skip
+    num_experts = fields.integer(name)
+    return {
+        "first_moe_layer": first,
+        "num_experts": num_experts,
+        "expert_width": fields.integer("moe_intermediate_size"),
+        "num_shared_experts": fields.integer("n_shared_experts", 0, minimum=0),
+        "router": _router(fields, architecture, num_experts),
+    }
+
+
+def _router(fields: Fields, architecture: str, num_experts: int) -> RouterConfig:
+    method: TopkMethod = "noaux_tc"
+    if architecture == V2:
+        method = "group_limited_greedy" if fields.text("topk_method", "greedy") == "group_limited_greedy" else "greedy"
+    num_groups, topk_groups = 1, 1
+    if method != "greedy":
+        num_groups = fields.integer("n_group")
+        topk_groups = fields.integer("topk_group")
+    if num_experts % num_groups:
+        raise fields.error("n_group", f"a divisor of the number of experts ({num_experts})")
+    if topk_groups > num_groups:
+        raise fields.error("topk_group", f"at most n_group ({num_groups})")
+    if method == "noaux_tc" and topk_groups < num_groups and num_experts // num_groups < 2:
+        raise fields.error("n_group", f"groups of at least 2 of the {num_experts} experts")
+    eligible = num_experts // num_groups * topk_groups
+    per_token = fields.integer("num_experts_per_tok")
+    if per_token > eligible:
+        raise fields.error("num_experts_per_tok", f"at most the experts of topk_group groups ({eligible})")
+    return RouterConfig(
+        method=method,
+        experts_per_token=per_token,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        norm_topk_prob=architecture == V3 and fields.flag("norm_topk_prob", True),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0 if architecture == V2 else 2.5),
+    )
+
+
+def _refuse_unsupported(fields: Fields, architecture: str) -> None:
+    fields.only("hidden_act", "silu")
+    fields.only("moe_layer_freq", None, 1)
+    check_quantization(fields)
+    if architecture == V2:
+        fields.only("topk_method", None, "greedy", "group_limited_greedy")
+        fields.only("scoring_func", None, "softmax")
+        fields.only("norm_topk_prob", None, False)
+        fields.only("mlp_bias", None, False)
+    else:
+        fields.only("topk_method", None, "noaux_tc")
+        fields.only("scoring_func", None, "sigmoid")
+    heads = fields.raw.get("num_attention_heads")
+    fields.only("num_key_value_heads", None, heads, reason="is supported: every head has its own key from the latent")

@@ -1,0 +1,146 @@
+"""DeepSeek-V2 and DeepSeek-V3: latent attention, routed and shared experts behind the first dense layers.
+
+Legend: T tokens, D hidden size, P rows sampled, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dbo.steps import Steps
+from ep.experts import Experts
+from ep.moe import MoE
+from ep.parallel import Parallel
+from ep.place import SlotTable
+from ep.router import DeepseekV2Router, DeepseekV3Router
+from layers.embed import Embedding
+from layers.linear import logits, parameter
+from layers.mlp import GatedMLP
+from layers.norm import RMSNorm
+from layers.paged_kv import KVSpec, PagedKV
+from layers.rope import Rope
+from layers.step import StepInput
+from mla.attention import TorchMla
+from mla.protocol import MlaBackend, PrefillMode
+from models.base import WeightSource
+from models.deepseek import weights
+from models.deepseek.attention import Attention, mla_shape
+from models.deepseek.config import DeepseekConfig
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward layer, each behind its norm."""
+
+    def __init__(self, config: DeepseekConfig, mlp: GatedMLP | MoE, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.attention = Attention(config, dtype, device)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.mlp = mlp
+
+    def mlp_steps(self, x_TD: Tensor, lane: int) -> Steps[Tensor]:
+        """The feed-forward layer; only routed experts yield."""
+        if isinstance(self.mlp, GatedMLP):
+            out_TD: Tensor = self.mlp(x_TD)
+            return out_TD
+        return (yield from self.mlp.steps(x_TD, lane))
+
+
+class DeepseekForCausalLM(nn.Module):
+    """Implements models.base.CausalLM. mla_prefill: how prompts attend (mla/protocol.py); results are the same."""
+
+    def __init__(
+        self,
+        config: DeepseekConfig,
+        parallel: Parallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        mla_prefill: PrefillMode = "auto",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.parallel = parallel
+        self.dtype = dtype
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        dense = [GatedMLP(config.hidden_size, config.mlp_width, dtype, device) for _ in range(config.first_moe_layer)]
+        mlps: list[GatedMLP | MoE] = [*dense, *_moe_layers(config, parallel, dtype, device)]
+        self.decoders = [DecoderLayer(config, mlp, dtype, device) for mlp in mlps]
+        self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        head = (config.vocab_size, config.hidden_size)
+        self.head = self.embed.weight if config.tie_word_embeddings else parameter(head, dtype, device)
+        self.rope = Rope(config.rope, dtype, device)
+        self.mla: MlaBackend = TorchMla(mla_shape(config), config.attention_scale, mla_prefill, dtype)
+
+    def kv_spec(self) -> KVSpec:
+        """One row per token and layer: the latent, then the rotated key."""
+        return KVSpec(self.config.num_layers, ((self.config.kv_lora_rank + self.config.rope_dim,),), self.dtype)
+
+    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0) -> Steps[Tensor]:
+        """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
+        residual_TD = self.embed(step.token_ids_T)
+        rope = self.rope(step.positions_T)
+        attend = self.mla.prepare(step)
+        x_TD: Tensor = self.decoders[0].input_norm(residual_TD)
+        for index, layer in enumerate(self.decoders):
+            (cache_RX,) = kv.layers[index]
+            attended_TD = layer.attention(x_TD, rope, cache_RX, step.slots_T, attend)
+            x_TD = layer.post_norm.add(attended_TD, residual_TD)
+            mlp_TD = yield from layer.mlp_steps(x_TD, lane)
+            following = self.decoders[index + 1].input_norm if index + 1 < len(self.decoders) else self.norm
+            x_TD = following.add(mlp_TD, residual_TD)
+        return x_TD
+
+    def logits(self, hidden_PD: Tensor) -> Tensor:
+        """[P, D] -> float32 [P, V]."""
+        return logits(hidden_PD, self.head)
+
+    def load(self, source: WeightSource) -> None:
+        """Fill every parameter; of the experts only those that this rank hosts are read."""
+        weights.load_ends(source, self.embed.weight, self.norm, self.head, self.config.tie_word_embeddings)
+        for index, layer in enumerate(self.decoders):
+            prefix = f"model.layers.{index}."
+            weights.load_attention(source, prefix, layer.attention, self.config)
+            weights.load_norms(source, prefix, layer.input_norm, layer.post_norm)
+            if isinstance(layer.mlp, GatedMLP):
+                weights.load_mlp(source, prefix, layer.mlp)
+            else:
+                placement = self.parallel.placement
+                assert placement is not None
+                hosted = placement.experts_of(index - self.config.first_moe_layer, self.parallel.rank)
+                weights.load_moe(source, prefix, layer.mlp, hosted, self.config.num_experts)
+        weights.skip_mtp(source, self.config)
+
+
+def _moe_layers(config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[MoE]:
+    """The layers with routed experts; they share the lanes of this rank."""
+    if config.num_moe_layers == 0:
+        return []
+    placement = parallel.placement
+    if placement is None:
+        raise ValueError(f"placement: a model with {config.num_experts} experts needs one, got None")
+    lanes = parallel.make_lanes(placement.slots_per_rank, config.hidden_size)
+    layers = []
+    for layer in range(config.num_moe_layers):
+        experts = Experts(placement.slots_per_rank, config.hidden_size, config.expert_width, dtype, device)
+        shared_width = config.num_shared_experts * config.expert_width
+        shared = GatedMLP(config.hidden_size, shared_width, dtype, device) if shared_width else None
+        table = SlotTable(placement, layer, parallel.rank, device)
+        layers.append(MoE(_router(config, device), experts, lanes, table, shared))
+    return layers
+
+
+def _router(config: DeepseekConfig, device: torch.device) -> DeepseekV2Router | DeepseekV3Router:
+    router = config.router
+    assert router is not None
+    groups = (router.num_groups, router.topk_groups)
+    if router.method == "noaux_tc":
+        return DeepseekV3Router(
+            config.hidden_size, config.num_experts, router.experts_per_token, *groups,
+            router.norm_topk_prob, router.routed_scaling_factor, device,
+        )  # fmt: skip
+    return DeepseekV2Router(
+        config.hidden_size, config.num_experts, router.experts_per_token, router.method, *groups,
+        router.routed_scaling_factor, device,
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Which key of a checkpoint goes where.
+
+Legend: H heads, A input size of the query projection, D hidden size, Vocab the vocabulary; N, P, C, V widths
+(mla/protocol.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep.moe import MoE
+from ep.router import DeepseekV3Router
+from layers.mlp import GatedMLP
+from layers.norm import RMSNorm
+from models.base import WeightSource
+from models.deepseek.attention import Attention
+from models.deepseek.config import DeepseekConfig
+from models.loading import read_linear, read_merged, read_mlp
+
+
+def load_ends(source: WeightSource, embedding: Tensor, norm: RMSNorm, head: Tensor, tied: bool) -> None:
+    """Embedding, last norm and head. A tied head has no key of its own, or one that repeats the embedding."""
+    source.read("model.embed_tokens.weight", embedding)
+    source.read("model.norm.weight", norm.weight)
+    if not tied:
+        source.read("lm_head.weight", head)
+    elif source.has("lm_head.weight"):
+        source.skip("lm_head.weight")
+
+
+def load_norms(source: WeightSource, prefix: str, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
+    source.read(f"{prefix}input_layernorm.weight", input_norm.weight)
+    source.read(f"{prefix}post_attention_layernorm.weight", post_norm.weight)
+
+
+def load_attention(source: WeightSource, prefix: str, attention: Attention, config: DeepseekConfig) -> None:
+    """kv_b_proj is split into its two halves; rotated dimensions are brought into half-split order."""
+    prefix = f"{prefix}self_attn."
+    shape, down = attention.shape, attention.down
+    if attention.q_b is not None and attention.q_a_norm is not None:
+        read_merged(source, prefix, down)
+        source.read(f"{prefix}q_a_layernorm.weight", attention.q_a_norm.weight)
+        source.read(f"{prefix}q_b_proj.weight", attention.q_b.weight)
+        q_rows: Tensor = attention.q_b.weight
+    else:
+        # q_proj has no bias even where attention_bias is set
+        for part in down.parts:
+            source.read(f"{prefix}{part}.weight", down.weight_of(part))
+        if down.bias is not None:
+            source.read(f"{prefix}kv_a_proj_with_mqa.bias", down.bias_of("kv_a_proj_with_mqa"))
+            down.bias_of("q_proj").zero_()
+        q_rows = down.weight_of("q_proj")
+    source.read(f"{prefix}kv_a_layernorm.weight", attention.kv_a_norm.weight)
+    read_linear(source, f"{prefix}o_proj", attention.out)
+
+    kv_b = torch.empty(
+        (shape.num_heads * (shape.nope_dim + shape.value_dim), shape.latent_dim),
+        dtype=attention.w_uk.dtype,
+        device=attention.w_uk.device,
+    )
+    source.read(f"{prefix}kv_b_proj.weight", kv_b)
+    halves = kv_b.view(shape.num_heads, -1, shape.latent_dim)
+    attention.w_uk.copy_(halves[:, : shape.nope_dim])
+    attention.w_uv.copy_(halves[:, shape.nope_dim :])
+
+    if config.rope_interleave:
+        split_pairs(q_rows.view(shape.num_heads, shape.key_dim, -1)[:, shape.nope_dim :])
+        split_pairs(down.weight_of("kv_a_proj_with_mqa")[None, shape.latent_dim :])
+        if down.bias is not None:
+            split_pairs(down.bias_of("kv_a_proj_with_mqa")[None, shape.latent_dim :, None])
+
+
+def split_pairs(rows_HPA: Tensor) -> None:
+    """Reorder rows 0 1 2 3 4 5 (pairs side by side) to 0 2 4 1 3 5 (halves), in place.
+
+    Queries and the shared key are reordered alike, so their products stay what they were.
+    """
+    num_rows = rows_HPA.shape[1]
+    rows_HPA.copy_(torch.cat([rows_HPA[:, 0:num_rows:2], rows_HPA[:, 1:num_rows:2]], dim=1))
+
+
+def load_mlp(source: WeightSource, prefix: str, mlp: GatedMLP) -> None:
+    read_mlp(source, f"{prefix}mlp.", mlp)
+
+
+def load_moe(source: WeightSource, prefix: str, moe: MoE, hosted: tuple[int, ...], num_experts: int) -> None:
+    """hosted: the expert in each slot of this rank, -1 unused (its weights become zero). Other experts are skipped."""
+    prefix = f"{prefix}mlp."
+    router = moe.router
+    assert isinstance(router.weight, Tensor)
+    source.read(f"{prefix}gate.weight", router.weight)
+    if isinstance(router, DeepseekV3Router):
+        source.read(f"{prefix}gate.e_score_correction_bias", router.bias_E)
+    if moe.shared is not None:
+        assert isinstance(moe.shared, GatedMLP)
+        read_mlp(source, f"{prefix}shared_experts.", moe.shared)
+    parts = ("gate_proj", "up_proj", "down_proj")
+    for slot, expert in enumerate(hosted):
+        for part, out in zip(parts, moe.experts.slot_views(slot), strict=True):
+            if expert < 0:
+                out.zero_()
+            else:
+                source.read(f"{prefix}experts.{expert}.{part}.weight", out)
+    for expert in sorted(set(range(num_experts)) - set(hosted)):
+        for part in parts:
+            source.skip(f"{prefix}experts.{expert}.{part}.weight")
+
+
+def skip_mtp(source: WeightSource, config: DeepseekConfig) -> None:
+    """The layers that predict further tokens come after the last one, under names of their own."""
+    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
+    for name in [name for name in source.names() if name.startswith(extra)]:
+        source.skip(name)

@@ -1,0 +1,177 @@
+"""Qwen3 (dense and mixture of experts), and Qwen2, Llama and Mistral by its switches.
+
+Legend: T tokens, D hidden size, H query heads, Hkv key/value heads, Dh head size, R rope planes, P rows sampled,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dbo.steps import Steps
+from ep.experts import Experts
+from ep.moe import MoE
+from ep.parallel import Parallel
+from ep.place import SlotTable
+from ep.router import SoftmaxRouter
+from layers.attention import AttentionPlan, Heads, paged_attention, write_kv
+from layers.embed import Embedding
+from layers.linear import Linear, MergedLinear, logits, parameter
+from layers.mlp import GatedMLP
+from layers.norm import RMSNorm, rms_norm
+from layers.paged_kv import KVSpec, PagedKV
+from layers.rope import Rope, apply_rope
+from layers.step import StepInput
+from models.base import WeightSource
+from models.loading import read_mlp
+from models.qwen3 import weights
+from models.qwen3.config import Qwen3Config
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. qk_norm [H + Hkv, Dh]: the weight of the norm of each query and key head, or None."""
+
+    qk_norm: nn.Parameter | None
+
+    def __init__(self, config: Qwen3Config, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv = MergedLinear(config.hidden_size, parts, config.qkv_bias, dtype, device)
+        self.out = Linear(q_size, config.hidden_size, config.o_bias, dtype, device)
+        qk_shape = (config.num_heads + config.num_kv_heads, config.head_dim)
+        self.qk_norm = parameter(qk_shape, dtype, device) if config.qk_norm else None
+        self.eps = config.rms_norm_eps
+        self.scale = config.head_dim**-0.5
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, ...],
+        slots_T: Tensor,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """Writes the step's keys and values to `cache`, then attends over it. Queries and keys lie side by side, so
+        one norm and one rotation serve both."""
+        num_qk = self.num_heads + self.num_kv_heads
+        qkv = self.qkv(x_TD).view(-1, num_qk + self.num_kv_heads, self.head_dim)
+        qk = qkv[:, :num_qk]
+        if self.qk_norm is not None:
+            qk = rms_norm(qk, self.qk_norm, self.eps)
+        qk = apply_rope(qk, *rope, interleaved=False)
+        k_cache, v_cache = cache
+        write_kv(k_cache, slots_T, qk[:, self.num_heads :])
+        write_kv(v_cache, slots_T, qkv[:, num_qk:])
+        attended = paged_attention(qk[:, : self.num_heads], k_cache, v_cache, plan, self.scale)
+        out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
+        return out_TD
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward layer, each behind its norm."""
+
+    def __init__(self, config: Qwen3Config, mlp: GatedMLP | MoE, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.attention = Attention(config, dtype, device)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.mlp = mlp
+
+    def mlp_steps(self, x_TD: Tensor, lane: int) -> Steps[Tensor]:
+        """The feed-forward layer; only routed experts yield."""
+        if isinstance(self.mlp, GatedMLP):
+            out_TD: Tensor = self.mlp(x_TD)
+            return out_TD
+        return (yield from self.mlp.steps(x_TD, lane))
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """Implements models.base.CausalLM."""
+
+    def __init__(self, config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.parallel = parallel
+        self.dtype = dtype
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        mlps = _mlps(config, parallel, dtype, device)
+        self.decoders = [DecoderLayer(config, mlp, dtype, device) for mlp in mlps]
+        self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        head = (config.vocab_size, config.hidden_size)
+        self.head = self.embed.weight if config.tie_word_embeddings else parameter(head, dtype, device)
+        self.rope = Rope(config.rope, dtype, device)
+        self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+
+    def kv_spec(self) -> KVSpec:
+        """Keys and values of every layer, in the model's dtype."""
+        entry = (self.config.num_kv_heads, self.config.head_dim)
+        return KVSpec(self.config.num_layers, (entry, entry), self.dtype)
+
+    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0) -> Steps[Tensor]:
+        """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
+        residual_TD = self.embed(step.token_ids_T)
+        rope = self.rope(step.positions_T)
+        plan = AttentionPlan(step, self.heads, self.dtype)
+        x_TD: Tensor = self.decoders[0].input_norm(residual_TD)
+        for index, layer in enumerate(self.decoders):
+            attended_TD = layer.attention(x_TD, rope, kv.layers[index], step.slots_T, plan)
+            x_TD = layer.post_norm.add(attended_TD, residual_TD)
+            mlp_TD = yield from layer.mlp_steps(x_TD, lane)
+            following = self.decoders[index + 1].input_norm if index + 1 < len(self.decoders) else self.norm
+            x_TD = following.add(mlp_TD, residual_TD)
+        return x_TD
+
+    def logits(self, hidden_PD: Tensor) -> Tensor:
+        """[P, D] -> float32 [P, V]."""
+        return logits(hidden_PD, self.head)
+
+    def load(self, source: WeightSource) -> None:
+        """Fill every parameter; of the experts only those that this rank hosts are read."""
+        tied = self.config.tie_word_embeddings
+        weights.read_ends(source, self.embed.weight, self.norm, self.head, tied)
+        moe_layer = 0
+        for index, layer in enumerate(self.decoders):
+            prefix = f"model.layers.{index}."
+            source.read(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
+            source.read(f"{prefix}post_attention_layernorm.weight", layer.post_norm.weight)
+            attention = layer.attention
+            weights.read_attention(
+                source, f"{prefix}self_attn.", attention.qkv, attention.out, attention.qk_norm, attention.num_heads
+            )
+            if isinstance(layer.mlp, GatedMLP):
+                read_mlp(source, f"{prefix}mlp.", layer.mlp)
+                continue
+            placement = self.parallel.placement
+            assert placement is not None
+            router = layer.mlp.router
+            assert isinstance(router, SoftmaxRouter)
+            source.read(f"{prefix}mlp.gate.weight", router.weight)
+            hosted = placement.experts_of(moe_layer, self.parallel.rank)
+            weights.read_experts(source, f"{prefix}mlp.experts.", layer.mlp.experts, hosted, self.config.num_experts)
+            moe_layer += 1
+
+
+def _mlps(config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[GatedMLP | MoE]:
+    """The feed-forward layer of each decoder layer. All MoE layers share one set of all-to-alls."""
+    placement = parallel.placement
+    if config.moe_layers and placement is None:
+        raise ValueError(f"{config.architecture} has {config.num_experts} routed experts: it needs a placement")
+    lanes = parallel.make_lanes(placement.slots_per_rank, config.hidden_size) if config.moe_layers and placement else ()
+    mlps: list[GatedMLP | MoE] = []
+    moe_layer = 0
+    for layer in range(config.num_layers):
+        if layer not in config.moe_layers:
+            mlps.append(GatedMLP(config.hidden_size, config.mlp_width, dtype, device, config.mlp_bias))
+            continue
+        assert placement is not None
+        router = SoftmaxRouter(
+            config.hidden_size, config.num_experts, config.experts_per_token, config.norm_topk_prob, dtype, device
+        )
+        experts = Experts(placement.slots_per_rank, config.hidden_size, config.expert_width, dtype, device)
+        mlps.append(MoE(router, experts, lanes, SlotTable(placement, moe_layer, parallel.rank, device)))
+        moe_layer += 1
+    return mlps

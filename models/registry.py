@@ -1,0 +1,75 @@
+"""From a checkpoint's config.json to its model family.
+
+Reading a config must not import torch (the front and the command line do it), so the module of a family's model is named
+here and imported by `build`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from models.deepseek import config as deepseek
+from models.facts import ModelFacts
+from models.fields import ConfigError, Fields
+from models.qwen3 import config as qwen3
+
+if TYPE_CHECKING:
+    import torch
+
+    from ep.parallel import Parallel
+    from models.base import CausalLM
+
+MlaPrefill = Literal["auto", "naive", "absorbed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """parse: the config reader. model: class `name` of `module`, called with (config, parallel, dtype, device)."""
+
+    parse: Callable[[dict[str, Any], str], ModelFacts]
+    module: str
+    name: str
+    has_mla: bool  # the class takes mla_prefill too
+
+
+_QWEN3 = Family(qwen3.parse, "models.qwen3.model", "Qwen3ForCausalLM", has_mla=False)
+_DEEPSEEK = Family(deepseek.parse, "models.deepseek.model", "DeepseekForCausalLM", has_mla=True)
+
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(qwen3.ARCHITECTURES, _QWEN3),
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+}
+
+
+def read_config(path: str | Path) -> ModelFacts:
+    """Parse config.json of a Hugging Face directory. Does not import torch.
+
+    Raises ConfigError: one line that names the file and, where there is one, the field.
+    """
+    fields = Fields.from_file(Path(path) / "config.json")
+    architecture = fields.first_of("architectures")
+    family = FAMILIES.get(architecture)
+    if family is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise ConfigError(f"{fields.source}: architectures: {architecture} is not supported (these are: {known})")
+    return family.parse(fields.raw, fields.source)
+
+
+def build(
+    config: ModelFacts,
+    parallel: Parallel,
+    dtype: torch.dtype,
+    device: torch.device,
+    mla_prefill: MlaPrefill = "auto",
+) -> CausalLM:
+    """The model that `read_config` described, with uninitialised weights: call its `load` next."""
+    family = FAMILIES[config.architecture]
+    model_class = vars(importlib.import_module(family.module))[family.name]
+    choices = {"mla_prefill": mla_prefill} if family.has_mla else {}
+    model: CausalLM = model_class(config, parallel, dtype, device, **choices)
+    return model

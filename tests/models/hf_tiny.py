@@ -1,0 +1,177 @@
+"""Tiny random Hugging Face checkpoints of every family, and ways to rewrite them. drive.py runs our models on them.
+
+Legend: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from drive import (
+    CPU,
+    Cache,
+    chunked_logits,
+    generate_greedy,
+    generate_on_ranks,
+    load_ours,
+    make_step,
+    relative_error,
+    run_step,
+    single_rank,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from layers.weights import BLOCK
+
+__all__ = [
+    "CPU",
+    "Cache",
+    "chunked_logits",
+    "generate_greedy",
+    "generate_on_ranks",
+    "load_ours",
+    "make_step",
+    "relative_error",
+    "run_step",
+    "single_rank",
+]
+
+VOCAB = 97
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "attn_implementation": "eager",
+}
+
+
+@dataclass
+class HfModel:
+    """A random Hugging Face model in float32 and the directory it was saved to."""
+
+    model: Any
+    path: Path
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """[T] -> float32 [T, V]."""
+        with torch.inference_mode():
+            return self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+
+    def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """The next `count` tokens, each the argmax given all before it."""
+        tokens = list(token_ids)
+        with torch.inference_mode():
+            out = self.model(torch.tensor([tokens]), use_cache=True)
+            for step in range(count):
+                tokens.append(int(out.logits[0, -1].argmax()))
+                if step + 1 < count:
+                    last = torch.tensor([tokens[-1:]])
+                    out = self.model(last, past_key_values=out.past_key_values, use_cache=True)
+        return tokens[len(token_ids) :]
+
+
+def make_hf(path: Path, config_class: str, model_class: str, seed: int = 0, **overrides: Any) -> HfModel:
+    """Build a random model, with norms and biases that are not ones and zeros, and save it to `path`."""
+    config = getattr(transformers, config_class)(**{**SMALL, **overrides})
+    config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class)(config).float().eval()
+    randomize(model)
+    model.save_pretrained(path)
+    return HfModel(model, path)
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Weights large enough that the layers matter; norms around one; biases and score corrections around zero."""
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not tensor.is_floating_point() or "inv_freq" in name:
+                continue
+            if "norm" in name:
+                tensor.copy_(1 + 0.2 * torch.randn(tensor.shape))
+            elif tensor.dim() == 1:
+                tensor.copy_(0.1 * torch.randn(tensor.shape))
+            else:
+                tensor.copy_(torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5)
+
+
+def make_qwen3(path: Path, **overrides: Any) -> HfModel:
+    return make_hf(path, "Qwen3Config", "Qwen3ForCausalLM", **{"head_dim": 12, **overrides})
+
+
+def make_qwen3_moe(path: Path, **overrides: Any) -> HfModel:
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    return make_hf(path, "Qwen3MoeConfig", "Qwen3MoeForCausalLM", **{"head_dim": 12, **experts, **overrides})
+
+
+def make_qwen2(path: Path, **overrides: Any) -> HfModel:
+    return make_hf(path, "Qwen2Config", "Qwen2ForCausalLM", **overrides)
+
+
+def make_llama(path: Path, **overrides: Any) -> HfModel:
+    return make_hf(path, "LlamaConfig", "LlamaForCausalLM", **overrides)
+
+
+def make_mistral(path: Path, **overrides: Any) -> HfModel:
+    return make_hf(path, "MistralConfig", "MistralForCausalLM", **{"sliding_window": None, **overrides})
+
+
+# ---- rewriting a checkpoint ----
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **config: Any) -> None:
+    """Replace the weights of the single-file checkpoint at `path`, and fields of its config.json."""
+    file = path / "model.safetensors"
+    save_file({key: tensor.contiguous() for key, tensor in change(load_file(file)).items()}, file)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, **config}))
+
+
+def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """DeepSeek's block FP8: (e4m3 [O, I], float32 scale of each 128 x 128 block)."""
+    rows, columns = -(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK)
+    padded = torch.zeros(rows * BLOCK, columns * BLOCK)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    blocks = padded.view(rows, BLOCK, columns, BLOCK)
+    scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / 448
+    quantized = (blocks / scale[:, None, :, None]).view(rows * BLOCK, -1)[: weight.shape[0], : weight.shape[1]]
+    return quantized.to(torch.float8_e4m3fn), scale
+
+
+def make_fp8(hf: HfModel) -> None:
+    """Quantise every projection of the checkpoint as DeepSeek does, and give the Hugging Face model the weights that
+    they stand for, so that the two can be compared."""
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        out = {}
+        for key, tensor in tensors.items():
+            out[key] = tensor
+            if key.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+                out[key], out[f"{key}_scale_inv"] = quantize_fp8(tensor)
+                wide = out[f"{key}_scale_inv"].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+                plain[key] = out[key].float() * wide[: tensor.shape[0], : tensor.shape[1]]
+        return out
+
+    plain: dict[str, Tensor] = load_file(hf.path / "model.safetensors")
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    rewrite(hf.path, change, quantization_config=config)
+    with tempfile.TemporaryDirectory() as folder:
+        config_json = json.loads((hf.path / "config.json").read_text())
+        del config_json["quantization_config"]
+        (Path(folder) / "config.json").write_text(json.dumps(config_json))
+        save_file(plain, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        hf.model = type(hf.model).from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
+        hf.model = hf.model.float().eval()

@@ -1,0 +1,118 @@
+"""The forms in which one model's weights may be stored, and what a rank reads of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hf_tiny import (
+    CPU,
+    VOCAB,
+    HfModel,
+    chunked_logits,
+    load_ours,
+    make_fp8,
+    make_llama,
+    make_qwen3,
+    make_qwen3_moe,
+    relative_error,
+    rewrite,
+)
+from torch import Tensor
+
+from ep.local import LocalAllToAll
+from ep.parallel import Parallel
+from eplb.placement import linear_placement
+from layers.weights import Checkpoint, CheckpointError
+from models.registry import build, read_config
+
+TOKENS = [(7 * i) % VOCAB for i in range(24)]
+EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def error(hf: HfModel) -> float:
+    return relative_error(chunked_logits(load_ours(hf.path), TOKENS, [20, 4]), hf.logits(TOKENS))
+
+
+def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor per layer for all experts, as transformers 5 holds them."""
+    out = {key: tensor for key, tensor in tensors.items() if not EXPERT.match(key)}
+    found = [match for match in map(EXPERT.match, tensors) if match]
+    for layer in {match[1] for match in found}:
+        count = len({match[2] for match in found})
+        parts = {
+            part: torch.stack([tensors[f"{layer}.{e}.{part}_proj.weight"] for e in range(count)])
+            for part in ("gate", "up", "down")
+        }
+        out[f"{layer}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+        out[f"{layer}.down_proj"] = parts["down"]
+    return out
+
+
+def test_fused_experts(tmp_path: Path) -> None:
+    hf = make_qwen3_moe(tmp_path)
+    rewrite(tmp_path, fuse_experts)
+    assert error(hf) < 1e-4
+
+
+@pytest.mark.parametrize("make", [make_qwen3, make_qwen3_moe])
+def test_fp8_blocks(tmp_path: Path, make: type) -> None:
+    hf = make(tmp_path, hidden_size=160, intermediate_size=200, head_dim=40, num_hidden_layers=2)
+    before = hf.logits(TOKENS)
+    make_fp8(hf)
+    assert relative_error(hf.logits(TOKENS), before) > 1e-3, "quantising changed nothing: the test would be empty"
+    assert error(hf) < 1e-4
+
+
+def test_keys_that_repeat_what_is_known(tmp_path: Path) -> None:
+    """Old Llamas carry rotary frequencies; some tied checkpoints carry the head nevertheless."""
+    hf = make_llama(tmp_path, tie_word_embeddings=True)
+
+    def add(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+        return {**tensors, **extra, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+    rewrite(tmp_path, add)
+    assert error(hf) < 1e-4
+
+
+def test_every_key_must_be_used_and_present(tmp_path: Path) -> None:
+    make_qwen3(tmp_path)
+    rewrite(tmp_path, lambda tensors: {**tensors, "model.layers.9.mlp.odd": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"does not use: model\.layers\.9\.mlp\.odd"):
+        load_ours(tmp_path)
+    rewrite(tmp_path, lambda t: {k: v for k, v in t.items() if k != "model.layers.1.self_attn.k_norm.weight"})
+    with pytest.raises(CheckpointError, match=r"missing key model\.layers\.1\.self_attn\.k_norm\.weight"):
+        load_ours(tmp_path)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rank_reads_only_its_experts(tmp_path: Path, size: int, fused: bool) -> None:
+    """Seen with `pytest -s`: two ranks read each half of the experts, and all of the rest."""
+    make_qwen3_moe(tmp_path, moe_intermediate_size=64)
+    if fused:
+        rewrite(tmp_path, fuse_experts)
+    config = read_config(tmp_path)
+    placement = linear_placement(config.num_moe_layers, config.num_experts, size)
+    expert_bytes = 3 * 8 * 3 * 64 * 32 * 4  # layers x experts x projections x width x hidden x float32
+    total = tensor_bytes(tmp_path)
+    for rank in range(size):
+        parallel = Parallel(rank, size, placement, lambda slots, _hidden: [LocalAllToAll(slots)])
+        model = build(config, parallel, torch.float32, CPU)
+        checkpoint = Checkpoint(tmp_path)
+        model.load(checkpoint)
+        checkpoint.finish()
+        print(f"{size} ranks: rank {rank} read {checkpoint.bytes_read:,} of {total:,} bytes of tensors")
+        assert checkpoint.bytes_read == total - expert_bytes + expert_bytes // size
+
+
+def tensor_bytes(path: Path) -> int:
+    """Bytes of all tensors of the checkpoint, as its headers say."""
+    seen: list[int] = []
+    checkpoint = Checkpoint(path, progress=lambda _done, total: seen.append(total))
+    for name in checkpoint.names():
+        checkpoint.skip(name)
+    return seen[-1]

@@ -1,0 +1,77 @@
+"""Logits and greedy tokens equal Hugging Face transformers', for every shape that the qwen3 family covers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_tiny import (
+    VOCAB,
+    HfModel,
+    chunked_logits,
+    generate_greedy,
+    load_ours,
+    make_llama,
+    make_mistral,
+    make_qwen2,
+    make_qwen3,
+    make_qwen3_moe,
+    relative_error,
+)
+
+from models.base import CausalLM
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}
+
+Make = Callable[..., HfModel]
+CASES: dict[str, tuple[Make, dict[str, Any]]] = {
+    "qwen3": (make_qwen3, {}),
+    "qwen3-tied-bias": (make_qwen3, {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-yarn": (make_qwen3, {"rope_parameters": YARN, "num_key_value_heads": 4}),
+    "moe-norm": (make_qwen3_moe, {}),
+    "moe-plain-weights": (make_qwen3_moe, {"norm_topk_prob": False, "tie_word_embeddings": True}),
+    "moe-sparse-step-2": (make_qwen3_moe, {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "moe-mlp-only-0": (make_qwen3_moe, {"mlp_only_layers": [0]}),
+    "qwen2": (make_qwen2, {}),
+    "qwen2-tied": (make_qwen2, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama3-rope": (make_llama, {"rope_parameters": LLAMA3}),
+    "llama-biases": (make_llama, {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}),
+    "mistral": (make_mistral, {"head_dim": 16}),
+}
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[HfModel, CausalLM]:
+    make, overrides = CASES[request.param]
+    hf = make(tmp_path_factory.mktemp(request.param), **overrides)
+    return hf, load_ours(hf.path)
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_logits_do_not_depend_on_how_a_prompt_is_cut(pair: tuple[HfModel, CausalLM]) -> None:
+    hf, ours = pair
+    tokens = tokens_of(1, 90)
+    expected = hf.logits(tokens)
+    for chunks in ([90], [70, 20], [7, 67, 16], [1] * 90):
+        assert relative_error(chunked_logits(ours, tokens, chunks), expected) < 1e-4
+
+
+def test_greedy_tokens_are_identical(pair: tuple[HfModel, CausalLM]) -> None:
+    hf, ours = pair
+    prompts = [tokens_of(2, 9), tokens_of(3, 1), tokens_of(4, 70), tokens_of(5, 30)]
+    expected = [hf.greedy(prompt, 32) for prompt in prompts]
+    assert generate_greedy(ours, prompts, 32, num_blocks=128) == expected

@@ -1,0 +1,96 @@
+"""Experts spread over ranks give the tokens of one rank: ranks inside one process, and ranks in processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drive import Cache, generate_on_ranks, load_ours, make_step, parallel_of
+from hf_tiny import VOCAB, HfModel, make_qwen3_moe
+
+from dbo.steps import drain, weave
+from ep.group import MailboxGroup, MailboxWorld, gloo_group
+from models.base import CausalLM
+
+NUM_TOKENS = 16
+TIMEOUT = 60.0
+
+Prompts = list[list[int]]
+
+
+def prompts_of(rank: int) -> Prompts:
+    """Each rank has its own number of sequences, of its own lengths; rank 2 has none."""
+    generator = torch.Generator().manual_seed(rank)
+    lengths = {0: [5, 1, 33], 1: [70], 2: [], 3: [2, 8]}[rank]
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> HfModel:
+    return make_qwen3_moe(tmp_path_factory.mktemp("moe"), mlp_only_layers=[1])
+
+
+def mailbox_models(path: Path, size: int, slots_per_rank: int | None = None) -> list[CausalLM]:
+    world = MailboxWorld(size)
+    groups = [MailboxGroup(world, rank) for rank in range(size)]
+    return [load_ours(path, parallel_of(path, group, "mailbox", slots_per_rank)) for group in groups]
+
+
+@pytest.mark.parametrize(("size", "slots_per_rank"), [(1, None), (2, None), (4, None), (3, None), (2, 6)])
+def test_mailbox_ranks_give_the_tokens_of_transformers(hf: HfModel, size: int, slots_per_rank: int | None) -> None:
+    """3 ranks: 8 experts do not divide, some slots are unused. 6 slots on 2 ranks: some experts have two replicas."""
+    prompts = [prompts_of(rank) for rank in range(size)]
+    ours = generate_on_ranks(mailbox_models(hf.path, size, slots_per_rank), prompts, NUM_TOKENS)
+    assert ours == [[hf.greedy(prompt, NUM_TOKENS) for prompt in own] for own in prompts]
+
+
+def test_two_lanes_overlap_on_each_rank(hf: HfModel) -> None:
+    """Half of each rank's sequences go through either lane, all four passes woven."""
+    models = mailbox_models(hf.path, 2)
+    expected, passes, steps = [], [], []
+    for rank, model in enumerate(models):
+        for lane, tokens in enumerate([[3 + rank, 5, 8], [9, 2 + rank]]):
+            cache = Cache.for_model(model)
+            steps.append(make_step(cache, [(0, tokens, 0)]))
+            passes.append(model.steps(steps[-1], cache.kv, lane))
+            expected.append(hf.logits(tokens)[-1])
+    with torch.inference_mode():
+        hidden = drain(weave(*passes))
+        ours = torch.cat([models[0].logits(h[step.logits_rows_P]) for h, step in zip(hidden, steps, strict=True)])
+    torch.testing.assert_close(ours, torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+def rank_process(path: Path, store: str, rank: int, size: int, results: Any) -> None:
+    """One rank in a process of its own; sends its tokens."""
+    torch.set_num_threads(1)
+    group = gloo_group(store, rank, size, TIMEOUT, "model")
+    model = load_ours(path, parallel_of(path, group, "gloo"))
+    [tokens] = generate_on_ranks([model], [prompts_of(rank)], NUM_TOKENS)
+    group.all_gather_ints([rank]).wait()  # nobody leaves while another may still need it
+    results.put((rank, tokens))
+    group.close()
+
+
+def run_processes(target: Callable[..., None], path: Path, store: str, size: int) -> dict[int, Prompts]:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=target, args=(path, store, rank, size, results)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        return dict(results.get(timeout=2 * TIMEOUT) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gloo_processes_give_the_tokens_of_transformers(hf: HfModel, tmp_path: Path, size: int) -> None:
+    ours = run_processes(rank_process, hf.path, str(tmp_path / "store"), size)
+    for rank in range(size):
+        assert ours[rank] == [hf.greedy(prompt, NUM_TOKENS) for prompt in prompts_of(rank)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.messages import Logprobs, SamplingParams
+from engine.messages import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,3 @@ class Schedule:
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step brought: made by engine/runner.py, taken by Scheduler.update. Lists have one entry per schedule entry."""
-
-    token_ids: list[int]  # -1 where nothing was sampled
-    logprobs: list[Logprobs | None] | None = None  # None: no row of this step asked for any
-    # entry -> of the prompt tokens starts[i] + 1 : min(starts[i] + counts[i], prompt_len - 1) + 1, for rows that asked
-    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)

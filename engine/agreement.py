@@ -1,0 +1,86 @@
+"""One small exchange per step: every rank says what it wishes, and all come to the same plan (docs/design.md, 4).
+
+The record is one packed row of integers per rank. Its first three fields must be equal on all ranks; a difference means
+that the ranks no longer speak of the same step or the same experts, and nothing they compute together would be right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ep.group import Group
+from ep.protocol import Pending
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one rank says of its next step. has_work: it has requests, or results not yet taken."""
+
+    num_tokens: int
+    has_work: bool
+    shutdown: bool
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What all ranks do next; equal on all of them. One entry per rank in the tuples."""
+
+    step: int
+    busy: bool  # somebody has work; if not, all leave the lockstep and sleep
+    shutdown: bool  # somebody was told to: all leave for good
+    num_tokens: tuple[int, ...]
+    free_blocks: tuple[int, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a forward pass, in which then every rank takes part."""
+        return not self.shutdown and any(self.num_tokens)
+
+
+class Agreement:
+    """checksum: of whatever must be equal on all ranks (placement, model, dtype); it is part of every record."""
+
+    def __init__(self, group: Group, epoch: int, checksum: int) -> None:
+        self._group = group
+        self._epoch = epoch
+        self._checksum = checksum
+        self._step = 0
+
+    def propose(self, wish: Wish) -> Pending[StepPlan]:
+        """Every rank calls this once per step. `wait()` raises PeerLost, or RuntimeError when the ranks disagree."""
+        step, self._step = self._step, self._step + 1
+        record = [
+            self._epoch,
+            step,
+            self._checksum,
+            wish.num_tokens,
+            int(wish.has_work),
+            int(wish.shutdown),
+            wish.free_blocks,
+        ]
+        return _PendingPlan(self._group.all_gather_ints(record))
+
+
+class _PendingPlan:
+    def __init__(self, records: Pending[list[list[int]]]) -> None:
+        self._records = records
+
+    def wait(self) -> StepPlan:
+        return _plan(self._records.wait())
+
+
+def _plan(records: list[list[int]]) -> StepPlan:
+    for index, name in enumerate(("epoch", "step", "checksum of model and placement")):
+        values = [record[index] for record in records]
+        if len(set(values)) > 1:
+            said = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise RuntimeError(f"the ranks disagree on the {name} ({said})")
+    _, step, _, num_tokens, has_work, shutdown, free_blocks = zip(*records, strict=True)
+    return StepPlan(
+        step=step[0],
+        busy=any(has_work) or any(num_tokens),
+        shutdown=any(shutdown),
+        num_tokens=num_tokens,
+        free_blocks=free_blocks,
+    )

@@ -1,0 +1,296 @@
+"""The engine as a server uses it: many requests at once on one event loop, no thread.
+
+    llm = AsyncLLM(ranks, tokenizer, block_size=plan.block_size)
+    await llm.wait_ready(60.0)
+    async with aclosing(llm.stream(prompt)) as stream:
+        async for deltas in stream: ...
+
+One wake-up of the ranks' socket takes everything that has come; each request that got something is woken once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Protocol, Self
+
+from engine.collector import Collector
+from engine.front import EngineDraining, EngineFailed, FinishedRequest, Front, Work
+from engine.messages import FrontToRank, RankReady, RankStats, ResetPrefixCache
+from engine.outputs import Delta, Prompt, RequestOutput
+from engine.text import Tokenizer
+from engine.wire import Ranks
+
+__all__ = ["AsyncLLM", "AsyncRanks", "EngineDraining", "EngineFailed", "RequestStream"]
+
+# The socket's descriptor is edge-triggered; should a wake-up ever be lost, this is how late its messages can be.
+_LOOK_AGAIN_SECONDS = 1.0
+
+
+class AsyncRanks(Ranks, Protocol):
+    """Ranks with a descriptor that becomes readable when messages may have come."""
+
+    def fileno(self) -> int: ...
+
+
+class RequestStream:
+    """An async iterator of list[Delta]: what has come since the last look, in order (usually one engine step's).
+
+    Close it when leaving early (`contextlib.aclosing`): that aborts the request on its rank at once, and so does cancelling
+    the task that waits in it. Raises EngineFailed when a rank is lost. For one task.
+    """
+
+    def __init__(self, llm: AsyncLLM, request_id: str, num_choices: int) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._open = num_choices  # choices whose end has not been read
+        self._coming = num_choices  # choices whose end has not come
+        self._deltas: list[Delta] = []
+        self._error: str | None = None
+        self._closed = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while not self._deltas:
+            if self._closed or not self._open:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise EngineFailed(self._error)
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+            finally:
+                self._waiter = None
+        deltas = self._deltas
+        self._deltas = []
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._open -= 1
+        return deltas
+
+    async def aclose(self) -> None:
+        """Abort the request if it has not finished; what was not read is dropped. May be called again."""
+        self._closed = True
+        self._deltas = []
+        self._llm._drop(self._request_id, self)
+        self._wake()
+
+    def _push(self, delta: Delta) -> bool:
+        """True: nothing more will come."""
+        self._deltas.append(delta)
+        if delta.finish_reason is not None:
+            self._coming -= 1
+        return not self._coming
+
+    def _fail(self, error: str) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class AsyncLLM:
+    """Make it inside a running event loop, close it there."""
+
+    def __init__(self, ranks: AsyncRanks, tokenizer: Tokenizer, *, block_size: int = 16) -> None:
+        self.tokenizer = tokenizer
+        self.front = Front(ranks.size, tokenizer, block_size=block_size)
+        self._ranks = ranks
+        self._streams: dict[str, RequestStream] = {}
+        self._failed: str | None = None
+        self._draining = False
+        self._closed = False
+        self._changed = asyncio.Event()  # a rank became ready, a request ended, or the engine failed
+        self._loop = asyncio.get_running_loop()
+        self._fd = ranks.fileno()
+        self._loop.add_reader(self._fd, self._read)
+        self._timer = self._loop.call_later(_LOOK_AGAIN_SECONDS, self._look_again)
+        self._loop.call_soon(self._read)
+
+    # ---- requests ----
+
+    def stream(self, prompt: Prompt) -> RequestStream:
+        """Not a coroutine: the request is sent at once, so what is wrong with it is raised here.
+
+        ValueError (request id in use), EngineFailed, EngineDraining.
+        """
+        if self._failed is not None:
+            raise EngineFailed(self._failed)
+        if self._draining or self._closed:
+            raise EngineDraining("the engine is shutting down and takes no new requests")
+        messages = self.front.add(prompt)
+        stream = RequestStream(self, prompt.request_id, prompt.params.n)
+        self._streams[prompt.request_id] = stream
+        for rank, message in messages:
+            self._send(rank, message)
+        return stream
+
+    async def generate(self, prompt: Prompt) -> RequestOutput:
+        """The whole result. Cancelling aborts the request."""
+        collector = Collector(prompt)
+        stream = self.stream(prompt)
+        try:
+            async for deltas in stream:
+                for delta in deltas:
+                    collector.add(delta)
+        finally:
+            await stream.aclose()
+        return collector.output()
+
+    def abort(self, request_id: str) -> bool:
+        """End a live request: its stream gets final deltas with finish_reason "abort". False: there is none."""
+        work = self.front.abort(request_id)
+        self._do(work)
+        return bool(work.deltas)
+
+    def reset_prefix_cache(self) -> None:
+        self.front.router.forget_prefixes()
+        for rank in range(self._ranks.size):
+            self._send(rank, ResetPrefixCache())
+
+    # ---- state ----
+
+    @property
+    def is_ready(self) -> bool:
+        """All ranks are up, none has failed, and new requests are taken."""
+        up = len(self.front.ready) == self._ranks.size
+        return up and self._failed is None and not self._draining and not self._closed
+
+    @property
+    def failed(self) -> str | None:
+        """Why no request can go on."""
+        return self._failed
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def num_requests(self) -> int:
+        return self.front.num_requests
+
+    @property
+    def stats(self) -> list[RankStats]:
+        """The latest of every rank, in rank order."""
+        return self.front.stats
+
+    @property
+    def ready(self) -> dict[int, RankReady]:
+        return self.front.ready
+
+    def take_finished(self) -> list[FinishedRequest]:
+        """Requests that finished since the last call (at most the newest 65536)."""
+        return self.front.take_finished()
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Until every rank has said that it is ready. TimeoutError naming the missing ones; EngineFailed."""
+        try:
+            async with asyncio.timeout(timeout):
+                while len(self.front.ready) < self._ranks.size and self._failed is None:
+                    await self._change()
+        except TimeoutError:
+            missing = [rank for rank in range(self._ranks.size) if rank not in self.front.ready]
+            raise TimeoutError(f"ranks {missing} were not ready within {timeout:g} s") from None
+        if self._failed is not None:
+            raise EngineFailed(self._failed)
+
+    # ---- the end ----
+
+    async def drain(self, timeout: float) -> int:
+        """Refuse new requests, wait for the live ones, then abort the rest. Returns how many were aborted."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                while self.front.num_requests and self._failed is None:
+                    await self._change()
+        except TimeoutError:
+            pass
+        left = self.front.request_ids
+        for request_id in left:
+            self.abort(request_id)
+        return len(left)
+
+    def fail(self, error: str) -> None:
+        """The engine is gone: every stream raises EngineFailed(error), and so do new requests."""
+        if self._failed is not None:
+            return
+        self._failed = error
+        for stream in list(self._streams.values()):
+            stream._fail(error)
+        self._streams.clear()
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Abort everything, stop reading, close the ranks. May be called again."""
+        if self._closed:
+            return
+        for request_id in self.front.request_ids:
+            self.abort(request_id)
+        self._closed = True
+        self._loop.remove_reader(self._fd)
+        self._timer.cancel()
+        self._ranks.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ---- inside ----
+
+    def _read(self) -> None:
+        if self._closed:
+            return
+        for message in self._ranks.receive(0):
+            self._do(self.front.on_message(message))
+            if isinstance(message, RankReady):
+                self._changed.set()
+        if self.front.failed is not None:
+            self.fail(self.front.failed)
+
+    def _look_again(self) -> None:
+        self._timer = self._loop.call_later(_LOOK_AGAIN_SECONDS, self._look_again)
+        self._read()
+
+    def _do(self, work: Work) -> None:
+        woken = set()
+        for request_id, delta in work.deltas:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                woken.add(stream)
+                if stream._push(delta):
+                    del self._streams[request_id]
+        for stream in woken:
+            stream._wake()
+        for rank, message in work.messages:
+            self._send(rank, message)
+        if work.deltas and self._draining:
+            self._changed.set()
+
+    def _send(self, rank: int, message: FrontToRank) -> None:
+        try:
+            self._ranks.send(rank, message)
+        except ConnectionError as error:
+            self.fail(str(error))
+
+    def _drop(self, request_id: str, stream: RequestStream) -> None:
+        """The consumer of this stream has gone."""
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            if not self._closed and self._failed is None:
+                self._do(self.front.abort(request_id))
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()

@@ -1,0 +1,170 @@
+"""Chat templates: Jinja in a sandbox, with the names that Hugging Face templates expect.
+
+Semantics follow transformers' `apply_chat_template` (checked against it in tests/engine/test_chat_template.py):
+keys whose value is None are dropped from messages, `reasoning`/`thinking`/`reasoning_content` are aliases,
+`continue_final_message` cuts everything after the last message's text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_END_MARK = "MOESAIC-END-OF-FINAL-MESSAGE "  # the trailing space shows whether the template trims
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant says, for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Dict:
+    """`dict` for templates, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML and sorts keys; models were trained on plain JSON.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    return environment
+
+
+class ChatTemplate:
+    """One compiled template. ValueError when it does not parse."""
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        """variables: what every rendering sees, e.g. bos_token."""
+        self.source = source
+        self._variables = dict(variables)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template does not parse: {_one_line(error)}") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        **kwargs: Any,
+    ) -> str:
+        """The text of the conversation. kwargs are seen by the template (enable_thinking, documents, ...).
+
+        ValueError, on one line: the template refuses the messages, or cannot continue the final one.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("add_generation_prompt and continue_final_message cannot both be true")
+        if not messages:
+            raise ValueError("messages must hold at least one message")
+        plain = [_plain_message(message) for message in messages]
+        if continue_final_message:
+            plain[-1] = _marked(plain[-1])
+        variables = {"documents": None, **self._variables, **kwargs}
+        variables.update(
+            messages=plain,
+            tools=_plain(tools, "tools") if tools is not None else None,
+            add_generation_prompt=add_generation_prompt,
+        )
+        try:
+            text = self._template.render(variables)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template: {_one_line(error)}") from None
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"chat template cannot render these messages: {_one_line(error)}") from None
+        return _cut(text) if continue_final_message else text
+
+
+def _plain(value: Any, where: str) -> Any:
+    """JSON types only: the sandbox cannot know what methods of other objects do."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(item, where) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, where) for item in value]
+    raise ValueError(f"{where} must hold JSON values only, not {type(value).__name__}")
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"messages must hold mappings with a role, not {type(message).__name__}")
+    if not isinstance(message.get("role"), str):
+        raise ValueError("messages: each message needs a role")
+    plain = {key: _plain(value, "messages") for key, value in message.items() if value is not None}
+    reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with a mark after its text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _END_MARK}
+    if isinstance(content, list):
+        for place in range(len(content) - 1, -1, -1):
+            part = content[place]
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                parts = list(content)
+                parts[place] = {**part, "text": part["text"] + _END_MARK}
+                return {**message, "content": parts}
+    raise ValueError("continue_final_message: the last message has no text to continue")
+
+
+def _cut(text: str) -> str:
+    at = text.rfind(_END_MARK.strip())
+    if at < 0:
+        raise ValueError("continue_final_message: the chat template leaves out the last message's text")
+    if text.startswith(_END_MARK, at):
+        return text[:at]
+    return text[:at].rstrip()  # the template trims messages, so the end of this one is trimmed too

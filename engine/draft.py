@@ -1,0 +1,87 @@
+"""A schedule in the making: lists that grow while the scheduler decides. No torch here."""
+
+from __future__ import annotations
+
+from engine.request import Request
+from engine.schedule import NewRow, Schedule
+
+
+class Draft:
+    """A schedule in the making. `ones`: requests that compute one token and sample; `chunks`: all others."""
+
+    __slots__ = (
+        "budget",
+        "chunk_counts",
+        "chunk_samples",
+        "chunk_starts",
+        "chunks",
+        "new_blocks",
+        "new_rows",
+        "one_rows",
+        "one_starts",
+        "ones",
+        "partial",
+        "preempted",
+        "step_id",
+    )
+
+    def __init__(self, step_id: int, budget: int) -> None:
+        self.step_id = step_id
+        self.budget = budget
+        self.ones: list[Request] = []
+        self.one_rows: list[int] = []
+        self.one_starts: list[int] = []
+        self.chunks: list[Request] = []
+        self.chunk_starts: list[int] = []
+        self.chunk_counts: list[int] = []
+        self.chunk_samples: list[bool] = []
+        self.partial: list[Request] = []  # running, with more than one token to compute
+        self.new_rows: list[NewRow] = []
+        self.new_blocks: list[tuple[int, list[int]]] = []
+        self.preempted = False
+
+    def add(self, request: Request, count: int) -> None:
+        """Compute the next `count` tokens of a request whose blocks are there."""
+        start = request.num_computed
+        end = start + count
+        samples = end == request.length
+        if samples and count == 1:
+            self.ones.append(request)
+            self.one_rows.append(request.row)
+            self.one_starts.append(start)
+        else:
+            self.chunks.append(request)
+            self.chunk_starts.append(start)
+            self.chunk_counts.append(count)
+            self.chunk_samples.append(samples)
+        request.num_computed = end
+        request.length += samples
+        request.last_step = self.step_id
+        self.budget -= count
+
+    def remove(self, request: Request) -> None:
+        """Take a request that was scheduled in this very step out again (it is about to be preempted)."""
+        self.new_blocks = [(row, blocks) for row, blocks in self.new_blocks if row != request.row]
+        if request in self.ones:
+            index = self.ones.index(request)
+            del self.ones[index], self.one_rows[index], self.one_starts[index]
+            self.budget += 1
+            request.length -= 1
+            return
+        index = self.chunks.index(request)
+        self.budget += self.chunk_counts[index]
+        request.length -= self.chunk_samples[index]
+        del self.chunks[index], self.chunk_starts[index], self.chunk_counts[index], self.chunk_samples[index]
+
+    def finish(self, freed_rows: list[int]) -> Schedule:
+        num_ones = len(self.ones)
+        return Schedule(
+            step_id=self.step_id,
+            freed_rows=freed_rows,
+            new_rows=self.new_rows,
+            new_blocks=self.new_blocks,
+            rows=self.one_rows + [request.row for request in self.chunks],
+            starts=self.one_starts + self.chunk_starts,
+            counts=[1] * num_ones + self.chunk_counts,
+            samples=[True] * num_ones + self.chunk_samples,
+        )

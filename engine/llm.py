@@ -1,0 +1,257 @@
+"""Offline generation: prompts in, whole results out, in order. No torch here; moesaic.LLM starts the ranks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from engine.collector import Collector
+from engine.front import EngineFailed, Front, Work
+from engine.messages import FrontToRank, RankToFront, SamplingParams
+from engine.outputs import Prompt, RequestOutput
+from engine.sampling_params import resolve, validate
+from engine.text import Tokenizer
+from engine.wire import Ranks
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+Conversation = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+_LOOK_SECONDS = 0.5  # how often a silent engine is asked whether it still lives
+
+
+class Progress(NamedTuple):
+    num_finished: int
+    num_requests: int
+    num_output_tokens: int
+
+
+class LLM:
+    """One caller at a time. A context manager: leaving it closes the ranks."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        tokenizer: Tokenizer,
+        *,
+        block_size: int = 16,
+        max_logprobs: int = 20,
+        lost: Callable[[], str | None] = lambda: None,
+        ready_timeout: float = 600.0,
+        silence_timeout: float = 600.0,
+    ) -> None:
+        """Waits until every rank is ready. lost: asked while nothing comes, an error text when a rank is gone.
+
+        Timeouts in seconds: for all ranks to be ready, and for the longest silence while requests run.
+        TimeoutError, EngineFailed.
+        """
+        self.tokenizer = tokenizer
+        self._ranks = ranks
+        self._front = Front(ranks.size, tokenizer, block_size=block_size)
+        self._max_logprobs = max_logprobs
+        self._lost = lost
+        self._silence_timeout = silence_timeout
+        self._request_ids = itertools.count()
+        self._closed = False
+        try:
+            self._wait_ready(ready_timeout)
+        except BaseException:
+            self.close()
+            raise
+        ready = self._front.ready.values()
+        self.vocab_size = min(rank.vocab_size for rank in ready)
+        self.max_model_len = min(rank.max_model_len for rank in ready)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt (text, or token ids); one result per prompt, in order.
+
+        params: one for all, or one per prompt; None: SamplingParams(). progress is called after every batch of outputs.
+        ValueError names the prompt and what is wrong with it, before anything is sent. EngineFailed when a rank is lost.
+        """
+        texts, token_ids = self._tokenize(prompts)
+        return self._run(self._prompts(texts, token_ids, params), progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: messages of role and content, put into the model's chat template."""
+        texts = [
+            self.tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in _conversations(messages)
+        ]
+        token_ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return self._run(self._prompts(texts, token_ids, params), progress)
+
+    def close(self) -> None:
+        """Close the ranks. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._ranks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- prompts ----
+
+    def _tokenize(self, prompts: Prompts) -> tuple[Sequence[str | None], Sequence[Sequence[int]]]:
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        texts: list[str] = []
+        lists: list[Sequence[int]] = []
+        numbers: list[int] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                texts.append(prompt)
+            elif isinstance(prompt, int):
+                numbers.append(prompt)
+            else:
+                lists.append(prompt)
+        if sum(map(bool, (texts, lists, numbers))) > 1:
+            raise ValueError("prompts must be all text, all lists of token ids, or one list of token ids")
+        if texts:
+            return texts, self.tokenizer.encode_batch(texts)
+        if numbers:
+            lists = [numbers]
+        return [None] * len(lists), lists
+
+    def _prompts(self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int]], params: Params) -> list[Prompt]:
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(texts)
+        else:
+            each = list(params)
+            if len(each) != len(texts):
+                raise ValueError(f"params must be one for all or one per prompt: {len(each)} for {len(texts)} prompts")
+        prompts = []
+        for place, (text, ids, own) in enumerate(zip(texts, token_ids, each, strict=True)):
+            try:
+                prompts.append(self._prompt(text, list(ids), own))
+            except ValueError as error:
+                where = f"prompt {place}: " if len(texts) > 1 else ""
+                raise ValueError(f"{where}{error}") from None
+        return prompts
+
+    def _prompt(self, text: str | None, token_ids: list[int], params: SamplingParams) -> Prompt:
+        for token_id in token_ids:
+            if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token ids must be integers from 0 to {self.vocab_size - 1}, not {token_id!r}")
+        validate(params, self.vocab_size, self._max_logprobs)
+        resolved = resolve(params, self.tokenizer, len(token_ids), self.max_model_len)
+        return Prompt(request_id=str(next(self._request_ids)), token_ids=token_ids, params=resolved, text=text)
+
+    # ---- running ----
+
+    def _run(self, prompts: list[Prompt], progress: Callable[[Progress], None] | None) -> list[RequestOutput]:
+        if self._closed:
+            raise EngineFailed("the engine is closed")
+        if self._front.failed is not None:
+            raise EngineFailed(self._front.failed)
+        collectors = {prompt.request_id: Collector(prompt) for prompt in prompts}
+        num_open, num_tokens = len(prompts), 0
+        try:
+            for prompt in prompts:
+                for rank, message in self._front.add(prompt):
+                    self._send(rank, message)
+            while num_open:
+                for received in self._receive():
+                    work = self._front.on_message(received)
+                    for request_id, delta in work.deltas:
+                        collector = collectors[request_id]
+                        collector.add(delta)
+                        num_tokens += len(delta.token_ids)
+                        num_open -= collector.finished
+                    self._send_all(work)
+                if self._front.failed is not None:
+                    raise EngineFailed(self._front.failed)
+                if progress is not None:
+                    progress(Progress(len(prompts) - num_open, len(prompts), num_tokens))
+        except BaseException:  # KeyboardInterrupt too: nothing of this call may go on running
+            self._abort_all()
+            raise
+        self._front.take_finished()
+        return [collectors[prompt.request_id].output() for prompt in prompts]
+
+    def _wait_ready(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while len(self._front.ready) < self._ranks.size:
+            for message in self._ranks.receive(_LOOK_SECONDS):
+                self._front.on_message(message)
+            error = self._front.failed or self._lost()
+            if error is not None:
+                raise EngineFailed(error)
+            if len(self._front.ready) < self._ranks.size and time.monotonic() > deadline:
+                missing = [rank for rank in range(self._ranks.size) if rank not in self._front.ready]
+                raise TimeoutError(f"ranks {missing} were not ready within {timeout:g} s")
+
+    def _receive(self) -> list[RankToFront]:
+        """At least one message; EngineFailed when a rank is lost or all are silent for too long."""
+        deadline = time.monotonic() + self._silence_timeout
+        while not (messages := self._ranks.receive(_LOOK_SECONDS)):
+            error = self._lost()
+            if error is None and time.monotonic() > deadline:
+                error = f"no rank has sent anything for {self._silence_timeout:g} s"
+            if error is not None:
+                raise EngineFailed(error)
+        return messages
+
+    def _send(self, rank: int, message: FrontToRank) -> None:
+        try:
+            self._ranks.send(rank, message)
+        except ConnectionError as error:
+            raise EngineFailed(str(error)) from None
+
+    def _send_all(self, work: Work) -> None:
+        for rank, message in work.messages:
+            self._send(rank, message)
+
+    def _abort_all(self) -> None:
+        works = [self._front.abort(request_id) for request_id in self._front.request_ids]
+        self._front.take_finished()
+        try:
+            for work in works:
+                self._send_all(work)
+        except EngineFailed:
+            pass  # that error is on its way already, or the next call meets it
+
+
+def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation is a list of mappings; several are a list of such lists."""
+    single: list[Mapping[str, Any]] = []
+    several: list[Conversation] = []
+    for item in messages:
+        if isinstance(item, Mapping):
+            single.append(item)
+        else:
+            several.append(item)
+    if single and several:
+        raise ValueError("messages must be one conversation or a list of conversations")
+    return [single] if single else several

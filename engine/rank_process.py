@@ -1,0 +1,114 @@
+"""The process of one rank: `python -m engine.rank_process --plan PLAN.json --rank R --runtime-dir DIR`.
+
+In DIR: front.ipc (the front's socket, see engine/wire.py), bell-R.ipc (doorbells), store (where the groups meet).
+Exit codes: 0 after a Shutdown message, 3 an error, 4 another rank is lost. Before 3 and 4 the front is told.
+
+Signals: SIGTERM and SIGINT are ignored, because a terminal sends them to all processes at once and the front is to end
+the ranks in order (Shutdown). When the parent dies, the kernel kills this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from configs.engine import Plan
+from engine.messages import Outputs, RankFailed
+from engine.orphan import die_with_parent
+from engine.rank import build_rank
+from engine.wire import RankSocket, ZmqDoorbell, sleep_until_called
+from ep.group import gloo_group
+from ep.protocol import PeerLost
+
+EXIT_ERROR = 3
+EXIT_PEER_LOST = 4
+SLEEP_SECONDS = 10.0  # an idle rank looks up this often, though nothing has called it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="engine.rank_process", description="one rank of a Moesaic server")
+    parser.add_argument("--plan", type=Path, required=True, help="the resolved plan, as JSON")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--runtime-dir", type=Path, required=True)
+    parser.add_argument("--parent", type=int, help="process id of the parent; a rank does not outlive it")
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {options.rank}: %(message)s")
+    code = 0
+    socket = RankSocket(f"ipc://{options.runtime_dir}/front.ipc", options.rank)
+    try:
+        plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
+        _serve(plan, options.rank, options.runtime_dir, socket)
+    except PeerLost as error:
+        code = _report(socket, options.rank, error, EXIT_PEER_LOST)
+    except Exception as error:
+        code = _report(socket, options.rank, error, EXIT_ERROR)
+    socket.close()
+    sys.stderr.flush()
+    # Not sys.exit: the device thread may still wait for a lost peer, and nothing here needs the interpreter's clean-up.
+    os._exit(code)
+
+
+def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket) -> None:
+    endpoints = [f"ipc://{runtime_dir}/bell-{rank}.ipc" for rank in range(plan.data_parallel_size)]
+    bell = ZmqDoorbell(endpoints, rank_id)
+    # Two groups, because the next step is agreed on while the last one's tokens still travel.
+    group, exchange = (
+        gloo_group(str(runtime_dir / "store"), rank_id, plan.data_parallel_size, plan.exchange_timeout, name)
+        for name in ("agreement", "experts")
+    )
+    rank = build_rank(plan, rank_id, group, exchange, bell, _Progress(rank_id) if rank_id == 0 else None)
+    gc.collect()
+    gc.freeze()  # the model's objects are never garbage; do not look through them again
+    socket.send(rank.ready)
+    was_asleep = False
+    while not rank.done:
+        for message in socket.poll(0):
+            rank.submit(message)
+        outputs = rank.step()
+        if outputs or rank.asleep != was_asleep:  # also when falling asleep: the front's gauges should not go stale
+            socket.send(Outputs(rank_id, outputs, rank.stats, time.monotonic()))
+        was_asleep = rank.asleep
+        if rank.asleep and not rank.has_work:
+            sleep_until_called(socket, bell, SLEEP_SECONDS)
+    rank.close()
+
+
+def _report(socket: RankSocket, rank_id: int, error: Exception, code: int) -> int:
+    traceback.print_exc(file=sys.stderr)
+    first_line = (str(error).splitlines() or [""])[0]
+    try:
+        socket.send(RankFailed(rank_id, f"rank {rank_id}: {type(error).__name__}: {first_line}"))
+    except ConnectionError as unheard:
+        print(f"rank {rank_id}: {unheard}", file=sys.stderr)
+    return code
+
+
+class _Progress:
+    """Plain lines on stderr, at most one per tenth."""
+
+    def __init__(self, rank_id: int) -> None:
+        self._rank_id = rank_id
+        self._next_tenth = 1
+
+    def __call__(self, bytes_done: int, bytes_total: int) -> None:
+        tenth = 10 * bytes_done // max(bytes_total, 1)
+        if tenth >= self._next_tenth:
+            self._next_tenth = tenth + 1
+            sizes = f"{bytes_done / 1e6:.0f} of {bytes_total / 1e6:.0f} MB"
+            print(f"rank {self._rank_id}: loading {10 * tenth} % ({sizes})", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

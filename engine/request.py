@@ -1,0 +1,111 @@
+"""One sequence as the scheduler sees it: its tokens, how far it is computed, and when it ends. No torch here.
+
+Three lengths matter, computed <= length, known <= length:
+- known tokens, `len(tokens)`: prompt and every output token that has come back;
+- `length`: known tokens plus those being sampled by a step in flight (placeholders, `length - len(tokens)` of them);
+- `num_computed`: tokens whose keys and values some step up to the last scheduled one computes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from engine.messages import AddRequest, FinishReason, Logprobs
+
+
+class Status(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2  # waiting again, after its blocks were taken away
+    FINISHED = 3
+
+
+class Request:
+    """Plain mutable state; the scheduler and the KV cache own the changes. Ordered by `order`, which is unique."""
+
+    __slots__ = (
+        "block_keys",
+        "blocks",
+        "cache_generation",
+        "cache_salt",
+        "eos_token_ids",
+        "first_output_sent",
+        "last_step",
+        "length",
+        "max_length",
+        "message",
+        "min_length",
+        "num_cached",
+        "num_committed",
+        "num_computed",
+        "order",
+        "prompt_len",
+        "prompt_logprobs",
+        "request_id",
+        "row",
+        "status",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(self, message: AddRequest, order: tuple[float, ...], max_length: int) -> None:
+        """max_length: the most tokens (prompt and output) that fit anywhere; params.max_tokens may lower it."""
+        params = message.params
+        assert params.max_tokens is not None, "the front resolves max_tokens"
+        self.message = message
+        self.request_id = message.request_id
+        self.order = order
+        self.tokens = list(message.token_ids)
+        self.prompt_len = message.prompt_len
+        self.max_length = min(max_length, message.prompt_len + params.max_tokens)
+        self.min_length = message.prompt_len + params.min_tokens
+        self.eos_token_ids = frozenset(() if params.ignore_eos else message.eos_token_ids)
+        self.stop_ids = self.eos_token_ids | frozenset(params.stop_token_ids)
+        self.cache_salt = message.cache_salt
+
+        self.status = Status.WAITING
+        self.row = -1
+        self.last_step = -1  # id of the last step that refers to the row
+        self.length = len(self.tokens)
+        self.num_computed = 0
+        self.num_cached = -1  # tokens found in the prefix cache at the first admission; -1: never admitted
+        replayed = len(self.tokens) > self.prompt_len  # then its first output went out long ago
+        self.first_output_sent = replayed
+        wants = params.prompt_logprobs is not None and not replayed
+        self.prompt_logprobs: list[Logprobs | None] | None = [None] if wants else None  # None: none wanted, or all sent
+
+        # Owned by KVCache.
+        self.blocks: list[int] = []
+        self.block_keys: list[bytes] = []  # chained hashes of the full blocks, each made once
+        self.num_committed = 0  # leading blocks already offered to the prefix cache
+        self.cache_generation = -1
+
+    def __lt__(self, other: Request) -> bool:
+        return self.order < other.order
+
+    @property
+    def num_pending(self) -> int:
+        """Output tokens that steps in flight are sampling."""
+        return self.length - len(self.tokens)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def end_within(self, num_new: int) -> tuple[int, FinishReason | None, int | None]:
+        """The last num_new known tokens came from one sample; drop those behind the end of the sequence. Returns how many
+        stay, why it ends there (None: it goes on), and the stop token id that did it (None for EOS and length).
+
+        Stop tokens do not count before min_tokens outputs.
+        """
+        first = len(self.tokens) - num_new
+        for index in range(first, len(self.tokens)):
+            token = self.tokens[index]
+            stopped = token in self.stop_ids and index + 1 >= self.min_length
+            if stopped or index + 1 >= self.max_length:
+                self.length -= len(self.tokens) - index - 1
+                del self.tokens[index + 1 :]
+                if not stopped:
+                    return index + 1 - first, "length", None
+                return index + 1 - first, "stop", None if token in self.eos_token_ids else token
+        return num_new, None, None

@@ -1,0 +1,399 @@
+"""Which tokens of which requests the next step computes. Plain integers, no torch.
+
+One budget of tokens per step serves prompts and outputs alike. Running requests come first: every decode gets its one
+token, prompts that were cut go on, then waiting requests are admitted while budget, rows and blocks last. When blocks
+run out, the running request that comes last (by priority, then arrival) loses its blocks and waits again; what it had
+computed is computed again later (or found in the prefix cache).
+
+Asynchronous scheduling (async_depth 1): schedule() for step n+1 is called before update() for step n. A decode then
+counts on a token that it has not seen (Request.length runs ahead of Request.tokens). Three things follow.
+
+- A request that turns out to have ended at step n may also be in step n+1. What n+1 samples for it is thrown away.
+  Ends by length are known in advance, and not scheduled past.
+- A preempted or aborted request may be in step n. A token that n samples for a preempted one is released as usual.
+- Steps run one after another on one device thread. So the blocks of a request may be handed out as soon as it is
+  preempted or finished: whoever gets them first writes to them in a later step, after all writes of the steps in
+  flight. Nor can such a late write spoil a block that is findable: only full blocks of computed tokens are, and a
+  sequence never writes to those again. A row is more than memory of the device (the batch keeps state for it),
+  so it is only given away when no step in flight refers to it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from heapq import heappop, heappush
+from typing import Literal
+
+from engine.draft import Draft
+from engine.kv_cache import KVCache
+from engine.messages import AddRequest, Logprobs, RankStats, TokenOutput
+from engine.request import Request, Status
+from engine.schedule import NewRow, Schedule
+
+_RUNNING = Status.RUNNING
+_FINISHED = Status.FINISHED
+
+
+class Scheduler:
+    """The requests of one rank, from add() to their last TokenOutput. Not thread-safe.
+
+    Per step the caller runs schedule(), the step, update(); with async_depth 1 it may call schedule() once more before
+    update(). A schedule without rows needs no step and no update().
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        async_depth: int = 0,
+    ) -> None:
+        if max_num_seqs < 1 or max_num_batched_tokens < 1:
+            raise ValueError(
+                f"max_num_seqs ({max_num_seqs}) and max_num_batched_tokens ({max_num_batched_tokens}) must be at least 1"
+            )
+        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_model_len ({max_model_len}) "
+                "when chunked prefill is off"
+            )
+        if policy not in ("fcfs", "priority"):
+            raise ValueError(f"scheduling policy {policy!r} is not one of fcfs, priority")
+        if async_depth not in (0, 1):
+            raise ValueError(f"async_depth ({async_depth}) must be 0 or 1")
+        self.kv = KVCache(num_blocks, block_size, enable_prefix_caching)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_length = min(max_model_len, self.kv.capacity + 1)  # the last token sampled needs no place in the cache
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.policy = policy
+        self.async_depth = async_depth
+
+        self._requests: dict[int, Request] = {}  # all unfinished
+        self._running: list[Request] = []  # sorted by order
+        self._waiting: list[Request] = []  # sorted by order; the preempted too
+        self._in_flight: deque[tuple[Schedule, list[Request]]] = deque()
+        self._free_rows = list(range(max_num_seqs))  # a heap: the lowest goes first
+        self._retiring: list[tuple[int, int]] = []  # (last step that refers to it, row)
+        self._freed_rows: list[int] = []  # free, and not yet said so in a schedule
+        self._next_step = 0
+        self._updated_step = -1
+        self._num_added = 0
+        self._num_preemptions = 0
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+
+    # ---- requests come and go ------------------------------------------------------------------------------------
+
+    def add(self, message: AddRequest) -> TokenOutput | None:
+        """Queue a request. The output is its last one when there is nothing to run: "error" when the prompt can never
+        fit, or the finish reason of a replayed sequence that had already ended; else None."""
+        if message.request_id in self._requests:
+            raise ValueError(f"request_id {message.request_id} is already in use")
+        arrival = (message.arrival, float(self._num_added))
+        order = (float(message.priority), *arrival) if self.policy == "priority" else arrival
+        self._num_added += 1
+        if not 0 < message.prompt_len < self.max_length:
+            return TokenOutput(message.request_id, [], "error")
+        request = Request(message, order, self.max_length)
+        if len(request.tokens) > request.prompt_len:
+            _, reason, stop_reason = request.end_within(1)
+            if reason is not None:
+                return TokenOutput(message.request_id, [], reason, stop_reason)
+        elif request.max_length <= request.prompt_len:  # max_tokens is 0
+            return TokenOutput(message.request_id, [], "length")
+        self._requests[request.request_id] = request
+        insort(self._waiting, request)
+        return None
+
+    def abort(self, request_ids: list[int]) -> None:
+        """Forget these requests at once; no output follows, also when a step in flight computes some. Unknown and
+        finished ones are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request)
+        self._drop_finished()
+
+    def reset_prefix_cache(self) -> None:
+        self.kv.reset_prefix_cache()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def stats(self) -> RankStats:
+        kv = self.kv
+        return RankStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_blocks_used=kv.num_blocks - kv.num_free_blocks,
+            kv_blocks_total=kv.num_blocks,
+            prefix_queries=kv.num_queries,
+            prefix_hits=kv.num_hits,
+            preemptions=self._num_preemptions,
+            steps=self._num_steps,
+            prompt_tokens=self._num_prompt_tokens,
+            generation_tokens=self._num_generation_tokens,
+        )
+
+    # ---- before a step -------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Schedule:
+        """The next step. Without rows when nothing can run now (no requests, or all wait for tokens in flight)."""
+        assert len(self._in_flight) <= self.async_depth, "update() is missing"
+        self._release_rows()
+        draft = Draft(self._next_step, self.max_num_batched_tokens)
+        self._next_step += 1
+        self._schedule_decodes(draft)
+        self._schedule_partial(draft)
+        if self._waiting and not draft.preempted:
+            self._admit(draft)
+        if not draft.ones and not draft.chunks:
+            return Schedule(draft.step_id)  # freed rows are kept for a schedule that somebody applies
+        schedule = draft.finish(self._freed_rows)
+        self._freed_rows = []
+        self._num_steps += 1
+        self._in_flight.append((schedule, draft.ones + draft.chunks))
+        return schedule
+
+    def _schedule_decodes(self, draft: Draft) -> None:
+        """One token for each running request that has its prompt behind it. The hot loop: it repeats Draft.add."""
+        block_size = self.kv.block_size
+        requests, rows, starts = draft.ones, draft.one_rows, draft.one_starts
+        step_id = draft.step_id
+        budget = draft.budget
+        for request in self._running:  # preemption pops from its end, which the loop allows for
+            start = request.num_computed
+            length = request.length
+            if length - start != 1:
+                draft.partial.append(request)
+                continue
+            if length >= request.max_length:
+                continue  # its last token is being sampled
+            if not budget:
+                break
+            if not start % block_size and not self._reserve(request, length, draft):
+                continue
+            requests.append(request)
+            rows.append(request.row)
+            starts.append(start)
+            request.num_computed = length
+            request.length = length + 1
+            request.last_step = step_id
+            budget -= 1
+        draft.budget = budget
+
+    def _schedule_partial(self, draft: Draft) -> None:
+        """Go on with prompts that an earlier step cut."""
+        for request in draft.partial:
+            if not draft.budget:
+                break
+            if request.status is not _RUNNING:
+                continue  # preempted a moment ago
+            count = min(request.length - request.num_computed, draft.budget)
+            if self._reserve(request, request.num_computed + count, draft):
+                draft.add(request, count)
+
+    def _reserve(self, request: Request, num_tokens: int, draft: Draft) -> bool:
+        """Get blocks for num_tokens tokens, from those that come last if need be. False: that was the request itself.
+
+        A request alone always succeeds (max_length is bounded by the cache), so the first in order always advances.
+        """
+        while (new := self.kv.allocate(request, num_tokens)) is None:
+            victim = self._running.pop()
+            self._preempt(victim, draft)
+            if victim is request:
+                return False
+        if new:
+            draft.new_blocks.append((request.row, new))
+        return True
+
+    def _preempt(self, victim: Request, draft: Draft) -> None:
+        if victim.last_step == draft.step_id:
+            draft.remove(victim)
+        self._release(victim)
+        victim.num_computed = 0
+        victim.status = Status.PREEMPTED
+        insort(self._waiting, victim)
+        self._num_preemptions += 1
+        draft.preempted = True
+
+    def _admit(self, draft: Draft) -> None:
+        """Let waiting requests in, strictly in order, while budget, rows and blocks last.
+
+        A request is let in only when all its known tokens would fit now, though only this step's are given blocks:
+        one that was just preempted would otherwise come back at once and be preempted again.
+        """
+        kv = self.kv
+        num_admitted = 0
+        for request in self._waiting:
+            if not draft.budget or not self._free_rows or request.num_pending:
+                break
+            prefix = [] if request.prompt_logprobs is not None else kv.find_prefix(request)
+            num_cached = len(prefix) * kv.block_size
+            count = len(request.tokens) - num_cached
+            if count > draft.budget and not self.enable_chunked_prefill:
+                break
+            count = min(count, draft.budget)
+            if not kv.can_admit(request, prefix):
+                break
+            kv.admit(request, prefix)
+            new = kv.allocate(request, num_cached + count)
+            assert new is not None
+            self._take_row(request, num_cached, draft)
+            draft.new_blocks.append((request.row, prefix + new))
+            draft.add(request, count)
+            num_admitted += 1
+        for request in self._waiting[:num_admitted]:
+            insort(self._running, request)
+        del self._waiting[:num_admitted]
+
+    def _take_row(self, request: Request, num_cached: int, draft: Draft) -> None:
+        request.row = heappop(self._free_rows)
+        request.status = _RUNNING
+        request.num_computed = num_cached
+        if request.num_cached < 0:  # else it was preempted, and its hits are its own work
+            request.num_cached = num_cached
+            if self.kv.enable_prefix_caching and request.prompt_logprobs is None:
+                self.kv.num_queries += len(request.tokens)
+                self.kv.num_hits += num_cached
+        message = request.message
+        draft.new_rows.append(
+            NewRow(
+                row=request.row,
+                request_id=request.request_id,
+                token_ids=request.tokens.copy(),
+                prompt_len=request.prompt_len,
+                params=message.params,
+                seed=message.seed,
+                eos_token_ids=message.eos_token_ids,
+            )
+        )
+
+    # ---- after a step --------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        schedule: Schedule,
+        token_ids: list[list[int]],
+        logprobs: list[list[Logprobs] | None] | None = None,
+        prompt_logprobs: list[list[Logprobs] | None] | None = None,
+    ) -> list[TokenOutput]:
+        """What step `schedule` sampled; schedules are updated in the order they were made.
+
+        All lists have one entry per entry of schedule.rows. token_ids: the new tokens, [] where samples is False.
+        logprobs: one per new token, None where not asked for. prompt_logprobs: for entry i those of the prompt
+        tokens starts[i] + 1 .. min(starts[i] + counts[i], prompt_len - 1), each from the logits of the token before it.
+        """
+        step, requests = self._in_flight.popleft()
+        assert step is schedule and len(token_ids) == len(requests)
+        self._updated_step = step.step_id
+        if prompt_logprobs is not None:
+            self._keep_prompt_logprobs(step, requests, prompt_logprobs)
+        outputs: list[TokenOutput] = []
+        block_size = self.kv.block_size
+        num_finished = 0
+        for index, (request, start, count, new) in enumerate(
+            zip(requests, step.starts, step.counts, token_ids, strict=True)
+        ):
+            status = request.status
+            if status is _FINISHED:
+                continue  # aborted, or ended at the step before this one
+            if status is _RUNNING and (start + count) // block_size > request.num_committed:
+                self.kv.commit(request, start + count)
+            if not new:
+                continue
+            tokens = request.tokens
+            tokens += new
+            request.length += len(new) - 1
+            if (
+                len(new) == 1
+                and new[0] not in request.stop_ids
+                and len(tokens) < request.max_length
+                and logprobs is None
+                and request.first_output_sent
+            ):
+                outputs.append(TokenOutput(request.request_id, new))
+                continue
+            output = self._output(request, new, None if logprobs is None else logprobs[index])
+            outputs.append(output)
+            if output.finish_reason is not None:
+                self._finish(request)
+                num_finished += 1
+        if num_finished:
+            self._drop_finished()
+        self._num_generation_tokens += sum(len(output.new_token_ids) for output in outputs)
+        return outputs
+
+    def _output(self, request: Request, new: list[int], logprobs: list[Logprobs] | None) -> TokenOutput:
+        """The general case, `new` being appended already: cut it where the sequence ends, add what comes only once."""
+        num_new, reason, stop_reason = request.end_within(len(new))
+        prompt_logprobs, num_cached = None, 0
+        if not request.first_output_sent:
+            request.first_output_sent = True
+            self._num_prompt_tokens += request.prompt_len
+            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+            num_cached = request.num_cached
+        return TokenOutput(
+            request_id=request.request_id,
+            new_token_ids=new[:num_new],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            logprobs=None if logprobs is None else logprobs[:num_new],
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=num_cached,
+        )
+
+    def _keep_prompt_logprobs(
+        self, step: Schedule, requests: list[Request], chunks: list[list[Logprobs] | None]
+    ) -> None:
+        """Collect them until the first output. After a preemption they come again from the start."""
+        for request, start, chunk in zip(requests, step.starts, chunks, strict=True):
+            kept = request.prompt_logprobs
+            if chunk and kept is not None:
+                kept[start + 1 :] = chunk
+
+    # ---- ends ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, request: Request) -> None:
+        """The caller calls _drop_finished afterwards, once for many."""
+        if request.status is _RUNNING:
+            self._release(request)
+        else:
+            del self._waiting[bisect_left(self._waiting, request)]
+        request.status = _FINISHED
+        del self._requests[request.request_id]
+
+    def _drop_finished(self) -> None:
+        self._running = [request for request in self._running if request.status is _RUNNING]
+
+    def _release(self, request: Request) -> None:
+        """Give blocks and row back (see the top of this file for when the row can be used again)."""
+        self.kv.free(request)
+        self._retiring.append((request.last_step, request.row))
+        request.row = -1
+
+    def _release_rows(self) -> None:
+        if not self._retiring:
+            return
+        done = [row for last_step, row in self._retiring if last_step <= self._updated_step]
+        self._retiring = [(last_step, row) for last_step, row in self._retiring if last_step > self._updated_step]
+        self._freed_rows += done
+        for row in done:
+            heappush(self._free_rows, row)

@@ -1,0 +1,214 @@
+"""How the front and the ranks reach each other: msgspec messages over ZeroMQ, and doorbells between ranks.
+
+Two sockets per side, one for each direction, because a ZeroMQ socket may be used by one thread only and because a
+send on a socket can swallow the wake-up of its file descriptor. Down (front to rank) is ROUTER to DEALER at
+`endpoint`, up (ranks to front) is PUSH to PULL at `endpoint` + "-up" (ipc) or the next port (tcp).
+
+Every queue is bounded and no send waits without a bound.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from engine.messages import FrontToRank, RankToFront, encoder, front_decoder, rank_decoder
+
+log = logging.getLogger("moesaic.wire")
+
+QUEUE_MESSAGES = 65536  # per peer and direction
+SEND_SECONDS = 10.0  # how long a rank waits for a front that does not read
+LINGER_SECONDS = 1.0  # how long close() waits for the last messages to leave
+
+
+class Ranks(Protocol):
+    """All ranks, as the front sees them. Implementations: ZmqRanks here, LocalRanks in engine/rank.py."""
+
+    @property
+    def size(self) -> int: ...
+
+    def send(self, rank: int, message: FrontToRank) -> None: ...
+
+    def receive(self, timeout: float) -> list[RankToFront]:
+        """What has come, waiting at most `timeout` seconds for the first; [] when nothing came."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ZmqRanks:
+    """The front's side. It binds; ranks connect whenever they are up. One thread may send while another receives.
+
+    In asyncio, add a reader on `fileno()` and call `receive(0)` in it. That descriptor is edge-triggered: it becomes
+    readable once for any number of messages and stays silent until they are all taken, so whoever is woken must take
+    everything. `receive(0)` does; call it once more right after adding the reader.
+    """
+
+    def __init__(self, endpoint: str, size: int) -> None:
+        self._size = size
+        self._context = zmq.Context(io_threads=1)
+        self._down = _socket(self._context, zmq.ROUTER)
+        self._down.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an absent rank is an error, not a silent drop
+        self._down.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted rank takes over its old name
+        self._up = _socket(self._context, zmq.PULL)
+        try:
+            self._down.bind(endpoint)
+            self._up.bind(_up(endpoint))
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ValueError(f"cannot bind {endpoint}: {error}") from None
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def fileno(self) -> int:
+        """Becomes readable when messages may have come; edge-triggered (see the class)."""
+        return int(self._up.getsockopt(zmq.FD))
+
+    def send(self, rank: int, message: FrontToRank) -> None:
+        """Never blocks. ConnectionError when the rank is not connected or has stopped reading."""
+        if not 0 <= rank < self._size:
+            raise ValueError(f"rank {rank} is not in 0..{self._size - 1}")
+        try:
+            self._down.send_multipart([_identity(rank), encoder.encode(message)], flags=zmq.NOBLOCK)
+        except zmq.Again:
+            raise ConnectionError(f"rank {rank} does not read: {QUEUE_MESSAGES} messages wait for it") from None
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise ConnectionError(f"rank {rank} is not connected") from None
+
+    def receive(self, timeout: float) -> list[RankToFront]:
+        """Everything that has come, waiting at most `timeout` seconds for the first; [] when nothing came."""
+        if timeout > 0 and not self._up.poll(int(timeout * 1000)):
+            return []
+        messages: list[RankToFront] = []
+        for payload in _drain(self._up):
+            try:
+                messages.append(front_decoder.decode(payload))
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                log.error("dropped a message of %d bytes from a rank: %s", len(payload), error)
+        return messages
+
+    def close(self) -> None:
+        self._down.close(linger=int(LINGER_SECONDS * 1000))
+        self._up.close(linger=0)
+        self._context.term()
+
+
+class RankSocket:
+    """A rank's side (the supervisor makes one too, to report for a rank that died without a word)."""
+
+    def __init__(self, endpoint: str, rank: int) -> None:
+        self._rank = rank
+        self._context = zmq.Context(io_threads=1)
+        self.inbox = _socket(self._context, zmq.DEALER)
+        self.inbox.setsockopt(zmq.IDENTITY, _identity(rank))
+        self.inbox.connect(endpoint)
+        self._up = _socket(self._context, zmq.PUSH)
+        self._up.setsockopt(zmq.SNDTIMEO, int(SEND_SECONDS * 1000))
+        self._up.connect(_up(endpoint))
+
+    def send(self, message: RankToFront) -> None:
+        """Waits up to 10 s when the queue is full, then ConnectionError: tokens are never dropped silently."""
+        try:
+            self._up.send(encoder.encode(message))
+        except zmq.Again:
+            raise ConnectionError(f"rank {self._rank}: the front did not read for {SEND_SECONDS:.0f} s") from None
+
+    def poll(self, timeout: float) -> list[FrontToRank]:
+        """Everything that has come, waiting at most `timeout` seconds for the first; 0 does not wait."""
+        if timeout > 0 and not self.inbox.poll(int(timeout * 1000)):
+            return []
+        messages: list[FrontToRank] = []
+        for payload in _drain(self.inbox):
+            try:
+                messages.append(rank_decoder.decode(payload))
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                log.error("rank %d dropped a message of %d bytes: %s", self._rank, len(payload), error)
+        return messages
+
+    def close(self) -> None:
+        """Waits up to a second for the last messages to leave."""
+        self.inbox.close(linger=0)
+        self._up.close(linger=int(LINGER_SECONDS * 1000))
+        self._context.term()
+
+
+class ZmqDoorbell:
+    """Rings every other rank, and hears them. endpoints: one per rank; each rank binds its own.
+
+    A ring carries the generation of the sleep that it is to end (engine/rank.py); `heard` forgets older ones. Rings
+    are read only by `heard`, so that one which comes early waits in the queue.
+    """
+
+    def __init__(self, endpoints: Sequence[str], rank: int) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self.ear = _socket(self._context, zmq.PULL)
+        self.ear.bind(endpoints[rank])
+        self._bells: list[zmq.Socket[bytes]] = []
+        for other, endpoint in enumerate(endpoints):
+            if other != rank:
+                bell = _socket(self._context, zmq.PUSH)
+                bell.connect(endpoint)
+                self._bells.append(bell)
+
+    def ring(self, generation: int) -> None:
+        """A full queue means a rank that has not listened for long: its loss shows in the next agreement."""
+        payload = generation.to_bytes(8, "little")
+        for bell in self._bells:
+            try:
+                bell.send(payload, flags=zmq.NOBLOCK)
+            except zmq.Again:
+                log.warning("a doorbell is full; its rank seems to hang")
+
+    def heard(self, generation: int) -> bool:
+        rings = [int.from_bytes(payload, "little") for payload in _drain(self.ear)]
+        return generation in rings
+
+    def close(self) -> None:
+        for bell in self._bells:
+            bell.close(linger=0)
+        self.ear.close(linger=0)
+        self._context.term()
+
+
+def sleep_until_called(inbox: RankSocket, bell: ZmqDoorbell, timeout: float) -> None:
+    """Block, at no cost, until a message or a ring has come, for at most `timeout` seconds."""
+    poller = zmq.Poller()
+    poller.register(inbox.inbox, zmq.POLLIN)
+    poller.register(bell.ear, zmq.POLLIN)
+    poller.poll(int(timeout * 1000))
+
+
+def _drain(socket: zmq.Socket[bytes]) -> list[bytes]:
+    payloads: list[bytes] = []
+    while True:
+        try:
+            payloads.append(socket.recv(flags=zmq.NOBLOCK))
+        except zmq.Again:
+            return payloads
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+    return socket
+
+
+def _identity(rank: int) -> bytes:
+    return b"rank-%d" % rank
+
+
+def _up(endpoint: str) -> str:
+    """The address of the other direction."""
+    if endpoint.startswith("tcp://"):
+        host, _, port = endpoint.rpartition(":")
+        return f"{host}:{int(port) + 1}"
+    return f"{endpoint}-up"

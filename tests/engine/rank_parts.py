@@ -1,0 +1,108 @@
+"""Plans, ranks and jobs that the tests of batch, runner, rank and wire share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.engine import Plan
+from dbo.steps import drain, weave
+from engine.messages import Abort, AddRequest, SamplingParams, TokenOutput
+from engine.rank import Rank, SharedDoorbell, build_rank
+from ep.group import MailboxGroup, MailboxWorld
+from models.registry import read_config
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+
+DEFAULTS: dict[str, Any] = {
+    "served_model_names": ("test",),
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "block_size": 4,
+    "num_kv_blocks": 64,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+    "scheduling_policy": "fcfs",
+    "async_scheduling": False,
+    "data_parallel_size": 1,
+    "all2all_backend": "local",
+    "threads_per_rank": 1,
+    "mla_prefill": "auto",
+    "seed": 0,
+    "logprobs_mode": "raw_logprobs",
+    "max_logprobs": 20,
+    "exchange_timeout": 10.0,
+}
+
+
+def make_plan(path: Path, **overrides: Any) -> Plan:
+    facts = read_config(path)
+    values = {**DEFAULTS, **overrides}
+    slots = -(-facts.num_experts // values["data_parallel_size"]) if facts.num_experts else 0
+    values.setdefault("slots_per_rank", slots)
+    return Plan(model_path=str(path), architecture=facts.architecture, **values)
+
+
+def mailbox_ranks(path: Path, size: int, **overrides: Any) -> list[Rank]:
+    """`size` ranks that take turns in one thread."""
+    plan = make_plan(path, data_parallel_size=size, all2all_backend="mailbox", **overrides)
+    world, bell = MailboxWorld(size), SharedDoorbell()
+    groups = [MailboxGroup(world, rank) for rank in range(size)]
+    return [build_rank(plan, rank, groups[rank], groups[rank], bell) for rank in range(size)]
+
+
+@dataclass
+class Job:
+    """A request that comes before step `arrive`, and is perhaps aborted before step `abort`."""
+
+    prompt: list[int]
+    max_tokens: int
+    arrive: int = 0
+    abort: int | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+
+    def message(self, request_id: int) -> AddRequest:
+        params = SamplingParams(**{"max_tokens": self.max_tokens, "temperature": 0.0, **self.params})
+        return AddRequest(
+            request_id=request_id,
+            token_ids=self.prompt,
+            prompt_len=len(self.prompt),
+            params=params,
+            seed=request_id,
+            arrival=float(request_id),
+        )
+
+
+@dataclass
+class Got:
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+
+def drive(ranks: Sequence[Rank], jobs: Sequence[Job], max_steps: int = 2000) -> list[Got]:
+    """Job i goes to rank i mod n. Runs until all ranks sleep."""
+    got = [Got() for _ in jobs]
+    for step in range(max_steps):
+        for index, job in enumerate(jobs):
+            rank = ranks[index % len(ranks)]
+            if job.arrive == step:
+                rank.submit(job.message(index))
+            if job.abort == step and job.abort >= job.arrive:
+                rank.submit(Abort([index]))
+        for outputs in drain(weave(*(rank.steps() for rank in ranks))):
+            for output in outputs:
+                assert got[output.request_id].finish_reason is None, "output after the last one"
+                got[output.request_id].tokens += output.new_token_ids
+                got[output.request_id].finish_reason = output.finish_reason
+                got[output.request_id].outputs.append(output)
+        last = max((max(job.arrive, job.abort or 0) for job in jobs), default=0)
+        if step >= last and all(rank.asleep and not rank.has_work for rank in ranks):
+            return got
+    raise AssertionError(f"not done after {max_steps} steps")

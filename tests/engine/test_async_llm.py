@@ -1,0 +1,225 @@
+"""AsyncLLM over a fake set of ranks: streams, cancelling, failing, draining. The real ranks are in test_llm.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import pytest
+from front_parts import FakeRanks, small_tokenizer
+
+from engine.async_llm import AsyncLLM, EngineDraining, EngineFailed
+from engine.messages import Abort, AddRequest, ResetPrefixCache, SamplingParams
+from engine.outputs import Prompt
+from engine.sampling_params import resolve
+
+TOKENIZER = small_tokenizer()
+TEXT = " lived in a tree. The end 🦊"
+SCRIPT = [*TOKENIZER.encode(TEXT, add_special_tokens=False), 3]
+
+
+def make_prompt(request_id: str = "r", **params) -> Prompt:
+    token_ids = TOKENIZER.encode("The fox")
+    resolved = resolve(SamplingParams(**{"max_tokens": None, **params}), TOKENIZER, len(token_ids), 256)
+    return Prompt(request_id=request_id, token_ids=token_ids, params=resolved)
+
+
+def run(test: Callable[[AsyncLLM, FakeRanks], Awaitable[None]], size: int = 2) -> None:
+    async def body() -> None:
+        ranks = FakeRanks(size, SCRIPT)
+        async with asyncio.timeout(20), AsyncLLM(ranks, TOKENIZER) as llm:
+            await llm.wait_ready(5)
+            await test(llm, ranks)
+        assert ranks.closed
+
+    asyncio.run(body())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_stream() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        deltas = [delta async for batch in llm.stream(make_prompt()) for delta in batch]
+        assert "".join(delta.text for delta in deltas) == TEXT
+        assert [token for delta in deltas for token in delta.token_ids] == SCRIPT
+        assert [delta.finish_reason for delta in deltas][-2:] == [None, "stop"]
+        assert llm.num_requests == 0 and not llm._streams and len(llm.take_finished()) == 1
+        assert not any(isinstance(message, Abort) for _, message in ranks.sent)
+
+    run(body)
+
+
+def test_many_at_once() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        prompts = [make_prompt(str(number), n=1 + number % 2) for number in range(200)]
+        results = await asyncio.gather(*(llm.generate(prompt) for prompt in prompts))
+        assert [result.request_id for result in results] == [prompt.request_id for prompt in prompts]
+        assert all(choice.text == TEXT for result in results for choice in result.outputs)
+        ranks_used = [rank for rank, message in ranks.sent if isinstance(message, AddRequest)]
+        assert abs(ranks_used.count(0) - ranks_used.count(1)) <= 4
+        assert not llm._streams and llm.front.router.loads == [0, 0]
+
+    run(body)
+
+
+def test_choices_arrive_together() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        batches = [batch async for batch in llm.stream(make_prompt(n=3))]
+        assert all(sorted(delta.index for delta in batch) == [0, 1, 2] for batch in batches)
+
+    run(body)
+
+
+def aborted(ranks: FakeRanks) -> list[int]:
+    return [i for _, message in ranks.sent if isinstance(message, Abort) for i in message.request_ids]
+
+
+def test_closing_early_aborts() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        async with aclosing(llm.stream(make_prompt())) as stream:
+            async for _ in stream:
+                break
+        assert aborted(ranks) == [0] and llm.num_requests == 0 and not llm._streams
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    run(body)
+
+
+def test_cancelling_aborts() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        ranks.paused = True
+        task = asyncio.create_task(llm.generate(make_prompt(n=2)))
+        await until(lambda: llm.num_requests == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert sorted(aborted(ranks)) == [0, 1] and llm.num_requests == 0
+
+    run(body)
+
+
+def test_abort_ends_the_stream() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        ranks.paused = True
+        task = asyncio.create_task(llm.generate(make_prompt("x")))
+        await until(lambda: llm.num_requests == 1)
+        assert llm.abort("x") and not llm.abort("x")
+        result = await task
+        assert result.outputs[0].finish_reason == "abort"
+
+    run(body)
+
+
+def test_a_slow_reader_loses_nothing() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        text = ""
+        async for deltas in llm.stream(make_prompt()):
+            text += "".join(delta.text for delta in deltas)
+            await asyncio.sleep(0.005)
+        assert text == TEXT
+
+    run(body)
+
+
+def test_same_id_twice() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        ranks.paused = True
+        stream = llm.stream(make_prompt("x"))
+        with pytest.raises(ValueError, match="in use"):
+            llm.stream(make_prompt("x"))
+        await stream.aclose()
+        again = llm.stream(make_prompt("x"))
+        await stream.aclose()  # the old one's end does not touch the new one
+        ranks.paused = False
+        ranks.knock()
+        assert sum([len(batch) async for batch in again]) > 0
+
+    run(body)
+
+
+def test_failed_rank() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        ranks.paused = True
+        tasks = [asyncio.create_task(llm.generate(make_prompt(str(number)))) for number in range(3)]
+        await until(lambda: llm.num_requests == 3)
+        ranks.fail(1, "killed")
+        for task in tasks:
+            with pytest.raises(EngineFailed, match="rank 1 failed: killed"):
+                await task
+        assert llm.failed == "rank 1 failed: killed" and not llm.is_ready
+        with pytest.raises(EngineFailed):
+            llm.stream(make_prompt())
+
+    run(body)
+
+
+def test_supervisor_s_word() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        ranks.paused = True
+        stream = llm.stream(make_prompt())
+        llm.fail("rank 0 exited with code -9")
+        with pytest.raises(EngineFailed, match="code -9"):
+            await anext(stream)
+
+    run(body)
+
+
+def test_drain_waits_then_aborts() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        finishing = asyncio.create_task(llm.generate(make_prompt("a")))
+        await until(lambda: llm.num_requests == 1)
+        assert await llm.drain(5) == 0
+        assert (await finishing).outputs[0].finish_reason == "stop" and not llm.is_ready
+        with pytest.raises(EngineDraining):
+            llm.stream(make_prompt("b"))
+
+    async def late(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        ranks.paused = True
+        stuck = asyncio.create_task(llm.generate(make_prompt("a")))
+        await until(lambda: llm.num_requests == 1)
+        assert await llm.drain(0.02) == 1
+        assert (await stuck).outputs[0].finish_reason == "abort"
+
+    run(body)
+    run(late)
+
+
+def test_reset_prefix_cache_reaches_every_rank() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        llm.reset_prefix_cache()
+        assert ranks.sent == [(0, ResetPrefixCache()), (1, ResetPrefixCache())]
+
+    run(body)
+
+
+def test_ready_names_the_missing() -> None:
+    async def body() -> None:
+        ranks = FakeRanks(3, SCRIPT)
+        ranks.queue = ranks.queue[:1]
+        async with AsyncLLM(ranks, TOKENIZER) as llm:
+            with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] were not ready within 0.05 s"):
+                await llm.wait_ready(0.05)
+            assert not llm.is_ready
+
+    asyncio.run(body())
+
+
+def test_lost_connection_fails_the_engine() -> None:
+    class Gone(FakeRanks):
+        def send(self, rank: int, message: object) -> None:
+            raise ConnectionError(f"rank {rank} is not connected")
+
+    async def body() -> None:
+        ranks = Gone(1, SCRIPT)
+        async with AsyncLLM(ranks, TOKENIZER) as llm:
+            await llm.wait_ready(5)
+            with pytest.raises(EngineFailed, match="rank 0 is not connected"):
+                await llm.generate(make_prompt())
+
+    asyncio.run(body())

@@ -1,0 +1,159 @@
+"""LLM over a fake set of ranks: order, errors, recovery. (tests/engine/test_llm.py has the real ones.)"""
+
+from __future__ import annotations
+
+import pytest
+from front_parts import FakeRanks, small_tokenizer
+
+from engine.front import EngineFailed
+from engine.llm import LLM, Progress
+from engine.messages import Abort, AddRequest, SamplingParams
+
+TOKENIZER = small_tokenizer()
+ANSWER = TOKENIZER.encode(" lived in a tree. The end", add_special_tokens=False)
+SCRIPT = [*ANSWER, 3]
+WHOLE = SamplingParams(max_tokens=None)
+
+
+def make_llm(size: int = 1, **options) -> tuple[LLM, FakeRanks]:
+    ranks = FakeRanks(size, SCRIPT)
+    return LLM(ranks, TOKENIZER, **options), ranks
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_results_are_in_order(size: int) -> None:
+    llm, ranks = make_llm(size)
+    texts = [f"fox number {number}" for number in range(7)]
+    seen: list[Progress] = []
+    with llm:
+        results = llm.generate(texts, WHOLE, progress=seen.append)
+    assert [result.prompt for result in results] == texts
+    assert [result.prompt_token_ids for result in results] == [TOKENIZER.encode(text) for text in texts]
+    for result in results:
+        [choice] = result.outputs
+        assert choice.text == " lived in a tree. The end" and choice.finish_reason == "stop"
+        assert choice.token_ids == SCRIPT and choice.cumulative_logprob is None
+    assert seen[-1] == Progress(7, 7, 7 * len(SCRIPT)) and seen[0].num_finished == 0
+    assert ranks.closed
+
+
+def test_kinds_of_prompts() -> None:
+    llm, _ = make_llm()
+    params = SamplingParams(max_tokens=2)
+    assert [len(r.outputs) for r in llm.generate("one", params)] == [1]
+    assert [r.prompt_token_ids for r in llm.generate([5, 6, 7], params)] == [[5, 6, 7]]
+    assert [r.prompt_token_ids for r in llm.generate([[5], (6, 7)], params)] == [[5], [6, 7]]
+    assert llm.generate([], params) == []
+    each = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3)]
+    assert [len(r.outputs[0].token_ids) for r in llm.generate(["a", "b"], each)] == [1, 3]
+    assert len(llm.generate("default")[0].outputs[0].token_ids) == min(16, len(SCRIPT))
+
+
+def test_chat() -> None:
+    llm, ranks = make_llm()
+    one = [{"role": "user", "content": "hi"}]
+    [result] = llm.chat(one, WHOLE)
+    assert result.prompt == "user: hi\nassistant:"
+    assert result.prompt_token_ids == TOKENIZER.encode("user: hi\nassistant:", add_special_tokens=False)
+    assert len(llm.chat([one, [*one, *one]], WHOLE)) == 2
+    [result] = llm.chat(one, WHOLE, chat_template="{{ x }}{{ messages[0].content }}", chat_template_kwargs={"x": "y"})
+    assert result.prompt == "yhi"
+    with pytest.raises(ValueError, match="one conversation or a list"):
+        llm.chat([one[0], one])
+
+
+def test_choices_and_logprobs() -> None:
+    llm, _ = make_llm()
+    [result] = llm.generate("a", SamplingParams(max_tokens=3, n=3, logprobs=1))
+    assert [choice.index for choice in result.outputs] == [0, 1, 2]
+    for choice in result.outputs:
+        assert choice.cumulative_logprob == -1.5 and len(choice.logprobs) == 3 and choice.finish_reason == "length"
+
+
+def test_stop_string() -> None:
+    llm, ranks = make_llm()
+    [result] = llm.generate("a", SamplingParams(max_tokens=None, stop=("tree.",)))
+    assert result.outputs[0].text == " lived in a " and result.outputs[0].stop_reason == "tree."
+    assert isinstance(ranks.sent[-1][1], Abort)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (["ok", ""], None, None),
+        (["ok", "x" * 2000], None, "prompt 1: maximum context length is 256 tokens; the prompt has"),
+        ([[5], [10**6]], None, "prompt 1: token ids must be integers from 0 to"),
+        ([[5], []], None, "prompt 1: prompt must hold at least one token"),
+        (["a", 5], None, "prompts must be all text"),
+        (["a", "b"], [SamplingParams()], "one for all or one per prompt: 1 for 2"),
+        ("a", SamplingParams(temperature=-1), "^temperature must be from 0 to 2"),
+        (["a", "b"], SamplingParams(logprobs=21), "prompt 0: logprobs must be"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_is_sent(prompts, params, message: str | None) -> None:
+    llm, ranks = make_llm()
+    if message is None:  # BOS alone is a prompt
+        assert len(llm.generate(prompts, params)) == 2
+        return
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params)
+    assert ranks.sent == []
+
+
+def test_failed_rank() -> None:
+    llm, ranks = make_llm(2)
+    ranks.paused = True
+    ranks.fail(1, "out of memory")
+    with pytest.raises(EngineFailed, match="rank 1 failed: out of memory"):
+        llm.generate(["a", "b"])
+    with pytest.raises(EngineFailed, match="out of memory"):
+        llm.generate("a")
+
+
+def test_lost_rank() -> None:
+    gone: list[str] = []
+    llm, ranks = make_llm(lost=lambda: gone[0] if gone else None)
+    ranks.paused = True
+    gone.append("rank 0 was killed")
+    with pytest.raises(EngineFailed, match="rank 0 was killed"):
+        llm.generate("a")
+
+
+def test_silence_is_bounded() -> None:
+    llm, ranks = make_llm(silence_timeout=0.05)
+    ranks.paused = True
+    with pytest.raises(EngineFailed, match="no rank has sent anything for 0.05 s"):
+        llm.generate("a")
+    ranks.paused = False
+    assert llm.generate("a", WHOLE)[0].outputs[0].text == " lived in a tree. The end"
+
+
+def test_ready_is_bounded() -> None:
+    ranks = FakeRanks(2, SCRIPT)
+    ranks.queue = ranks.queue[:1]
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] were not ready within 0.05 s"):
+        LLM(ranks, TOKENIZER, ready_timeout=0.05)
+    assert ranks.closed
+
+
+def test_interrupt_aborts_and_the_next_call_works() -> None:
+    llm, ranks = make_llm(2)
+
+    def interrupt(progress: Progress) -> None:
+        if progress.num_output_tokens > 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"], WHOLE, progress=interrupt)
+    started = {m.request_id for _, m in ranks.sent if isinstance(m, AddRequest)}
+    aborted = {i for _, m in ranks.sent if isinstance(m, Abort) for i in m.request_ids}
+    assert started == aborted
+    assert llm.generate("a", WHOLE)[0].outputs[0].text == " lived in a tree. The end"
+
+
+def test_closed() -> None:
+    llm, _ = make_llm()
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineFailed, match="closed"):
+        llm.generate("a")

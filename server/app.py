@@ -1,0 +1,108 @@
+"""The ASGI application: its routes."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import msgspec
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from server.chat import ChatCompletions
+from server.completions import Completions
+from server.errors import RETRY_AFTER, ApiError
+from server.gate import Gate
+from server.metrics import CONTENT_TYPE
+from server.openai import AbortRequest, Model, ModelList
+from server.service import Service, json_response
+from server.tokenize import Tokenization
+
+_abort_decoder = msgspec.json.Decoder(AbortRequest)
+
+
+def build_app(service: Service) -> ASGIApp:
+    """Whoever runs it also runs `service.flights.clock()` beside it."""
+    pages = Pages(service)
+    tokenization = Tokenization(service)
+    get, post = ["GET"], ["POST"]
+    routes = [
+        Route("/v1/completions", Completions(service).answer, methods=post),
+        Route("/v1/chat/completions", ChatCompletions(service).answer, methods=post),
+        Route("/v1/models", pages.models, methods=get),
+        Route("/v1/models/{model:path}", pages.model, methods=get),
+        Route("/tokenize", tokenization.tokenize, methods=post),
+        Route("/v1/tokenize", tokenization.tokenize, methods=post),
+        Route("/detokenize", tokenization.detokenize, methods=post),
+        Route("/v1/detokenize", tokenization.detokenize, methods=post),
+        Route("/health", pages.health, methods=get),
+        Route("/ping", pages.health, methods=get),
+        Route("/ready", pages.ready, methods=get),
+        Route("/metrics", pages.metrics, methods=get),
+        Route("/version", pages.version, methods=get),
+        Route("/abort_requests", pages.abort_requests, methods=post),
+        Route("/reset_prefix_cache", pages.reset_prefix_cache, methods=post),
+    ]
+    app: ASGIApp = Gate(Router(routes, redirect_slashes=False), service)
+    origins = service.config.allowed_origins
+    if origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+class Pages:
+    """Everything that does not generate."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._version = metadata.version("moesaic")
+
+    async def models(self, request: Request) -> Response:
+        return json_response(ModelList(data=[self._model(name) for name in self._service.plan.served_model_names]))
+
+    async def model(self, request: Request) -> Response:
+        return json_response(self._model(self._service.model_name(request.path_params["model"])))
+
+    def _model(self, name: str) -> Model:
+        plan = self._service.plan
+        root = plan.served_model_names[0]
+        return Model(id=name, created=self._service.created, root=root, max_model_len=plan.max_model_len)
+
+    async def health(self, request: Request) -> Response:
+        """Alive: also while loading and draining. The body of a failure names the rank."""
+        failed = self._service.engine.failed
+        if failed is not None:
+            raise ApiError(503, failed, code="engine_failed", headers=[RETRY_AFTER])
+        return json_response({"status": "alive"})
+
+    async def ready(self, request: Request) -> Response:
+        state, why = self._service.state()
+        if state != "ready":
+            raise ApiError(503, f"{state}: {why}", code=state, headers=[RETRY_AFTER])
+        return json_response({"status": "ready", "ranks": len(self._service.engine.ready)})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": self._version})
+
+    async def abort_requests(self, request: Request) -> Response:
+        """Aborted requests answer with what they have and finish_reason "abort"."""
+        service = self._service
+        body = await service.read(request, _abort_decoder)
+        aborted = [service.engine.abort(name) for name in service.flights.prompt_ids(body.request_ids)]
+        return json_response({"aborted": sum(aborted)})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        self._service.require_ready()
+        self._service.engine.reset_prefix_cache()
+        return json_response({"status": "ok"})

@@ -1,0 +1,166 @@
+"""Requests in flight: admission, the client's disconnect, time limits, keep-alives.
+
+A flight is one HTTP request that holds sequences of the engine. What can end it from outside (the client goes away,
+stops reading, or its time is up) cancels the task that serves it, which closes its engine streams and so aborts its
+sequences at once. One clock serves all flights, so that a token costs no timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from starlette.types import Receive, Send
+
+from server.errors import unavailable
+
+Cause = Literal["disconnect", "stalled", "timeout"]
+STALL_SECONDS = 60.0  # a client that takes nothing for so long is gone
+TICK_SECONDS = 0.5
+PING = b": keep-alive\n\n"
+
+
+class Flight:
+    """Make it in the task that serves the request, and `close` it there; then `cause` says what ended it (None: itself).
+
+    num_sequences: how many sequences of the engine it holds. prompt_ids: the engine's names of its prompts.
+    """
+
+    def __init__(self, request_id: str, num_sequences: int, deadline: float | None) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.request_id = request_id
+        self.num_sequences = num_sequences
+        self.prompt_ids: list[str] = []
+        self.deadline = deadline
+        self.cause: Cause | None = None
+        self.pinger: asyncio.Task[None] | None = None
+        self._task = task
+        self._watcher: asyncio.Task[None] | None = None
+        self._open = True
+        self._send: Send | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self.started = False  # the response's status line has gone
+        self.sending = False
+        self.quiet_since = time.monotonic()
+
+    def stop(self, cause: Cause) -> None:
+        if self._open and self.cause is None:
+            self.cause = cause
+            self._task.cancel()
+
+    def watch(self, receive: Receive) -> None:
+        """From now on a disconnect stops the flight. The body must have been read."""
+        self._watcher = asyncio.create_task(self._watch(receive))
+
+    async def _watch(self, receive: Receive) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.stop("disconnect")
+                return
+
+    def close(self) -> bool:
+        """False when something else stopped it: then the cancellation that told so has been taken back."""
+        self._open = False
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self.cause is None:
+            return True
+        self._task.uncancel()
+        return False
+
+    # ---- an event stream ---------------------------------------------------------------------------------------
+
+    def stream_to(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        """The flight's answer is an event stream: the clock may begin it and fill its silences."""
+        self._send = send
+        self._headers = headers
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        """Send whole events, after the status line if this is the first write."""
+        send = self._send
+        assert send is not None
+        if self.pinger is not None:  # two sends at once could reach a slow connection in the wrong order
+            await asyncio.wait([self.pinger])
+            self.pinger = None
+        self.sending = True
+        if not self.started:
+            self.started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self.sending = False
+        self.quiet_since = time.monotonic()
+
+    async def _ping(self) -> None:
+        send = self._send
+        assert send is not None
+        if not self.started:
+            self.started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await send({"type": "http.response.body", "body": PING, "more_body": True})
+        self.quiet_since = time.monotonic()
+
+    def tick(self, now: float, keep_alive: float) -> None:
+        quiet = now - self.quiet_since
+        if self.deadline is not None and now >= self.deadline:
+            self.stop("timeout")
+        elif self._send is None:
+            return
+        elif self.sending or (self.pinger is not None and not self.pinger.done()):
+            if quiet >= STALL_SECONDS + keep_alive:
+                self.stop("stalled")
+        elif keep_alive > 0 and quiet >= keep_alive:
+            self.pinger = asyncio.create_task(self._ping())
+
+
+class Flights:
+    """All of them. capacity: sequences that run at once; max_queued: how many more may wait."""
+
+    def __init__(self, *, capacity: int, max_queued: int, request_timeout: float, keep_alive: float) -> None:
+        self._limit = capacity + max_queued
+        self._max_queued = max_queued
+        self._timeout = request_timeout
+        self._keep_alive = keep_alive
+        self._flights: set[Flight] = set()
+        self.num_sequences = 0
+        self.num_refused = 0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def open(self, request_id: str, num_sequences: int) -> Flight:
+        """Raises 503 when too many wait. A request larger than the whole queue is let in when nothing else is there."""
+        if self._flights and self.num_sequences + num_sequences > self._limit:
+            self.num_refused += 1
+            raise unavailable(f"{self._max_queued} sequences are already waiting; try again later")
+        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        flight = Flight(request_id, num_sequences, deadline)
+        self._flights.add(flight)
+        self.num_sequences += num_sequences
+        return flight
+
+    def close(self, flight: Flight) -> bool:
+        """True when the flight ended by itself, False when it was stopped."""
+        self._flights.discard(flight)
+        self.num_sequences -= flight.num_sequences
+        return flight.close()
+
+    def prompt_ids(self, request_ids: Sequence[str]) -> list[str]:
+        """The engine's names of what these requests hold. An answer's id ("cmpl-...") names its request too."""
+        wanted = {name.removeprefix("cmpl-").removeprefix("chatcmpl-") for name in request_ids}
+        return [name for flight in self._flights if flight.request_id in wanted for name in flight.prompt_ids]
+
+    async def clock(self) -> None:
+        """Runs until it is cancelled."""
+        period = TICK_SECONDS
+        for limit in (self._timeout, self._keep_alive):
+            if limit > 0:
+                period = min(period, limit / 4)
+        while True:
+            await asyncio.sleep(period)
+            now = time.monotonic()
+            for flight in list(self._flights):
+                flight.tick(now, self._keep_alive)

@@ -1,0 +1,320 @@
+"""One generating request: its engine streams joined, its numbers counted, and its answer, whole or streamed.
+
+What the two endpoints write differently is behind `Writer` (server/completions.py, server/chat.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.async_llm import AsyncLLM, RequestStream
+from engine.front import EngineDraining, EngineFailed
+from engine.outputs import Delta, PositionLogprobs, Prompt
+from server.errors import ApiError, unavailable
+from server.flights import Flight
+from server.logs import Record
+from server.openai import Usage, usage
+from server.service import Service, json_response, record_of
+
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy that gathers tokens would undo streaming
+]
+DONE = b"data: [DONE]\n\n"
+GOODBYE_SECONDS = 5.0  # how long the last words to a slow client may take
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """What to generate and how to show it. Choices are prompt-major: choice // n is the prompt.
+
+    echo: text that stands before the output of each prompt's choices; None: no echo. no_output: max_tokens was 0, so the one
+    token that the engine had to make is not shown. The writer reads the rest.
+    """
+
+    request_id: str
+    answer_id: str
+    model: str
+    created: int
+    prompts: list[Prompt]
+    n: int
+    stream: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: bool = False
+    echo: list[str] | None = None
+    echo_logprobs: bool = False
+    prompt_logprobs: bool = False
+    no_output: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+class Writer(Protocol):
+    def frames(self, deltas: list[Delta], record: Record) -> bytes:
+        """Server-sent events for what is new; empty when there is nothing to say."""
+        ...
+
+    def usage_frame(self, total: Usage) -> bytes: ...
+
+    def whole(self, choices: list[Choice], prompts: list[PromptFacts], total: Usage) -> object:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+@dataclass(slots=True)
+class Choice:
+    """All that came for one choice."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+@dataclass(slots=True)
+class PromptFacts:
+    logprobs: list[PositionLogprobs | None] | None = None
+
+
+# ---- from the engine ----------------------------------------------------------------------------------------------
+
+
+Deltas = RequestStream | AsyncGenerator[list[Delta], None]
+
+
+def deltas_of(engine: AsyncLLM, job: Job) -> Deltas:
+    """What each step adds, with the choice numbers of the whole request. Close it when leaving early."""
+    source: Deltas = engine.stream(job.prompts[0]) if len(job.prompts) == 1 else _joined(engine, job)
+    return prompt_first(source, job.n) if job.stream and job.echo_logprobs else source
+
+
+async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], None]:
+    """Several prompts: a task each."""
+    arrived: list[list[Delta]] = []
+    errors: list[Exception] = []
+    news = asyncio.Event()
+
+    async def pump(number: int, prompt: Prompt) -> None:
+        try:
+            async with aclosing(engine.stream(prompt)) as stream:
+                async for deltas in stream:
+                    for delta in deltas:
+                        delta.index += number * job.n
+                    arrived.append(deltas)
+                    news.set()
+        except Exception as error:
+            errors.append(error)
+        finally:
+            news.set()
+
+    pumps = [asyncio.create_task(pump(number, prompt)) for number, prompt in enumerate(job.prompts)]
+    try:
+        while True:
+            running = any(not task.done() for task in pumps)
+            news.clear()
+            if arrived:
+                joined = [delta for deltas in arrived for delta in deltas]
+                arrived.clear()
+                yield joined
+            elif errors:
+                raise errors[0]
+            elif not running:
+                return
+            else:
+                await news.wait()
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def prompt_first(source: Deltas, n: int) -> AsyncGenerator[list[Delta], None]:
+    """Holds a prompt's choices back until choice 0 has brought the logprobs of the prompt, which all of them show."""
+    known: set[int] = set()
+    held: dict[int, list[Delta]] = {}
+    async with aclosing(source):
+        async for deltas in source:
+            out: list[Delta] = []
+            for delta in deltas:
+                prompt = delta.index // n
+                if prompt not in known and delta.prompt_logprobs is None:
+                    held.setdefault(prompt, []).append(delta)
+                    continue
+                out.append(delta)
+                if prompt not in known:
+                    known.add(prompt)
+                    out += held.pop(prompt, [])
+            if out:
+                yield out
+        rest = [delta for deltas in held.values() for delta in deltas]
+        if rest:  # aborted before the first output
+            yield rest
+
+
+# ---- to the client ------------------------------------------------------------------------------------------------
+
+
+class Answer(Response):
+    """The response to a generating request. Of starlette's Response it keeps only that it is an ASGI application.
+
+    Nothing is sent before the engine has answered (or `keep_alive_interval` has passed), so that a request which cannot start
+    gets an HTTP error.
+    """
+
+    def __init__(self, service: Service, job: Job, writer: Writer) -> None:
+        self._service = service
+        self._job = job
+        self._writer = writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, job = self._service, self._job
+        service.require_ready()
+        record = record_of(scope)
+        record.model = job.model
+        record.prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
+        flight = service.flights.open(job.request_id, job.num_choices)
+        flight.prompt_ids = [prompt.request_id for prompt in job.prompts]
+        failure: ApiError | None = None
+        body: object = None
+        try:
+            flight.watch(receive)
+            if job.stream:
+                flight.stream_to(send, SSE_HEADERS)
+                await self._stream(flight, record)
+            else:
+                body = await self._gather(record)
+        except asyncio.CancelledError:
+            if flight.cause is None:
+                raise
+        except EngineDraining:
+            failure = unavailable("the server is shutting down", close=True)
+        except EngineFailed as error:
+            failure = ApiError(503, f"the engine has failed: {error}", code="engine_failed")
+        except ApiError as error:
+            failure = error
+        finally:
+            service.flights.close(flight)
+        if flight.cause == "timeout":
+            failure = ApiError(
+                408, f"the request took longer than {service.config.request_timeout:g} s", code="timeout"
+            )
+        if flight.cause in ("disconnect", "stalled"):
+            record.status, record.finish = 499, flight.cause
+        elif failure is not None:
+            record.finish = failure.code or "error"
+            if not flight.started:
+                raise failure
+            record.status = failure.status
+            await self._last_words(flight, b"data: " + failure.body() + b"\n\n" + DONE)
+        elif not job.stream:
+            await json_response(body)(scope, receive, send)
+
+    @staticmethod
+    async def _last_words(flight: Flight, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                await flight.write(data, more=False)
+        except TimeoutError:
+            pass
+
+    async def _stream(self, flight: Flight, record: Record) -> None:
+        job, writer = self._job, self._writer
+        counter = _Counter(job, record)
+        try:
+            async with aclosing(deltas_of(self._service.engine, job)) as source:
+                async for deltas in source:
+                    counter.count(deltas)
+                    frames = writer.frames(deltas, record)
+                    if frames:
+                        await flight.write(frames)
+        finally:
+            counter.report(self._service)
+        last = DONE
+        if job.include_usage:
+            last = writer.usage_frame(_usage(record)) + DONE
+        await flight.write(last, more=False)
+
+    async def _gather(self, record: Record) -> object:
+        job = self._job
+        choices = [Choice(index) for index in range(job.num_choices)]
+        prompts = [PromptFacts() for _ in job.prompts]
+        counter = _Counter(job, record)
+        try:
+            async with aclosing(deltas_of(self._service.engine, job)) as source:
+                async for deltas in source:
+                    counter.count(deltas)
+                    for delta in deltas:
+                        choices[delta.index].add(delta)
+                        if delta.prompt_logprobs is not None:
+                            prompts[delta.index // job.n].logprobs = delta.prompt_logprobs
+        finally:
+            counter.report(self._service)
+        return self._writer.whole(choices, prompts, _usage(record))
+
+
+class _Counter:
+    """Counts what comes into the request's record, and the times between it."""
+
+    def __init__(self, job: Job, record: Record) -> None:
+        self._job = job
+        self._record = record
+        self._last = [0.0] * job.num_choices  # when the choice's last delta came; 0: none has
+        self._gaps: list[list[float]] = [[] for _ in job.prompts]
+
+    def count(self, deltas: list[Delta]) -> None:
+        """ApiError 500 when the engine could not finish a choice."""
+        now = time.monotonic()
+        record, last, n = self._record, self._last, self._job.n
+        if record.first_token is None:
+            record.first_token = now
+        for delta in deltas:
+            index = delta.index
+            if last[index]:
+                self._gaps[index // n].append(now - last[index])
+            last[index] = now
+            if self._job.no_output:
+                _hide(delta)
+            record.output_tokens += len(delta.token_ids)
+            record.cached_tokens += delta.num_cached_tokens
+            if delta.finish_reason is not None:
+                record.finish = delta.finish_reason
+                if delta.finish_reason == "error":
+                    raise ApiError(500, "the engine could not finish this request", code="engine_error")
+
+    def report(self, service: Service) -> None:
+        for prompt, gaps in zip(self._job.prompts, self._gaps, strict=True):
+            service.metrics.add_gaps(prompt.request_id, gaps)
+
+
+def _usage(record: Record) -> Usage:
+    return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens)
+
+
+def _hide(delta: Delta) -> None:
+    delta.text, delta.token_ids, delta.logprobs = "", [], None
+    if delta.finish_reason == "stop":
+        delta.finish_reason, delta.stop_reason = "length", None

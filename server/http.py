@@ -1,0 +1,72 @@
+"""uvicorn's HTTP protocol, with limits on headers and OpenAI bodies for what is not HTTP at all."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from server.errors import ApiError
+
+HEADER_SECONDS = 30.0  # a client that has not sent its headers by then is not one
+
+
+def bounded_protocol(max_header_bytes: int) -> type[asyncio.Protocol]:
+    """A protocol class that answers 431 while headers come, before they fill the memory (httptools has no limit)."""
+
+    class BoundedProtocol(HttpToolsProtocol):
+        _header_bytes = 0
+        _in_headers = False
+        _header_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._begin_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end_headers()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self._in_headers:
+                self._header_bytes += len(data)
+                if self._header_bytes > max_header_bytes:
+                    self._refuse(ApiError(431, f"the headers are larger than {max_header_bytes} bytes"))
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._begin_headers()
+
+        def on_headers_complete(self) -> None:
+            self._end_headers()
+            super().on_headers_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(ApiError(400, msg, code="invalid_http"))
+
+        def _begin_headers(self) -> None:
+            self._end_headers()
+            self._header_bytes = 0
+            self._in_headers = True
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._late)
+
+        def _end_headers(self) -> None:
+            self._in_headers = False
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+
+        def _late(self) -> None:
+            self._refuse(ApiError(408, f"no complete headers within {HEADER_SECONDS:g} s"))
+
+        def _refuse(self, error: ApiError) -> None:
+            self._end_headers()
+            if self.transport.is_closing():
+                return
+            body = error.body()
+            head = b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(head % (error.status, len(body)) + body)
+            self.transport.close()
+
+    return BoundedProtocol

@@ -1,0 +1,173 @@
+"""Prometheus metrics, under the names that dashboards and routers made for vLLM read.
+
+Everything is a plain number until somebody asks: a scrape builds the families. Engine counters come from the ranks' own
+statistics; what a request took comes from the front's list of finished requests. The label `engine` is the rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from configs.engine import Plan
+from engine.async_llm import AsyncLLM
+from engine.front import FinishedRequest
+from engine.messages import RankStats
+
+LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
+SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# name, help, value of one rank
+_COUNTERS: tuple[tuple[str, str, Callable[[RankStats], int]], ...] = (
+    ("vllm:prompt_tokens", "Prompt tokens computed.", lambda stats: stats.prompt_tokens),
+    ("vllm:generation_tokens", "Tokens generated.", lambda stats: stats.generation_tokens),
+    ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda stats: stats.prefix_queries),
+    ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
+    ("vllm:num_preemptions", "Requests put back for want of KV blocks.", lambda stats: stats.preemptions),
+    ("moesaic:steps", "Steps of the engine.", lambda stats: stats.steps),
+)
+_GAUGES: tuple[tuple[str, str, Callable[[RankStats], float]], ...] = (
+    ("vllm:num_requests_running", "Sequences that are being computed.", lambda stats: stats.running),
+    ("vllm:num_requests_waiting", "Sequences that wait.", lambda stats: stats.waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Used part of the KV blocks; 1 is all.",
+        lambda stats: stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0,
+    ),
+)
+
+
+class Histogram:
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        result, total = [], 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            result.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        return result
+
+
+class _RankRequests:
+    """What the requests of one rank took."""
+
+    def __init__(self) -> None:
+        self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
+        self.histograms = {
+            "vllm:time_to_first_token_seconds": (Histogram(LATENCIES), "From arrival to the first token."),
+            "vllm:e2e_request_latency_seconds": (Histogram(LATENCIES), "From arrival to the end."),
+            "vllm:inter_token_latency_seconds": (Histogram(GAPS), "Between two deltas of a choice, as sent."),
+            "vllm:request_prompt_tokens": (Histogram(SIZES), "Prompt tokens of a request."),
+            "vllm:request_generation_tokens": (Histogram(SIZES), "Output tokens of a request, all choices."),
+        }
+
+    def add(self, request: FinishedRequest) -> None:
+        histograms = self.histograms
+        if request.first_token is not None:
+            histograms["vllm:time_to_first_token_seconds"][0].observe(request.first_token - request.arrival)
+        histograms["vllm:e2e_request_latency_seconds"][0].observe(request.finish - request.arrival)
+        histograms["vllm:request_prompt_tokens"][0].observe(request.num_prompt_tokens)
+        histograms["vllm:request_generation_tokens"][0].observe(request.num_output_tokens)
+        self.finished.update(request.finish_reasons)
+
+
+class Metrics(Collector):
+    def __init__(self, engine: AsyncLLM, plan: Plan) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._ranks = [_RankRequests() for _ in range(plan.data_parallel_size)]
+        self._http: Counter[tuple[str, str, str]] = Counter()
+        self._id_to_rank: dict[str, int] = {}  # finished, but the stream has not reported its gaps yet
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def count_http(self, method: str, route: str, status: int) -> None:
+        self._http[method, route, str(status)] += 1
+
+    def add_gaps(self, prompt_id: str, gaps: Sequence[float]) -> None:
+        """Seconds between the deltas of one prompt's choices. Call it once for every prompt, when its stream has ended."""
+        self.collect_finished()
+        rank = self._id_to_rank.pop(prompt_id, None)
+        if rank is not None:
+            histogram = self._ranks[rank].histograms["vllm:inter_token_latency_seconds"][0]
+            for gap in gaps:
+                histogram.observe(gap)
+
+    def collect_finished(self) -> None:
+        """The front's list of finished requests is bounded, so it is read at the end of each one."""
+        for request in self._engine.take_finished():
+            self._ranks[request.rank].add(request)
+            self._id_to_rank[request.request_id] = request.rank
+
+    def render(self) -> bytes:
+        """The text of /metrics."""
+        return generate_latest(self._registry)
+
+    # ---- prometheus_client's side ------------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        self.collect_finished()
+        labels = ["model_name", "engine"]
+        name = self._plan.served_model_names[0]
+        stats = list(enumerate(self._engine.stats))
+        for metric, text, value in _GAUGES:
+            gauge = GaugeMetricFamily(metric, text, labels=labels)
+            for rank, numbers in stats:
+                gauge.add_metric([name, str(rank)], value(numbers))
+            yield gauge
+        for metric, text, value in _COUNTERS:
+            counter = CounterMetricFamily(metric, text, labels=labels)
+            for rank, numbers in stats:
+                counter.add_metric([name, str(rank)], value(numbers))
+            yield counter
+        yield from self._requests(name, labels)
+        yield self._cache_config(name)
+        http = CounterMetricFamily("http_requests", "HTTP requests.", labels=["method", "handler", "status"])
+        for key, count in self._http.items():
+            http.add_metric(key, count)
+        yield http
+
+    def _requests(self, name: str, labels: list[str]) -> Iterator[Metric]:
+        success = CounterMetricFamily(
+            "vllm:request_success", "Finished sequences.", labels=[*labels, "finished_reason"]
+        )
+        for rank, requests in enumerate(self._ranks):
+            for reason, count in requests.finished.items():
+                success.add_metric([name, str(rank), reason], count)
+        yield success
+        for metric, (_, text) in self._ranks[0].histograms.items():
+            family = HistogramMetricFamily(metric, text, labels=labels)
+            for rank, requests in enumerate(self._ranks):
+                histogram = requests.histograms[metric][0]
+                family.add_metric([name, str(rank)], histogram.buckets(), histogram.sum)
+            yield family
+
+    def _cache_config(self, name: str) -> Metric:
+        """num_gpu_blocks is the field's name for the KV blocks of a rank, wherever they are."""
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Facts about the KV cache, as labels.",
+            labels=["model_name", "engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"],
+        )
+        caching = str(self._plan.enable_prefix_caching)
+        for rank, ready in sorted(self._engine.ready.items()):
+            info.add_metric([name, str(rank), str(ready.block_size), str(ready.num_blocks), caching], 1)
+        return info

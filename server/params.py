@@ -1,0 +1,118 @@
+"""From a request's fields to the engine's SamplingParams. What the server bounds is checked here, the rest by the engine."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+from configs.server import ServerConfig
+from engine.messages import SamplingParams
+from server.errors import ApiError, bad_request
+from server.openai import ChatRequest, CompletionRequest, GenerationRequest
+
+Value = TypeVar("Value")
+
+FIELDS = (*SamplingParams.__struct_fields__, "prompt", "messages", "max_completion_tokens", "top_logprobs")
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+SALT = re.compile(r"[^@/\\\x00]{1,128}")
+
+
+def either(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
+
+
+def check_common(request: GenerationRequest, config: ServerConfig, priorities: bool) -> None:
+    """ApiError 400. priorities: the scheduler looks at them."""
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
+    if either(request.n, 1) > config.max_n:
+        raise bad_request(f"n must be at most {config.max_n}, got {request.n}", "n")
+    if len(stops(request)) > config.max_stop:
+        raise bad_request(f"stop takes at most {config.max_stop} strings, got {len(stops(request))}", "stop")
+    if request.bad_words is not None and len(request.bad_words) > 128:
+        raise bad_request(f"bad_words takes at most 128 strings, got {len(request.bad_words)}", "bad_words")
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs cannot be had with stream: true", "prompt_logprobs")
+    if request.cache_salt is not None and not SALT.fullmatch(request.cache_salt):
+        raise bad_request("cache_salt must have 1 to 128 characters, none of them @, / or \\", "cache_salt")
+    if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
+        raise bad_request("request_id must have 1 to 128 printable ASCII characters", "request_id")
+    if request.priority and not priorities:
+        raise bad_request("priority needs a server started with --scheduling-policy priority", "priority")
+    if request.seed is not None and not -(2**63) <= request.seed < 2**63:
+        raise bad_request(f"seed must fit in 64 bits, got {request.seed}", "seed")
+    if request.response_format is not None and request.response_format.type != "text":
+        raise not_yet("response_format", "response_format other than text")
+    if request.structured_outputs is not None:
+        raise not_yet("structured_outputs")
+    if request.use_beam_search:
+        raise not_yet("use_beam_search")
+
+
+def check_completion(request: CompletionRequest) -> None:
+    if request.suffix is not None:
+        raise not_yet("suffix")
+    if request.best_of is not None and request.best_of != either(request.n, 1):
+        raise not_yet("best_of", "best_of other than n")
+    if request.max_tokens == 0 and not request.echo:
+        raise bad_request("max_tokens may be 0 only with echo: true", "max_tokens")
+
+
+def check_chat(request: ChatRequest) -> None:
+    if not request.messages:
+        raise bad_request("messages must not be empty", "messages")
+    if request.tools is not None:
+        raise not_yet("tools")
+    if request.functions is not None:
+        raise not_yet("functions")
+    if request.tool_choice is not None and request.tool_choice != "none":
+        raise not_yet("tool_choice")
+    if request.chat_template is not None:
+        raise not_yet("chat_template", "chat_template in a request")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+
+
+def not_yet(field: str, what: str | None = None) -> ApiError:
+    return bad_request(f"{what or field} is not supported yet", field, "unsupported_parameter")
+
+
+def stops(request: GenerationRequest) -> tuple[str, ...]:
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def sampling_params(
+    request: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Not yet validated. max_tokens None: the rest of the context."""
+    default = SamplingParams()
+    return SamplingParams(
+        n=either(request.n, default.n),
+        max_tokens=max_tokens,
+        min_tokens=either(request.min_tokens, default.min_tokens),
+        temperature=either(request.temperature, default.temperature),
+        top_p=either(request.top_p, default.top_p),
+        top_k=max(request.top_k, 0) if request.top_k == -1 else either(request.top_k, default.top_k),
+        min_p=either(request.min_p, default.min_p),
+        presence_penalty=either(request.presence_penalty, default.presence_penalty),
+        frequency_penalty=either(request.frequency_penalty, default.frequency_penalty),
+        repetition_penalty=either(request.repetition_penalty, default.repetition_penalty),
+        seed=request.seed,
+        stop=stops(request),
+        stop_token_ids=tuple(either(request.stop_token_ids, [])),
+        include_stop_str_in_output=either(request.include_stop_str_in_output, False),
+        ignore_eos=either(request.ignore_eos, False),
+        logit_bias={token: max(-100.0, min(100.0, bias)) for token, bias in (request.logit_bias or {}).items()} or None,
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        bad_words=tuple(either(request.bad_words, [])),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=either(request.skip_special_tokens, True),
+        spaces_between_special_tokens=either(request.spaces_between_special_tokens, True),
+    )

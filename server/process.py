@@ -1,0 +1,217 @@
+"""The front process: `python -m server.process --plan PLAN.json --server SERVER.json --runtime-dir DIR`.
+
+In DIR: front.ipc, where the ranks connect, and `ready`, written when all of them have loaded; its text is the address.
+Exit codes: 0 after a drain, 1 a second signal or an error, 2 bad input, 3 a rank failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import uvicorn
+import uvloop
+
+from configs.engine import Plan
+from configs.server import ServerConfig
+from engine.async_llm import AsyncLLM
+from engine.messages import Shutdown
+from engine.orphan import die_with_parent
+from engine.text import Tokenizer
+from engine.wire import ZmqRanks
+from server import logs
+from server.app import build_app
+from server.http import bounded_protocol
+from server.service import Service
+
+EXIT_BAD_INPUT = 2
+EXIT_RANK_FAILED = 3
+LAST_WORDS_SECONDS = 2.0  # for answers and errors to reach their clients once nothing runs any more
+LOOK_SECONDS = 0.02
+ONE_SIGNAL_SECONDS = 0.5  # a terminal's SIGINT and the parent's SIGTERM for the same Ctrl-C come within this
+
+Config = TypeVar("Config")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="server.process", description="the front process of a Moesaic server")
+    parser.add_argument("--plan", type=Path, required=True, help="the resolved plan, as JSON")
+    parser.add_argument("--server", type=Path, required=True, help="the server's configuration, as JSON")
+    parser.add_argument("--runtime-dir", type=Path, required=True)
+    parser.add_argument("--parent", type=int, help="process id of the parent; the front does not outlive it")
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    try:
+        plan = _load(options.plan, Plan)
+        config = _load(options.server, ServerConfig)
+        logs.configure(config.log_format, config.log_requests, sys.stderr)
+        listener = listen(config.host, config.port)
+        tokenizer = Tokenizer(plan.model_path)
+        ranks = ZmqRanks(f"ipc://{options.runtime_dir}/front.ipc", plan.data_parallel_size)
+    except ValueError as error:
+        print(f"moesaic: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_BAD_INPUT)
+    front = FrontProcess(plan, config, tokenizer, ranks, listener, options.runtime_dir)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(front.run())
+    sys.exit(code)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listening at once, so that a taken port shows before a model is loaded. ValueError on one line."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _load(path: Path, kind: type[Config]) -> Config:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: a signal drains first (FrontProcess)."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class FrontProcess:
+    def __init__(
+        self,
+        plan: Plan,
+        config: ServerConfig,
+        tokenizer: Tokenizer,
+        ranks: ZmqRanks,
+        listener: socket.socket,
+        runtime_dir: Path,
+    ) -> None:
+        self._plan = plan
+        self._config = config
+        self._tokenizer = tokenizer
+        self._ranks = ranks
+        self._listener = listener
+        self._ready_file = runtime_dir / "ready"
+        self._signals: dict[int, float] = {}  # signal -> when it first came
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve to the end; the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        engine = AsyncLLM(self._ranks, self._tokenizer, block_size=self._plan.block_size)
+        service = Service(engine, self._tokenizer, self._plan, self._config, int(time.time()))
+        http = HttpServer(self._uvicorn_config(service))
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        clock = asyncio.create_task(service.flights.clock())
+        try:
+            code = await self._watch(engine, serving, clock)
+            await self._end(service, http, serving)
+        finally:
+            clock.cancel()
+            self._ready_file.unlink(missing_ok=True)
+            await engine.close()
+        return code
+
+    def _uvicorn_config(self, service: Service) -> uvicorn.Config:
+        return uvicorn.Config(
+            build_app(service),
+            http=bounded_protocol(self._config.max_header_bytes),
+            ws="none",
+            loop="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(LAST_WORDS_SECONDS),
+        )
+
+    def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        first = min(self._signals.values(), default=now)
+        if number in self._signals or now - first > ONE_SIGNAL_SECONDS:
+            os._exit(1)
+        self._signals[number] = now
+        self._stopping.set()
+
+    async def _watch(self, engine: AsyncLLM, serving: asyncio.Task[None], clock: asyncio.Task[None]) -> int:
+        """Until something ends it; the exit code that it earns. Running requests have ended then."""
+        announced = False
+        while engine.failed is None:
+            if self._stopping.is_set():
+                self._ready_file.unlink(missing_ok=True)
+                aborted = await engine.drain(self._config.shutdown_timeout)
+                if aborted:
+                    print(f"moesaic: {aborted} requests aborted at the end", file=sys.stderr, flush=True)
+                break
+            if serving.done() or clock.done():
+                raise RuntimeError("a task of the front ended") from _failure_of(serving, clock)
+            if engine.is_ready and not announced:
+                announced = True
+                self._announce()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), LOOK_SECONDS if not announced else 5 * LOOK_SECONDS)
+        if engine.failed is not None and not self._stopping.is_set():
+            print(f"moesaic: {engine.failed}", file=sys.stderr, flush=True)
+            return EXIT_RANK_FAILED
+        return 0
+
+    def _announce(self) -> None:
+        gc.collect()
+        gc.freeze()  # what was made at the start lives to the end: no collection need look at it again
+        host, port = self._listener.getsockname()[:2]
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        draft = self._ready_file.with_suffix(".draft")
+        draft.write_text(address)
+        draft.replace(self._ready_file)
+        print(f"MOESAIC READY {address}", flush=True)
+
+    async def _end(self, service: Service, http: HttpServer, serving: asyncio.Task[None]) -> None:
+        """Let the last answers out, then let the ranks and the connections go."""
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while len(service.flights) and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_SECONDS)
+        for rank in range(self._plan.data_parallel_size):
+            with contextlib.suppress(ConnectionError):
+                self._ranks.send(rank, Shutdown())
+        http.should_exit = True
+        await asyncio.wait([serving], timeout=LAST_WORDS_SECONDS + 2.0)
+
+
+def _failure_of(*tasks: asyncio.Task[None]) -> BaseException | None:
+    return next((task.exception() for task in tasks if task.done() and not task.cancelled()), None)
+
+
+if __name__ == "__main__":
+    main()

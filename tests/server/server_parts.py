@@ -1,0 +1,308 @@
+"""A server inside the test: the real application on a fake of the rank side, spoken to through httpx."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from configs.engine import Plan
+from configs.server import ServerConfig
+from engine.async_llm import AsyncLLM
+from engine.messages import (
+    Abort,
+    AddRequest,
+    FrontToRank,
+    Logprobs,
+    Outputs,
+    RankFailed,
+    RankReady,
+    RankStats,
+    RankToFront,
+    ResetPrefixCache,
+    TokenOutput,
+)
+from engine.text import Tokenizer
+from server.app import build_app
+from server.service import Service
+
+SPECIAL = ["<|end|>", "<|bos|>"]
+STORY = "Once upon a time a süße little fox 🎉 lived in a hollow tree, and the tree said nothing."
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if enable_thinking %} think{% endif %}{% endif %}"
+)
+MODEL = "fox-moe"
+MAX_MODEL_LEN = 256
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """A byte-level BPE so small that many characters are several tokens."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([STORY.replace("🎉", "").replace("ü", "u")] * 3, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<|bos|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@functools.cache
+def small_tokenizer() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as directory:
+        return Tokenizer(write_tokenizer(Path(directory)))
+
+
+def story_tokens() -> list[int]:
+    """What the fake ranks say: the story, then EOS."""
+    return [*small_tokenizer().encode(STORY, add_special_tokens=False), 0]
+
+
+def plan(**changes: Any) -> Plan:
+    values: dict[str, Any] = {
+        "model_path": "unused",
+        "served_model_names": (MODEL, "fox/alias"),
+        "architecture": "none",
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "block_size": 16,
+        "num_kv_blocks": 64,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "scheduling_policy": "fcfs",
+        "async_scheduling": False,
+        "data_parallel_size": 2,
+        "all2all_backend": "local",
+        "slots_per_rank": 0,
+        "threads_per_rank": 1,
+        "mla_prefill": "auto",
+        "seed": 0,
+        "logprobs_mode": "raw_logprobs",
+        "max_logprobs": 20,
+        "exchange_timeout": 5.0,
+    }
+    return Plan(**{**values, **changes})
+
+
+def rank_ready(rank: int, vocab_size: int) -> RankReady:
+    return RankReady(
+        rank=rank,
+        num_blocks=64,
+        block_size=16,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=vocab_size,
+        load_seconds=0.1,
+        bytes_read=1,
+    )
+
+
+def say(message: AddRequest, script: list[int], start: int, count: int) -> TokenOutput:
+    """Tokens start : start + count of the script for one request, as a rank would send them."""
+    params = message.params
+    limit = min(len(script), params.max_tokens or 0)
+    end = min(start + count, limit)
+    token_ids = script[start:end]
+    stop_reason = None
+    reason: Any = None
+    ends = (*(() if params.ignore_eos else message.eos_token_ids), *params.stop_token_ids)
+    for place, token in enumerate(token_ids):
+        if token in ends:
+            token_ids = token_ids[: place + 1]
+            reason, stop_reason = "stop", token if token in params.stop_token_ids else None
+            break
+    if reason is None and end == limit:
+        reason = "length"
+    logprobs = None
+    if params.logprobs is not None:
+        logprobs = [_logprobs(token, params.logprobs) for token in token_ids]
+    prompt_logprobs = None
+    if start == 0 and params.prompt_logprobs is not None:
+        width = params.prompt_logprobs
+        prompt_logprobs = [None, *(_logprobs(token, width) for token in message.token_ids[1:])]
+    cached = 4 if start == 0 else 0
+    return TokenOutput(message.request_id, token_ids, reason, stop_reason, logprobs, prompt_logprobs, cached)
+
+
+def _logprobs(token: int, width: int) -> Logprobs:
+    """The chosen token is the likeliest; the last alternative is impossible."""
+    others = [5 + place for place in range(width - 1)]
+    top = [token, *others][:width]
+    values = [-0.25, *(-1.0 - place for place in range(width - 1))][:width]
+    if width > 1:
+        values[-1] = float("-inf")
+    return Logprobs([token, *top], [-0.25, *values], 1)
+
+
+class FakeRanks:
+    """A fake of the rank side (engine.wire.Ranks): every sequence is told the story, one token per step.
+
+    A step happens whenever the front reads. `paused` holds all of them still. Its descriptor is a pipe.
+    """
+
+    def __init__(self, size: int = 2, *, ready: bool = True, script: list[int] | None = None) -> None:
+        self.size = size
+        self.script = story_tokens() if script is None else script
+        self.sent: list[FrontToRank] = []
+        self.paused = False
+        self.running: dict[int, tuple[int, AddRequest, int]] = {}  # id -> rank, message, tokens said
+        self.steps = 0
+        self._queue: list[RankToFront] = []
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        if ready:
+            self.load()
+
+    def load(self) -> None:
+        self._queue += [rank_ready(rank, small_tokenizer().vocab_size) for rank in range(self.size)]
+        self.knock()
+
+    def fail(self, rank: int, error: str) -> None:
+        self._queue.append(RankFailed(rank, error))
+        self.knock()
+
+    def resume(self) -> None:
+        self.paused = False
+        self.knock()
+
+    def knock(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, b"x")
+
+    def aborted(self) -> list[int]:
+        return [number for message in self.sent if isinstance(message, Abort) for number in message.request_ids]
+
+    # ---- engine.wire.Ranks ----
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def send(self, rank: int, message: FrontToRank) -> None:
+        self.sent.append(message)
+        if isinstance(message, AddRequest):
+            self.running[message.request_id] = (rank, message, 0)
+        elif isinstance(message, Abort):
+            for number in message.request_ids:
+                self.running.pop(number, None)
+        else:
+            assert isinstance(message, ResetPrefixCache)
+        self.knock()
+
+    def receive(self, timeout: float) -> list[RankToFront]:
+        assert timeout == 0
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reader, 65536)
+        queue, self._queue = self._queue, []
+        if not self.paused and self.running:
+            self.steps += 1
+            for rank in range(self.size):
+                queue.append(self._step(rank))
+            self.knock()
+        return queue
+
+    def _step(self, rank: int) -> Outputs:
+        outputs = []
+        for number, (own, message, said) in list(self.running.items()):
+            if own == rank:
+                output = say(message, self.script, said, 1)
+                outputs.append(output)
+                if output.finish_reason is None:
+                    self.running[number] = (own, message, said + 1)
+                else:
+                    del self.running[number]
+        stats = RankStats(running=len(self.running), kv_blocks_used=16, kv_blocks_total=64, steps=self.steps)
+        return Outputs(rank, outputs, stats, time.monotonic())
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+@dataclass
+class Server:
+    service: Service
+    ranks: FakeRanks
+    app: Any
+    http: httpx.AsyncClient
+
+    async def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        return await self.http.post(path, json=body, **more)
+
+    async def complete(self, **fields: Any) -> dict[str, Any]:
+        answer = await self.post("/v1/completions", {"model": MODEL, "prompt": "Once", "max_tokens": 400, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()  # type: ignore[no-any-return]
+
+    async def chat(self, **fields: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "Hello"}]
+        answer = await self.post("/v1/chat/completions", {"model": MODEL, "messages": messages, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()  # type: ignore[no-any-return]
+
+    async def events(self, path: str, **fields: Any) -> list[Any]:
+        """The payloads of a stream, [DONE] checked and taken off."""
+        start = {"messages": [{"role": "user", "content": "Hello"}]} if "chat" in path else {"prompt": "Once"}
+        answer = await self.post(path, {"model": MODEL, "stream": True, "max_tokens": 400, **start, **fields})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return parse_events(answer.text)
+
+
+def parse_events(text: str) -> list[Any]:
+    blocks = [block for block in text.split("\n\n") if block]
+    data = [block.removeprefix("data: ") for block in blocks if not block.startswith(":")]
+    assert data[-1] == "[DONE]", data[-1]
+    return [json.loads(item) for item in data[:-1]]
+
+
+@contextlib.asynccontextmanager
+async def server(
+    config: ServerConfig | None = None, *, ready: bool = True, ranks: FakeRanks | None = None, **plan_changes: Any
+) -> AsyncIterator[Server]:
+    config = config or ServerConfig()
+    decided = plan(**plan_changes)
+    ranks = ranks or FakeRanks(decided.data_parallel_size, ready=ready)
+    engine = AsyncLLM(ranks, small_tokenizer(), block_size=16)
+    service = Service(engine, small_tokenizer(), decided, config, created=1_700_000_000)
+    app = build_app(service)
+    clock = asyncio.create_task(service.flights.clock())
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as http:
+        if ready:
+            await engine.wait_ready(5.0)
+        yield Server(service, ranks, app, http)
+    clock.cancel()
+    await engine.close()
+
+
+async def until(condition: Any, what: str, timeout: float = 5.0) -> Any:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"not within {timeout} s: {what}")

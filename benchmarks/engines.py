@@ -1,0 +1,132 @@
+"""One engine in a process of its own, driven over pipes: `python benchmarks/engines.py ours|hf --model DIR`.
+
+Reads a JSON line {"prompts": n, "input": tokens, "output": tokens, "seed": s} and answers {"seconds": ...}; the first
+line that it writes is {"startup_s": ...}. Parent side: `Engine`. Engines are run in turn, never at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def prompts(case: dict[str, Any], vocabulary: int) -> list[list[int]]:
+    """Random ids, another set for each seed, so that no prefix cache helps."""
+    rng = random.Random(f"{case['seed']}/{case['prompts']}/{case['input']}")
+    return [[rng.randrange(100, vocabulary) for _ in range(case["input"])] for _ in range(case["prompts"])]
+
+
+class Engine:
+    """The parent's end of an engine process."""
+
+    def __init__(self, kind: str, model: str, options: list[str]) -> None:
+        command = [sys.executable, __file__, kind, "--model", model, *options]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.startup_s = self._answer()["startup_s"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the engine process ended with exit code {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def run(self, case: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(case) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=["ours", "hf"])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--sync", action="store_true", help="no asynchronous scheduling")
+    arguments = parser.parse_args()
+    out = sys.stdout
+    sys.stdout = sys.stderr  # whatever libraries print must not get between the answers
+    began = time.perf_counter()
+    generate, vocabulary, extra = (ours if arguments.kind == "ours" else hf)(arguments)
+    print(json.dumps({"startup_s": round(time.perf_counter() - began, 3)}), file=out, flush=True)
+    for line in sys.stdin:
+        case = json.loads(line)
+        ids = prompts(case, min(vocabulary, 32000))
+        steps = extra()
+        began = time.perf_counter()
+        produced = generate(ids, case["output"])
+        seconds = time.perf_counter() - began
+        assert produced == case["prompts"] * case["output"], produced
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(
+            json.dumps({"seconds": seconds, "peak_rss_mb": round(peak), "steps": extra() - steps}), file=out, flush=True
+        )
+
+
+def ours(arguments: argparse.Namespace) -> Any:
+    from moesaic import LLM, SamplingParams
+
+    options: dict[str, Any] = {"threads_per_rank": arguments.threads} if arguments.threads else {}
+    if arguments.sync:
+        options["async_scheduling"] = False
+    llm = LLM(
+        arguments.model,
+        dtype=arguments.dtype,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        data_parallel_size=arguments.ranks,
+        kv_cache_memory_bytes=2 << 30,
+        **options,
+    )
+
+    def generate(ids: list[list[int]], output: int) -> int:
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        return sum(len(result.outputs[0].token_ids) for result in llm.generate(ids, params))
+
+    return generate, llm.vocab_size, lambda: llm.stats()[0].steps
+
+
+def hf(arguments: argparse.Namespace) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)).eval()
+
+    @torch.inference_mode()
+    def generate(ids: list[list[int]], output: int) -> int:
+        x = torch.tensor(ids)
+        y = model.generate(
+            x,
+            attention_mask=torch.ones_like(x),
+            max_new_tokens=output,
+            min_new_tokens=output,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return (y.shape[1] - x.shape[1]) * x.shape[0]
+
+    return generate, model.config.vocab_size, lambda: 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Random-weight benchmark checkpoints: `python benchmarks/make_models.py --out DIR [--only NAME ...]`.
+
+Needs transformers (the dev extra). No tokenizer: benchmarks feed token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+COMMON = {
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}
+
+
+def qwen3_moe(
+    hidden: int, layers: int, heads: int, kv_heads: int, head: int, experts: int, top_k: int, width: int
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe", "vocab_size": 32000, "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head, "num_experts": experts,
+        "num_experts_per_tok": top_k, "moe_intermediate_size": width, "intermediate_size": 3 * hidden, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+
+
+def deepseek_v3(hidden: int, layers: int, heads: int, q_rank: int, nope: int, rope: int, v: int, experts: int, top_k: int, groups: int,
+                top_groups: int, width: int, dense: int) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": "deepseek_v3", "vocab_size": 32000, "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": q_rank, "kv_lora_rank": 512,
+        "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": v, "n_routed_experts": experts,
+        "num_experts_per_tok": top_k, "n_shared_experts": 1, "n_group": groups, "topk_group": top_groups,
+        "moe_intermediate_size": width, "intermediate_size": dense, "first_k_dense_replace": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "rope_interleave": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
+    }  # fmt: skip
+
+
+def qwen3(hidden: int, layers: int, heads: int, kv_heads: int, head: int, width: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3", "vocab_size": 32000, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head, "intermediate_size": width, **more,
+    }  # fmt: skip
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3moe-small": qwen3_moe(1024, 16, 16, 4, 64, 64, 8, 384),
+    "deepseek-small": deepseek_v3(1024, 12, 16, 384, 128, 64, 128, 64, 6, 8, 4, 384, 3072),
+    "qwen3-0.6b-like": qwen3(1024, 28, 16, 8, 128, 3072, vocab_size=151936, tie_word_embeddings=True),
+    "tiny-qwen3moe": qwen3_moe(64, 4, 4, 2, 32, 16, 4, 32),
+    "tiny-deepseek": deepseek_v3(64, 4, 4, 32, 32, 64, 32, 16, 4, 4, 2, 32, 128),
+    "tiny-dense": qwen3(64, 4, 4, 2, 32, 128),
+}
+
+
+def make(name: str, out: Path, seed: int = 0) -> Path:
+    """Write shape `name` under `out` unless it is there already; bfloat16, weights N(0, 0.02), norms 1."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = out / name
+    if (folder / "config.json").exists():
+        return folder
+    shape = dict(SHAPES[name])
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(shape.pop("model_type"), **{**COMMON, **shape})
+    config.dtype = "bfloat16"
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = AutoModelForCausalLM.from_config(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in key else parameter.normal_(0, 0.02)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", choices=sorted(SHAPES), default=sorted(SHAPES))
+    arguments = parser.parse_args()
+    for name in arguments.only:
+        folder = make(name, arguments.out)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        print(json.dumps({"model": str(folder), "megabytes": round(size / 1e6)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Starting ranks and the front, watching them, and ending them together."""

@@ -1,0 +1,112 @@
+"""The process that `moesaic serve` is: it starts the ranks and the front, and ends everything when one of them ends.
+
+Exit codes: 0 after a drain, 2 bad input, 3 a rank failed or died, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from configs.engine import Plan
+from configs.env import child_environment
+from configs.server import ServerConfig
+from engine.messages import RankFailed
+from engine.wire import RankSocket
+from launch.processes import Child, Children, RuntimeDir, start_ranks
+
+EXIT_RANK_LOST = 3
+FRONT_GRACE = 5.0  # seconds for the front to tell its clients after a rank was lost
+RANK_GRACE = 10.0  # seconds for ranks to leave after the front has told them to
+
+
+class Supervisor:
+    """Runs one server to its end. `on_ready(url)` is called once, when requests are served."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        server: ServerConfig,
+        runtime_root: Path,
+        startup_timeout: float,
+        on_ready: Callable[[str], None],
+    ) -> None:
+        self.plan = plan
+        self.server = server
+        self.runtime = RuntimeDir(runtime_root)
+        self.startup_timeout = startup_timeout
+        self.on_ready = on_ready
+        self.children = Children()
+        self.front: Child | None = None
+        self.signals = 0
+
+    def run(self) -> int:
+        """Block until the server has ended; the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            start_ranks(self.children, self.plan, self.runtime)
+            self._start_front()
+            return self._watch()
+        finally:
+            self.children.end(grace=0.0)
+            self.runtime.close()
+
+    def _start_front(self) -> None:
+        server_path = self.runtime.write("server.json", self.server)
+        arguments = ["--plan", str(self.runtime.path / "plan.json"), "--server", str(server_path)]
+        arguments += ["--runtime-dir", str(self.runtime.path)]
+        self.front = self.children.start("front", -1, "server.process", arguments, child_environment(1))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first signal lets the front drain, the second ends it at once; the front tells the ranks."""
+        self.signals += 1
+        if self.front is not None and self.front.process.poll() is None:
+            self.front.process.send_signal(signal.SIGTERM)
+
+    def _watch(self) -> int:
+        assert self.front is not None
+        began, ready = time.monotonic(), False
+        while True:
+            dead = self.children.exited(timeout=0.05 if not ready else 1.0)
+            if self.front in dead:
+                return self._front_left(self.front)
+            if dead:
+                return self._rank_left(dead[0])
+            if not ready and (self.runtime.path / "ready").exists():
+                ready = True
+                self.on_ready(f"http://{self.server.host}:{self.server.port}")
+            if not ready and time.monotonic() - began > self.startup_timeout:
+                _say(f"not ready after {self.startup_timeout:.0f} s (--startup-timeout)")
+                return 1
+
+    def _front_left(self, front: Child) -> int:
+        code = front.process.returncode
+        if code == 0:
+            self.children.end(RANK_GRACE)
+        elif code != EXIT_RANK_LOST:
+            _say(f"the front ended: {front.exit_text()}")
+        return code if code >= 0 else 1
+
+    def _rank_left(self, rank: Child) -> int:
+        """Unless the front is leaving anyway, its clients are told that the rank is gone before everything ends."""
+        assert self.front is not None
+        if self.signals:
+            self.children.end(FRONT_GRACE + self.server.shutdown_timeout)
+            return 0
+        _say(f"{rank.name} ended: {rank.exit_text()}; the server ends with it")
+        socket = RankSocket(f"ipc://{self.runtime.path}/front.ipc", rank.rank)
+        try:
+            socket.send(RankFailed(rank.rank, rank.exit_text()))
+            self.children.end(FRONT_GRACE)
+        finally:
+            socket.close()
+        return EXIT_RANK_LOST
+
+
+def _say(text: str) -> None:
+    print(f"moesaic: {text}", file=sys.stderr, flush=True)

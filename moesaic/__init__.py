@@ -1,0 +1,37 @@
+"""Moesaic: an inference engine for mixture-of-experts language models.
+
+    from moesaic import LLM, SamplingParams
+    with LLM("path/to/model") as llm:
+        print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
+
+The names below are all that is public. They are imported when first used, so that `import moesaic` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from configs.engine import EngineConfig
+    from engine.messages import SamplingParams
+    from engine.outputs import CompletionOutput, RequestOutput
+    from moesaic.public import LLM, AsyncLLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "moesaic.public",
+    "AsyncLLM": "moesaic.public",
+    "EngineConfig": "configs.engine",
+    "SamplingParams": "engine.messages",
+    "RequestOutput": "engine.outputs",
+    "CompletionOutput": "engine.outputs",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

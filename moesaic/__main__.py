@@ -1,0 +1,5 @@
+"""`python -m moesaic` is `moesaic`."""
+
+from moesaic.cli import main
+
+main()

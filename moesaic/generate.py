@@ -1,0 +1,43 @@
+"""`moesaic generate`: continue prompts on this machine, without a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+import moesaic
+from engine.messages import SamplingParams
+from moesaic.options import engine_config, engine_options
+
+
+@click.command("generate")
+@click.option("--prompt", "-p", "prompts", multiple=True, help="Text to continue; repeatable; default: standard input.")
+@click.option("--max-tokens", type=int, default=128, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True)
+@click.option("--sampling-seed", type=int, help="Seed of the draws; default: random.")
+@click.option("--stop", multiple=True, help="Stop string; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per prompt.")
+@engine_options
+def command(prompts: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Continue each --prompt with MODEL (default: the embedded one) and print the text."""
+    params = SamplingParams(
+        max_tokens=options.pop("max_tokens"),
+        temperature=options.pop("temperature"),
+        top_p=options.pop("top_p"),
+        top_k=options.pop("top_k"),
+        seed=options.pop("sampling_seed"),
+        stop=options.pop("stop"),
+    )
+    texts = list(prompts) or [sys.stdin.read().rstrip("\n")]
+    with moesaic.LLM.from_config(engine_config(options)) as llm:
+        for output in llm.generate(texts, params):
+            best = output.outputs[0]
+            if as_json:
+                print(json.dumps({"prompt": output.prompt, "text": best.text, "finish_reason": best.finish_reason}))
+            else:
+                print(f"{output.prompt}{best.text}")

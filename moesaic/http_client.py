@@ -1,0 +1,122 @@
+"""A small asyncio HTTP/1.1 client for `chat` and `bench serve`: JSON requests, answers whole or as server-sent events.
+
+Standard library only: a load generator shares the cores with the server that it measures, so it must cost little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+READ_LIMIT = 1 << 20
+
+
+class HttpError(RuntimeError):
+    """The server answered with an error status; the message is its own."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"HTTP {status}: {message}")
+        self.status = status
+
+
+class Client:
+    """One connection per request. `timeout`: seconds without any byte from the server before giving up."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"url {url!r} must look like http://host:port")
+        self.host, self.port = parts.hostname, parts.port or 80
+        self.api_key, self.timeout = api_key, timeout
+
+    async def get(self, path: str) -> Any:
+        async with _Exchange(self, "GET", path, None) as exchange:
+            return json.loads(await exchange.body())
+
+    async def post(self, path: str, payload: dict[str, Any]) -> Any:
+        async with _Exchange(self, "POST", path, payload) as exchange:
+            return json.loads(await exchange.body())
+
+    async def events(self, path: str, payload: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Each `data:` event as JSON, until [DONE]. An error event raises HttpError."""
+        async with _Exchange(self, "POST", path, payload) as exchange:
+            async for line in exchange.lines():
+                if not line.startswith(b"data: "):
+                    continue
+                if line == b"data: [DONE]":
+                    return
+                event: dict[str, Any] = json.loads(line[6:])
+                if "error" in event:
+                    raise HttpError(exchange.status, str(event["error"].get("message")))
+                yield event
+
+
+class _Exchange:
+    """One request and its answer on a connection of its own."""
+
+    def __init__(self, client: Client, method: str, path: str, payload: dict[str, Any] | None) -> None:
+        body = b"" if payload is None else json.dumps(payload).encode()
+        key = f"Authorization: Bearer {client.api_key}\r\n" if client.api_key else ""
+        self.request = (
+            f"{method} {path} HTTP/1.1\r\nHost: {client.host}:{client.port}\r\nConnection: close\r\n{key}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        ).encode() + body
+        self.client = client
+        self.status = 0
+        self.chunked = False
+
+    async def __aenter__(self) -> _Exchange:
+        connect = asyncio.open_connection(self.client.host, self.client.port, limit=READ_LIMIT)
+        self.reader, self.writer = await asyncio.wait_for(connect, self.client.timeout)
+        self.writer.write(self.request)
+        self.status = int((await self._line()).split()[1])
+        while header := await self._line():
+            name, _, value = header.partition(b":")
+            if name.lower() == b"transfer-encoding" and b"chunked" in value.lower():
+                self.chunked = True
+        if self.status >= 400:
+            raise HttpError(self.status, _message(await self.body()))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.writer.close()
+
+    async def _line(self) -> bytes:
+        return (await asyncio.wait_for(self.reader.readline(), self.client.timeout)).rstrip(b"\r\n")
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        while True:
+            if self.chunked:
+                size = int(await self._line() or b"0", 16)
+                if not size:
+                    return
+                piece = await asyncio.wait_for(self.reader.readexactly(size), self.client.timeout)
+                await self._line()
+            else:
+                piece = await asyncio.wait_for(self.reader.read(READ_LIMIT), self.client.timeout)
+                if not piece:
+                    return
+            yield piece
+
+    async def body(self) -> bytes:
+        return b"".join([piece async for piece in self._pieces()])
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        rest = b""
+        async for piece in self._pieces():
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                yield line.rstrip(b"\r")
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

@@ -1,0 +1,86 @@
+"""The options that say what engine to build, shared by serve, generate, bench and explain. vLLM's names where the
+meaning is the same, so that launch scripts carry over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from configs.engine import EngineConfig
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+MULTIPLES = {"K": 10**3, "M": 10**6, "G": 10**9, "k": 10**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+
+
+class Bytes(click.ParamType[int]):
+    """A number of bytes: 123, 4G (10^9), 4Gi (2^30)."""
+
+    name = "bytes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).strip().rstrip("bB")
+        digits = text.rstrip("KMGIkmgi")
+        suffix = text[len(digits) :].upper()
+        try:
+            return int(float(digits) * (MULTIPLES[suffix] if suffix else 1))
+        except (ValueError, KeyError):
+            self.fail(f"{value!r} is not a number of bytes such as 500M or 4Gi", param, ctx)
+
+
+OPTIONS = [
+    click.option("--model", "model_option", help="Directory of a Hugging Face checkpoint (same as the argument)."),
+    click.option("--served-model-name", multiple=True, help="Name(s) in the API; default: the model's path."),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True),
+    click.option("--max-model-len", type=int, help="Longest prompt plus output, in tokens."),
+    click.option("--max-num-seqs", type=int, help="Sequences that a rank works on at once."),
+    click.option("--max-num-batched-tokens", type=int, help="Tokens that a rank computes in one step."),
+    click.option("--block-size", type=int, help="Tokens in a block of the KV cache."),
+    click.option("--num-gpu-blocks-override", "--num-kv-blocks", "num_kv_blocks", type=int, help="KV blocks per rank."),
+    click.option("--kv-cache-memory-bytes", type=Bytes(), help="Memory of a rank's KV cache, e.g. 4Gi."),
+    click.option("--gpu-memory-utilization", type=float, help="Part of the free memory for weights and KV cache."),
+    click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True),
+    click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=True, show_default=True),
+    click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True),
+    click.option("--async-scheduling/--no-async-scheduling", default=None, help="Schedule while the step computes."),
+    click.option("--data-parallel-size", "-dp", type=int, default=None, help="Ranks; experts are spread over them."),
+    click.option(
+        "--enable-expert-parallel", is_flag=True, help="Accepted for vLLM scripts: experts are always spread."
+    ),
+    click.option("--all2all-backend", default="auto", show_default=True, help="How tokens reach their experts."),
+    click.option("--num-redundant-experts", type=int, default=0, show_default=True, help="Extra expert slots in all."),
+    click.option("--threads-per-rank", type=int, help="CPU threads of each rank."),
+    click.option("--mla-prefill", type=click.Choice(["auto", "naive", "absorbed"]), default="auto", show_default=True),
+    click.option("--seed", type=int, default=0, show_default=True),
+    click.option(
+        "--logprobs-mode",
+        type=click.Choice(["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]),
+        default="raw_logprobs",
+        show_default=True,
+    ),
+    click.option("--max-logprobs", type=int, default=20, show_default=True, help="-1: no limit."),
+    click.option(
+        "--exchange-timeout", type=float, default=60.0, show_default=True, help="Bound of waits between ranks, s."
+    ),
+]
+
+
+def engine_options(command: Command) -> Command:
+    """Adds MODEL and every engine option; the command takes them as **engine and calls `engine_config(engine)`."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return click.argument("model", required=False)(command)
+
+
+def engine_config(values: dict[str, Any], default_ranks: int = 1) -> EngineConfig:
+    """The options' values as an EngineConfig; removes them from `values`."""
+    argument, option = values.pop("model"), values.pop("model_option")
+    if argument and option and argument != option:
+        raise ValueError(f"two models given: {argument} and --model {option}")
+    values.pop("enable_expert_parallel")
+    ranks = values.pop("data_parallel_size")
+    return EngineConfig(
+        model=argument or option, data_parallel_size=default_ranks if ranks is None else ranks, **values
+    )

@@ -1,0 +1,70 @@
+"""`moesaic.LLM` and `moesaic.AsyncLLM`: the engine with its ranks started for the caller."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from configs.engine import EngineConfig, Plan
+from configs.env import read_env
+from engine import async_llm, llm
+from engine.messages import RankStats
+from engine.plan import make_plan
+from engine.rank import LocalRanks, build_rank
+from engine.text import Tokenizer
+from launch.spawned import SpawnedRanks
+
+
+class LLM(llm.LLM):
+    """Offline generation. One rank runs in this process, several in processes of their own.
+
+        with LLM("path/to/model", data_parallel_size=2) as llm:
+            results = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
+
+    Raises ValueError, one line that names the file or the field, for what cannot run.
+    """
+
+    plan: Plan
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        """model: a Hugging Face directory; None: the embedded model. options: fields of EngineConfig."""
+        self._open(EngineConfig(model=model, **options))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        self = cls.__new__(cls)
+        self._open(config)
+        return self
+
+    def _open(self, config: EngineConfig) -> None:
+        self.plan = make_plan(config)
+        tokenizer = Tokenizer(self.plan.model_path)
+        block_size, max_logprobs = self.plan.block_size, self.plan.max_logprobs
+        if self.plan.data_parallel_size == 1:
+            rank = LocalRanks(build_rank(self.plan))
+            super().__init__(rank, tokenizer, block_size=block_size, max_logprobs=max_logprobs)
+        else:
+            ranks = SpawnedRanks(self.plan, read_env().runtime_root)
+            super().__init__(ranks, tokenizer, block_size=block_size, max_logprobs=max_logprobs, lost=ranks.lost)
+
+    def stats(self) -> list[RankStats]:
+        """The latest of every rank, in rank order."""
+        return self._front.stats
+
+
+class AsyncLLM(async_llm.AsyncLLM):
+    """The engine on a running event loop; every rank is a process of its own.
+
+    llm = AsyncLLM("path/to/model")
+    await llm.wait_ready(timeout=60)
+    async for deltas in llm.stream(prompt): ...
+    await llm.close()
+    """
+
+    plan: Plan
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        """Inside a running event loop. model and options as for LLM."""
+        self.plan = make_plan(EngineConfig(model=model, **options))
+        tokenizer = Tokenizer(self.plan.model_path)
+        ranks = SpawnedRanks(self.plan, read_env().runtime_root)
+        super().__init__(ranks, tokenizer, block_size=self.plan.block_size)

@@ -1,0 +1,86 @@
+"""`moesaic serve`: start ranks and front, print what to type next, and end when they end."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from configs.env import read_env
+from configs.server import ServerConfig
+from engine.plan import make_plan
+from launch.supervisor import Supervisor
+from moesaic.options import Bytes, engine_config, engine_options
+
+EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is meant: experts over two ranks
+
+
+@click.command("serve")
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--api-key", multiple=True, help="Key that clients must send; repeatable; or MOESAIC_API_KEY.")
+@click.option("--admin-api-key", multiple=True, help="Key for admin routes; or MOESAIC_ADMIN_KEY.")
+@click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="File that replaces the model's.")
+@click.option("--max-request-bytes", type=Bytes(), default=8 << 20, show_default=True)
+@click.option("--max-num-queued-reqs", type=int, default=4096, show_default=True, help="Beyond: 503 with Retry-After.")
+@click.option("--shutdown-timeout", type=float, default=30.0, show_default=True, help="Seconds a drain may take.")
+@click.option("--sse-keep-alive-interval", type=float, default=15.0, show_default=True, help="Seconds; 0: never.")
+@click.option("--request-timeout", type=float, default=0.0, show_default=True, help="Seconds; 0: none.")
+@click.option("--allowed-origins", multiple=True, help="CORS origins; none: closed.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--log-requests/--no-log-requests", default=True, show_default=True)
+@click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds until ready.")
+@engine_options
+def command(**options: Any) -> None:
+    """Serve MODEL (a Hugging Face directory; without it, the embedded model on two ranks) over HTTP."""
+    env = read_env()
+    startup_timeout = options.pop("startup_timeout")
+    server = _server_config(options, env.api_keys, env.admin_keys)
+    given = options["model"] or options["model_option"]
+    plan = make_plan(engine_config(options, default_ranks=1 if given else EMBEDDED_RANKS))
+    print(
+        f"moesaic: {plan.served_model_names[0]} ({plan.architecture}), {plan.data_parallel_size} rank(s), {plan.dtype}, "
+        f"experts over {plan.all2all_backend}",
+        file=sys.stderr,
+        flush=True,
+    )
+    name = plan.served_model_names[0]
+    supervisor = Supervisor(plan, server, env.runtime_root, startup_timeout, lambda url: _say_next(url, name, server))
+    sys.exit(supervisor.run())
+
+
+def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin: tuple[str, ...]) -> ServerConfig:
+    template = options.pop("chat_template")
+    return ServerConfig(
+        host=options.pop("host"),
+        port=options.pop("port"),
+        api_key_digests=_digests((*options.pop("api_key"), *env_keys)),
+        admin_key_digests=_digests((*options.pop("admin_api_key"), *env_admin)),
+        chat_template=Path(template).read_text() if template else None,
+        max_body_bytes=options.pop("max_request_bytes"),
+        max_queued_requests=options.pop("max_num_queued_reqs"),
+        shutdown_timeout=options.pop("shutdown_timeout"),
+        keep_alive_interval=options.pop("sse_keep_alive_interval"),
+        request_timeout=options.pop("request_timeout"),
+        allowed_origins=options.pop("allowed_origins"),
+        log_format=options.pop("log_format"),
+        log_requests=options.pop("log_requests"),
+    )
+
+
+def _digests(keys: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(hashlib.sha256(key.encode()).hexdigest() for key in keys)
+
+
+def _say_next(url: str, model: str, server: ServerConfig) -> None:
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if server.api_key_digests else ""
+    message = '{"model": "%s", "messages": [{"role": "user", "content": "Tell me a story about a dog."}]}' % model  # noqa: UP031
+    print(
+        f"\nmoesaic: ready on {url}. In another terminal:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{message}'\n"
+        f"  .venv/bin/moesaic chat --url {url}\n",
+        flush=True,
+    )

@@ -1,0 +1,115 @@
+"""Every choice of `resolve`: what it decides on a given machine, why, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from configs.engine import EngineConfig
+from configs.resolve import MEBI, Machine, ModelNumbers, resolve
+
+MACHINE = Machine(device="cpu", cores=4, free_memory=8192 * MEBI, fast_bfloat16=True)
+MODEL = ModelNumbers(
+    path="/m",
+    name="m",
+    architecture="DeepseekV3ForCausalLM",
+    max_position_embeddings=4096,
+    num_experts=64,
+    num_moe_layers=10,
+    kv_numbers_per_token=8192,
+    weight_bytes=1000 * MEBI,
+    expert_bytes=800 * MEBI,
+    dtype="bfloat16",
+)
+
+
+def test_defaults() -> None:
+    plan = resolve(EngineConfig(data_parallel_size=2), MODEL, MACHINE)
+    assert (plan.dtype, plan.threads_per_rank, plan.all2all_backend, plan.slots_per_rank) == ("bfloat16", 2, "gloo", 32)
+    assert plan.max_model_len == 4096
+    # half of the memory, less the weights (shared parts twice, experts once), over two ranks, in 256 KiB blocks
+    assert plan.num_kv_blocks == (4096 * MEBI - 1200 * MEBI) // 2 // (8192 * 2 * 16)
+    for field in (
+        "dtype",
+        "max_model_len",
+        "num_kv_blocks",
+        "threads_per_rank",
+        "all2all_backend",
+        "slots_per_rank",
+        "async_scheduling",
+    ):
+        assert plan.reasons[field]
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "dtype"),
+    [
+        ({"dtype": "float32"}, {}, "float32"),
+        ({}, {"fast_bfloat16": False}, "float32"),
+        ({"weight_bytes": 10 * MEBI, "expert_bytes": 8 * MEBI}, {}, "float32"),
+        ({}, {}, "bfloat16"),
+    ],
+)
+def test_dtype(model: dict[str, Any], machine: dict[str, Any], dtype: str) -> None:
+    plan = resolve(EngineConfig(), dataclasses.replace(MODEL, **model), dataclasses.replace(MACHINE, **machine))
+    assert plan.dtype == dtype
+
+
+def test_a_short_cache_shortens_the_context_and_says_so() -> None:
+    plan = resolve(EngineConfig(num_kv_blocks=100), MODEL, MACHINE)
+    assert plan.max_model_len == 1600
+    assert "100 KV blocks" in plan.reasons["max_model_len"]
+
+
+def test_no_more_blocks_than_the_sequences_can_use() -> None:
+    plan = resolve(EngineConfig(max_num_seqs=1, max_model_len=160), MODEL, MACHINE)
+    assert plan.num_kv_blocks == 10
+
+
+def test_redundant_experts_round_up() -> None:
+    plan = resolve(EngineConfig(data_parallel_size=3, num_redundant_experts=5), MODEL, MACHINE)
+    assert plan.slots_per_rank == 23
+
+
+def test_dense_models_exchange_nothing() -> None:
+    plan = resolve(
+        EngineConfig(data_parallel_size=2), dataclasses.replace(MODEL, num_experts=0, expert_bytes=0), MACHINE
+    )
+    assert (plan.slots_per_rank, plan.all2all_backend) == (0, "local")
+
+
+def test_whole_prompts_need_a_budget_as_long_as_the_context() -> None:
+    assert resolve(EngineConfig(enable_chunked_prefill=False), MODEL, MACHINE).max_num_batched_tokens == 4096
+    with pytest.raises(ValueError, match="max_num_batched_tokens 100 is below max_model_len 4096"):
+        resolve(EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=100), MODEL, MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("data_parallel_size", 0, "data_parallel_size must be at least 1"),
+        ("max_model_len", 5000, "max_position_embeddings 4096"),
+        ("max_num_seqs", 0, "max_num_seqs must be at least 1"),
+        ("all2all_backend", "pigeon", "one of auto, local, gloo"),
+        ("exchange_timeout", 0.0, "exchange_timeout must be above 0"),
+        ("gpu_memory_utilization", 1.5, "must be in"),
+        ("num_redundant_experts", -1, "num_redundant_experts"),
+        ("max_logprobs", -2, "max_logprobs"),
+        ("kv_cache_memory_bytes", 1000, "no room for a KV block"),
+    ],
+)
+def test_refusals_name_the_field_and_the_limit(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(EngineConfig(**{field: value}), MODEL, MACHINE)  # type: ignore[arg-type]
+
+
+def test_a_context_that_does_not_fit_is_refused_when_asked_for() -> None:
+    with pytest.raises(ValueError, match="max_model_len 4096 needs 256 KV blocks"):
+        resolve(EngineConfig(max_model_len=4096, num_kv_blocks=10), MODEL, MACHINE)
+
+
+def test_local_exchange_is_for_one_rank() -> None:
+    with pytest.raises(ValueError, match="serves one rank"):
+        resolve(EngineConfig(data_parallel_size=2, all2all_backend="local"), MODEL, MACHINE)

@@ -222,7 +222,8 @@ class Front:
             self.ready[message.rank] = message
         else:
             assert isinstance(message, RankFailed)
-            self.failed = f"rank {message.rank} failed: {message.error}"
+            error = message.error.removeprefix(f"rank {message.rank}: ")
+            self.failed = f"rank {message.rank} failed: {error}"
         return Work([], [])
 
     def take_finished(self) -> list[FinishedRequest]:

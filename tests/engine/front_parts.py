@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -119,6 +120,7 @@ class FakeRanks:
         self._tokens_per_step = tokens_per_step
         self._running: dict[int, tuple[int, AddRequest, int]] = {}  # id -> rank, message, tokens sent
         self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
         self.knock()
 
     def fileno(self) -> int:
@@ -148,7 +150,8 @@ class FakeRanks:
                 if outputs:
                     queue.append(Outputs(rank, outputs, RankStats(running=len(self._running)), time.monotonic()))
         if timeout == 0:
-            os.read(self._reader, 65536)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._reader, 65536)
             if self._running and not self.paused:
                 self.knock()
         elif not queue:

@@ -28,8 +28,8 @@ def make_prompt(request_id: str = "r", **params) -> Prompt:
 def run(test: Callable[[AsyncLLM, FakeRanks], Awaitable[None]], size: int = 2) -> None:
     async def body() -> None:
         ranks = FakeRanks(size, SCRIPT)
-        async with asyncio.timeout(20), AsyncLLM(ranks, TOKENIZER) as llm:
-            await llm.wait_ready(5)
+        async with asyncio.timeout(90), AsyncLLM(ranks, TOKENIZER) as llm:
+            await llm.wait_ready(30)
             await test(llm, ranks)
         assert ranks.closed
 
@@ -37,7 +37,7 @@ def run(test: Callable[[AsyncLLM, FakeRanks], Awaitable[None]], size: int = 2) -
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -172,9 +172,14 @@ def test_supervisor_s_word() -> None:
 
 def test_drain_waits_then_aborts() -> None:
     async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        ranks.paused = True
         finishing = asyncio.create_task(llm.generate(make_prompt("a")))
         await until(lambda: llm.num_requests == 1)
-        assert await llm.drain(5) == 0
+        drained = asyncio.create_task(llm.drain(30))
+        await until(lambda: llm.draining)
+        ranks.paused = False
+        ranks.knock()
+        assert await drained == 0
         assert (await finishing).outputs[0].finish_reason == "stop" and not llm.is_ready
         with pytest.raises(EngineDraining):
             llm.stream(make_prompt("b"))
@@ -218,7 +223,7 @@ def test_lost_connection_fails_the_engine() -> None:
     async def body() -> None:
         ranks = Gone(1, SCRIPT)
         async with AsyncLLM(ranks, TOKENIZER) as llm:
-            await llm.wait_ready(5)
+            await llm.wait_ready(30)
             with pytest.raises(EngineFailed, match="rank 0 is not connected"):
                 await llm.generate(make_prompt())
 

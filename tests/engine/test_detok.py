@@ -116,7 +116,7 @@ TEXT = st.text(alphabet="ab\n", max_size=24)
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), text=TEXT, stops=STOPS, include=st.booleans(), skipped=st.integers(0, 6))
 @example(data=None, text="xabab", stops=["abab", "ba"], include=False, skipped=0)
 def test_stop_strings(data: st.DataObject | None, text: str, stops: list[str], include: bool, skipped: int) -> None:
@@ -160,7 +160,7 @@ def test_nothing_is_held_without_need(text: str, stops: list[str]) -> None:
 
 def test_long_stop_strings_stay_cheap() -> None:
     finder = StopStrings(["a" * 1024] * 4, False)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(300):
         finder.push("aaa", look=True)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0

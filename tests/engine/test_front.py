@@ -268,7 +268,7 @@ def test_what_the_router_remembers_is_bounded() -> None:
     assert len(router._prefix_to_ranks) <= 10
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_accounts_balance_whatever_happens(data: st.DataObject) -> None:
     """Random arrivals, tokens, ends and aborts: text and token counts agree, and nothing is left at the end."""

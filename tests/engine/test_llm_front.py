@@ -50,7 +50,7 @@ def test_kinds_of_prompts() -> None:
 
 
 def test_chat() -> None:
-    llm, ranks = make_llm()
+    llm, _ = make_llm()
     one = [{"role": "user", "content": "hi"}]
     [result] = llm.chat(one, WHOLE)
     assert result.prompt == "user: hi\nassistant:"
@@ -122,7 +122,7 @@ def test_lost_rank() -> None:
 def test_silence_is_bounded() -> None:
     llm, ranks = make_llm(silence_timeout=0.05)
     ranks.paused = True
-    with pytest.raises(EngineFailed, match="no rank has sent anything for 0.05 s"):
+    with pytest.raises(EngineFailed, match=r"no rank has sent anything for 0\.05 s"):
         llm.generate("a")
     ranks.paused = False
     assert llm.generate("a", WHOLE)[0].outputs[0].text == " lived in a tree. The end"

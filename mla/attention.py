@@ -77,17 +77,17 @@ class TorchMlaStep:
         q_bQHX = q_UHX[rows].view(b, num_queries, heads, width)
         outputs = _Outputs(group, q_bQHX, self.shape.latent_dim)
         for piece in group.pieces:
-            kv_bSX = latent_kv.gather(cache_RX, piece.blocks, self.block_size).view(b, -1, width)
+            rows_X = latent_kv.gather(cache_RX, piece.blocks, self.block_size)
             for tile in piece.tiles:
                 q_bqX = q_bQHX[:, tile.first : tile.last].reshape(b, -1, width)
-                keys_bSX = kv_bSX[:, : tile.num_keys]
-                hidden_bq1S = _hidden(piece, tile, axis=2)
+                # Latents and rotated keys together are the values too: cutting the result is cheaper than cutting them.
+                keys_bSX = rows_X[: b * tile.num_keys].view(b, -1, width)
                 shape = (b, tile.last - tile.first, heads)
                 scores = self._scores(q_bqX, keys_bSX).view(*shape, -1)
-                weights, lse = _softmax(scores, hidden_bq1S, tile, outputs.merging)
-                mixed = torch.bmm(weights.view(b, -1, tile.num_keys), keys_bSX[..., : self.shape.latent_dim])
-                outputs.put(tile, mixed.view(*shape, -1), lse)
-        return outputs.value().view(b * num_queries, heads, -1)
+                weights, lse = _softmax(scores, tile, 2, outputs.merging)
+                mixed = torch.bmm(weights.view(b, -1, tile.num_keys), keys_bSX)
+                outputs.put(tile, mixed.view(*shape, -1)[..., : self.shape.latent_dim], lse)
+        return outputs.value().flatten(0, 1)
 
     # ---- naive ----
 
@@ -106,20 +106,19 @@ class TorchMlaStep:
             k_bHSK, v_bHSV = self._build(cache_RX, piece, b, w_uk_HNC, w_uv_HVC)
             for tile in piece.tiles:
                 q_bHqK = q_bQHK[:, tile.first : tile.last].transpose(1, 2).flatten(0, 1)
-                hidden_b1qS = _hidden(piece, tile, axis=1)
                 shape = (b, heads, tile.last - tile.first)
                 scores = self._scores(q_bHqK, k_bHSK[:, : tile.num_keys]).view(*shape, -1)
-                weights, lse = _softmax(scores, hidden_b1qS, tile, outputs.merging)
+                weights, lse = _softmax(scores, tile, 1, outputs.merging)
                 mixed = torch.bmm(weights.flatten(0, 1), v_bHSV[:, : tile.num_keys]).view(*shape, -1)
                 outputs.put(tile, mixed.transpose(1, 2), None if lse is None else lse.transpose(1, 2))
-        return outputs.value().view(b * num_queries, heads, -1)
+        return outputs.value().flatten(0, 1)
 
     def _build(
         self, cache_RX: Tensor, piece: Piece, b: int, w_uk_HNC: Tensor, w_uv_HVC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Keys [b * H, S, N + P] and values [b * H, S, V] of a piece; S is rounded up to whole blocks."""
+        """Keys [b * H, S, N + P] and values [b * H, S, V] of a piece."""
         heads, nope, latent = w_uk_HNC.shape
-        rows_X = latent_kv.gather(cache_RX, piece.blocks, self.block_size)
+        rows_X = latent_kv.gather(cache_RX, piece.blocks, self.block_size)[: b * piece.num_keys]
         latent_C, k_pe_P = rows_X[:, :latent], rows_X[:, latent:]
         k_nope = F.linear(latent_C, w_uk_HNC.flatten(0, 1)).view(b, -1, heads, nope)
         k = rows_X.new_empty((b, heads, k_nope.shape[1], self.shape.key_dim))
@@ -155,7 +154,7 @@ class _Outputs:
         if lse_bqH is not None:
             merge(self.out[:, tile.first : tile.last], self.lse[:, tile.first : tile.last], out_bqHY, lse_bqH)
         elif self.single:
-            self.out = out_bqHY.contiguous()
+            self.out = out_bqHY
         else:
             self.out[:, tile.first : tile.last] = out_bqHY
 
@@ -170,21 +169,14 @@ def _rows(side: Side, x_T: Tensor) -> Tensor:
     return x_T.index_select(0, side.rows)
 
 
-def _hidden(piece: Piece, tile: Tile, axis: int) -> Tensor | None:
-    """bool, [b, q, keys that may be hidden] with an axis of 1 put in for the heads; None: every key is open."""
-    if tile.num_open == tile.num_keys:
-        return None
-    assert piece.hidden is not None
-    return piece.hidden[:, tile.first : tile.last, tile.num_open : tile.num_keys].unsqueeze(axis)
-
-
-def _softmax(scores: Tensor, hidden: Tensor | None, tile: Tile, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _softmax(scores: Tensor, tile: Tile, heads_axis: int, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Softmax over the last dimension and, if wanted, the log of the sum of exponentials (float32).
 
-    Hidden scores are overwritten, not added to: what stands in rows past a sequence's end does not matter.
+    scores: [b, q, H, S] or, with heads_axis 1, [b, H, q, S]; used up. Hidden scores are overwritten, not added to: what
+    stands in rows past a sequence's end does not matter.
     """
-    if hidden is not None:
-        scores[..., tile.num_open :].masked_fill_(hidden, -torch.inf)
+    if tile.hidden is not None:
+        scores[..., tile.num_open :].masked_fill_(tile.hidden.unsqueeze(heads_axis), -torch.inf)
     if not with_lse:
         return torch.softmax(scores, dim=-1), None
     scores32 = scores.float()

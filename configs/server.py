@@ -14,6 +14,7 @@ class ServerConfig:
     api_key_digests: tuple[str, ...] = ()  # none: no key is asked
     admin_key_digests: tuple[str, ...] = ()  # none: admin routes answer 403
     chat_template: str | None = None  # text of a template that replaces the model's
+    use_generation_config: bool = True  # defaults of sampling from the model's generation_config.json
     max_body_bytes: int = 8 << 20
     max_header_bytes: int = 64 << 10
     max_prompts: int = 1024  # prompts in one completion request

@@ -7,6 +7,7 @@ Together they are serial execution, dual-batch overlap, and a cluster of N ranks
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import ExitStack
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -31,7 +32,9 @@ def weave(*threads: Steps[T]) -> Steps[list[T]]:
     """
     live = dict(enumerate(threads))
     results: dict[int, T] = {}
-    try:
+    with ExitStack() as cleanup:
+        for steps in threads:
+            cleanup.callback(steps.close)  # does nothing to one that has ended
         while live:
             for index, steps in list(live.items()):
                 try:
@@ -41,7 +44,4 @@ def weave(*threads: Steps[T]) -> Steps[list[T]]:
                     del live[index]
             if live:
                 yield
-    finally:
-        for steps in live.values():
-            steps.close()
     return [results[index] for index in range(len(threads))]

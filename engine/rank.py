@@ -44,9 +44,13 @@ from ep.table import make_lanes
 from eplb.placement import linear_placement
 from layers.paged_kv import PagedKV
 from layers.weights import Checkpoint
+from models.base import CausalLM
+from models.facts import ModelFacts
 from models.registry import build, read_config
 
 log = logging.getLogger("moesaic.rank")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Doorbell(Protocol):
@@ -88,7 +92,8 @@ class Rank:
         self._early: list[TokenOutput] = []  # outputs that need no step
         self._shutdown = False  # told to leave
         self._done = False  # has left, with all others
-        self._asleep = False
+        self._failed = False  # a step was left half way: what scheduler and device know no longer fits together
+        self._asleep = True  # at first too: ranks that load for different times do not wait for each other in a step
         self._num_sleeps = 0
 
     @property
@@ -128,10 +133,19 @@ class Rank:
 
     def step(self) -> list[TokenOutput]:
         """One step to its end. Raises PeerLost when another rank is gone, RuntimeError when the ranks disagree."""
-        return drain(self.steps())
+        with torch.inference_mode():
+            return drain(self.steps())
 
     def steps(self) -> Steps[list[TokenOutput]]:
         """One step: schedule, agree, compute, and what came out. Pipelined, what came out of the step before."""
+        if self._failed:
+            raise RuntimeError("this rank cannot go on: an earlier step failed or was interrupted")
+        self._failed = True
+        outputs = yield from self._step()
+        self._failed = False
+        return outputs
+
+    def _step(self) -> Steps[list[TokenOutput]]:
         if self._done:
             return []
         if self._asleep:
@@ -199,20 +213,15 @@ def build_rank(
     began = time.monotonic()
     group, exchange = group or LocalGroup(), exchange or LocalGroup()
     torch.set_num_threads(plan.threads_per_rank)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[plan.dtype]
     device = torch.device(plan.device)
+    lanes = functools.partial(make_lanes, plan.all2all_backend, exchange, dtype=DTYPES[plan.dtype])
     facts = read_config(plan.model_path)
     placement = None
     if facts.num_moe_layers:
         placement = linear_placement(
             facts.num_moe_layers, facts.num_experts, plan.data_parallel_size, plan.slots_per_rank
         )
-    lanes = functools.partial(make_lanes, plan.all2all_backend, exchange, dtype=dtype)
-    parallel = Parallel(rank, plan.data_parallel_size, placement, lanes)
-    model = build(facts, parallel, dtype, device, plan.mla_prefill)
-    checkpoint = Checkpoint(plan.model_path, progress)
-    model.load(checkpoint)
-    checkpoint.finish()
+    model, bytes_read = _load(plan, facts, Parallel(rank, plan.data_parallel_size, placement, lanes), device, progress)
     scheduler = Scheduler(
         num_blocks=plan.num_kv_blocks,
         block_size=plan.block_size,
@@ -243,10 +252,21 @@ def build_rank(
         max_model_len=scheduler.max_length,
         vocab_size=facts.vocab_size,
         load_seconds=time.monotonic() - began,
-        bytes_read=checkpoint.bytes_read,
+        bytes_read=bytes_read,
         reasons=plan.reasons,
     )
     return Rank(scheduler, agreement, runner, bell or SharedDoorbell(), ready)
+
+
+def _load(
+    plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.device, progress: Callable[[int, int], None] | None
+) -> tuple[CausalLM, int]:
+    """The model with its weights, and how many bytes of the checkpoint were read."""
+    model = build(facts, parallel, DTYPES[plan.dtype], device, plan.mla_prefill)
+    checkpoint = Checkpoint(plan.model_path, progress)
+    model.load(checkpoint)
+    checkpoint.finish()
+    return model, checkpoint.bytes_read
 
 
 class LocalRanks:

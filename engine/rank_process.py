@@ -72,7 +72,7 @@ def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket) -> N
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
     socket.send(rank.ready)
-    was_asleep = False
+    was_asleep = True
     while not rank.done:
         for message in socket.poll(0):
             rank.submit(message)

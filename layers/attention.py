@@ -23,6 +23,7 @@ MAX_BATCHED_QUERIES = 64  # sequences with more queries than this fill a call by
 MAX_GATHERED_BYTES = 8 << 20  # of keys per batch: larger buffers are returned to the system and page-faulted anew
 MAX_WASTED_KEYS = 4096  # padding below this is cheaper than one more call
 MAX_MASK_ELEMENTS = 4 << 20
+MAX_CONVERTED_ELEMENTS = 3072  # of a head's keys, for which float32 is the faster way on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """b sequences of Q queries each. rows: slice or int64 [b * Q]; blocks int64 [b * N]; mask [b, 1, 1 or Q * G, L]."""
+    """b sequences of Q queries each. rows: slice or int64 [b * Q]; blocks int64 [b * N]; mask [b, 1, 1 or Q * G, L], in
+    the dtype of the computation."""
 
     num_sequences: int
     num_queries: int
@@ -65,41 +67,45 @@ class AttentionPlan:
         self.heads = heads
         self.dtype = dtype
         self.block_size = step.block_size
-        counts = [end - start for start, end in zip(step.query_starts, step.query_starts[1:], strict=False)]
-        short = [b for b in range(step.num_decodes, len(counts)) if counts[b] <= MAX_BATCHED_QUERIES]
-        self.batches: list[_Batch] = []
-        for members in self._similar(step, range(step.num_decodes), counts):
-            self.batches.append(self._batch(step, members, counts))
-        for members in self._similar(step, short, counts):
-            self.batches.append(self._batch(step, members, counts))
-        self.singles = [
-            self._single(step, b) for b in range(step.num_decodes, len(counts)) if counts[b] > MAX_BATCHED_QUERIES
+        starts, lens = step.query_starts, step.kv_lens
+        decodes = range(step.num_decodes)
+        counts = [1] * step.num_decodes
+        counts += [starts[b + 1] - starts[b] for b in range(step.num_decodes, step.num_sequences)]
+        short: list[int] = []
+        long: list[int] = []
+        for b in range(step.num_decodes, step.num_sequences):
+            fits = counts[b] <= MAX_BATCHED_QUERIES and counts[b] * lens[b] * heads.group <= MAX_MASK_ELEMENTS
+            (short if fits else long).append(b)
+        self.batches = [
+            self._batch(step, members, counts)
+            for kind in (decodes, short)
+            if kind
+            for members in self._similar(lens, counts, kind)
         ]
+        self.singles = [self._single(step, b) for b in long]
         self._later_mask: Tensor | None = None
         self._make_later_mask()
 
     # ---- grouping ----
 
-    def _similar(self, step: StepInput, members: Sequence[int], counts: list[int]) -> Iterator[Sequence[int]]:
+    def _similar(self, lens: Sequence[int], counts: list[int], members: Sequence[int]) -> Iterator[Sequence[int]]:
         """Cut `members` into batches so that padding stays small, and memory bounded."""
-        if not members:
-            return
-        lens = step.kv_lens
-        longest = max(lens[b] for b in members)
-        most = max(counts[b] for b in members)
-        wasted = sum((longest * most) - lens[b] * counts[b] for b in members)
+        used = [lens[b] * counts[b] for b in members]
+        padded = len(members) * max(lens[b] for b in members) * max(counts[b] for b in members)
+        wasted = padded - sum(used)
         batches: list[Sequence[int]] = [members]
-        if wasted > MAX_WASTED_KEYS and 2 * wasted > len(members) * longest * most:
+        if wasted > MAX_WASTED_KEYS and 2 * wasted > padded:
             buckets: dict[tuple[int, int], list[int]] = {}
             for b in members:
                 buckets.setdefault((lens[b].bit_length(), (counts[b] - 1).bit_length()), []).append(b)
             batches = list(buckets.values())
-        bytes_per_key = self.heads.num_kv_heads * self.heads.head_dim * self.dtype.itemsize
+        key_bytes = self.heads.num_kv_heads * self.heads.head_dim * self.dtype.itemsize
         for batch in batches:
             longest = max(lens[b] for b in batch) + self.block_size
-            limit = max(1, MAX_GATHERED_BYTES // (longest * bytes_per_key))
-            for start in range(0, len(batch), limit):
-                yield batch[start : start + limit]
+            queries = max(counts[b] for b in batch) * self.heads.group
+            limit = min(MAX_GATHERED_BYTES // (longest * key_bytes), MAX_MASK_ELEMENTS // (longest * queries))
+            for start in range(0, len(batch), max(1, limit)):
+                yield batch[start : start + max(1, limit)]
 
     def _batch(self, step: StepInput, members: Sequence[int], counts: list[int]) -> _Batch:
         device = step.block_table_BN.device
@@ -112,8 +118,11 @@ class AttentionPlan:
         position_L = torch.arange(num_blocks * self.block_size, device=device)
         rows: slice | Tensor
         if num_queries == 1:
-            starts = [step.query_starts[b] for b in members]
-            rows = slice(starts[0], starts[-1] + 1) if adjacent else torch.tensor(starts, device=device)
+            starts = step.query_starts
+            if adjacent:
+                rows = slice(starts[first], starts[last] + 1)
+            else:
+                rows = torch.tensor([starts[b] for b in members], device=device)
             seen_bQ = step.kv_lens_B[chosen, None] - 1
         else:
             # Places past a sequence's queries repeat its last query: they compute and write the same values again.
@@ -123,9 +132,16 @@ class AttentionPlan:
             rows = (start_b1 + offset_bQ).reshape(-1)
             seen_bQ = step.kv_lens_B[chosen, None] - count_b1 + offset_bQ
             seen_bQ = seen_bQ.repeat_interleave(self.heads.group, dim=1)
-        mask = torch.zeros((len(members), 1, seen_bQ.shape[1], len(position_L)), dtype=self.dtype, device=device)
+        num_keys = position_L.shape[0]
+        dtype = self._dtype_of(num_keys, device)
+        mask = torch.zeros((len(members), 1, seen_bQ.shape[1], num_keys), dtype=dtype, device=device)
         mask.masked_fill_((position_L > seen_bQ[:, :, None])[:, None], float("-inf"))
         return _Batch(len(members), num_queries, rows, blocks, mask)
+
+    def _dtype_of(self, num_keys: int, device: torch.device) -> torch.dtype:
+        """A CPU's bfloat16 attention spends longer on setting up its small products than on converting the operands."""
+        short = num_keys * self.heads.head_dim <= MAX_CONVERTED_ELEMENTS
+        return torch.float32 if short and device.type == "cpu" else self.dtype
 
     def _single(self, step: StepInput, sequence: int) -> _Single:
         rows = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
@@ -188,13 +204,14 @@ def _attend_batch(
 ) -> Tensor:
     """The G query heads that share a key head are laid along the query axis: keys are read once, not G times."""
     b, num_queries, heads = batch.num_sequences, batch.num_queries, plan.heads
-    k = _gather(k_cache, batch.blocks, b, plan.block_size)
-    v = _gather(v_cache, batch.blocks, b, plan.block_size)
-    q = q_RHD.reshape(b, num_queries, heads.num_kv_heads, heads.group, heads.head_dim).transpose(1, 2)
+    dtype = batch.mask.dtype
+    k = _gather(k_cache, batch.blocks, b, plan.block_size).to(dtype)
+    v = _gather(v_cache, batch.blocks, b, plan.block_size).to(dtype)
+    q = q_RHD.to(dtype).reshape(b, num_queries, heads.num_kv_heads, heads.group, heads.head_dim).transpose(1, 2)
     q = q.reshape(b, heads.num_kv_heads, num_queries * heads.group, heads.head_dim)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=batch.mask, scale=scale)
     out = out.view(b, heads.num_kv_heads, num_queries, heads.group, heads.head_dim).transpose(1, 2)
-    return out.reshape(b * num_queries, heads.num_heads, heads.head_dim)
+    return out.reshape(b * num_queries, heads.num_heads, heads.head_dim).to(q_RHD.dtype)
 
 
 def _attend_single(

@@ -1,6 +1,6 @@
 """What the fast layers must equal, written as plainly as possible.
 
-Legend: T tokens, H query heads, Hkv key/value heads, D head size, L tokens of a sequence so far.
+Legend: T tokens, H query heads, Hkv key/value heads, D head size, Q queries of a sequence, L its tokens so far.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, step: StepI
         rows_L = sequence_rows(step, sequence)
         k_LHD = k_cache[rows_L].repeat_interleave(repeat, dim=1).float()
         v_LHD = v_cache[rows_L].repeat_interleave(repeat, dim=1).float()
-        first, last = step.query_starts[sequence], step.query_starts[sequence + 1]
-        for token in range(first, last):
-            seen = kv_len - (last - 1 - token)
-            score_HL = torch.einsum("hd,lhd->hl", q_THD[token].float(), k_LHD[:seen]) * scale
-            out_THD[token] = torch.einsum("hl,lhd->hd", score_HL.softmax(-1), v_LHD[:seen]).to(q_THD.dtype)
+        queries = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
+        position_Q = torch.arange(kv_len, device=rows_L.device)[kv_len - (queries.stop - queries.start) :]
+        future_QL = torch.arange(kv_len, device=rows_L.device) > position_Q[:, None]
+        score_HQL = torch.einsum("qhd,lhd->hql", q_THD[queries].float(), k_LHD) * scale
+        weight_HQL = score_HQL.masked_fill(future_QL, float("-inf")).softmax(-1)
+        out_THD[queries] = torch.einsum("hql,lhd->qhd", weight_HQL, v_LHD).to(q_THD.dtype)
     return out_THD
 
 
-def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: bool) -> Tensor:
-    """Rotation of each plane as a complex number."""
-    x = x_THD.reshape(*x_THD.shape[:-1], *((-1, 2) if interleaved else (2, -1)))
-    x = x if interleaved else x.transpose(-1, -2)
-    turned = torch.view_as_complex(x.contiguous()) * torch.complex(cos_TR, sin_TR)[:, None]
-    out = torch.view_as_real(turned)
-    return out.flatten(-2) if interleaved else out.transpose(-1, -2).flatten(-2)
+def apply_rope(x_THD: Tensor, angle_TR: Tensor) -> Tensor:
+    """Rotation of each plane, dimensions (r, r + R), as a complex number: float32 in and out."""
+    half = x_THD.shape[-1] // 2
+    plane = torch.complex(x_THD[..., :half].contiguous(), x_THD[..., half:].contiguous())
+    turned = plane * torch.polar(torch.ones_like(angle_TR), angle_TR)[:, None]
+    return torch.cat((turned.real, turned.imag), -1)

@@ -69,29 +69,21 @@ class Rope:
         self.dtype = dtype
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [T] -> (cos_TR, sin_TR) in the model's dtype, computed in float32."""
+        """int64 [T] -> (cos, sin) for `apply_rope`, each [T, 1, D] in the model's dtype, computed in float32."""
         angle_TR = positions_T[:, None] * self.inv_freq_R
         cos_TR, sin_TR = angle_TR.cos(), angle_TR.sin_()
         if self.scale != 1.0:
             cos_TR, sin_TR = cos_TR.mul_(self.scale), sin_TR.mul_(self.scale)
-        return cos_TR.to(self.dtype), sin_TR.to(self.dtype)
+        cos_TR, sin_TR = cos_TR.to(self.dtype), sin_TR.to(self.dtype)
+        return torch.cat((cos_TR, cos_TR), -1)[:, None], torch.cat((-sin_TR, sin_TR), -1)[:, None]
 
 
-def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, interleaved: bool) -> Tensor:
-    """Rotate every head by its token's position: a new tensor [T, H, D].
+def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotate every head by its token's position: a new tensor [T, H, D]. cos and sin are what `Rope` gives.
 
-    Plane r is the pair of dimensions (2r, 2r + 1) if interleaved, else (r, r + R). The result keeps the order of x.
+    Plane r is the pair of dimensions (r, r + R). Checkpoints whose pairs are (2r, 2r + 1) have their rows put in this
+    order when they are loaded.
     """
-    num_planes = cos_TR.shape[-1]
-    cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
-    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    if interleaved:
-        a, b, out_a, out_b = x_THD[..., ::2], x_THD[..., 1::2], out_THD[..., ::2], out_THD[..., 1::2]
-    else:
-        a, b = x_THD[..., :num_planes], x_THD[..., num_planes:]
-        out_a, out_b = out_THD[..., :num_planes], out_THD[..., num_planes:]
-    torch.mul(a, cos_T1R, out=out_a)
-    out_a.addcmul_(b, sin_T1R, value=-1)
-    torch.mul(b, cos_T1R, out=out_b)
-    out_b.addcmul_(a, sin_T1R)
-    return out_THD
+    half = x_THD.shape[-1] // 2
+    partner_THD = torch.cat((x_THD[..., half:], x_THD[..., :half]), -1)
+    return partner_THD.mul_(sin_T1D).addcmul_(x_THD, cos_T1D)

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_kernels.layout import ExpertBatch, Layout
 from moe_kernels.silu_mul import silu_mul
 
+# F.grouped_mm refuses other strides.
 _STRIDE_BYTES = 16
 
 
@@ -23,21 +24,23 @@ def run_experts(batch: ExpertBatch, gate_up_S2FD: Tensor, down_SDF: Tensor) -> T
     """
     if batch.layout is Layout.PADDED:
         return torch.bmm(silu_mul(torch.bmm(batch.x, gate_up_S2FD.transpose(1, 2))), down_SDF.transpose(1, 2))
-    if batch.x.shape[0] == 0:
-        return torch.empty_like(batch.x)
+    num_rows, num_slots = batch.x.shape[0], gate_up_S2FD.shape[0]
+    fits = (batch.x.shape[1] | down_SDF.shape[2]) * down_SDF.element_size() % _STRIDE_BYTES == 0
+    # grouped_mm spends more on slots without rows than a loop over the others spends on Python, up to about this many.
+    if num_rows == 0 or 2 * num_rows <= num_slots or not fits:
+        counts: list[int] = batch.rows_S.tolist()
+        return _loop_mm(silu_mul(_loop_mm(batch.x, gate_up_S2FD, counts)), down_SDF, counts)
     ends_S = batch.rows_S.cumsum(0, dtype=torch.int32)
-    hidden_RF = silu_mul(_grouped_mm(batch.x, gate_up_S2FD, ends_S))
-    return _grouped_mm(hidden_RF.contiguous(), down_SDF, ends_S)
+    hidden_RF = silu_mul(F.grouped_mm(batch.x, gate_up_S2FD.transpose(1, 2), offs=ends_S))
+    return F.grouped_mm(hidden_RF, down_SDF.transpose(1, 2), offs=ends_S)
 
 
-def _grouped_mm(x_RI: Tensor, weight_SOI: Tensor, ends_S: Tensor) -> Tensor:
-    """Rows up to ends_S[s] of x [R, I] by weight_SOI[s].T -> [R, O]."""
-    if weight_SOI.shape[2] * weight_SOI.element_size() % _STRIDE_BYTES == 0:
-        return F.grouped_mm(x_RI, weight_SOI.transpose(1, 2), offs=ends_S)
+def _loop_mm(x_RI: Tensor, weight_SOI: Tensor, counts: list[int]) -> Tensor:
+    """counts[0] rows of x [R, I] by weight_SOI[0].T, the next counts[1] by weight_SOI[1].T, and so on: [R, O]."""
     y_RO = x_RI.new_empty(x_RI.shape[0], weight_SOI.shape[1])
     start = 0
-    for slot, end in enumerate(ends_S.tolist()):
-        if end > start:
-            torch.mm(x_RI[start:end], weight_SOI[slot].T, out=y_RO[start:end])
-        start = end
+    for slot, count in enumerate(counts):
+        if count:
+            torch.mm(x_RI[start : start + count], weight_SOI[slot].T, out=y_RO[start : start + count])
+            start += count
     return y_RO

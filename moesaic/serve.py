@@ -24,6 +24,13 @@ EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is 
 @click.option("--api-key", multiple=True, help="Key that clients must send; repeatable; or MOESAIC_API_KEY.")
 @click.option("--admin-api-key", multiple=True, help="Key for admin routes; or MOESAIC_ADMIN_KEY.")
 @click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="File that replaces the model's.")
+@click.option(
+    "--generation-config",
+    type=click.Choice(["auto", "vllm"]),
+    default="auto",
+    show_default=True,
+    help="Where the defaults of sampling come from: the model's generation_config.json, or the API's own.",
+)
 @click.option("--max-request-bytes", type=Bytes(), default=8 << 20, show_default=True)
 @click.option("--max-num-queued-reqs", type=int, default=4096, show_default=True, help="Beyond: 503 with Retry-After.")
 @click.option("--shutdown-timeout", type=float, default=30.0, show_default=True, help="Seconds a drain may take.")
@@ -60,6 +67,7 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         api_key_digests=_digests((*options.pop("api_key"), *env_keys)),
         admin_key_digests=_digests((*options.pop("admin_api_key"), *env_admin)),
         chat_template=Path(template).read_text() if template else None,
+        use_generation_config=options.pop("generation_config") == "auto",
         max_body_bytes=options.pop("max_request_bytes"),
         max_queued_requests=options.pop("max_num_queued_reqs"),
         shutdown_timeout=options.pop("shutdown_timeout"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from importlib import metadata
 
 import msgspec
@@ -9,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.chat import ChatCompletions
 from server.completions import Completions
@@ -20,6 +21,8 @@ from server.openai import AbortRequest, Model, ModelList
 from server.service import Service, json_response
 from server.tokenize import Tokenization
 
+Handler = Callable[[Request], Awaitable[Response]]
+
 _abort_decoder = msgspec.json.Decoder(AbortRequest)
 
 
@@ -27,24 +30,27 @@ def build_app(service: Service) -> ASGIApp:
     """Whoever runs it also runs `service.flights.clock()` beside it."""
     pages = Pages(service)
     tokenization = Tokenization(service)
-    get, post = ["GET"], ["POST"]
-    routes = [
-        Route("/v1/completions", Completions(service).answer, methods=post),
-        Route("/v1/chat/completions", ChatCompletions(service).answer, methods=post),
-        Route("/v1/models", pages.models, methods=get),
-        Route("/v1/models/{model:path}", pages.model, methods=get),
-        Route("/tokenize", tokenization.tokenize, methods=post),
-        Route("/v1/tokenize", tokenization.tokenize, methods=post),
-        Route("/detokenize", tokenization.detokenize, methods=post),
-        Route("/v1/detokenize", tokenization.detokenize, methods=post),
-        Route("/health", pages.health, methods=get),
-        Route("/ping", pages.health, methods=get),
-        Route("/ready", pages.ready, methods=get),
-        Route("/metrics", pages.metrics, methods=get),
-        Route("/version", pages.version, methods=get),
-        Route("/abort_requests", pages.abort_requests, methods=post),
-        Route("/reset_prefix_cache", pages.reset_prefix_cache, methods=post),
-    ]
+    get: dict[str, Handler] = {
+        "/v1/models": pages.models,
+        "/v1/models/{model:path}": pages.model,
+        "/health": pages.health,
+        "/ping": pages.health,
+        "/ready": pages.ready,
+        "/metrics": pages.metrics,
+        "/version": pages.version,
+    }
+    post: dict[str, Handler] = {
+        "/v1/completions": Completions(service).answer,
+        "/v1/chat/completions": ChatCompletions(service).answer,
+        "/tokenize": tokenization.tokenize,
+        "/v1/tokenize": tokenization.tokenize,
+        "/detokenize": tokenization.detokenize,
+        "/v1/detokenize": tokenization.detokenize,
+        "/abort_requests": pages.abort_requests,
+        "/reset_prefix_cache": pages.reset_prefix_cache,
+    }
+    routes = [Route(path, Endpoint(handler), methods=["POST"]) for path, handler in post.items()]
+    routes += [Route(path, Endpoint(handler), methods=["GET"]) for path, handler in get.items()]
     app: ASGIApp = Gate(Router(routes, redirect_slashes=False), service)
     origins = service.config.allowed_origins
     if origins:
@@ -56,6 +62,17 @@ def build_app(service: Service) -> ASGIApp:
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
+
+
+class Endpoint:
+    """A handler as an ASGI application, without starlette's layers around it: each costs something with every token."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handler(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 class Pages:

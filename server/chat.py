@@ -45,7 +45,9 @@ class ChatCompletions:
         service = self._service
         wanted = either(body.max_completion_tokens, body.max_tokens)
         logprobs = either(body.top_logprobs, 0) if body.logprobs else None
-        params = sampling_params(body, max_tokens=wanted, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+        params = sampling_params(
+            body, service.defaults, max_tokens=wanted, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
+        )
         text = render_messages(
             service,
             body.messages,

@@ -46,6 +46,7 @@ class Completions:
         echo_logprobs = echo and body.logprobs is not None
         params = sampling_params(
             body,
+            service.defaults,
             max_tokens=1 if wanted == 0 else wanted,
             logprobs=body.logprobs,
             prompt_logprobs=either(body.prompt_logprobs, body.logprobs if echo_logprobs else None),

@@ -27,7 +27,7 @@ TYPES = {
 }
 
 encode = msgspec.json.Encoder().encode
-_WHERE = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_WHERE = re.compile(r"^(?P<what>.*) - at (`key` in )?`\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 
 
 class ApiError(Exception):

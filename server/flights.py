@@ -14,7 +14,7 @@ from typing import Literal
 
 from starlette.types import Receive, Send
 
-from server.errors import unavailable
+from server.errors import bad_request, unavailable
 
 Cause = Literal["disconnect", "stalled", "timeout"]
 STALL_SECONDS = 60.0  # a client that takes nothing for so long is gone
@@ -62,15 +62,13 @@ class Flight:
                 self.stop("disconnect")
                 return
 
-    def close(self) -> bool:
-        """False when something else stopped it: then the cancellation that told so has been taken back."""
+    def close(self) -> None:
+        """When something stopped it, the cancellation that told so has been caught by now, and is taken back here."""
         self._open = False
         if self._watcher is not None:
             self._watcher.cancel()
-        if self.cause is None:
-            return True
-        self._task.uncancel()
-        return False
+        if self.cause is not None:
+            self._task.uncancel()
 
     # ---- an event stream ---------------------------------------------------------------------------------------
 
@@ -79,20 +77,20 @@ class Flight:
         self._send = send
         self._headers = headers
 
-    async def write(self, data: bytes, more: bool = True) -> None:
-        """Send whole events, after the status line if this is the first write."""
+    async def write(self, data: bytes, now: float, more: bool = True) -> None:
+        """Send whole events, after the status line if this is the first write. now: time.monotonic()."""
         send = self._send
         assert send is not None
         if self.pinger is not None:  # two sends at once could reach a slow connection in the wrong order
             await asyncio.wait([self.pinger])
             self.pinger = None
         self.sending = True
+        self.quiet_since = now
         if not self.started:
             self.started = True
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         await send({"type": "http.response.body", "body": data, "more_body": more})
         self.sending = False
-        self.quiet_since = time.monotonic()
 
     async def _ping(self) -> None:
         send = self._send
@@ -132,8 +130,11 @@ class Flights:
         return len(self._flights)
 
     def open(self, request_id: str, num_sequences: int) -> Flight:
-        """Raises 503 when too many wait. A request larger than the whole queue is let in when nothing else is there."""
-        if self._flights and self.num_sequences + num_sequences > self._limit:
+        """ApiError: 503 when too many wait, 400 when the request alone is too many."""
+        if num_sequences > self._limit:
+            message = f"{num_sequences} sequences in one request are more than the {self._limit} that this server takes"
+            raise bad_request(message, "n", "too_many_sequences")
+        if self.num_sequences + num_sequences > self._limit:
             self.num_refused += 1
             raise unavailable(f"{self._max_queued} sequences are already waiting; try again later")
         deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
@@ -142,11 +143,10 @@ class Flights:
         self.num_sequences += num_sequences
         return flight
 
-    def close(self, flight: Flight) -> bool:
-        """True when the flight ended by itself, False when it was stopped."""
+    def close(self, flight: Flight) -> None:
         self._flights.discard(flight)
         self.num_sequences -= flight.num_sequences
-        return flight.close()
+        flight.close()
 
     def prompt_ids(self, request_ids: Sequence[str]) -> list[str]:
         """The engine's names of what these requests hold. An answer's id ("cmpl-...") names its request too."""

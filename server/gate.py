@@ -94,7 +94,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 started = True
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *self._headers(record)]
+                self._add_headers(message, record)
             await send(message)
 
         error: ApiError | None = None
@@ -118,11 +118,12 @@ class Gate:
         if error is not None and started and error.status == 500:
             raise error  # half an answer has gone: the connection must end
 
-    def _headers(self, record: Record) -> list[tuple[bytes, bytes]]:
-        headers = [(b"x-request-id", record.request_id.encode())]
-        if self._service.engine.draining:
-            headers.append((b"connection", b"close"))
-        return headers
+    def _add_headers(self, message: Message, record: Record) -> None:
+        headers = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode())]
+        closing = (b"connection", b"close")
+        if self._service.engine.draining and closing not in headers:
+            headers.append(closing)
+        message["headers"] = headers
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """ApiError for what needs no look at the body."""

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from engine.async_llm import AsyncLLM, RequestStream
 from engine.front import EngineDraining, EngineFailed
 from engine.outputs import Delta, PositionLogprobs, Prompt
-from server.errors import ApiError, unavailable
+from server.errors import RETRY_AFTER, ApiError, unavailable
 from server.flights import Flight
 from server.logs import Record
 from server.openai import Usage, usage
@@ -213,7 +213,7 @@ class Answer(Response):
         except EngineDraining:
             failure = unavailable("the server is shutting down", close=True)
         except EngineFailed as error:
-            failure = ApiError(503, f"the engine has failed: {error}", code="engine_failed")
+            failure = ApiError(503, f"the engine has failed: {error}", code="engine_failed", headers=[RETRY_AFTER])
         except ApiError as error:
             failure = error
         finally:
@@ -237,7 +237,7 @@ class Answer(Response):
     async def _last_words(flight: Flight, data: bytes) -> None:
         try:
             async with asyncio.timeout(GOODBYE_SECONDS):
-                await flight.write(data, more=False)
+                await flight.write(data, time.monotonic(), more=False)
         except TimeoutError:
             pass
 
@@ -247,16 +247,16 @@ class Answer(Response):
         try:
             async with aclosing(deltas_of(self._service.engine, job)) as source:
                 async for deltas in source:
-                    counter.count(deltas)
+                    now = counter.count(deltas)
                     frames = writer.frames(deltas, record)
                     if frames:
-                        await flight.write(frames)
+                        await flight.write(frames, now)
         finally:
             counter.report(self._service)
         last = DONE
         if job.include_usage:
             last = writer.usage_frame(_usage(record)) + DONE
-        await flight.write(last, more=False)
+        await flight.write(last, time.monotonic(), more=False)
 
     async def _gather(self, record: Record) -> object:
         job = self._job
@@ -280,33 +280,37 @@ class _Counter:
     """Counts what comes into the request's record, and the times between it."""
 
     def __init__(self, job: Job, record: Record) -> None:
-        self._job = job
+        self._prompts = job.prompts
+        self._n = job.n
+        self._hides = job.no_output
         self._record = record
         self._last = [0.0] * job.num_choices  # when the choice's last delta came; 0: none has
         self._gaps: list[list[float]] = [[] for _ in job.prompts]
 
-    def count(self, deltas: list[Delta]) -> None:
-        """ApiError 500 when the engine could not finish a choice."""
+    def count(self, deltas: list[Delta]) -> float:
+        """Returns the time. ApiError 500 when the engine could not finish a choice."""
         now = time.monotonic()
-        record, last, n = self._record, self._last, self._job.n
+        record, last = self._record, self._last
         if record.first_token is None:
             record.first_token = now
         for delta in deltas:
             index = delta.index
             if last[index]:
-                self._gaps[index // n].append(now - last[index])
+                self._gaps[index // self._n].append(now - last[index])
+            else:
+                record.cached_tokens += delta.num_cached_tokens
             last[index] = now
-            if self._job.no_output:
+            if self._hides:
                 _hide(delta)
             record.output_tokens += len(delta.token_ids)
-            record.cached_tokens += delta.num_cached_tokens
             if delta.finish_reason is not None:
                 record.finish = delta.finish_reason
                 if delta.finish_reason == "error":
                     raise ApiError(500, "the engine could not finish this request", code="engine_error")
+        return now
 
     def report(self, service: Service) -> None:
-        for prompt, gaps in zip(self._job.prompts, self._gaps, strict=True):
+        for prompt, gaps in zip(self._prompts, self._gaps, strict=True):
             service.metrics.add_gaps(prompt.request_id, gaps)
 
 

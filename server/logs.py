@@ -92,5 +92,5 @@ def configure(log_format: str, log_requests: bool, stream: TextIO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its warnings are about what clients send: too many to log
     logging.getLogger(REQUESTS).setLevel(logging.INFO if log_requests else logging.WARNING)

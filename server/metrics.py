@@ -18,6 +18,7 @@ from configs.engine import Plan
 from engine.async_llm import AsyncLLM
 from engine.front import FinishedRequest
 from engine.messages import RankStats
+from server.flights import Flights
 
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -89,9 +90,10 @@ class _RankRequests:
 
 
 class Metrics(Collector):
-    def __init__(self, engine: AsyncLLM, plan: Plan) -> None:
+    def __init__(self, engine: AsyncLLM, plan: Plan, flights: Flights) -> None:
         self._engine = engine
         self._plan = plan
+        self._flights = flights
         self._ranks = [_RankRequests() for _ in range(plan.data_parallel_size)]
         self._http: Counter[tuple[str, str, str]] = Counter()
         self._id_to_rank: dict[str, int] = {}  # finished, but the stream has not reported its gaps yet
@@ -140,6 +142,10 @@ class Metrics(Collector):
             yield counter
         yield from self._requests(name, labels)
         yield self._cache_config(name)
+        labels = ["model_name", "engine", "reason"]
+        refused = CounterMetricFamily("vllm:admission_rejections", "Requests refused with 503.", labels=labels)
+        refused.add_metric([name, "front", "queue_full"], self._flights.num_refused)
+        yield refused
         http = CounterMetricFamily("http_requests", "HTTP requests.", labels=["method", "handler", "status"])
         for key, count in self._http.items():
             http.add_metric(key, count)

@@ -85,13 +85,13 @@ def stops(request: GenerationRequest) -> tuple[str, ...]:
 
 def sampling_params(
     request: GenerationRequest,
+    default: SamplingParams,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Not yet validated. max_tokens None: the rest of the context."""
-    default = SamplingParams()
+    """Not yet validated. default: what the model recommends. max_tokens None: the rest of the context."""
     return SamplingParams(
         n=either(request.n, default.n),
         max_tokens=max_tokens,

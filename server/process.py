@@ -26,7 +26,8 @@ import uvloop
 from configs.engine import Plan
 from configs.server import ServerConfig
 from engine.async_llm import AsyncLLM
-from engine.messages import Shutdown
+from engine.messages import Abort, RankReady, RankToFront, SamplingParams, Shutdown
+from engine.model_defaults import model_defaults
 from engine.orphan import die_with_parent
 from engine.text import Tokenizer
 from engine.wire import ZmqRanks
@@ -58,11 +59,12 @@ def main() -> None:
         logs.configure(config.log_format, config.log_requests, sys.stderr)
         listener = listen(config.host, config.port)
         tokenizer = Tokenizer(plan.model_path)
-        ranks = ZmqRanks(f"ipc://{options.runtime_dir}/front.ipc", plan.data_parallel_size)
+        defaults = model_defaults(plan.model_path) if config.use_generation_config else SamplingParams()
+        ranks = ReachableRanks(f"ipc://{options.runtime_dir}/front.ipc", plan.data_parallel_size)
     except ValueError as error:
         print(f"moesaic: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_BAD_INPUT)
-    front = FrontProcess(plan, config, tokenizer, ranks, listener, options.runtime_dir)
+    front = FrontProcess(plan, config, tokenizer, defaults, ranks, listener, options.runtime_dir)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(front.run())
     sys.exit(code)
@@ -103,12 +105,42 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+class ReachableRanks(ZmqRanks):
+    """Holds a rank's RankReady back until the rank can be sent to.
+
+    A rank's two sockets connect independently of each other, so that what it says may arrive before it can be reached; the
+    first request would then find it "not connected". The engine looks again within a second at most.
+    """
+
+    def __init__(self, endpoint: str, size: int) -> None:
+        super().__init__(endpoint, size)
+        self._held: list[RankReady] = []
+
+    def receive(self, timeout: float) -> list[RankToFront]:
+        result: list[RankToFront] = []
+        came, self._held = [*self._held, *super().receive(timeout)], []
+        for message in came:
+            if isinstance(message, RankReady) and not self._reaches(message.rank):
+                self._held.append(message)
+            else:
+                result.append(message)
+        return result
+
+    def _reaches(self, rank: int) -> bool:
+        try:
+            self.send(rank, Abort([]))
+        except ConnectionError:
+            return False
+        return True
+
+
 class FrontProcess:
     def __init__(
         self,
         plan: Plan,
         config: ServerConfig,
         tokenizer: Tokenizer,
+        defaults: SamplingParams,
         ranks: ZmqRanks,
         listener: socket.socket,
         runtime_dir: Path,
@@ -116,6 +148,7 @@ class FrontProcess:
         self._plan = plan
         self._config = config
         self._tokenizer = tokenizer
+        self._defaults = defaults
         self._ranks = ranks
         self._listener = listener
         self._ready_file = runtime_dir / "ready"
@@ -128,7 +161,7 @@ class FrontProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         engine = AsyncLLM(self._ranks, self._tokenizer, block_size=self._plan.block_size)
-        service = Service(engine, self._tokenizer, self._plan, self._config, int(time.time()))
+        service = Service(engine, self._tokenizer, self._plan, self._config, self._defaults, int(time.time()))
         http = HttpServer(self._uvicorn_config(service))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         clock = asyncio.create_task(service.flights.clock())

@@ -44,21 +44,30 @@ def record_of(scope: Scope) -> Record:
 
 
 class Service:
-    """created: Unix time of the start, which /v1/models reports."""
+    """defaults: how tokens are drawn unless a request says otherwise. created: Unix time of the start (/v1/models)."""
 
-    def __init__(self, engine: AsyncLLM, tokenizer: Tokenizer, plan: Plan, config: ServerConfig, created: int) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        tokenizer: Tokenizer,
+        plan: Plan,
+        config: ServerConfig,
+        defaults: SamplingParams,
+        created: int,
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.plan = plan
         self.config = config
+        self.defaults = defaults
         self.created = created
-        self.metrics = Metrics(engine, plan)
         self.flights = Flights(
             capacity=plan.max_num_seqs * plan.data_parallel_size,
             max_queued=config.max_queued_requests,
             request_timeout=config.request_timeout,
             keep_alive=config.keep_alive_interval,
         )
+        self.metrics = Metrics(engine, plan, self.flights)
         self._serial = itertools.count()
 
     # ---- state -------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Attention(nn.Module):
         qk = qkv[:, :num_qk]
         if self.qk_norm is not None:
             qk = rms_norm(qk, self.qk_norm, self.eps)
-        qk = apply_rope(qk, *rope, interleaved=False)
+        qk = apply_rope(qk, *rope)
         k_cache, v_cache = cache
         write_kv(k_cache, slots_T, qk[:, self.num_heads :])
         write_kv(v_cache, slots_T, qkv[:, num_qk:])

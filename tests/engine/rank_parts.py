@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,6 @@ from engine.messages import Abort, AddRequest, SamplingParams, TokenOutput
 from engine.rank import Rank, SharedDoorbell, build_rank
 from ep.group import MailboxGroup, MailboxWorld
 from models.registry import read_config
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 
 DEFAULTS: dict[str, Any] = {
     "served_model_names": ("test",),

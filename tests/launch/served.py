@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -98,8 +100,7 @@ def served(tmp_path: Path, *arguments: str) -> Iterator[Server]:
     """Start `moesaic serve`, wait until it is ready, and make sure that nothing of it is left afterwards."""
     port = free_port()
     command = [sys.executable, "-m", "moesaic", "serve", "--port", str(port), *arguments]
-    runtime = tmp_path / "rt"
-    runtime.mkdir(exist_ok=True)
+    runtime = Path(tempfile.mkdtemp(prefix="moe-"))  # short: sockets live in it
     environment = {**os.environ, "MOESAIC_RUNTIME_DIR": str(runtime)}
     log = (tmp_path / "server.log").open("w")
     process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment)
@@ -117,5 +118,6 @@ def served(tmp_path: Path, *arguments: str) -> Iterator[Server]:
         process.kill()
         process.wait()
         log.close()
+        shutil.rmtree(runtime)
         for pid in below:
             until(lambda pid=pid: not command_line(pid), 10, f"process {pid} has left")

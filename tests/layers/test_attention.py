@@ -73,7 +73,7 @@ sequences = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     work=st.lists(sequences, max_size=8),
     heads=st.sampled_from([Heads(4, 2, 8), Heads(3, 1, 4), Heads(2, 2, 16)]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hf_tiny import (
     make_qwen3_moe,
     relative_error,
 )
+from torch import Tensor
 
 from models.base import CausalLM
 
@@ -75,3 +77,18 @@ def test_greedy_tokens_are_identical(pair: tuple[HfModel, CausalLM]) -> None:
     prompts = [tokens_of(2, 9), tokens_of(3, 1), tokens_of(4, 70), tokens_of(5, 30)]
     expected = [hf.greedy(prompt, 32) for prompt in prompts]
     assert generate_greedy(ours, prompts, 32, num_blocks=128) == expected
+
+
+@pytest.mark.parametrize("make", [make_qwen3, make_qwen3_moe])
+def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tmp_path: Path, make: Make) -> None:
+    """By the median token: where two experts are nearly tied, rounding picks another, and that token is far off."""
+    hf = make(tmp_path)
+    tokens = tokens_of(6, 80)
+    exact = hf.logits(tokens)
+    ours = chunked_logits(load_ours(tmp_path, dtype=torch.bfloat16), tokens, [70, 10])
+    theirs = HfModel(hf.model.bfloat16(), tmp_path).logits(tokens)
+
+    def error(logits: Tensor) -> float:
+        return float(((logits - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+
+    assert error(ours) < 1.5 * error(theirs)

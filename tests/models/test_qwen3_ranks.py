@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from drive import Cache, generate_on_ranks, load_ours, make_step, parallel_of
 from hf_tiny import VOCAB, HfModel, make_qwen3_moe
+from rank_processes import generate_in_processes
 
 from dbo.steps import drain, weave
-from ep.group import MailboxGroup, MailboxWorld, gloo_group
+from ep.group import MailboxGroup, MailboxWorld
 from models.base import CausalLM
 
 NUM_TOKENS = 16
-TIMEOUT = 60.0
-
-Prompts = list[list[int]]
 
 
-def prompts_of(rank: int) -> Prompts:
+def prompts_of(rank: int) -> list[list[int]]:
     """Each rank has its own number of sequences, of its own lengths; rank 2 has none."""
     generator = torch.Generator().manual_seed(rank)
     lengths = {0: [5, 1, 33], 1: [70], 2: [], 3: [2, 8]}[rank]
@@ -64,33 +59,8 @@ def test_two_lanes_overlap_on_each_rank(hf: HfModel) -> None:
     torch.testing.assert_close(ours, torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
-def rank_process(path: Path, store: str, rank: int, size: int, results: Any) -> None:
-    """One rank in a process of its own; sends its tokens."""
-    torch.set_num_threads(1)
-    group = gloo_group(store, rank, size, TIMEOUT, "model")
-    model = load_ours(path, parallel_of(path, group, "gloo"))
-    [tokens] = generate_on_ranks([model], [prompts_of(rank)], NUM_TOKENS)
-    group.all_gather_ints([rank]).wait()  # nobody leaves while another may still need it
-    results.put((rank, tokens))
-    group.close()
-
-
-def run_processes(target: Callable[..., None], path: Path, store: str, size: int) -> dict[int, Prompts]:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=target, args=(path, store, rank, size, results)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    try:
-        return dict(results.get(timeout=2 * TIMEOUT) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(timeout=10)
-            process.kill()
-
-
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gloo_processes_give_the_tokens_of_transformers(hf: HfModel, tmp_path: Path, size: int) -> None:
-    ours = run_processes(rank_process, hf.path, str(tmp_path / "store"), size)
-    for rank in range(size):
-        assert ours[rank] == [hf.greedy(prompt, NUM_TOKENS) for prompt in prompts_of(rank)]
+    prompts = [prompts_of(rank) for rank in range(size)]
+    ours = generate_in_processes(hf.path, tmp_path / "store", prompts, NUM_TOKENS)
+    assert ours == [[hf.greedy(prompt, NUM_TOKENS) for prompt in own] for own in prompts]

@@ -32,6 +32,7 @@ from engine.messages import (
     RankStats,
     RankToFront,
     ResetPrefixCache,
+    SamplingParams,
     TokenOutput,
 )
 from engine.text import Tokenizer
@@ -46,6 +47,7 @@ TEMPLATE = (
 )
 MODEL = "fox-moe"
 MAX_MODEL_LEN = 256
+TEST_SECONDS = 60.0  # a test that hangs fails
 
 
 def write_tokenizer(directory: Path) -> Path:
@@ -168,6 +170,7 @@ class FakeRanks:
         self.script = story_tokens() if script is None else script
         self.sent: list[FrontToRank] = []
         self.paused = False
+        self.pause_at = 0  # after so many steps; 0: never
         self.running: dict[int, tuple[int, AddRequest, int]] = {}  # id -> rank, message, tokens said
         self.steps = 0
         self._queue: list[RankToFront] = []
@@ -219,6 +222,7 @@ class FakeRanks:
         queue, self._queue = self._queue, []
         if not self.paused and self.running:
             self.steps += 1
+            self.paused = self.steps == self.pause_at
             for rank in range(self.size):
                 queue.append(self._step(rank))
             self.knock()
@@ -287,14 +291,18 @@ async def server(
     decided = plan(**plan_changes)
     ranks = ranks or FakeRanks(decided.data_parallel_size, ready=ready)
     engine = AsyncLLM(ranks, small_tokenizer(), block_size=16)
-    service = Service(engine, small_tokenizer(), decided, config, created=1_700_000_000)
+    service = Service(engine, small_tokenizer(), decided, config, SamplingParams(), created=1_700_000_000)
     app = build_app(service)
     clock = asyncio.create_task(service.flights.clock())
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as http:
+    async with (
+        asyncio.timeout(TEST_SECONDS),
+        httpx.AsyncClient(transport=transport, base_url="http://test", timeout=TEST_SECONDS) as http,
+    ):
         if ready:
             await engine.wait_ready(5.0)
         yield Server(service, ranks, app, http)
+    assert not clock.done(), clock
     clock.cancel()
     await engine.close()
 

@@ -1,0 +1,6 @@
+"""Makes tests/models/hf_tiny.py importable for the tests that need a checkpoint."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))

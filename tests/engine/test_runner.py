@@ -1,0 +1,140 @@
+"""Steps on the device: without tokens, on a thread, and when they fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hf_tiny
+import pytest
+import torch
+from rank_parts import Job
+
+from dbo.steps import drain
+from engine.batch import Batch
+from engine.logprobs import prompt_logprobs
+from engine.runner import Runner, StepResult
+from engine.sampling_table import SamplingTable
+from engine.schedule import NewRow, Schedule
+from layers.paged_kv import PagedKV
+from models.base import CausalLM
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return hf_tiny.load_ours(hf_tiny.make_qwen3_moe(tmp_path_factory.mktemp("runner")).path)
+
+
+def make_runner(model: CausalLM, threaded: bool = False) -> Runner:
+    kv = PagedKV.allocate(model.kv_spec(), 16, 4, CPU)
+    return Runner(model, kv, Batch(4, 32, 4, CPU), SamplingTable(4, model.config.vocab_size), threaded=threaded)
+
+
+def first_step(count: int = len(PROMPT), **params: object) -> Schedule:
+    message = Job(PROMPT, 4, params=params).message(0)
+    new = NewRow(0, 0, PROMPT, len(PROMPT), message.params, seed=1, eos_token_ids=())
+    return Schedule(
+        0,
+        new_rows=[new],
+        new_blocks=[(0, [3, 1, 2])],
+        rows=[0],
+        starts=[0],
+        counts=[count],
+        samples=[count == len(PROMPT)],
+    )
+
+
+def decode(step_id: int, position: int) -> Schedule:
+    return Schedule(step_id, rows=[0], starts=[position], counts=[1], samples=[True])
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_step_finds_the_token_of_the_step_before(model: CausalLM, threaded: bool) -> None:
+    """All four are launched before the first result is seen: the batch carries the tokens."""
+    runner = make_runner(model, threaded)
+    flights = [runner.launch(first_step())] + [runner.launch(decode(i, len(PROMPT) + i - 1)) for i in range(1, 4)]
+    tokens = [drain(flight.steps()).token_ids[0][0] for flight in flights]
+    assert tokens == hf_tiny.generate_greedy(model, [PROMPT], 4)[0]
+    runner.close()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_step_without_tokens_takes_part(model: CausalLM, threaded: bool) -> None:
+    """It yields as often as any other, so that woven ranks meet in every exchange."""
+    runner = make_runner(model, threaded)
+    assert drain(runner.launch(Schedule(0)).steps()) == StepResult([], None, None)
+    runner.close()
+    inline = make_runner(model)
+    turns = [sum(1 for _ in inline.steps(schedule)) for schedule in (Schedule(0), first_step(), Schedule(2))]
+    assert turns[0] == turns[1] == turns[2] > 0
+
+
+def test_inference_mode_is_not_left_entered_between_turns(model: CausalLM) -> None:
+    steps = make_runner(model).steps(first_step())
+    next(steps)
+    assert not torch.is_inference_mode_enabled()
+    steps.close()
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_a_chunk_that_does_not_sample_brings_nothing(model: CausalLM) -> None:
+    result = drain(make_runner(model).steps(first_step(count=4)))
+    assert result == StepResult([[]], None, None)
+
+
+def test_logprobs_come_per_entry_and_match_the_logits(model: CausalLM) -> None:
+    runner = make_runner(model)
+    result = drain(runner.steps(first_step(logprobs=2, prompt_logprobs=3)))
+    logits = hf_tiny.chunked_logits(model, PROMPT, [len(PROMPT)])
+    expected = prompt_logprobs(logits[:-1], PROMPT[1:], 3, "raw_logprobs")
+    assert result.prompt_logprobs is not None and result.logprobs is not None
+    (prompt,) = result.prompt_logprobs
+    assert prompt is not None and len(prompt) == len(PROMPT) - 1
+    for ours, reference in zip(prompt, expected, strict=True):
+        assert ours.ids == reference.ids and ours.rank == reference.rank
+        assert ours.values == pytest.approx(reference.values, abs=1e-4)
+    (chosen,) = result.logprobs
+    assert chosen is not None
+    assert chosen[0].ids[0] == result.token_ids[0][0] == chosen[0].ids[1]
+    assert chosen[0].values[0] == pytest.approx(float(logits[-1].log_softmax(-1).max()), abs=1e-4)
+    assert drain(runner.steps(decode(1, len(PROMPT)))).prompt_logprobs is None
+
+
+def test_a_chunked_prompt_has_the_same_logprobs(model: CausalLM) -> None:
+    whole = drain(make_runner(model).steps(first_step(prompt_logprobs=0))).prompt_logprobs
+    runner = make_runner(model)
+    parts = []
+    for step_id, (start, count) in enumerate([(0, 3), (3, 1), (4, 3)]):
+        schedule = first_step(count=3, prompt_logprobs=0) if start == 0 else Schedule(step_id)
+        schedule.rows, schedule.starts, schedule.counts = [0], [start], [count]
+        schedule.samples = [start + count == len(PROMPT)]
+        found = drain(runner.steps(schedule)).prompt_logprobs
+        assert found is not None and found[0] is not None
+        parts += found[0]
+    assert whole is not None and whole[0] is not None
+    assert [entry.ids for entry in parts] == [entry.ids for entry in whole[0]]
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_failure_is_raised_where_the_result_is_asked_for(model: CausalLM, threaded: bool) -> None:
+    runner = make_runner(model, threaded)
+    bad = runner.launch(decode(0, 0))  # the row holds nothing
+    with pytest.raises(AssertionError, match="not known yet"):
+        drain(bad.steps())
+    if threaded:
+        with pytest.raises(RuntimeError, match="an earlier step failed"):
+            drain(runner.launch(Schedule(1)).steps())
+    runner.close()
+
+
+def test_rows_of_a_freed_request_leave_nothing_behind(model: CausalLM, tmp_path: Path) -> None:
+    """A row that asked for logprobs is taken by one that does not."""
+    runner = make_runner(model)
+    drain(runner.steps(first_step(logprobs=1, prompt_logprobs=1)))
+    again = first_step()
+    again.freed_rows = [0]
+    result = drain(runner.steps(again))
+    assert result.logprobs is None and result.prompt_logprobs is None

@@ -1,0 +1,178 @@
+"""Messages between front and ranks over real sockets."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket as socketlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine.messages import Abort, AddRequest, Outputs, RankFailed, RankStats, SamplingParams, Shutdown, TokenOutput
+from engine.wire import RankSocket, ZmqDoorbell, ZmqRanks, sleep_until_called
+
+DEADLINE = 5.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.005)
+
+
+def send_when_connected(ranks: ZmqRanks, rank: int, message: Shutdown | Abort | AddRequest) -> None:
+    def sent() -> bool:
+        try:
+            ranks.send(rank, message)
+        except ConnectionError:
+            return False
+        return True
+
+    until(sent)
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/front.ipc"
+
+
+def add_request(request_id: int) -> AddRequest:
+    params = SamplingParams(
+        max_tokens=3, logit_bias={7: 1.5}, stop_token_ids=(1, 2), bad_words_token_ids=((3, 4), (5,))
+    )
+    return AddRequest(request_id=request_id, token_ids=[1, 2, 3], prompt_len=3, params=params, seed=2**63 - 1)
+
+
+def test_round_trip(endpoint: str) -> None:
+    ranks = ZmqRanks(endpoint, 2)
+    sockets = [RankSocket(endpoint, rank) for rank in range(2)]
+    message = add_request(2**62)
+    send_when_connected(ranks, 1, message)
+    assert sockets[1].poll(DEADLINE) == [message]
+    assert sockets[0].poll(0) == []
+    outputs = Outputs(1, [TokenOutput(2**62, [5], "stop", 5)], RankStats(running=1), 1.25)
+    sockets[1].send(outputs)
+    assert ranks.receive(DEADLINE) == [outputs]
+    for socket in sockets:
+        socket.close()
+    ranks.close()
+
+
+def test_receive_zero_takes_everything(endpoint: str) -> None:
+    """The descriptor is edge-triggered: one wake-up for many messages, so all must be taken."""
+    ranks = ZmqRanks(endpoint, 1)
+    socket = RankSocket(endpoint, 0)
+    assert ranks.receive(0) == []
+    for number in range(500):
+        socket.send(Outputs(0, [TokenOutput(number, [number])], RankStats()))
+    received: list[int] = []
+    deadline = time.monotonic() + DEADLINE
+    while len(received) < 500:
+        readable, _, _ = select.select([ranks.fileno()], [], [], deadline - time.monotonic())
+        assert readable, "messages are missing and the descriptor is silent"
+        for message in ranks.receive(0):
+            assert isinstance(message, Outputs)
+            received += [output.request_id for output in message.outputs]
+    assert received == list(range(500))
+    socket.close()
+    ranks.close()
+
+
+def test_sending_does_not_swallow_a_wake_up(endpoint: str) -> None:
+    ranks = ZmqRanks(endpoint, 1)
+    socket = RankSocket(endpoint, 0)
+    send_when_connected(ranks, 0, Abort([0]))
+    for number in range(200):
+        socket.send(RankFailed(0, str(number)))
+        ranks.send(0, Abort([number]))
+        readable, _, _ = select.select([ranks.fileno()], [], [], DEADLINE)
+        assert readable
+        until(lambda: len(ranks.receive(0)) > 0)
+    socket.close()
+    ranks.close()
+
+
+def test_an_absent_rank_is_an_error_and_does_not_block(endpoint: str) -> None:
+    ranks = ZmqRanks(endpoint, 2)
+    with pytest.raises(ConnectionError, match="rank 1 is not connected"):
+        ranks.send(1, Shutdown())
+    with pytest.raises(ValueError, match=r"rank 2 is not in 0\.\.1"):
+        ranks.send(2, Shutdown())
+    socket = RankSocket(endpoint, 1)
+    send_when_connected(ranks, 1, Shutdown())
+    socket.close()
+
+    def refused() -> bool:
+        try:
+            ranks.send(1, Shutdown())
+        except ConnectionError:
+            return True
+        return False
+
+    until(refused)
+    ranks.close()
+
+
+def test_a_restarted_rank_takes_over_its_name(endpoint: str) -> None:
+    """The supervisor reports for a rank under its name too."""
+    ranks = ZmqRanks(endpoint, 1)
+    first, second = RankSocket(endpoint, 0), RankSocket(endpoint, 0)
+    second.send(RankFailed(0, "killed"))
+    assert ranks.receive(DEADLINE) == [RankFailed(0, "killed")]
+    first.close()
+    second.close()
+    ranks.close()
+
+
+def test_what_does_not_decode_is_dropped_and_named(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    ranks = ZmqRanks(endpoint, 1)
+    context = zmq.Context()
+    push = context.socket(zmq.PUSH)
+    push.connect(f"{endpoint}-up")
+    with caplog.at_level(logging.ERROR, "moesaic.wire"):
+        push.send(b"\xc1 nonsense")
+        push.send(b"\x81\xa4type\xa3add")
+        until(lambda: ranks.receive(0.1) == [] and len(caplog.records) == 2)
+    assert all("dropped a message" in record.getMessage() for record in caplog.records)
+    push.close()
+    context.term()
+    ranks.close()
+
+
+def test_a_taken_address_is_a_clear_error() -> None:
+    with socketlib.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"cannot bind {endpoint}"):
+            ZmqRanks(endpoint, 1)
+
+
+def test_doorbells(tmp_path: Path, endpoint: str) -> None:
+    endpoints = [f"ipc://{tmp_path}/bell-{rank}.ipc" for rank in range(3)]
+    ranks = ZmqRanks(endpoint, 1)
+    inbox = RankSocket(endpoint, 0)
+    bells = [ZmqDoorbell(endpoints, rank) for rank in range(3)]
+    assert not bells[1].heard(0)
+    bells[0].ring(7)
+    for listener in (1, 2):
+        sleep_until_called(inbox, bells[listener], DEADLINE)
+        assert bells[listener].heard(7)
+        assert not bells[listener].heard(7), "a ring is heard once"
+    assert not bells[0].heard(7), "a rank does not ring itself"
+    bells[2].ring(7)
+    sleep_until_called(inbox, bells[0], DEADLINE)
+    assert not bells[0].heard(8), "a ring for an earlier sleep is forgotten"
+    began = time.monotonic()
+    sleep_until_called(inbox, bells[0], 0.05)
+    assert time.monotonic() - began >= 0.04
+    send_when_connected(ranks, 0, Shutdown())
+    sleep_until_called(inbox, bells[0], DEADLINE)
+    assert inbox.poll(0) == [Shutdown()]
+    for bell in bells:
+        bell.close()
+    inbox.close()
+    ranks.close()

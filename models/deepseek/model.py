@@ -27,6 +27,7 @@ from models.base import WeightSource
 from models.deepseek import weights
 from models.deepseek.attention import Attention, mla_shape
 from models.deepseek.config import DeepseekConfig
+from models.loading import read_ends, read_mlp
 
 
 class DecoderLayer(nn.Module):
@@ -98,13 +99,13 @@ class DeepseekForCausalLM(nn.Module):
 
     def load(self, source: WeightSource) -> None:
         """Fill every parameter; of the experts only those that this rank hosts are read."""
-        weights.load_ends(source, self.embed.weight, self.norm, self.head, self.config.tie_word_embeddings)
+        read_ends(source, self.embed.weight, self.norm, self.head, self.config.tie_word_embeddings)
         for index, layer in enumerate(self.decoders):
             prefix = f"model.layers.{index}."
             weights.load_attention(source, prefix, layer.attention, self.config)
             weights.load_norms(source, prefix, layer.input_norm, layer.post_norm)
             if isinstance(layer.mlp, GatedMLP):
-                weights.load_mlp(source, prefix, layer.mlp)
+                read_mlp(source, f"{prefix}mlp.", layer.mlp)
             else:
                 placement = self.parallel.placement
                 assert placement is not None

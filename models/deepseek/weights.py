@@ -1,7 +1,6 @@
 """Which key of a checkpoint goes where.
 
-Legend: H heads, A input size of the query projection, D hidden size, Vocab the vocabulary; N, P, C, V widths
-(mla/protocol.py).
+Legend: H heads, A input size of the query projection; N, P, C, V widths (mla/protocol.py).
 """
 
 from __future__ import annotations
@@ -16,17 +15,7 @@ from layers.norm import RMSNorm
 from models.base import WeightSource
 from models.deepseek.attention import Attention
 from models.deepseek.config import DeepseekConfig
-from models.loading import read_linear, read_merged, read_mlp
-
-
-def load_ends(source: WeightSource, embedding: Tensor, norm: RMSNorm, head: Tensor, tied: bool) -> None:
-    """Embedding, last norm and head. A tied head has no key of its own, or one that repeats the embedding."""
-    source.read("model.embed_tokens.weight", embedding)
-    source.read("model.norm.weight", norm.weight)
-    if not tied:
-        source.read("lm_head.weight", head)
-    elif source.has("lm_head.weight"):
-        source.skip("lm_head.weight")
+from models.loading import read_experts, read_linear, read_merged, read_mlp
 
 
 def load_norms(source: WeightSource, prefix: str, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
@@ -80,10 +69,6 @@ def split_pairs(rows_HPA: Tensor) -> None:
     rows_HPA.copy_(torch.cat([rows_HPA[:, 0:num_rows:2], rows_HPA[:, 1:num_rows:2]], dim=1))
 
 
-def load_mlp(source: WeightSource, prefix: str, mlp: GatedMLP) -> None:
-    read_mlp(source, f"{prefix}mlp.", mlp)
-
-
 def load_moe(source: WeightSource, prefix: str, moe: MoE, hosted: tuple[int, ...], num_experts: int) -> None:
     """hosted: the expert in each slot of this rank, -1 unused (its weights become zero). Other experts are skipped."""
     prefix = f"{prefix}mlp."
@@ -95,16 +80,7 @@ def load_moe(source: WeightSource, prefix: str, moe: MoE, hosted: tuple[int, ...
     if moe.shared is not None:
         assert isinstance(moe.shared, GatedMLP)
         read_mlp(source, f"{prefix}shared_experts.", moe.shared)
-    parts = ("gate_proj", "up_proj", "down_proj")
-    for slot, expert in enumerate(hosted):
-        for part, out in zip(parts, moe.experts.slot_views(slot), strict=True):
-            if expert < 0:
-                out.zero_()
-            else:
-                source.read(f"{prefix}experts.{expert}.{part}.weight", out)
-    for expert in sorted(set(range(num_experts)) - set(hosted)):
-        for part in parts:
-            source.skip(f"{prefix}experts.{expert}.{part}.weight")
+    read_experts(source, f"{prefix}experts.", moe.experts, hosted, num_experts)
 
 
 def skip_mtp(source: WeightSource, config: DeepseekConfig) -> None:

@@ -24,7 +24,7 @@ from layers.paged_kv import KVSpec, PagedKV
 from layers.rope import Rope, apply_rope
 from layers.step import StepInput
 from models.base import WeightSource
-from models.loading import read_mlp
+from models.loading import read_ends, read_experts, read_mlp
 from models.qwen3 import weights
 from models.qwen3.config import Qwen3Config
 
@@ -132,7 +132,7 @@ class Qwen3ForCausalLM(nn.Module):
     def load(self, source: WeightSource) -> None:
         """Fill every parameter; of the experts only those that this rank hosts are read."""
         tied = self.config.tie_word_embeddings
-        weights.read_ends(source, self.embed.weight, self.norm, self.head, tied)
+        read_ends(source, self.embed.weight, self.norm, self.head, tied)
         moe_layer = 0
         for index, layer in enumerate(self.decoders):
             prefix = f"model.layers.{index}."
@@ -151,7 +151,7 @@ class Qwen3ForCausalLM(nn.Module):
             assert isinstance(router, SoftmaxRouter)
             source.read(f"{prefix}mlp.gate.weight", router.weight)
             hosted = placement.experts_of(moe_layer, self.parallel.rank)
-            weights.read_experts(source, f"{prefix}mlp.experts.", layer.mlp.experts, hosted, self.config.num_experts)
+            read_experts(source, f"{prefix}mlp.experts.", layer.mlp.experts, hosted, self.config.num_experts)
             moe_layer += 1
 
 

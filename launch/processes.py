@@ -82,6 +82,12 @@ class Children:
             watched[pidfd].process.wait()
         return [watched[pidfd] for pidfd in ready]
 
+    def wait_for(self, child: Child, timeout: float) -> None:
+        """Until `child` has left, at most `timeout` seconds; others may leave meanwhile."""
+        deadline = time.monotonic() + timeout
+        while child.process.returncode is None and (left := deadline - time.monotonic()) > 0:
+            self.exited(left)
+
     def end(self, grace: float) -> None:
         """Wait up to `grace` seconds for the rest to leave by themselves, then kill what is left."""
         deadline = time.monotonic() + grace

@@ -86,6 +86,9 @@ class Supervisor:
 
     def _front_left(self, front: Child) -> int:
         code = front.process.returncode
+        if code is None:
+            _say(f"the front has not left within {FRONT_GRACE:.0f} s")
+            return 1
         if code == 0:
             self.children.end(RANK_GRACE)
         elif code != EXIT_RANK_LOST:
@@ -95,14 +98,14 @@ class Supervisor:
     def _rank_left(self, rank: Child) -> int:
         """Unless the front is leaving anyway, its clients are told that the rank is gone before everything ends."""
         assert self.front is not None
-        if self.signals:
-            self.children.end(FRONT_GRACE + self.server.shutdown_timeout)
-            return 0
+        if self.signals and rank.process.returncode == 0:  # the front has told the ranks to leave, and leaves itself
+            self.children.wait_for(self.front, FRONT_GRACE)
+            return self._front_left(self.front)
         _say(f"{rank.name} ended: {rank.exit_text()}; the server ends with it")
         socket = RankSocket(f"ipc://{self.runtime.path}/front.ipc", rank.rank)
         try:
             socket.send(RankFailed(rank.rank, rank.exit_text()))
-            self.children.end(FRONT_GRACE)
+            self.children.wait_for(self.front, FRONT_GRACE)
         finally:
             socket.close()
         return EXIT_RANK_LOST

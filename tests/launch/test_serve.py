@@ -62,7 +62,7 @@ def test_a_dead_rank_ends_the_server_with_an_error(tmp_path: Path) -> None:
         assert "rank 1" in (tmp_path / "server.log").read_text()
         for pid in children.values():
             until(lambda pid=pid: not command_line(pid), 10, "no orphan is left")
-    assert not list(server.runtime_root.iterdir()), "the runtime directory was not removed"
+        assert not list(server.runtime_root.iterdir()), "the runtime directory was not removed"
 
 
 def test_a_killed_supervisor_leaves_no_orphan(tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ from engine.wire import Ranks
 
 __all__ = ["AsyncLLM", "AsyncRanks", "EngineDraining", "EngineFailed", "RequestStream"]
 
-# The socket's descriptor is edge-triggered; should a wake-up ever be lost, this is how late its messages can be.
+# The socket's descriptor is edge-triggered; should a wake-up ever be lost, this is how late its messages can be. A rank
+# that is ready but cannot be reached yet makes no wake-up at all (engine/wire.py).
 _LOOK_AGAIN_SECONDS = 1.0
+_LOOK_AGAIN_UNREADY_SECONDS = 0.05
 
 
 class AsyncRanks(Ranks, Protocol):
@@ -112,7 +114,7 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         self._fd = ranks.fileno()
         self._loop.add_reader(self._fd, self._read)
-        self._timer = self._loop.call_later(_LOOK_AGAIN_SECONDS, self._look_again)
+        self._timer = self._loop.call_later(_LOOK_AGAIN_UNREADY_SECONDS, self._look_again)
         self._loop.call_soon(self._read)
 
     # ---- requests ----
@@ -260,7 +262,8 @@ class AsyncLLM:
             self.fail(self.front.failed)
 
     def _look_again(self) -> None:
-        self._timer = self._loop.call_later(_LOOK_AGAIN_SECONDS, self._look_again)
+        delay = _LOOK_AGAIN_SECONDS if self.is_ready else _LOOK_AGAIN_UNREADY_SECONDS
+        self._timer = self._loop.call_later(delay, self._look_again)
         self._read()
 
     def _do(self, work: Work) -> None:

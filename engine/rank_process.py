@@ -22,8 +22,10 @@ from pathlib import Path
 import msgspec
 
 from configs.engine import Plan
+from engine.memory import keep_freed_memory
 from engine.messages import Outputs, RankFailed
 from engine.orphan import die_with_parent
+from engine.progress import LoadProgress
 from engine.rank import build_rank
 from engine.wire import RankSocket, ZmqDoorbell, sleep_until_called
 from ep.group import gloo_group
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, help="process id of the parent; a rank does not outlive it")
     options = parser.parse_args()
     die_with_parent(options.parent)
+    keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {options.rank}: %(message)s")
@@ -68,7 +71,10 @@ def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket) -> N
         gloo_group(str(runtime_dir / "store"), rank_id, plan.data_parallel_size, plan.exchange_timeout, name)
         for name in ("agreement", "experts")
     )
-    rank = build_rank(plan, rank_id, group, exchange, bell, _Progress(rank_id) if rank_id == 0 else None)
+    # One bar is enough; every rank says in the end what it has read.
+    progress = LoadProgress(f"rank {rank_id}", sys.stderr, leads=rank_id == 0)
+    rank = build_rank(plan, rank_id, group, exchange, bell, progress)
+    progress.finish(rank.ready.bytes_read)
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
     socket.send(rank.ready)
@@ -93,21 +99,6 @@ def _report(socket: RankSocket, rank_id: int, error: Exception, code: int) -> in
     except ConnectionError as unheard:
         print(f"rank {rank_id}: {unheard}", file=sys.stderr)
     return code
-
-
-class _Progress:
-    """Plain lines on stderr, at most one per tenth."""
-
-    def __init__(self, rank_id: int) -> None:
-        self._rank_id = rank_id
-        self._next_tenth = 1
-
-    def __call__(self, bytes_done: int, bytes_total: int) -> None:
-        tenth = 10 * bytes_done // max(bytes_total, 1)
-        if tenth >= self._next_tenth:
-            self._next_tenth = tenth + 1
-            sizes = f"{bytes_done / 1e6:.0f} of {bytes_total / 1e6:.0f} MB"
-            print(f"rank {self._rank_id}: loading {10 * tenth} % ({sizes})", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from engine.messages import FrontToRank, RankToFront, encoder, front_decoder, rank_decoder
+from engine.messages import Abort, FrontToRank, RankReady, RankToFront, encoder, front_decoder, rank_decoder
 
 log = logging.getLogger("moesaic.wire")
 
 QUEUE_MESSAGES = 65536  # per peer and direction
 SEND_SECONDS = 10.0  # how long a rank waits for a front that does not read
 LINGER_SECONDS = 1.0  # how long close() waits for the last messages to leave
+HELD_SECONDS = 0.05  # how soon a rank that is ready but cannot be reached yet is tried again
 
 
 class Ranks(Protocol):
@@ -45,7 +46,8 @@ class ZmqRanks:
 
     In asyncio, add a reader on `fileno()` and call `receive(0)` in it. That descriptor is edge-triggered: it becomes
     readable once for any number of messages and stays silent until they are all taken, so whoever is woken must take
-    everything. `receive(0)` does; call it once more right after adding the reader.
+    everything. `receive(0)` does; call it once more right after adding the reader, and now and then until all ranks are
+    ready: a rank's two sockets connect independently of each other, so its RankReady is held back until it can be sent to.
     """
 
     def __init__(self, endpoint: str, size: int) -> None:
@@ -55,6 +57,7 @@ class ZmqRanks:
         self._down.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an absent rank is an error, not a silent drop
         self._down.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted rank takes over its old name
         self._up = _socket(self._context, zmq.PULL)
+        self._held: list[RankReady] = []
         try:
             self._down.bind(endpoint)
             self._up.bind(_up(endpoint))
@@ -85,15 +88,29 @@ class ZmqRanks:
 
     def receive(self, timeout: float) -> list[RankToFront]:
         """Everything that has come, waiting at most `timeout` seconds for the first; [] when nothing came."""
-        if timeout > 0 and not self._up.poll(int(timeout * 1000)):
-            return []
-        messages: list[RankToFront] = []
+        if timeout > 0:
+            self._up.poll(int((min(timeout, HELD_SECONDS) if self._held else timeout) * 1000))
+        came: list[RankToFront] = [*self._held]
+        self._held = []
         for payload in _drain(self._up):
             try:
-                messages.append(front_decoder.decode(payload))
+                came.append(front_decoder.decode(payload))
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 log.error("dropped a message of %d bytes from a rank: %s", len(payload), error)
+        messages: list[RankToFront] = []
+        for message in came:
+            if isinstance(message, RankReady) and not self._reaches(message.rank):
+                self._held.append(message)
+            else:
+                messages.append(message)
         return messages
+
+    def _reaches(self, rank: int) -> bool:
+        try:
+            self.send(rank, Abort([]))
+        except ConnectionError:
+            return False
+        return True
 
     def close(self) -> None:
         self._down.close(linger=int(LINGER_SECONDS * 1000))

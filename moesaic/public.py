@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Self
 
 from configs.engine import EngineConfig, Plan
@@ -9,6 +10,7 @@ from configs.env import read_env
 from engine import async_llm, llm
 from engine.messages import RankStats
 from engine.plan import make_plan
+from engine.progress import LoadProgress
 from engine.rank import LocalRanks, build_rank
 from engine.text import Tokenizer
 from launch.spawned import SpawnedRanks
@@ -40,8 +42,10 @@ class LLM(llm.LLM):
         tokenizer = Tokenizer(self.plan.model_path)
         block_size, max_logprobs = self.plan.block_size, self.plan.max_logprobs
         if self.plan.data_parallel_size == 1:
-            rank = LocalRanks(build_rank(self.plan))
-            super().__init__(rank, tokenizer, block_size=block_size, max_logprobs=max_logprobs)
+            progress = LoadProgress("moesaic", sys.stderr)
+            rank = build_rank(self.plan, progress=progress)
+            progress.finish(rank.ready.bytes_read)
+            super().__init__(LocalRanks(rank), tokenizer, block_size=block_size, max_logprobs=max_logprobs)
         else:
             ranks = SpawnedRanks(self.plan, read_env().runtime_root)
             super().__init__(ranks, tokenizer, block_size=block_size, max_logprobs=max_logprobs, lost=ranks.lost)

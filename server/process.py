@@ -26,7 +26,7 @@ import uvloop
 from configs.engine import Plan
 from configs.server import ServerConfig
 from engine.async_llm import AsyncLLM
-from engine.messages import Abort, RankReady, RankToFront, SamplingParams, Shutdown
+from engine.messages import SamplingParams, Shutdown
 from engine.model_defaults import model_defaults
 from engine.orphan import die_with_parent
 from engine.text import Tokenizer
@@ -60,7 +60,7 @@ def main() -> None:
         listener = listen(config.host, config.port)
         tokenizer = Tokenizer(plan.model_path)
         defaults = model_defaults(plan.model_path) if config.use_generation_config else SamplingParams()
-        ranks = ReachableRanks(f"ipc://{options.runtime_dir}/front.ipc", plan.data_parallel_size)
+        ranks = ZmqRanks(f"ipc://{options.runtime_dir}/front.ipc", plan.data_parallel_size)
     except ValueError as error:
         print(f"moesaic: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_BAD_INPUT)
@@ -103,35 +103,6 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class ReachableRanks(ZmqRanks):
-    """Holds a rank's RankReady back until the rank can be sent to.
-
-    A rank's two sockets connect independently of each other, so that what it says may arrive before it can be reached; the
-    first request would then find it "not connected". The engine looks again within a second at most.
-    """
-
-    def __init__(self, endpoint: str, size: int) -> None:
-        super().__init__(endpoint, size)
-        self._held: list[RankReady] = []
-
-    def receive(self, timeout: float) -> list[RankToFront]:
-        result: list[RankToFront] = []
-        came, self._held = [*self._held, *super().receive(timeout)], []
-        for message in came:
-            if isinstance(message, RankReady) and not self._reaches(message.rank):
-                self._held.append(message)
-            else:
-                result.append(message)
-        return result
-
-    def _reaches(self, rank: int) -> bool:
-        try:
-            self.send(rank, Abort([]))
-        except ConnectionError:
-            return False
-        return True
 
 
 class FrontProcess:

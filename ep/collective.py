@@ -8,8 +8,9 @@ A token travels once to each rank that has some of its experts: its hidden state
 weights, in one row. The rank that computes weights and sums what its experts made of a token, and sends one row back; the sender
 adds up the ranks' rows in float32.
 
-One message carries a rank's rows, led by a row that says how many follow. The receiver posts a fixed room before it
-knows that number. Only what does not fit there takes a second message.
+One all-to-all carries the rows to a rank, led by a row that says how many there are. The receiver gives a fixed room before
+it knows that number; when some message of any rank is longer, a second all-to-all carries what is left. A rank's own rows
+are not sent.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ep.group import GlooGroup, Message
-from ep.protocol import Arrived, Routing
+from ep.group import GlooGroup
+from ep.protocol import Arrived, Pending, Routing
 from moe_kernels import Bags, Layout, permute_some, unpermute
 
 _ROOM_BYTES = 1 << 18  # of a first message, per peer and lane
@@ -30,95 +31,137 @@ _WORD = 8
 @dataclass(frozen=True, slots=True)
 class _Ticket:
     bags: Bags  # from the experts' rows to the N rows that arrived
-    arrived: list[int]  # rows that came from each rank
-    sent: list[int]  # rows in the message to each rank, the leading one included
-    back: Bags  # from the rows sent, leading ones included, to the T tokens
+    arrived: list[int]  # rows that came from each other rank
+    sent: list[int]  # rows that went to each other rank
+    own: int  # rows that stayed
+    back: Bags  # from the M rows sent to the T tokens
 
 
 class CollectiveAllToAll:
-    """One lane. Every rank of the group makes its lanes in the same order."""
+    """One lane. Every rank of the group makes its lanes, and uses them, in the same order.
+
+    Between ranks rows lie in the order of ranks, a rank's own rows last.
+    """
 
     layout = Layout.RAGGED
 
     def __init__(self, group: GlooGroup, num_slots: int, hidden_size: int, dtype: torch.dtype) -> None:
-        self.group = group
-        self.num_slots = num_slots
-        self.hidden_size = hidden_size
-        self.dtype = dtype
-        self.tag = group.new_tag()
-        self.rest_tag = group.new_tag()
-        self.back_tag = group.new_tag()
-        self._rooms: dict[int, Tensor] = {}
+        self._group = group
+        self._num_slots = num_slots
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._room: dict[int, Tensor] = {}
+        # Messages lie in the order of ranks, this rank's own rows last: the column of a slot is its place in that order.
+        ranks = [*range(group.rank), *range(group.rank + 1, group.size), group.rank]
+        column_G = torch.empty(group.size, dtype=torch.int64)
+        column_G[torch.tensor(ranks)] = torch.arange(group.size)
+        self._column_of_slot = column_G.repeat_interleave(num_slots)
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> _Dispatch:
-        group, size = self.group, self.group.size
-        rooms = self.rooms(routing.slot_TK.shape[1])
-        heads = [(peer, group.receive(rooms[peer], peer, self.tag)) for peer in group.peers]
-        # The leading row of the message to rank g is row g of the table, so that one gather builds every message.
-        goes_XG = torch.zeros(size + x_TD.shape[0], size, dtype=torch.bool)
-        goes_XG[:size].fill_diagonal_(True)
-        goes_XG[size:].scatter_(1, routing.slot_TK.div(self.num_slots, rounding_mode="floor"), True)
-        index_M = goes_XG.t().nonzero()[:, 1]
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Arrived]:
+        num_peers = self._group.size - 1
+        room = self._room_for(routing.slot_TK.shape[1])
+        # The leading row of message i is row i of the table, so that one gather builds every message.
+        goes_XG = torch.zeros(num_peers + x_TD.shape[0], num_peers + 1, dtype=torch.bool)
+        goes_XG[:num_peers].fill_diagonal_(True)
+        goes_TG = goes_XG[num_peers:].scatter_(1, self._column_of_slot[routing.slot_TK], True)
         counts_G = goes_XG.sum(0)
-        sent: list[int] = counts_G.tolist()
+        counts: list[int] = counts_G.tolist()
+        longest = max(counts[:num_peers])
         table_XB = self._table(x_TD, routing)
-        table_XB[:size, 0] = counts_G
-        outgoing = torch.split(table_XB.index_select(0, index_M), sent)
-        messages: list[Message] = []
-        for peer in group.peers:
-            if sent[peer] <= rooms.shape[1]:
-                messages.append(group.send(outgoing[peer], peer, self.tag))
-            else:
-                messages.append(group.send(outgoing[peer][:1], peer, self.tag))
-                messages.append(group.send(outgoing[peer][1:], peer, self.rest_tag))
-        # Leading rows have the lowest numbers: what remains is, token by token, where its rows lie in the messages.
-        row_M = index_M.argsort(stable=True)[size:]
-        copies_T = goes_XG[size:].sum(1)
+        table_XB[:num_peers, 0] = counts_G[:num_peers]
+        table_XB[:num_peers, 1] = longest
+        rows_MB = table_XB.index_select(0, goes_XG.t().nonzero()[:, 1])
+        first_MB, rest = rows_MB[: rows_MB.shape[0] - counts[num_peers]], None
+        if longest > room.shape[1]:
+            messages = torch.split(first_MB, counts[:num_peers])
+            first_MB = torch.cat([message[: room.shape[1]] for message in messages])
+            rest = torch.cat([message[room.shape[1] :] for message in messages])
+        exchange = self._group.all_to_all(
+            room.view(-1, room.shape[2]),
+            first_MB,
+            self._by_rank([room.shape[1]] * num_peers),
+            self._by_rank([min(count, room.shape[1]) for count in counts[:num_peers]]),
+        )
+        row_M = goes_TG.t().nonzero()[:, 1].argsort(stable=True)
+        copies_T = goes_TG.sum(1)
         back = Bags(row_M, torch.ones(row_M.shape[0]), copies_T.cumsum(0).sub_(copies_T))
-        return _Dispatch(self, heads, messages, rooms, outgoing[group.rank][1:], sent, back)
+        return _Dispatch(self, exchange, room, rows_MB, rest, counts, longest, back)
 
-    def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> _Combine:
+    def arrive(self, dispatch: _Dispatch) -> Arrived:
+        """The second half of a dispatch."""
+        dispatch.exchange.wait()
+        room, counts = dispatch.room, dispatch.counts
+        num_peers, limit = room.shape[0], room.shape[1]
+        heads: list[list[int]] = room[:, 0, :2].tolist()
+        coming = [count for count, _ in heads]
+        pieces = [room[i, 1:count] for i, count in enumerate(coming)]
+        if max(dispatch.longest, *(longest for _, longest in heads)) > limit:
+            left = [max(0, count - limit) for count in coming]
+            rest_NB = room.new_empty(sum(left), room.shape[2])
+            empty_MB = rest_NB[:0] if dispatch.rest is None else dispatch.rest
+            going = [max(0, count - limit) for count in counts[:num_peers]]
+            self._group.all_to_all(rest_NB, empty_MB, self._by_rank(left), self._by_rank(going)).wait()
+            rests = torch.split(rest_NB, left)
+            pieces = [part for pair in zip(pieces, rests, strict=True) for part in pair]
+        pieces.append(dispatch.rows_MB[dispatch.rows_MB.shape[0] - counts[num_peers] :])
+        x_ND, slot_NK, weight_NK = self._fields(torch.cat(pieces))
+        first_slot = self._group.rank * self._num_slots
+        batch, bags = permute_some(x_ND, slot_NK, weight_NK, first_slot, self._num_slots)
+        ticket = _Ticket(
+            bags,
+            [count - 1 for count in coming],
+            [count - 1 for count in counts[:num_peers]],
+            counts[num_peers],
+            dispatch.back,
+        )
+        return Arrived(batch, ticket)
+
+    def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         assert isinstance(ticket, _Ticket)
-        group = self.group
-        sum_ND = unpermute(y, ticket.bags, y.new_empty(sum(ticket.arrived), self.hidden_size))
-        leaving = torch.split(sum_ND, ticket.arrived)
-        back_MD = y.new_empty(sum(ticket.sent), self.hidden_size)
-        coming = [rows[1:] for rows in torch.split(back_MD, ticket.sent)]
-        messages: list[Message] = []
-        for peer in group.peers:
-            if ticket.sent[peer] > 1:
-                messages.append(group.receive(coming[peer], peer, self.back_tag))
-        for peer in group.peers:
-            if ticket.arrived[peer]:
-                messages.append(group.send(leaving[peer], peer, self.back_tag))
-        coming[group.rank].copy_(leaving[group.rank])
-        return _Combine(messages, back_MD, ticket.back, out_TD)
+        leaving, coming = sum(ticket.arrived), sum(ticket.sent)
+        sum_ND = unpermute(y, ticket.bags, y.new_empty(leaving + ticket.own, self._hidden_size))
+        back_MD = y.new_empty(coming + ticket.own, self._hidden_size)
+        back_MD[coming:] = sum_ND[leaving:]
+        exchange = self._group.all_to_all(
+            back_MD[:coming], sum_ND[:leaving], self._by_rank(ticket.sent), self._by_rank(ticket.arrived)
+        )
+        return _Combine(exchange, back_MD, ticket.back, out_TD)
 
     def close(self) -> None:
         """Nothing is held; the group is closed by whoever opened it."""
 
-    def rooms(self, top_k: int) -> Tensor:
-        """Room for one message of each rank, int64 [G, rows, B]."""
-        if top_k not in self._rooms:
-            words = -(-(self.hidden_size * self.dtype.itemsize) // _WORD) + top_k
-            rows = max(2, _ROOM_BYTES // (words * _WORD))
-            self._rooms[top_k] = torch.empty(self.group.size, rows, words, dtype=torch.int64)
-        return self._rooms[top_k]
+    def _by_rank(self, of_peers: list[int]) -> list[int]:
+        """The same with 0 for this rank."""
+        rank = self._group.rank
+        return [*of_peers[:rank], 0, *of_peers[rank:]]
 
-    def fields(self, rows_NB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of rows: x [N, D], slot int32 [N, K], weight float32 [N, K]. K words hold both ids and weights."""
-        first = -(-(self.hidden_size * self.dtype.itemsize) // _WORD)
-        top_k = rows_NB.shape[1] - first
-        x_ND = rows_NB.view(self.dtype)[:, : self.hidden_size]
-        slot_NK = rows_NB.view(torch.int32)[:, 2 * first : 2 * first + top_k]
-        return x_ND, slot_NK, rows_NB.view(torch.float32)[:, 2 * first + top_k :]
+    def _words(self) -> int:
+        """Words of a row's hidden state."""
+        return -(-(self._hidden_size * self._dtype.itemsize) // _WORD)
+
+    def _room_for(self, top_k: int) -> Tensor:
+        """Room for the first message of every other rank, int64 [G - 1, rows, B]."""
+        if top_k not in self._room:
+            words = self._words() + top_k
+            rows = max(2, _ROOM_BYTES // (words * _WORD))
+            self._room[top_k] = torch.empty(self._group.size - 1, rows, words, dtype=torch.int64)
+        return self._room[top_k]
+
+    def _fields(self, rows_NB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of rows: x [N, D], slot int32 [N, K], weight float32 [N, K] (the last two share K words)."""
+        top_k = rows_NB.shape[1] - self._words()
+        first = 2 * self._words()
+        x_ND = rows_NB.view(self._dtype)[:, : self._hidden_size]
+        slot_NK = rows_NB.view(torch.int32)[:, first : first + top_k]
+        return x_ND, slot_NK, rows_NB.view(torch.float32)[:, first + top_k :]
 
     def _table(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """G unwritten rows, then one per token: int64 [G + T, B]."""
-        size = self.group.size
-        words = self.rooms(routing.slot_TK.shape[1]).shape[2]
-        table_XB = torch.empty(size + x_TD.shape[0], words, dtype=torch.int64)
-        for field, value in zip(self.fields(table_XB[size:]), (x_TD, routing.slot_TK, routing.weight_TK), strict=True):
+        """G - 1 unwritten rows, then one per token: int64 [G - 1 + T, B]."""
+        num_peers = self._group.size - 1
+        words = self._words() + routing.slot_TK.shape[1]
+        table_XB = torch.empty(num_peers + x_TD.shape[0], words, dtype=torch.int64)
+        values = (x_TD, routing.slot_TK, routing.weight_TK)
+        for field, value in zip(self._fields(table_XB[num_peers:]), values, strict=True):
             field.copy_(value)
         return table_XB
 
@@ -126,41 +169,25 @@ class CollectiveAllToAll:
 @dataclass(frozen=True, slots=True)
 class _Dispatch:
     lane: CollectiveAllToAll
-    heads: list[tuple[int, Message]]
-    messages: list[Message]
-    rooms: Tensor
-    own_NB: Tensor
-    sent: list[int]
+    exchange: Pending[None]
+    room: Tensor
+    rows_MB: Tensor  # every message, leading rows included, then the rank's own rows
+    rest: Tensor | None  # what did not fit the first messages
+    counts: list[int]  # rows of each message, leading row included; then the number of own rows
+    longest: int
     back: Bags
 
     def wait(self) -> Arrived:
-        lane, group = self.lane, self.lane.group
-        pieces = [self.own_NB] * group.size
-        rest: list[Message] = []
-        for peer, head in self.heads:
-            head.wait()
-            count = int(self.rooms[peer, 0, 0])
-            if count <= self.rooms.shape[1]:
-                pieces[peer] = self.rooms[peer, 1:count]
-            else:
-                pieces[peer] = self.rooms.new_empty(count - 1, self.rooms.shape[2])
-                rest.append(group.receive(pieces[peer], peer, lane.rest_tag))
-        for message in (*rest, *self.messages):
-            message.wait()
-        x_ND, slot_NK, weight_NK = lane.fields(torch.cat(pieces))
-        batch, bags = permute_some(x_ND, slot_NK, weight_NK, group.rank * lane.num_slots, lane.num_slots)
-        arrived = [piece.shape[0] for piece in pieces]
-        return Arrived(batch, _Ticket(bags, arrived, self.sent, self.back))
+        return self.lane.arrive(self)
 
 
 @dataclass(frozen=True, slots=True)
 class _Combine:
-    messages: list[Message]
+    exchange: Pending[None]
     back_MD: Tensor
     back: Bags
     out_TD: Tensor
 
     def wait(self) -> Tensor:
-        for message in self.messages:
-            message.wait()
+        self.exchange.wait()
         return unpermute(self.back_MD, self.back, self.out_TD)

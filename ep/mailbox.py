@@ -77,7 +77,7 @@ class Mailbox:
             # NaN shows at once whoever reads past a slot's rows.
             x = x_RD.new_full((self._num_slots * num_rows, x_RD.shape[1]), float("nan"))
             x[place_R] = x_RD[order_R]
-            x = x.view(self._num_slots, num_rows, -1)
+            x = x.view(self._num_slots, num_rows, x_RD.shape[1])
         row_R = torch.empty_like(order_R)
         row_R[order_R] = place_R
         row_of = list(torch.split(row_R, [slot.shape[0] for _, slot in parcels]))

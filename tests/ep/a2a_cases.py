@@ -1,0 +1,172 @@
+"""Cases for every all-to-all backend, with answers that any rank can work out alone.
+
+Legend: T tokens of a rank, D hidden size, K experts per token, S slots of a rank, R rows arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dbo.steps import Steps
+from ep.experts import Experts
+from ep.moe import MoE
+from ep.place import SlotTable
+from ep.protocol import AllToAll, Routing
+from ep.router import SoftmaxRouter
+from eplb.placement import Placement, linear_placement
+from moe_kernels import Layout
+
+HIDDEN = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens: of each rank (used cyclically); target: all choices fall on this rank, -1 for anywhere."""
+
+    name: str
+    tokens: tuple[int, ...]
+    num_slots: int = 4
+    top_k: int = 3
+    target: int = -1
+    dtype: torch.dtype = torch.float32
+    hidden: int = HIDDEN
+
+    def tokens_of(self, rank: int) -> int:
+        return self.tokens[rank % len(self.tokens)]
+
+    def inputs(self, rank: int, size: int) -> tuple[Tensor, Routing]:
+        """What `rank` brings."""
+        num_tokens = self.tokens_of(rank)
+        generator = torch.Generator().manual_seed(1000 * rank + num_tokens)
+        x_TD = torch.randn(num_tokens, self.hidden, generator=generator).to(self.dtype)
+        scores = torch.rand(num_tokens, size * self.num_slots, generator=generator)
+        if self.target >= 0:
+            first = (self.target % size) * self.num_slots
+            scores[:, first : first + self.num_slots] += 1
+        slot_TK = scores.topk(min(self.top_k, size * self.num_slots)).indices
+        return x_TD, Routing(slot_TK, torch.rand(slot_TK.shape, generator=generator))
+
+
+CASES = (
+    Case("equal", (5,)),
+    Case("one token", (1,)),
+    Case("unequal", (7, 0, 3, 1)),
+    Case("only the last rank has tokens", (0, 0, 0, 0, 0, 0, 0, 4)),
+    Case("only rank 0 has tokens", (4, 0, 0, 0, 0, 0, 0, 0)),
+    Case("nobody has tokens", (0,)),
+    Case("all to rank 1", (6, 2), target=1),
+    Case("all to rank 0", (6, 2), target=0),
+    Case("one choice, one slot", (3, 2), num_slots=1, top_k=1),
+    Case("odd width", (3, 5), hidden=7),
+    Case("bfloat16", (5, 0, 9), dtype=torch.bfloat16),
+    Case("bfloat16, odd width", (5, 2), dtype=torch.bfloat16, hidden=7),
+    # More rows than a first message of the collective backend has room for, from some ranks and not from others.
+    Case("large", (700, 3), num_slots=8, top_k=6, hidden=96),
+)
+
+
+def slot_answer(x: Tensor, slot: int) -> Tensor:
+    """A stand-in for expert number `slot`: exact in float32, different for every slot."""
+    return x * (slot + 1) + slot
+
+
+def exchange(a2a: AllToAll, case: Case, rank: int, size: int) -> Steps[None]:
+    """One dispatch and one combine of `rank`, everything checked on the way."""
+    x_TD, routing = case.inputs(rank, size)
+    sent = a2a.dispatch(x_TD, routing)
+    yield
+    arrived = sent.wait()
+    y = torch.full_like(arrived.batch.x, float("nan"))
+    start = 0
+    for slot in range(case.num_slots):
+        number = rank * case.num_slots + slot
+        expected_RD = torch.cat([rows_for(case, peer, size, number) for peer in range(size)])
+        count = int(arrived.batch.rows_S[slot])
+        assert count == expected_RD.shape[0], (case.name, slot)
+        if arrived.batch.layout is Layout.RAGGED:
+            place: tuple[int | slice, ...] = (slice(start, start + count),)
+        else:
+            place = (slot, slice(0, count))
+            assert arrived.batch.x[slot, count:].isnan().all(), "padding must be poisoned"
+        rows_RD = arrived.batch.x[place]
+        # Rows of a slot come in any order; random rows differ in their first number.
+        assert torch.equal(rows_RD[rows_RD[:, 0].argsort()], expected_RD[expected_RD[:, 0].argsort()]), (
+            case.name,
+            slot,
+        )
+        y[place] = slot_answer(rows_RD, number)
+        start += count
+    if arrived.batch.layout is Layout.RAGGED:
+        assert arrived.batch.x.shape == (start, case.hidden)
+    assert arrived.batch.rows_S.dtype == torch.int32 and arrived.batch.rows_S.shape == (case.num_slots,)
+    out_TD = torch.full_like(x_TD, float("nan"))
+    back = a2a.combine(y, arrived.ticket, out_TD)
+    yield
+    assert back.wait() is out_TD
+    torch.testing.assert_close(out_TD, answer(case, rank, size), **tolerance(case.dtype))
+
+
+def rows_for(case: Case, rank: int, size: int, slot: int) -> Tensor:
+    """The tokens of `rank` that chose global slot `slot`, in order."""
+    x_TD, routing = case.inputs(rank, size)
+    return x_TD[(routing.slot_TK == slot).any(1)]
+
+
+def answer(case: Case, rank: int, size: int) -> Tensor:
+    x_TD, routing = case.inputs(rank, size)
+    x_TKD = x_TD.double().unsqueeze(1)
+    slot_TK1 = routing.slot_TK.unsqueeze(2)
+    return (routing.weight_TK.unsqueeze(2) * (x_TKD * (slot_TK1 + 1) + slot_TK1)).sum(1).to(case.dtype)
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    # bfloat16: the row of each rank is rounded once, and the sum once more.
+    return {"rtol": 1e-5, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 2**-6, "atol": 0.25}
+
+
+MOE_EXPERTS = 12
+MOE_WIDTH = 20
+
+
+def moe_parts(shared: bool) -> tuple[SoftmaxRouter, Experts, torch.nn.Module | None]:
+    """Router, all experts and shared expert of one small layer, the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    router = SoftmaxRouter(HIDDEN, MOE_EXPERTS, 4, True, torch.float32)
+    experts = Experts(MOE_EXPERTS, HIDDEN, MOE_WIDTH, torch.float32)
+    linear = torch.nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+    for parameter in (*router.parameters(), *experts.parameters(), *linear.parameters()):
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * HIDDEN**-0.5)
+    return router, experts, linear if shared else None
+
+
+def moe_placement(size: int, num_extra: int) -> Placement:
+    return linear_placement(1, MOE_EXPERTS, size, -(-MOE_EXPERTS // size) + num_extra if num_extra else None)
+
+
+def sharded_moe(lanes: list[AllToAll], placement: Placement, rank: int, shared: bool = True) -> MoE:
+    router, every, shared_expert = moe_parts(shared)
+    experts = Experts(placement.slots_per_rank, HIDDEN, MOE_WIDTH, torch.float32)
+    for slot, expert in enumerate(placement.experts_of(0, rank)):
+        for view, source in zip(experts.slot_views(slot), every.slot_views(max(expert, 0)), strict=True):
+            view.copy_(source) if expert >= 0 else view.fill_(float("nan"))
+    return MoE(router, experts, lanes, SlotTable(placement, 0, rank), shared_expert)
+
+
+def moe_input(rank: int, num_tokens: int) -> Tensor:
+    return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+def moe_answer(x_TD: Tensor, shared: bool = True) -> Tensor:
+    """The layer as one sum over all experts, without any routing of rows."""
+    router, experts, shared_expert = moe_parts(shared)
+    expert_TK, weight_TK = router(x_TD)
+    weight_TE = torch.zeros(x_TD.shape[0], MOE_EXPERTS).scatter_(1, expert_TK, weight_TK)
+    out_TD = torch.zeros_like(x_TD) if shared_expert is None else shared_expert(x_TD)
+    for expert in range(MOE_EXPERTS):
+        gate_FD, up_FD, down_DF = experts.slot_views(expert)
+        hidden_TF = torch.nn.functional.silu(x_TD @ gate_FD.T) * (x_TD @ up_FD.T)
+        out_TD = out_TD + weight_TE[:, expert, None] * (hidden_TF @ down_DF.T)
+    return out_TD

@@ -1,0 +1,92 @@
+"""Every backend by name: rows arrive where they should, and come back weighted and summed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from a2a_cases import CASES, Case, exchange
+from gloo_ranks import Results, run_gloo
+
+from dbo.steps import drain, weave
+from ep.group import LocalGroup, MailboxGroup, MailboxWorld
+from ep.mailbox import Mailbox
+from ep.protocol import AllToAll
+from ep.table import make_lanes
+from moe_kernels import Layout
+
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+two_and_four = pytest.mark.parametrize(
+    "gloo_results", [2, pytest.param(4, marks=pytest.mark.slow)], indirect=True, ids=["2 ranks", "4 ranks"]
+)
+
+
+@pytest.fixture(scope="module")
+def gloo_results(request: pytest.FixtureRequest) -> Results:
+    """Processes take seconds to start: they run every case at once, for all tests."""
+    return run_gloo(request.param)
+
+
+@torch.inference_mode()
+@by_name
+def test_local(case: Case) -> None:
+    for lane in make_lanes("auto", LocalGroup(), case.num_slots, case.hidden, case.dtype, num_lanes=2):
+        drain(exchange(lane, case, 0, 1))
+        lane.close()
+
+
+def mailboxes(size: int, case: Case, layout: Layout) -> tuple[MailboxWorld, list[list[AllToAll]]]:
+    world = MailboxWorld(size)
+    if layout is Layout.PADDED:
+        lanes = [[Mailbox(world, rank, case.num_slots, lane, layout) for lane in range(2)] for rank in range(size)]
+        return world, [list[AllToAll](of_rank) for of_rank in lanes]
+    groups = [MailboxGroup(world, rank) for rank in range(size)]
+    return world, [
+        list(make_lanes("mailbox", group, case.num_slots, case.hidden, case.dtype, num_lanes=2)) for group in groups
+    ]
+
+
+@torch.inference_mode()
+@by_name
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_mailbox(case: Case, size: int, layout: Layout) -> None:
+    if case.name == "large" and size > 1:
+        pytest.skip("the size of a message means nothing to this backend")
+    world, lanes = mailboxes(size, case, layout)
+    for _ in range(2):
+        drain(weave(*(exchange(lanes[rank][0], case, rank, size) for rank in range(size))))
+    drain(weave(*(weave(*(exchange(lane, case, rank, size) for lane in lanes[rank])) for rank in range(size))))
+    assert world.num_waiting == 0
+
+
+def test_waiting_too_early_names_those_missing() -> None:
+    world = MailboxWorld(3)
+    case = CASES[0]
+    x_TD, routing = case.inputs(1, 3)
+    pending = Mailbox(world, 1, case.num_slots).dispatch(x_TD, routing)
+    Mailbox(world, 2, case.num_slots).dispatch(*case.inputs(2, 3))
+    with pytest.raises(AssertionError, match=r"rank 1 waits for .*dispatch.* rank\(s\) \[0\] have not posted"):
+        pending.wait()
+
+
+@two_and_four
+@by_name
+def test_gloo(case: Case, gloo_results: Results) -> None:
+    assert_all_ok(gloo_results, case.name)
+
+
+@two_and_four
+@pytest.mark.parametrize("what", ["moe", "gather", "stall"])
+def test_gloo_also(what: str, gloo_results: Results) -> None:
+    assert_all_ok(gloo_results, what)
+
+
+@two_and_four
+def test_gloo_survivors_of_a_killed_rank_learn_of_it(gloo_results: Results) -> None:
+    assert_all_ok(gloo_results, "death", num_dead=1)
+
+
+def assert_all_ok(results: Results, what: str, num_dead: int = 0) -> None:
+    size = 1 + max(rank for _, rank in results)
+    for rank in range(size - num_dead):
+        assert results[what, rank] == "ok", f"rank {rank}:\n{results[what, rank]}"

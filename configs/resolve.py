@@ -87,7 +87,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         scheduling_policy=config.scheduling_policy,
-        async_scheduling=_async_scheduling(config, machine, ranks, why),
+        async_scheduling=_async_scheduling(config, machine, why),
         data_parallel_size=ranks,
         all2all_backend=_backend(config, model, why),
         slots_per_rank=_slots(config, model, why),
@@ -258,14 +258,15 @@ def _slots(config: EngineConfig, model: ModelNumbers, why: dict[str, str]) -> in
     return -(-total // ranks)
 
 
-def _async_scheduling(config: EngineConfig, machine: Machine, ranks: int, why: dict[str, str]) -> bool:
+def _async_scheduling(config: EngineConfig, machine: Machine, why: dict[str, str]) -> bool:
+    """Measured by benchmarks/bench_overhead.py: with no core to spare, the second thread only takes turns."""
     if config.async_scheduling is not None:
         why["async_scheduling"] = "as asked"
         return config.async_scheduling
-    spare = machine.cores > ranks
+    ranks = config.data_parallel_size
+    threads = config.threads_per_rank or max(1, machine.cores // ranks)
+    spare = machine.device != "cpu" or machine.cores > ranks * threads
     why["async_scheduling"] = (
-        "a core is left for scheduling while another computes"
-        if spare
-        else "every core computes: a second thread would only take turns"
+        "scheduling runs beside the step" if spare else "every core computes: a second thread would only take turns"
     )
     return spare

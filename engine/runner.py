@@ -139,7 +139,7 @@ class Runner:
                 targets = part.target_ids[first : first + PROMPT_ROWS_AT_ONCE]
                 start = part.first_logit + first
                 hidden_PD = hidden_TD[prepared.input.logits_rows_P[start : start + len(targets)]]
-                logits_PV = self._model.logits(hidden_PD)
+                logits_PV = self._model.logits(hidden_PD).float()
                 values += prompt_logprobs(
                     logits_PV, targets, part.num_logprobs, self._logprobs_mode, self._table.num_valid_tokens
                 )

@@ -32,7 +32,8 @@ class Sampled:
 
 
 def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode = "raw_logprobs") -> Sampled:
-    """logits_PV: float32 [P, V], rows as given to SamplingTable.gather; they may be overwritten.
+    """logits_PV: float32 or bfloat16 [P, V], rows as given to SamplingTable.gather; they may be overwritten. All
+    arithmetic is in float32; that greedy rows alone need none saves a copy of the logits, the largest tensor of a step.
 
     Greedy rows take the lowest id of equal maxima. Where top_k or top_p would cut between tokens of equal probability,
     all of them are kept.
@@ -41,6 +42,7 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
     needs = batch.needs
     if not needs:
         return Sampled(_greedy(logits_PV), None)
+    logits_PV = logits_PV.float()
     device = logits_PV.device
     raw = logprobs_mode.startswith("raw")
     keep_logits = bool(needs & LOGPROBS) and not raw
@@ -78,7 +80,15 @@ def _greedy(logits_PV: Tensor) -> Tensor:
     """int64 [P]; the lowest id of equal maxima. On the CPU by numpy: a tenth of the time."""
     if logits_PV.device.type != "cpu":
         return logits_PV.argmax(-1)
-    return torch.from_numpy(logits_PV.numpy().argmax(-1))
+    if logits_PV.dtype != torch.bfloat16:
+        return torch.from_numpy(logits_PV.numpy().argmax(-1))
+    # numpy knows no bfloat16, but the bits of positive floats are ordered as integers, and above all negative ones.
+    bits_PV = logits_PV.view(torch.int16).numpy()
+    best_P = bits_PV.argmax(-1)
+    unclear = np.flatnonzero(np.take_along_axis(bits_PV, best_P[:, None], -1)[:, 0] <= 0)
+    if len(unclear):
+        best_P[unclear] = logits_PV[torch.from_numpy(unclear)].float().numpy().argmax(-1)
+    return torch.from_numpy(best_P)
 
 
 def _to(array: Ints, device: torch.device) -> Tensor:

@@ -63,5 +63,5 @@ class MergedLinear(Linear):
 
 
 def logits(hidden_PD: Tensor, weight_VD: Tensor) -> Tensor:
-    """The head: [P, D] x [V, D] -> float32 [P, V]. The product runs in the weights' dtype, as in the originals."""
-    return F.linear(hidden_PD, weight_VD).float()
+    """The head: [P, D] x [V, D] -> [P, V], in the weights' dtype, as in the originals."""
+    return F.linear(hidden_PD, weight_VD)

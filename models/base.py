@@ -30,7 +30,7 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
-        """[P, D] -> float32 [P, V]."""
+        """[P, D] -> [P, V], in the model's dtype."""
         ...
 
     def load(self, source: WeightSource) -> None:

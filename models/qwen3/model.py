@@ -126,7 +126,7 @@ class Qwen3ForCausalLM(nn.Module):
         return x_TD
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
-        """[P, D] -> float32 [P, V]."""
+        """[P, D] -> [P, V], in the model's dtype."""
         return logits(hidden_PD, self.head)
 
     def load(self, source: WeightSource) -> None:

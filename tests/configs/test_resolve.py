@@ -113,3 +113,9 @@ def test_a_context_that_does_not_fit_is_refused_when_asked_for() -> None:
 def test_local_exchange_is_for_one_rank() -> None:
     with pytest.raises(ValueError, match="serves one rank"):
         resolve(EngineConfig(data_parallel_size=2, all2all_backend="local"), MODEL, MACHINE)
+
+
+def test_scheduling_runs_beside_the_step_where_a_core_is_left() -> None:
+    assert not resolve(EngineConfig(), MODEL, MACHINE).async_scheduling
+    assert resolve(EngineConfig(threads_per_rank=3), MODEL, MACHINE).async_scheduling
+    assert resolve(EngineConfig(async_scheduling=True), MODEL, MACHINE).async_scheduling

@@ -357,3 +357,14 @@ def test_prompt_logprobs() -> None:
                 assert entry.ids == expected.ids and entry.rank == expected.rank
                 assert entry.values == pytest.approx(expected.values, abs=1e-5)
     assert prompt_logprobs(logits[:0], [], 1, "raw_logprobs") == []
+
+
+@pytest.mark.parametrize("shift", [0.0, -100.0, 100.0])
+def test_greedy_in_bfloat16_is_greedy_in_float32(shift: float) -> None:
+    """Also where every logit of a row is negative, and where the best ones are equal."""
+    torch.manual_seed(0)
+    logits_PV = (torch.randn(33, 1000) * 3 + shift).bfloat16()
+    logits_PV[3] = -0.0
+    logits_PV[4, 7:] = logits_PV[4].max()
+    expected = logits_PV.float().numpy().argmax(-1).tolist()
+    assert draw(logits_PV, [row(temperature=0.0)] * 33).token_ids_P.tolist() == expected

@@ -126,7 +126,7 @@ def run_step(model: CausalLM, step: StepInput, cache: Cache) -> Tensor:
     """Logits of step.logits_rows_P: float32 [P, V]."""
     with torch.inference_mode():
         hidden = drain(model.steps(step, cache.kv))
-        return model.logits(hidden[step.logits_rows_P])
+        return model.logits(hidden[step.logits_rows_P]).float()
 
 
 def chunked_logits(model: CausalLM, tokens: Sequence[int], chunks: Sequence[int], **cache: Any) -> Tensor:

@@ -79,7 +79,7 @@ class Supervisor:
                 return self._rank_left(dead[0])
             if not ready and (self.runtime.path / "ready").exists():
                 ready = True
-                self.on_ready(f"http://{self.server.host}:{self.server.port}")
+                self.on_ready((self.runtime.path / "ready").read_text())
             if not ready and time.monotonic() - began > self.startup_timeout:
                 _say(f"not ready after {self.startup_timeout:.0f} s (--startup-timeout)")
                 return 1

@@ -199,7 +199,6 @@ class FrontProcess:
         draft = self._ready_file.with_suffix(".draft")
         draft.write_text(address)
         draft.replace(self._ready_file)
-        print(f"MOESAIC READY {address}", flush=True)
 
     async def _end(self, service: Service, http: HttpServer, serving: asyncio.Task[None]) -> None:
         """Let the last answers out, then let the ranks and the connections go."""

@@ -122,4 +122,4 @@ def test_gated_mlp_and_head() -> None:
     embed.weight.copy_(torch.randn(9, 6))
     hidden = embed(torch.tensor([4, 4, 8]))
     assert hidden.dtype == torch.bfloat16 and torch.equal(hidden[0], embed.weight[4])
-    assert logits(hidden, embed.weight).dtype == torch.float32
+    assert torch.equal(logits(hidden, embed.weight), hidden @ embed.weight.T)

@@ -183,7 +183,7 @@ def test_the_openai_client_then_a_drain(tmp_path: Path) -> None:
             assert text == STORY and chunks[-1].usage is not None
         code, out, err = server.wait()
         assert code == 0, err
-        assert out == f"MOESAIC READY {server.url}\n" and "Traceback" not in err
+        assert not out and "Traceback" not in err
         assert err.count("moesaic.requests") >= 4 and not server.ready_file()
         until(lambda: all(rank.shut_down for rank in server.ranks), "the ranks are told to leave", 5.0)
 

@@ -92,7 +92,8 @@ def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket) -> N
 
 
 def _report(socket: RankSocket, rank_id: int, error: Exception, code: int) -> int:
-    traceback.print_exc(file=sys.stderr)
+    if not isinstance(error, ValueError):  # that is bad input, and its text says it all
+        traceback.print_exc(file=sys.stderr)
     first_line = (str(error).splitlines() or [""])[0]
     try:
         socket.send(RankFailed(rank_id, f"rank {rank_id}: {type(error).__name__}: {first_line}"))

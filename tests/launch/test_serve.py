@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-import pytest
 from openai import OpenAI
-from served import Server, command_line, descendants, served, until
+from served import Server, command_line, descendants, free_port, served, until
+
+from models.tiny import CHECKPOINT
 
 PROMPT = "Once upon a time"
 
@@ -93,7 +95,6 @@ def resident_megabytes(server: Server) -> float:
     return total / 1024
 
 
-@pytest.mark.slow
 def test_two_hundred_streams(tmp_path: Path) -> None:
     """200 concurrent streams, 50 of them left early: the rest complete, every block comes back, memory returns to its level."""
     arguments = ("--data-parallel-size", "2", "--no-enable-prefix-caching", "--max-num-seqs", "256")
@@ -161,3 +162,16 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         json.dumps({"architectures": ["UnheardOfForCausalLM"], "model_type": "unheard"})
     )
     assert "UnheardOfForCausalLM" in refused(str(folder))
+
+
+def test_a_checkpoint_that_cannot_be_loaded_names_the_key(tmp_path: Path) -> None:
+    """Seen only by a rank, when it loads: still one line that says what, and no traceback."""
+    folder = tmp_path / "model"
+    shutil.copytree(CHECKPOINT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "n_routed_experts": 20}))
+    command = [sys.executable, "-m", "moesaic", "serve", str(folder), "--port", str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert "gate.weight: expected shape [20, 192], got [16, 192]" in done.stderr

@@ -73,6 +73,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
     max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     max_model_len, num_blocks = _cache(config, model, machine, dtype, block_size, max_num_seqs, why)
     max_batched = _batched_tokens(config, max_model_len, why)
+    threads = _threads(config, model, machine, why)
     return Plan(
         model_path=model.path,
         served_model_names=config.served_model_name or (model.name,),
@@ -87,11 +88,11 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         scheduling_policy=config.scheduling_policy,
-        async_scheduling=_async_scheduling(config, machine, why),
+        async_scheduling=_async_scheduling(config, model, machine, threads, why),
         data_parallel_size=ranks,
         all2all_backend=_backend(config, model, why),
         slots_per_rank=_slots(config, model, why),
-        threads_per_rank=_threads(config, machine, why),
+        threads_per_rank=threads,
         mla_prefill=config.mla_prefill,
         seed=config.seed,
         logprobs_mode=config.logprobs_mode,
@@ -149,7 +150,7 @@ def _dtype(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dic
     if model.dtype == "float32":
         why["dtype"] = "the checkpoint's"
         return "float32"
-    if machine.device == "cpu" and model.weight_bytes < SMALL_MODEL_BYTES:
+    if _is_small(model, machine):
         why["dtype"] = (
             f"the weights take less than {SMALL_MODEL_BYTES // MEBI} MiB: on a CPU float32 is as fast, and exact"
         )
@@ -225,15 +226,17 @@ def _batched_tokens(config: EngineConfig, max_model_len: int, why: dict[str, str
     return _choose(why, "max_num_batched_tokens", asked, default, "a whole prompt per step, as chunked prefill is off")
 
 
-def _threads(config: EngineConfig, machine: Machine, why: dict[str, str]) -> int:
+def _is_small(model: ModelNumbers, machine: Machine) -> bool:
+    """So small that an operation takes microseconds: handing it to a second thread costs more than it saves."""
+    return machine.device == "cpu" and model.weight_bytes < SMALL_MODEL_BYTES
+
+
+def _threads(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dict[str, str]) -> int:
     ranks = config.data_parallel_size
-    return _choose(
-        why,
-        "threads_per_rank",
-        config.threads_per_rank,
-        max(1, machine.cores // ranks),
-        f"{machine.cores} core(s) over {ranks} rank(s)",
-    )
+    default, reason = max(1, machine.cores // ranks), f"{machine.cores} core(s) over {ranks} rank(s)"
+    if _is_small(model, machine):
+        default, reason = 1, "the model is small: its operations are too short to share"
+    return _choose(why, "threads_per_rank", config.threads_per_rank, default, reason)
 
 
 def _backend(config: EngineConfig, model: ModelNumbers, why: dict[str, str]) -> str:
@@ -258,14 +261,17 @@ def _slots(config: EngineConfig, model: ModelNumbers, why: dict[str, str]) -> in
     return -(-total // ranks)
 
 
-def _async_scheduling(config: EngineConfig, machine: Machine, why: dict[str, str]) -> bool:
-    """Measured by benchmarks/bench_overhead.py: with no core to spare, the second thread only takes turns."""
+def _async_scheduling(
+    config: EngineConfig, model: ModelNumbers, machine: Machine, threads: int, why: dict[str, str]
+) -> bool:
+    """Measured by benchmarks/bench_overhead.py: it pays where a core is left and a step is long."""
     if config.async_scheduling is not None:
         why["async_scheduling"] = "as asked"
         return config.async_scheduling
-    ranks = config.data_parallel_size
-    threads = config.threads_per_rank or max(1, machine.cores // ranks)
-    spare = machine.device != "cpu" or machine.cores > ranks * threads
+    if _is_small(model, machine):
+        why["async_scheduling"] = "the model is small: a step is as short as its schedule"
+        return False
+    spare = machine.device != "cpu" or machine.cores > config.data_parallel_size * threads
     why["async_scheduling"] = (
         "scheduling runs beside the step" if spare else "every core computes: a second thread would only take turns"
     )

@@ -1,14 +1,32 @@
-"""Options of the whole suite. Threads: the machine's cores are shared with the processes that tests start."""
+"""Options of the whole suite, and its last line: one JSON object with the counts."""
 
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 import torch
+
+OUTCOMES = ("passed", "failed", "error", "skipped", "deselected")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-weights", metavar="DIR", help="checkpoints made by benchmarks/real_weights.py (make real)")
 
 
+class LastLine:
+    """Printed after pytest's own summary."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        counts = {outcome: len(reporter.stats.get(outcome, ())) for outcome in OUTCOMES}
+        print(json.dumps({**counts, "seconds": round(time.monotonic() - self.began, 1)}), flush=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the cores are shared with the processes that tests start
+    config.pluginmanager.register(LastLine(), "last-line")

@@ -115,6 +115,11 @@ def test_local_exchange_is_for_one_rank() -> None:
         resolve(EngineConfig(data_parallel_size=2, all2all_backend="local"), MODEL, MACHINE)
 
 
+def test_small_models_get_one_thread_and_plain_scheduling() -> None:
+    plan = resolve(EngineConfig(), dataclasses.replace(MODEL, weight_bytes=MEBI, expert_bytes=0), MACHINE)
+    assert (plan.threads_per_rank, plan.async_scheduling) == (1, False)
+
+
 def test_scheduling_runs_beside_the_step_where_a_core_is_left() -> None:
     assert not resolve(EngineConfig(), MODEL, MACHINE).async_scheduling
     assert resolve(EngineConfig(threads_per_rank=3), MODEL, MACHINE).async_scheduling

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_throughput.py --model DIR [--json] [--repeats 3] [--no-hf]
 
-Cases (prompts x prompt tokens -> output tokens): throughput 32 x 128 -> 64, stream 1 x 128 -> 64, prefill 1 x 1024 -> 1.
-Without --model the embedded model is measured. Absolute numbers mean little on a shared machine: read the ratios.
+Cases (prompts x prompt tokens -> output tokens): throughput 32 x 128 -> 64, stream 1 x 128 -> 64, prefill 1 x 1024 -> 1
+(or as long as the model allows). Without --model the embedded model is measured. Absolute numbers mean little on a shared machine: read the ratios.
 """
 
 from __future__ import annotations
@@ -12,49 +12,71 @@ import argparse
 import json
 import statistics
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engines import Engine
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "tiny" / "checkpoint"
-CASES = {
-    "throughput": {"prompts": 32, "input": 128, "output": 64},
-    "first": {"prompts": 1, "input": 128, "output": 1},
-    "stream": {"prompts": 1, "input": 128, "output": 64},
-    "prefill": {"prompts": 1, "input": 1024, "output": 1},
-}
+Case = dict[str, int]
 
 
-def measure(
-    engines: dict[str, Engine], cases: dict[str, dict[str, int]], repeats: int
-) -> dict[str, dict[str, list[float]]]:
-    """seconds[engine][case]; a warm-up first, then the engines take turns."""
-    seconds: dict[str, dict[str, list[float]]] = {name: {case: [] for case in cases} for name in engines}
+@dataclass
+class Measured:
+    """Of one engine: seconds of every repetition by case, and the most memory it has held."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    peak_rss_mb: int = 0
+
+
+def make_cases(max_positions: int) -> dict[str, Case]:
+    return {
+        "throughput": {"prompts": 32, "input": 128, "output": 64},
+        "first": {"prompts": 1, "input": 128, "output": 1},
+        "stream": {"prompts": 1, "input": 128, "output": 64},
+        "prefill": {"prompts": 1, "input": min(1024, max_positions - 1), "output": 1},
+    }
+
+
+def measure(engines: dict[str, Engine], cases: dict[str, Case], repeats: int) -> dict[str, Measured]:
+    """A warm-up first, then the engines take turns."""
+    measured = {name: Measured({case: [] for case in cases}) for name in engines}
     for repeat in range(-1, repeats):
         for case, shape in cases.items():
             for name, engine in engines.items():
                 took = engine.run({**shape, "seed": repeat})
-                engine_peak[name] = took["peak_rss_mb"]
+                measured[name].peak_rss_mb = took["peak_rss_mb"]
                 if repeat >= 0:
-                    seconds[name][case].append(took["seconds"])
-    return seconds
+                    measured[name].seconds[case].append(took["seconds"])
+    return measured
 
 
-engine_peak: dict[str, int] = {}
-
-
-def figures(seconds: dict[str, list[float]]) -> dict[str, float]:
-    middle = {case: statistics.median(values) for case, values in seconds.items()}
-    many, stream = CASES["throughput"], CASES["stream"]
+def figures(measured: Measured, cases: dict[str, Case]) -> dict[str, float]:
+    middle = {case: statistics.median(values) for case, values in measured.seconds.items()}
+    many, stream = cases["throughput"], cases["stream"]
     rows = {
+        "prefill_tok_s": cases["prefill"]["input"] / middle["prefill"],
         "decode_tok_s": many["prompts"] * many["output"] / middle["throughput"],
-        "ttft_ms": middle["first"] * 1e3,
         "tpot_ms": (middle["stream"] - middle["first"]) / (stream["output"] - 1) * 1e3,
+        "ttft_ms": middle["first"] * 1e3,
     }
-    if "prefill" in middle:
-        rows["prefill_tok_s"] = CASES["prefill"]["input"] / middle["prefill"]
     return {name: round(value, 3) for name, value in rows.items()}
+
+
+def times_better(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
+    """Above 1 we are better: tokens per second are divided by theirs, milliseconds divide theirs."""
+    return {
+        name: round(theirs[name] / value if name.endswith("_ms") else value / theirs[name], 2)
+        for name, value in ours.items()
+    }
+
+
+def show(ours: dict[str, float], hf: dict[str, float], ratio: dict[str, float]) -> None:
+    print("measure             ours         hf  times better", file=sys.stderr)
+    for name, value in ours.items():
+        peer = f"{hf[name]:10.2f}  {ratio[name]:12.2f}" if hf else ""
+        print(f"{name:14} {value:9.2f} {peer}", file=sys.stderr)
 
 
 def main() -> None:
@@ -67,31 +89,25 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     arguments = parser.parse_args()
     config = json.loads((Path(arguments.model) / "config.json").read_text())
-    cases = dict(CASES)
-    if config["max_position_embeddings"] < 1025:
-        cases.pop("prefill")
+    cases = make_cases(config["max_position_embeddings"])
     options = ["--dtype", arguments.dtype]
     engines = {"ours": Engine("ours", arguments.model, [*options, "--ranks", str(arguments.ranks)])}
     if not arguments.no_hf:
         engines["hf"] = Engine("hf", arguments.model, options)
-    seconds = measure(engines, cases, arguments.repeats)
-    rows = {name: figures(seconds[name]) for name in engines}
-    result: dict[str, Any] = {"model": Path(arguments.model).name, **rows["ours"]}
-    result |= {"startup_s": engines["ours"].startup_s, "peak_rss_mb": engine_peak["ours"]}
-    for engine in engines.values():
+    measured = measure(engines, cases, arguments.repeats)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, engine in engines.items():
+        rows[name] = figures(measured[name], cases)
         engine.close()
-    if "hf" in rows:
-        result["hf"] = {**rows["hf"], "startup_s": engines["hf"].startup_s, "peak_rss_mb": engine_peak["hf"]}
-        better = {name: rows["ours"][name] / rows["hf"][name] for name in rows["ours"]}
-        result["ratio_to_hf"] = {name: round(1 / r if name.endswith("_ms") else r, 2) for name, r in better.items()}
+    hf = rows.get("hf", {})
+    ratio = times_better(rows["ours"], hf) if hf else {}
     if not arguments.json:
-        print("measure            ours        hf   times better", file=sys.stderr)
-        for name, value in rows["ours"].items():
-            peer = rows.get("hf", {}).get(name)
-            print(
-                f"{name:14} {value:9.2f} {peer or float('nan'):9.2f} {result.get('ratio_to_hf', {}).get(name, ''):>8}",
-                file=sys.stderr,
-            )
+        show(rows["ours"], hf, ratio)
+    result: dict[str, Any] = {"model": Path(arguments.model).name, **rows["ours"]}
+    result |= {"startup_s": engines["ours"].startup_s, "peak_rss_mb": measured["ours"].peak_rss_mb}
+    if hf:
+        hf |= {"startup_s": engines["hf"].startup_s, "peak_rss_mb": measured["hf"].peak_rss_mb}
+        result |= {"hf": hf, "ratio_to_hf": ratio}
     print(json.dumps(result))
 
 

@@ -1,6 +1,6 @@
 """Random-weight benchmark checkpoints: `python benchmarks/make_models.py --out DIR [--only NAME ...]`.
 
-Needs transformers (the dev extra). No tokenizer: benchmarks feed token ids.
+Needs transformers (the dev extra). The tokenizer has one made-up word per id: benchmarks feed token ids.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make(name: str, out: Path, seed: int = 0) -> Path:
     """Write shape `name` under `out` unless it is there already; bfloat16, weights N(0, 0.02), norms 1."""
     import torch
+    from tokenizers import Tokenizer, models
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = out / name
-    if (folder / "config.json").exists():
+    if (folder / "tokenizer.json").exists():
         return folder
     shape = dict(SHAPES[name])
     torch.manual_seed(seed)
@@ -84,6 +85,8 @@ def make(name: str, out: Path, seed: int = 0) -> Path:
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.05)
     model.save_pretrained(folder)
+    words = {f"w{token_id}": token_id for token_id in range(shape["vocab_size"])}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -30,9 +30,9 @@ class Measured:
     peak_rss_mb: int = 0
 
 
-def make_cases(max_positions: int) -> dict[str, Case]:
+def make_cases(max_positions: int, num_prompts: int) -> dict[str, Case]:
     return {
-        "throughput": {"prompts": 32, "input": 128, "output": 64},
+        "throughput": {"prompts": num_prompts, "input": 128, "output": 64},
         "first": {"prompts": 1, "input": 128, "output": 1},
         "stream": {"prompts": 1, "input": 128, "output": 64},
         "prefill": {"prompts": 1, "input": min(1024, max_positions - 1), "output": 1},
@@ -83,13 +83,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(EMBEDDED))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=32, help="of the throughput case")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     arguments = parser.parse_args()
     config = json.loads((Path(arguments.model) / "config.json").read_text())
-    cases = make_cases(config["max_position_embeddings"])
+    cases = make_cases(config["max_position_embeddings"], arguments.prompts)
     options = ["--dtype", arguments.dtype]
     engines = {"ours": Engine("ours", arguments.model, [*options, "--ranks", str(arguments.ranks)])}
     if not arguments.no_hf:
@@ -103,7 +104,7 @@ def main() -> None:
     ratio = times_better(rows["ours"], hf) if hf else {}
     if not arguments.json:
         show(rows["ours"], hf, ratio)
-    result: dict[str, Any] = {"model": Path(arguments.model).name, **rows["ours"]}
+    result: dict[str, Any] = {"model": Path(arguments.model).name, "prompts": arguments.prompts, **rows["ours"]}
     result |= {"startup_s": engines["ours"].startup_s, "peak_rss_mb": measured["ours"].peak_rss_mb}
     if hf:
         hf |= {"startup_s": engines["hf"].startup_s, "peak_rss_mb": measured["hf"].peak_rss_mb}

@@ -21,7 +21,8 @@ from ep.protocol import PeerLost, Pending, Ready
 
 
 class Group(Protocol):
-    """Ranks 0 to size - 1; this is one of them."""
+    """Ranks 0 to size - 1; this is one of them. After a loss the survivors make a new group, numbered without gaps in the
+    order of their old numbers."""
 
     @property
     def rank(self) -> int: ...
@@ -65,8 +66,9 @@ class Transport(Protocol):
 class GlooGroup:
     """Processes joined by gloo over TCP.
 
-    When an exchange fails the group is closed at once: the others, who may be waiting for this rank and not for the one
-    that died, then learn of it without waiting for their timeout. gloo does not say which rank was lost.
+    One thread at a time exchanges; any may close the group. When an exchange fails the group is closed at once: the others,
+    who may be waiting for this rank and not for the one that died, then learn of it without waiting for their timeout.
+    gloo does not say which rank was lost.
     """
 
     def __init__(self, rank: int, size: int, transport: Transport) -> None:
@@ -84,10 +86,11 @@ class GlooGroup:
         Every rank of the group calls this equally often and in the same order.
         """
         assert sent[self.rank] == room[self.rank] == 0, "what stays here is not sent"
-        if self._transport is None:
+        transport = self._transport  # another thread may close the group meanwhile
+        if transport is None:
             raise PeerLost((), f"rank {self.rank} has left its group")
         try:
-            work = self._transport.alltoall_base(out, rows, list(room), list(sent))
+            work = transport.alltoall_base(out, rows, list(room), list(sent))
         except RuntimeError as error:
             raise self.lost(error) from error
         exchange = _Exchange(self, work, out, rows)
@@ -109,7 +112,7 @@ class GlooGroup:
     def close(self) -> None:
         """Leave. With exchanges under way whose peers are alive but silent it may take until their timeout."""
         # Connections close when the process group and every exchange under way are freed.
-        for exchange in self._open:
+        for exchange in tuple(self._open):
             exchange.drop()
         self._open.clear()
         self._transport = None
@@ -135,10 +138,11 @@ class _Exchange:
         self._tensors = tensors
 
     def wait(self) -> None:
-        if self._work is None:
+        work = self._work
+        if work is None:
             raise PeerLost((), f"rank {self._group.rank} left its group during an exchange")
         try:
-            self._work.wait()
+            work.wait()
         except RuntimeError as error:
             raise self._group.lost(error) from error
         self._work = None
@@ -236,6 +240,7 @@ class MailboxWorld:
             raise ValueError(f"num_ranks is {num_ranks}; it must be 1 or more")
         self.num_ranks = num_ranks
         self._mail: dict[tuple[Hashable, int, int], object] = {}
+        self._gone: set[int] = set()
 
     def post(self, key: Hashable, sender: int, receiver: int, parcel: object) -> None:
         """Leave a parcel. `key` names the exchange; each is used once."""
@@ -243,10 +248,17 @@ class MailboxWorld:
         self._mail[key, sender, receiver] = parcel
 
     def take(self, key: Hashable, receiver: int) -> list[object]:
-        """The parcels of every rank to `receiver`. All must have been posted: whoever waits must have yielded first."""
+        """The parcels of every rank to `receiver`. All must have been posted: whoever waits must have yielded first.
+        Raises PeerLost when one is missing whose sender has left."""
         missing = [rank for rank in range(self.num_ranks) if (key, rank, receiver) not in self._mail]
+        if not self._gone.isdisjoint(missing):
+            raise PeerLost(tuple(self._gone.intersection(missing)), f"rank {receiver} waits for {key}")
         assert not missing, f"rank {receiver} waits for {key}, but rank(s) {missing} have not posted it"
         return [self._mail.pop((key, rank, receiver)) for rank in range(self.num_ranks)]
+
+    def leave(self, rank: int) -> None:
+        """This rank posts nothing any more. What it has posted can still be taken."""
+        self._gone.add(rank)
 
     @property
     def num_waiting(self) -> int:
@@ -273,7 +285,7 @@ class MailboxGroup:
         return _MailboxGather(self.world, key, self.rank)
 
     def close(self) -> None:
-        """Nothing is held."""
+        self.world.leave(self.rank)
 
 
 class _MailboxGather:

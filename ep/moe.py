@@ -21,7 +21,7 @@ class MoE(nn.Module):
 
     router: x [T, D] -> (expert int64 [T, K], weight float32 [T, K]) (ep/router.py).
     lanes: one all-to-all per lane of overlap; layers of a model share them.
-    table: logical expert -> global slot; None: the two numbers are the same.
+    table: logical expert -> slot of the group; None: the two numbers are the same.
     shared: computed by every rank on its own tokens while theirs are in flight; None: there is none.
     load: is shown the expert ids of every step (eplb.load.ExpertLoad.recorder); None: nobody counts.
     """
@@ -57,6 +57,11 @@ class MoE(nn.Module):
         yield
         out_TD = back.wait()
         return out_TD if shared_TD is None else out_TD.add_(shared_TD)
+
+    def rehost(self, lanes: Sequence[AllToAll], table: SlotTable) -> None:
+        """Exchange with other ranks from now on; between steps only. The weights of the slots are the caller's business."""
+        self.lanes = tuple(lanes)
+        self.table = table
 
     def _route(self, x_TD: Tensor) -> Routing:
         expert_TK, weight_TK = self.router(x_TD)

@@ -16,7 +16,10 @@ _GOLDEN = 40503  # 2**16 / golden ratio, odd: consecutive multiples spread evenl
 
 
 class SlotTable:
-    """Logical expert -> global slot (rank * S + slot) of one MoE layer.
+    """Logical expert -> slot among the living ranks (the rank's place among them * S + slot) of one MoE layer.
+
+    A Placement numbers its ranks once and for all; the groups that exchange consist of the living only. Here, and only
+    here, the one becomes the other.
 
     An expert with replicas is spread over them by share: a hash of the token's place in the stream of this rank's tokens
     is compared with 16-bit cumulative thresholds. The hashes walk on from call to call, so that even steps of one token
@@ -26,7 +29,7 @@ class SlotTable:
     def __init__(
         self, placement: Placement, layer: int, rank: int = 0, device: torch.device | str | None = None
     ) -> None:
-        slots = placement.slots_of(layer)
+        slots = _among_living(placement, layer)
         num_replicas = max(len(pairs) for pairs in slots)
         first_E = [pairs[0][0] for pairs in slots]
         self.num_replicas = num_replicas
@@ -42,7 +45,7 @@ class SlotTable:
         self._cursor = (rank * 7919 + layer * 104729) % _HASHES
 
     def __call__(self, expert_TK: Tensor) -> Tensor:
-        """int64 [T, K] logical experts -> int64 [T, K] global slots. The input itself where both numbers are the same."""
+        """int64 [T, K] logical experts -> int64 [T, K] slots. The input itself where both numbers are the same."""
         if self._is_identity:
             return expert_TK
         if self.num_replicas == 1:
@@ -61,7 +64,17 @@ class SlotTable:
         return self._hash[start : start + num_tokens]
 
 
-def _thresholds(pairs: tuple[tuple[int, float], ...], num_replicas: int) -> list[int]:
+def _among_living(placement: Placement, layer: int) -> list[list[tuple[int, float]]]:
+    """Placement.slots_of, the slots of the living ranks numbered without gaps."""
+    size = placement.slots_per_rank
+    place = {rank: index for index, rank in enumerate(rank for rank, alive in enumerate(placement.alive) if alive)}
+    return [
+        [(place[slot // size] * size + slot % size, share) for slot, share in pairs]
+        for pairs in placement.slots_of(layer)
+    ]
+
+
+def _thresholds(pairs: list[tuple[int, float]], num_replicas: int) -> list[int]:
     """Replica m of an expert takes the hashes from threshold m - 1 up to threshold m. M - 1 of them: the last replica's
     is never reached."""
     total = sum(share for _, share in pairs)

@@ -17,11 +17,12 @@ V = TypeVar("V")
 
 
 class PeerLost(RuntimeError):
-    """An exchange cannot complete because peers are gone. `ranks` names those known to be (may be empty)."""
+    """An exchange cannot complete because peers are gone. `ranks`, of the group, names those known to be (may be empty)."""
 
     def __init__(self, ranks: tuple[int, ...], reason: str) -> None:
         super().__init__(f"lost rank(s) {list(ranks) if ranks else 'unknown'}: {reason}")
         self.ranks = ranks
+        self.reason = reason
 
 
 class Pending(Protocol[T_co]):
@@ -44,8 +45,8 @@ class Ready(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where each token goes. slot_TK: int64 [T, K] global slot (rank * S + local slot), distinct within a row;
-    weight_TK: float32 [T, K]."""
+    """Where each token goes. slot_TK: int64 [T, K] slot in the group (rank of the group * S + local slot), distinct within
+    a row; weight_TK: float32 [T, K]."""
 
     slot_TK: Tensor
     weight_TK: Tensor

@@ -60,11 +60,14 @@ def permute_some(
     return ExpertBatch(Layout.RAGGED, x_RD, rows_S), Bags(row_P, weight_P, starts_T)
 
 
+def sum_rows(y_RD: Tensor, bags: Bags) -> Tensor:
+    """float32 [T, D]: for each token the weighted sum of its rows, 0 for a token without any."""
+    num_tokens = bags.starts_T.shape[0]
+    if num_tokens == 0 or y_RD.shape[0] == 0:
+        return torch.zeros(num_tokens, y_RD.shape[1], device=y_RD.device)
+    return torch.embedding_bag(y_RD.float(), bags.row_P, bags.starts_T, False, 0, False, bags.weight_P)[0]
+
+
 def unpermute(y_RD: Tensor, bags: Bags, out_TD: Tensor) -> Tensor:
-    """out_TD = for each token the weighted sum of its rows (0 for a token without any), in float32, then in out's dtype."""
-    if out_TD.shape[0] == 0:
-        return out_TD
-    if y_RD.shape[0] == 0:
-        return out_TD.zero_()
-    sum_TD = torch.embedding_bag(y_RD.float(), bags.row_P, bags.starts_T, False, 0, False, bags.weight_P)[0]
-    return out_TD.copy_(sum_TD)
+    """out_TD = `sum_rows`, rounded to out's dtype."""
+    return out_TD.copy_(sum_rows(y_RD, bags))

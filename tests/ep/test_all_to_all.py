@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from a2a_cases import CASES, Case, exchange
-from gloo_ranks import Results, run_gloo
+from a2a_ranks import Results, run_ranks
 
 from dbo.steps import drain, weave
 from ep.group import LocalGroup, MailboxGroup, MailboxWorld
@@ -15,15 +15,21 @@ from ep.table import make_lanes
 from moe_kernels import Layout
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-two_and_four = pytest.mark.parametrize(
-    "gloo_results", [2, pytest.param(4, marks=pytest.mark.slow)], indirect=True, ids=["2 ranks", "4 ranks"]
+between_processes = pytest.mark.parametrize(
+    "results",
+    [
+        pytest.param((name, size), id=f"{name} {size} ranks", marks=[pytest.mark.slow] if size > 2 else [])
+        for name in ("shm", "gloo")
+        for size in (2, 4)
+    ],
+    indirect=True,
 )
 
 
 @pytest.fixture(scope="module")
-def gloo_results(request: pytest.FixtureRequest) -> Results:
+def results(request: pytest.FixtureRequest) -> Results:
     """Processes take seconds to start: they run every case at once, for all tests."""
-    return run_gloo(request.param)
+    return run_ranks(*request.param)
 
 
 @torch.inference_mode()
@@ -69,21 +75,21 @@ def test_waiting_too_early_names_those_missing() -> None:
         pending.wait()
 
 
-@two_and_four
+@between_processes
 @by_name
-def test_gloo(case: Case, gloo_results: Results) -> None:
-    assert_all_ok(gloo_results, case.name)
+def test_between_processes(case: Case, results: Results) -> None:
+    assert_all_ok(results, case.name)
 
 
-@two_and_four
+@between_processes
 @pytest.mark.parametrize("what", ["moe", "gather", "stall"])
-def test_gloo_also(what: str, gloo_results: Results) -> None:
-    assert_all_ok(gloo_results, what)
+def test_between_processes_also(what: str, results: Results) -> None:
+    assert_all_ok(results, what)
 
 
-@two_and_four
-def test_gloo_survivors_of_a_killed_rank_learn_of_it(gloo_results: Results) -> None:
-    assert_all_ok(gloo_results, "death", num_dead=1)
+@between_processes
+def test_survivors_of_a_killed_rank_learn_of_it(results: Results) -> None:
+    assert_all_ok(results, "death", num_dead=1)
 
 
 def assert_all_ok(results: Results, what: str, num_dead: int = 0) -> None:

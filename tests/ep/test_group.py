@@ -37,6 +37,19 @@ def test_mailbox_gather() -> None:
         MailboxWorld(0)
 
 
+def test_who_has_left_the_mailboxes_is_named() -> None:
+    world = MailboxWorld(3)
+    groups = [MailboxGroup(world, rank) for rank in range(3)]
+    whole = [group.all_gather_ints([group.rank]) for group in groups]
+    groups[1].close()
+    assert whole[0].wait() == [[0], [1], [2]], "it had brought its part"
+    cut = [groups[rank].all_gather_ints([rank]) for rank in (0, 2)]
+    for pending in cut:
+        with pytest.raises(PeerLost, match="lost rank") as lost:
+            pending.wait()
+        assert lost.value.ranks == (1,)
+
+
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(PeerLost, match=r"rank\(s\) \[0, 2\]: rank 1 waited 0.3 s") as lost:
@@ -109,11 +122,11 @@ def test_numbers_out_of_range(rank: int, size: int, tmp_path: Path) -> None:
 
 
 def test_choosing_a_backend() -> None:
-    assert choose("auto", 1) == "local" and choose("auto", 4) == "gloo" and choose("mailbox", 4) == "mailbox"
+    assert choose("auto", 1) == "local" and choose("auto", 4) == "shm" and choose("mailbox", 4) == "mailbox"
     assert set(explain(1)) == set(explain(2)) == set(NAMES)
-    assert explain(1)["local"] == "ok" and explain(1)["gloo"] != "ok"
-    assert explain(2)["gloo"] == "ok" and "2" in explain(2)["local"]
-    with pytest.raises(ValueError, match="'deepep' is unknown; it must be auto, local, gloo, mailbox"):
+    assert explain(1)["local"] == "ok" and explain(1)["gloo"] != "ok" and explain(1)["shm"] != "ok"
+    assert explain(2)["gloo"] == explain(2)["shm"] == "ok" and "2" in explain(2)["local"]
+    with pytest.raises(ValueError, match="'deepep' is unknown; it must be auto, local, shm, gloo, mailbox"):
         choose("deepep", 2)
     with pytest.raises(ValueError, match="'local': serves one rank; there are 2"):
         choose("local", 2)

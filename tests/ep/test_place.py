@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ep.place import SlotTable
 from eplb.placement import Placement, linear_placement
+from eplb.repair import even_shares
 
 
 @settings(max_examples=40, deadline=None)
@@ -87,3 +88,16 @@ def test_equal_numbers_cost_nothing() -> None:
     assert uneven(torch.tensor([[0, 4]])).tolist() == [[0, 4]]
     assert SlotTable(linear_placement(1, 5, 3), 0)(torch.tensor([[2, 4]])).tolist() == [[2, 4]]
     assert SlotTable(linear_placement(1, 7, 3), 0)(torch.tensor([[2, 3, 5]])).tolist() == [[2, 3, 6]]
+
+
+def test_slots_are_counted_among_the_living() -> None:
+    """Ranks 0 and 2 of three live: they are 0 and 1 to each other."""
+    ids = np.array([[[0, 1, 2], [-1, -1, -1], [3, 1, -1]]], dtype=np.int32)
+    placement = Placement(4, 4, ids, even_shares(ids, 4), (True, False, True))
+    table = SlotTable(placement, layer=0)
+    expert_TK = torch.tensor([[0, 1], [2, 3], [1, 3], [1, 0]])
+    slot_TK = table(expert_TK)
+    hosted = torch.tensor([0, 1, 2, 3, 1, -1])
+    assert torch.equal(hosted[slot_TK], expert_TK)
+    spread = table(torch.ones(100, 1, dtype=torch.int64)).flatten().bincount()
+    assert spread.sum() == spread[[1, 4]].sum() == 100 and spread[[1, 4]].min() > 45

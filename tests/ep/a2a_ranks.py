@@ -1,0 +1,137 @@
+"""What each process of a backend between processes does: every case once, then the accidents. Results come over a queue."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import multiprocessing.queues
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from a2a_cases import CASES, HIDDEN, Case, exchange, moe_answer, moe_input, moe_placement, sharded_moe
+
+from dbo.steps import drain, weave
+from ep.group import Group
+from ep.protocol import PeerLost, Routing
+from ep.table import make_groups, make_lanes
+
+Results = dict[tuple[str, int], str]  # (what, rank) -> "ok" or what went wrong
+BOUND = 40.0  # seconds: the timeout of the group that works
+STALL = 1.0  # seconds: the timeout of the group that one rank leaves waiting
+
+
+def run_ranks(backend: str, size: int) -> Results:
+    """Start `size` processes, let them do everything, and collect what they report."""
+    context = mp.get_context("spawn")
+    reports: multiprocessing.queues.Queue[tuple[str, int, str]] = context.Queue()
+    results: Results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        args = [(backend, rank, size, Path(folder), reports) for rank in range(size)]
+        processes = [context.Process(target=_rank, args=arg, daemon=True) for arg in args]
+        for process in processes:
+            process.start()
+        while sum(what == "end" for what, _ in results) < size - 1:  # the last rank dies without a word
+            what, rank, outcome = reports.get(timeout=90)
+            results[what, rank] = outcome
+        for process in processes:
+            process.join(timeout=30)
+            assert process.exitcode is not None, "a rank did not end"
+        assert processes[-1].exitcode == -signal.SIGKILL
+    return results
+
+
+def _rank(
+    backend: str, rank: int, size: int, folder: Path, reports: multiprocessing.queues.Queue[tuple[str, int, str]]
+) -> None:
+    torch.set_num_threads(1)
+
+    def report(what: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+            outcome = "ok"
+        except BaseException:
+            outcome = traceback.format_exc()
+        reports.put((what, rank, outcome))
+
+    with torch.inference_mode():
+        agreement, group = make_groups(backend, folder, rank, size, BOUND)
+        for case in CASES:
+            report(case.name, lambda case=case: _case(group, case))
+        report("moe", lambda: _moe(backend, group))
+        report("gather", lambda: _gather(agreement))
+        agreement.close()
+        short, unused = make_groups(backend, folder, rank, size, STALL, epoch=3)
+        unused.close()
+        report("stall", lambda: _stall(group, short))
+        report("death", lambda: _death(group, reports))
+        reports.put(("end", rank, "ok"))
+
+
+def _case(group: Group, case: Case) -> None:
+    lanes = make_lanes("auto", group, case.num_slots, case.hidden, case.dtype, num_lanes=2)
+    for _ in range(2):
+        drain(exchange(lanes[0], case, group.rank, group.size))
+    drain(weave(*(exchange(lane, case, group.rank, group.size) for lane in lanes)))
+
+
+def _moe(backend: str, group: Group) -> None:
+    for num_extra in (0, 2):
+        placement = moe_placement(group.size, num_extra)
+        lanes = list(make_lanes(backend, group, placement.slots_per_rank, HIDDEN, torch.float32, num_lanes=2))
+        moe = sharded_moe(lanes, placement, group.rank)
+        for num_tokens in (6, 0, 1):
+            x_TD = moe_input(group.rank, num_tokens if group.rank else 3)
+            torch.testing.assert_close(drain(moe.steps(x_TD)), moe_answer(x_TD))
+            half = x_TD.shape[0] // 2
+            woven = drain(weave(moe.steps(x_TD[:half], 0), moe.steps(x_TD[half:], 1)))
+            torch.testing.assert_close(torch.cat(woven), moe_answer(x_TD))
+
+
+def _gather(group: Group) -> None:
+    for step in range(50):
+        first = group.all_gather_ints([group.rank, step, -1 << 62])
+        second = group.all_gather_ints([7 * group.rank])
+        assert first.wait() == [[rank, step, -1 << 62] for rank in range(group.size)]
+        assert second.wait() == [[7 * rank] for rank in range(group.size)]
+
+
+def _stall(group: Group, short: Group) -> None:
+    """Rank 0 is alive but does not come."""
+    if group.rank > 0:
+        begin = time.monotonic()
+        try:
+            short.all_gather_ints([1]).wait()
+            raise AssertionError("nobody noticed")
+        except PeerLost:
+            assert STALL * 0.9 < time.monotonic() - begin < STALL + 15
+    group.all_gather_ints([0]).wait()
+
+
+def _death(group: Group, reports: multiprocessing.queues.Queue[tuple[str, int, str]]) -> None:
+    """The last rank is killed in the middle of a step; the others learn of it long before the timeout."""
+    lane = make_lanes("auto", group, 4, HIDDEN, torch.float32)[0]
+    case = Case("death", (5,))
+    drain(exchange(lane, case, group.rank, group.size))
+    begin = time.monotonic()
+    try:
+        x_TD, routing = case.inputs(group.rank, group.size)
+        arrived = lane.dispatch(x_TD, Routing(routing.slot_TK, routing.weight_TK)).wait()
+        if group.rank == group.size - 1:
+            reports.close()
+            reports.join_thread()
+            os.kill(os.getpid(), signal.SIGKILL)
+        lane.combine(arrived.batch.x, arrived.ticket, torch.empty_like(x_TD)).wait()
+        raise AssertionError("nobody noticed")
+    except PeerLost as lost:
+        assert group.rank not in lost.ranks
+        assert time.monotonic() - begin < BOUND / 2
+    try:
+        group.all_gather_ints([1])
+        raise AssertionError("a broken group must stay broken")
+    except PeerLost:
+        group.close()

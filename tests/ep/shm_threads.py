@@ -1,0 +1,132 @@
+"""Ranks that share memory, as threads of one process and as processes that do what they are told."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import multiprocessing.connection
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from a2a_cases import HIDDEN, Case
+
+from ep.protocol import PeerLost
+from ep.shm import ShmAllToAll
+from ep.shm_group import ShmGroup, shm_group
+
+T = TypeVar("T")
+
+
+def together(size: int, act: Callable[[int], T]) -> list[T | PeerLost]:
+    """act(rank) in one thread per rank; what each returned, or the PeerLost that it raised."""
+    results: dict[int, T | PeerLost | Exception] = {}
+
+    def run(rank: int) -> None:
+        try:
+            with torch.inference_mode():
+                results[rank] = act(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank hangs"
+    values: list[T | PeerLost] = []
+    for rank in range(size):
+        value = results[rank]
+        if isinstance(value, Exception) and not isinstance(value, PeerLost):
+            raise value
+        values.append(value)
+    return values
+
+
+def team(folder: Path, size: int, timeout: float = 20.0, epoch: int = 0) -> list[ShmGroup]:
+    """The groups of ranks that are threads of this process."""
+    groups = together(size, lambda rank: shm_group(folder, rank, size, timeout, "team", epoch))
+    assert all(isinstance(group, ShmGroup) for group in groups), groups
+    return [group for group in groups if isinstance(group, ShmGroup)]
+
+
+Reply = tuple[float, Any]  # when (CLOCK_MONOTONIC), and a value or (ranks, reason) of a PeerLost
+
+
+class Processes:
+    """Ranks as processes. Each takes the name of a function below, runs it with its group, and replies."""
+
+    def __init__(self, folder: Path, size: int, timeout: float) -> None:
+        context = mp.get_context("fork")  # starts at once; this process has no other threads at this time
+        self.pipes: list[multiprocessing.connection.Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, folder, rank, size, timeout), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for rank in range(size):
+            assert self.reply(rank)[1] == "ready"
+
+    def tell(self, rank: int, what: str) -> None:
+        self.pipes[rank].send(what)
+
+    def reply(self, rank: int, seconds: float = 60.0) -> Reply:
+        assert self.pipes[rank].poll(seconds), f"rank {rank} does not reply"
+        reply: Reply = self.pipes[rank].recv()
+        return reply
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+
+
+def _serve(pipe: multiprocessing.connection.Connection, folder: Path, rank: int, size: int, timeout: float) -> None:
+    torch.set_num_threads(1)
+    group = shm_group(folder, rank, size, timeout, "team")
+    lane = ShmAllToAll(group.heap, group.signals, 4, HIDDEN, torch.float32)
+    pipe.send((time.monotonic(), "ready"))
+    while True:
+        what = pipe.recv()
+        value: Any
+        try:
+            with torch.inference_mode():
+                value = globals()[what](group, lane)
+        except PeerLost as lost:
+            value = (lost.ranks, str(lost))
+        pipe.send((time.monotonic(), value))
+
+
+def gather(group: ShmGroup, lane: ShmAllToAll) -> list[list[int]]:
+    return group.all_gather_ints([group.rank]).wait()
+
+
+def dispatch(group: ShmGroup, lane: ShmAllToAll) -> str:
+    lane.dispatch(*Case("shm", (5,)).inputs(group.rank, group.size)).wait()
+    return "arrived"
+
+
+def combine(group: ShmGroup, lane: ShmAllToAll) -> str:
+    x_TD, routing = Case("shm", (5,)).inputs(group.rank, group.size)
+    arrived = lane.dispatch(x_TD, routing).wait()
+    lane.combine(arrived.batch.x, arrived.ticket, torch.empty_like(x_TD)).wait()
+    return "returned"
+
+
+def abort(group: ShmGroup, lane: ShmAllToAll) -> None:
+    group.abort([0])
+
+
+def cpu_seconds(group: ShmGroup, lane: ShmAllToAll) -> float:
+    return time.process_time()
+
+
+def close(group: ShmGroup, lane: ShmAllToAll) -> None:
+    group.close()
+    group.close()

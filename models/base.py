@@ -1,4 +1,4 @@
-"""What the engine needs from a model: its facts (models/facts.py) and four methods.
+"""What the engine needs from a model: its facts (models/facts.py) and a few methods.
 
 Legend: T tokens of the step, D hidden size, P rows whose logits are wanted, V vocabulary.
 """
@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from dbo.steps import Steps
+from ep.parallel import Parallel
 from layers.paged_kv import KVSpec, PagedKV
 from layers.step import StepInput
 from models.facts import ModelFacts
@@ -35,6 +36,14 @@ class CausalLM(Protocol):
 
     def load(self, source: WeightSource) -> None:
         """Fill every parameter from the checkpoint; reads only the experts that this rank owns."""
+        ...
+
+    def rehost(self, parallel: Parallel) -> None:
+        """Exchange in the ranks and by the placement of `parallel` from now on (models/hosting.py has both)."""
+        ...
+
+    def read_expert(self, source: WeightSource, layer: int, slot: int, expert: int) -> None:
+        """Read `expert` of the layer-th MoE layer into `slot` of this rank."""
         ...
 
 

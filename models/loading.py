@@ -45,6 +45,18 @@ def read_ends(source: WeightSource, embedding_VD: Tensor, norm: RMSNorm, head_VD
         source.skip("lm_head.weight")
 
 
+def read_expert(source: WeightSource, prefix: str, experts: Experts, slot: int, expert: int) -> None:
+    """One expert into one slot."""
+    gate, up, down = experts.slot_views(slot)
+    if source.has(f"{prefix}gate_up_proj"):
+        source.read(f"{prefix}gate_up_proj", experts.gate_up_S2FD[slot], expert)
+        source.read(f"{prefix}down_proj", down, expert)
+    else:
+        source.read(f"{prefix}{expert}.gate_proj.weight", gate)
+        source.read(f"{prefix}{expert}.up_proj.weight", up)
+        source.read(f"{prefix}{expert}.down_proj.weight", down)
+
+
 def read_experts(
     source: WeightSource, prefix: str, experts: Experts, slot_to_expert: tuple[int, ...], num_experts: int
 ) -> None:
@@ -53,20 +65,13 @@ def read_experts(
     Only hosted experts are read. Accepts one key per expert and projection, or transformers' fused tensors
     `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F].
     """
-    fused = source.has(f"{prefix}gate_up_proj")
     for slot, expert in enumerate(slot_to_expert):
-        gate, up, down = experts.slot_views(slot)
-        if expert < 0:
-            for unused in (gate, up, down):
-                unused.zero_()
-        elif fused:
-            source.read(f"{prefix}gate_up_proj", experts.gate_up_S2FD[slot], expert)
-            source.read(f"{prefix}down_proj", down, expert)
+        if expert >= 0:
+            read_expert(source, prefix, experts, slot, expert)
         else:
-            source.read(f"{prefix}{expert}.gate_proj.weight", gate)
-            source.read(f"{prefix}{expert}.up_proj.weight", up)
-            source.read(f"{prefix}{expert}.down_proj.weight", down)
-    if not fused:
+            for unused in experts.slot_views(slot):
+                unused.zero_()
+    if not source.has(f"{prefix}gate_up_proj"):
         hosted = set(slot_to_expert)
         for expert in range(num_experts):
             if expert not in hosted:

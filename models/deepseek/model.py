@@ -27,6 +27,7 @@ from models.base import WeightSource
 from models.deepseek import weights
 from models.deepseek.attention import Attention, mla_shape
 from models.deepseek.config import DeepseekConfig
+from models.hosting import ExpertHost
 from models.loading import read_ends, read_mlp
 
 
@@ -48,7 +49,7 @@ class DecoderLayer(nn.Module):
         return (yield from self.mlp.steps(x_TD, lane))
 
 
-class DeepseekForCausalLM(nn.Module):
+class DeepseekForCausalLM(ExpertHost):
     """Implements models.base.CausalLM. mla_prefill: how prompts attend (mla/protocol.py); results are the same."""
 
     def __init__(
@@ -59,13 +60,13 @@ class DeepseekForCausalLM(nn.Module):
         device: torch.device,
         mla_prefill: PrefillMode = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(parallel, config.hidden_size, device)
         self.config = config
-        self.parallel = parallel
         self.dtype = dtype
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         dense = [GatedMLP(config.hidden_size, config.mlp_width, dtype, device) for _ in range(config.first_moe_layer)]
         mlps: list[GatedMLP | MoE] = [*dense, *_moe_layers(config, parallel, dtype, device)]
+        self.host(mlps)
         self.decoders = [DecoderLayer(config, mlp, dtype, device) for mlp in mlps]
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)

@@ -24,6 +24,7 @@ from layers.paged_kv import KVSpec, PagedKV
 from layers.rope import Rope, apply_rope
 from layers.step import StepInput
 from models.base import WeightSource
+from models.hosting import ExpertHost
 from models.loading import read_ends, read_experts, read_mlp
 from models.qwen3 import weights
 from models.qwen3.config import Qwen3Config
@@ -88,16 +89,16 @@ class DecoderLayer(nn.Module):
         return (yield from self.mlp.steps(x_TD, lane))
 
 
-class Qwen3ForCausalLM(nn.Module):
+class Qwen3ForCausalLM(ExpertHost):
     """Implements models.base.CausalLM."""
 
     def __init__(self, config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(parallel, config.hidden_size, device)
         self.config = config
-        self.parallel = parallel
         self.dtype = dtype
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         mlps = _mlps(config, parallel, dtype, device)
+        self.host(mlps)
         self.decoders = [DecoderLayer(config, mlp, dtype, device) for mlp in mlps]
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)

@@ -57,6 +57,26 @@ def test_fused_experts(tmp_path: Path) -> None:
     assert error(hf) < 1e-4
 
 
+@pytest.mark.parametrize("form", ["one key per expert", "fused", "fp8"])
+def test_one_expert_can_be_read_at_any_time(tmp_path: Path, form: str) -> None:
+    """As a rank does that takes over an expert of a lost one."""
+    hf = make_qwen3_moe(tmp_path)
+    if form == "fp8":
+        make_fp8(hf)
+    elif form == "fused":
+        rewrite(tmp_path, fuse_experts)
+    model, whole = load_ours(tmp_path), load_ours(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    with torch.inference_mode():
+        model.read_expert(checkpoint, 1, 3, 6)
+    (_, ours), (_, theirs) = model._hosts[1], whole._hosts[1]
+    for name in ("gate_up_S2FD", "down_SDF"):
+        read, expected = getattr(ours.experts, name), getattr(theirs.experts, name)
+        assert torch.equal(read[3], expected[6])
+        assert torch.equal(read[:3], expected[:3]) and torch.equal(read[4:], expected[4:])
+    assert 0 < checkpoint.bytes_read < 0.1 * sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize("make", [make_qwen3, make_qwen3_moe])
 def test_fp8_blocks(tmp_path: Path, make: type) -> None:
     hf = make(tmp_path, hidden_size=160, intermediate_size=200, head_dim=40, num_hidden_layers=2)

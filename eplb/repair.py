@@ -1,0 +1,134 @@
+"""Who hosts what after ranks were lost or came back (docs/design.md, section 5). Pure: equal inputs give equal plans everywhere.
+
+Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb.placement import Placement, linear_placement
+
+Ids = npt.NDArray[np.int32]
+
+
+class Load(NamedTuple):
+    """The weights of `expert` have to be brought into `slot` of `rank`, in MoE layer `layer`."""
+
+    layer: int
+    rank: int
+    slot: int
+    expert: int
+
+
+def ranks_needed(num_experts: int, slots_per_rank: int) -> int:
+    """The fewest living ranks that can hold every expert: ceil(E / S)."""
+    return -(-num_experts // slots_per_rank)
+
+
+def lost_experts(placement: Placement, alive: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
+    """For each layer the experts that no rank of `alive` has a slot of, in rising order."""
+    living = np.array(alive, dtype=bool)
+    lost = []
+    for layer in range(placement.num_layers):
+        held = placement.slot_to_expert[layer][living]
+        missing = np.setdiff1d(np.arange(placement.num_experts), held)
+        lost.append(tuple(int(expert) for expert in missing))
+    return tuple(lost)
+
+
+def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement:
+    """The placement of `epoch` among the ranks of `alive`, with as few loads as can be.
+
+    A rank that goes on keeps its slots; one that comes back gets those that the linear placement gives it, which is what a
+    rank that starts has read already. Only then experts without a living copy are placed: in the first unused slots, then
+    in slots whose expert has another copy, on the rank with the least load so far. The slots of dead ranks become -1
+    and the tokens of an expert are split evenly over its copies.
+    Raises ValueError, naming the experts and the number of ranks it takes, when the living have too few slots.
+    """
+    if len(alive) != placement.num_ranks:
+        raise ValueError(f"alive has {len(alive)} entries for {placement.num_ranks} ranks")
+    needed = ranks_needed(placement.num_experts, placement.slots_per_rank)
+    if placement.num_layers and sum(alive) < needed:
+        raise ValueError(_too_few(placement, alive, needed))
+    ids = np.array(placement.slot_to_expert)
+    ids[:, ~np.array(alive, dtype=bool)] = -1
+    back = [rank for rank, lives in enumerate(alive) if lives and not placement.alive[rank]]
+    if back:
+        home = linear_placement(
+            placement.num_layers,
+            placement.num_experts,
+            placement.num_ranks,
+            placement.slots_per_rank,
+            placement.failure_domains,
+        )
+        ids[:, back] = home.slot_to_expert[:, back]
+    living = [rank for rank, lives in enumerate(alive) if lives]
+    for layer_GS in ids:
+        _cover(layer_GS, living, placement.num_experts)
+    return Placement(
+        epoch=epoch,
+        num_experts=placement.num_experts,
+        slot_to_expert=ids,
+        share=even_shares(ids, placement.num_experts),
+        alive=tuple(alive),
+        failure_domains=placement.failure_domains,
+    )
+
+
+def even_shares(slot_to_expert: Ids, num_experts: int) -> npt.NDArray[np.float32]:
+    """float32 [L, G, S]: one over the number of slots that its expert has in the layer; 0 on unused slots."""
+    share = np.zeros(slot_to_expert.shape, dtype=np.float32)
+    for ids, out in zip(slot_to_expert, share, strict=True):
+        used = ids >= 0
+        copies = np.bincount(ids[used], minlength=num_experts)
+        out[used] = 1.0 / copies[ids[used]]
+    return share
+
+
+def diff(old: Placement, new: Placement) -> tuple[Load, ...]:
+    """What has to be read to come from `old` to `new`, ordered by layer, rank and slot. Slots that become unused need
+    nothing. Raises ValueError when the two differ in shape."""
+    if old.slot_to_expert.shape != new.slot_to_expert.shape:
+        shapes = [list(placement.slot_to_expert.shape) for placement in (old, new)]
+        raise ValueError(f"the placements have shapes {shapes[0]} and {shapes[1]}; they must be equal")
+    changed = (old.slot_to_expert != new.slot_to_expert) & (new.slot_to_expert >= 0)
+    return tuple(
+        Load(int(layer), int(rank), int(slot), int(new.slot_to_expert[layer, rank, slot]))
+        for layer, rank, slot in np.argwhere(changed)
+    )
+
+
+def _cover(ids_GS: Ids, living: Sequence[int], num_experts: int) -> None:
+    """Write every expert without a slot into one of the living ranks' slots."""
+    slots = ids_GS.shape[1]
+    rank_N = np.repeat(np.array(living), slots)
+    slot_N = np.tile(np.arange(slots), len(living))
+    copies = np.bincount(ids_GS[ids_GS >= 0], minlength=num_experts)
+    for expert in np.flatnonzero(copies == 0):
+        held_N = ids_GS[rank_N, slot_N]
+        used_N = held_N >= 0
+        copies_N = np.where(used_N, copies[held_N], 0)
+        part_N = np.divide(1.0, copies_N, out=np.zeros(len(held_N)), where=used_N)
+        load_N = np.bincount(rank_N, weights=part_N)[rank_N].round(6)
+        # The least loaded rank, the expert with most copies, the first slot. A sole copy is never given up.
+        order_N = np.lexsort((-copies_N, load_N, used_N, copies_N == 1))
+        first = order_N[0]
+        if used_N[first]:
+            copies[held_N[first]] -= 1
+        ids_GS[rank_N[first], slot_N[first]] = expert
+        copies[expert] = 1
+
+
+def _too_few(placement: Placement, alive: Sequence[bool], needed: int) -> str:
+    lost = lost_experts(placement, alive)
+    worst = max(range(len(lost)), key=lambda layer: len(lost[layer]))
+    named = ", ".join(str(expert) for expert in lost[worst][:8]) + (", ..." if len(lost[worst]) > 8 else "")
+    return (
+        f"{sum(alive)} living rank(s) of {placement.slots_per_rank} slots cannot hold {placement.num_experts} experts: "
+        f"it takes {needed} ranks (without a living copy, layer {worst}: {named})"
+    )

@@ -14,12 +14,14 @@ from ep.protocol import Pending
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What one rank says of its next step. has_work: it has requests, or results not yet taken."""
+    """What one rank says of its next step. has_work: it has requests, or results not yet taken. known_epoch: the highest
+    epoch of which it has heard."""
 
     num_tokens: int
     has_work: bool
     shutdown: bool
     free_blocks: int
+    known_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class StepPlan:
     shutdown: bool  # somebody was told to: all leave for good
     num_tokens: tuple[int, ...]
     free_blocks: tuple[int, ...]
+    known_epoch: int = 0  # all have heard of this one: they change over to it instead of taking this step
 
     @property
     def runs(self) -> bool:
@@ -58,6 +61,7 @@ class Agreement:
             int(wish.has_work),
             int(wish.shutdown),
             wish.free_blocks,
+            wish.known_epoch,
         ]
         return _PendingPlan(self._group.all_gather_ints(record))
 
@@ -76,11 +80,12 @@ def _plan(records: list[list[int]]) -> StepPlan:
         if len(set(values)) > 1:
             said = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise RuntimeError(f"the ranks disagree on the {name} ({said})")
-    _, step, _, num_tokens, has_work, shutdown, free_blocks = zip(*records, strict=True)
+    _, step, _, num_tokens, has_work, shutdown, free_blocks, known_epochs = zip(*records, strict=True)
     return StepPlan(
         step=step[0],
         busy=any(has_work) or any(num_tokens),
         shutdown=any(shutdown),
         num_tokens=num_tokens,
         free_blocks=free_blocks,
+        known_epoch=min(known_epochs),
     )

@@ -11,22 +11,29 @@ One wake-up of the ranks' socket takes everything that has come; each request th
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from types import TracebackType
 from typing import Protocol, Self
 
 from engine.collector import Collector
-from engine.front import EngineDraining, EngineFailed, FinishedRequest, Front, Work
-from engine.messages import FrontToRank, RankReady, RankStats, ResetPrefixCache
+from engine.front import EngineBusy, EngineDraining, EngineFailed, Front, Work, losses_last
+from engine.members import Members, Recovery
+from engine.messages import FrontToRank, Outputs, RankLost, RankReady, RankStats, RankToFront, ResetPrefixCache
 from engine.outputs import Delta, Prompt, RequestOutput
+from engine.sequences import FinishedRequest
 from engine.text import Tokenizer
-from engine.wire import Ranks
+from engine.wire import NotConnected, Ranks
 
-__all__ = ["AsyncLLM", "AsyncRanks", "EngineDraining", "EngineFailed", "RequestStream"]
+__all__ = ["AsyncLLM", "AsyncRanks", "EngineBusy", "EngineDraining", "EngineFailed", "RequestStream"]
 
 # The socket's descriptor is edge-triggered; should a wake-up ever be lost, this is how late its messages can be. A rank
 # that is ready but cannot be reached yet makes no wake-up at all (engine/wire.py).
 _LOOK_AGAIN_SECONDS = 1.0
 _LOOK_AGAIN_UNREADY_SECONDS = 0.05
+
+
+log = logging.getLogger("moesaic.front")
 
 
 class AsyncRanks(Ranks, Protocol):
@@ -39,7 +46,7 @@ class RequestStream:
     """An async iterator of list[Delta]: what has come since the last look, in order (usually one engine step's).
 
     Close it when leaving early (`contextlib.aclosing`): that aborts the request on its rank at once, and so does cancelling
-    the task that waits in it. Raises EngineFailed when a rank is lost. For one task.
+    the task that waits in it. A lost rank shows as a pause; EngineFailed when all are lost. For one task.
     """
 
     def __init__(self, llm: AsyncLLM, request_id: str, num_choices: int) -> None:
@@ -102,11 +109,22 @@ class RequestStream:
 class AsyncLLM:
     """Make it inside a running event loop, close it there."""
 
-    def __init__(self, ranks: AsyncRanks, tokenizer: Tokenizer, *, block_size: int = 16) -> None:
+    def __init__(
+        self,
+        ranks: AsyncRanks,
+        tokenizer: Tokenizer,
+        *,
+        block_size: int = 16,
+        num_experts: int = 0,
+        slots_per_rank: int = 0,
+    ) -> None:
         self.tokenizer = tokenizer
-        self.front = Front(ranks.size, tokenizer, block_size=block_size)
+        self.front = Front(
+            ranks.size, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
+        )
         self._ranks = ranks
         self._streams: dict[str, RequestStream] = {}
+        self._recoveries: deque[Recovery] = deque(maxlen=1024)
         self._failed: str | None = None
         self._draining = False
         self._closed = False
@@ -122,12 +140,15 @@ class AsyncLLM:
     def stream(self, prompt: Prompt) -> RequestStream:
         """Not a coroutine: the request is sent at once, so what is wrong with it is raised here.
 
-        ValueError (request id in use), EngineFailed, EngineDraining.
+        ValueError (request id in use), EngineFailed, EngineDraining, EngineBusy (too few ranks are left).
         """
         if self._failed is not None:
             raise EngineFailed(self._failed)
         if self._draining or self._closed:
             raise EngineDraining("the engine is shutting down and takes no new requests")
+        shortage = self.shortage
+        if shortage is not None:
+            raise EngineBusy(shortage)
         messages = self.front.add(prompt)
         stream = RequestStream(self, prompt.request_id, prompt.params.n)
         self._streams[prompt.request_id] = stream
@@ -155,16 +176,26 @@ class AsyncLLM:
 
     def reset_prefix_cache(self) -> None:
         self.front.router.forget_prefixes()
-        for rank in range(self._ranks.size):
+        for rank in self.front.members.up:
             self._send(rank, ResetPrefixCache())
 
     # ---- state ----
 
     @property
     def is_ready(self) -> bool:
-        """All ranks are up, none has failed, and new requests are taken."""
-        up = len(self.front.ready) == self._ranks.size
-        return up and self._failed is None and not self._draining and not self._closed
+        """All ranks have come up, the engine has not failed, and takes new requests (unless there is a `shortage`)."""
+        return self.front.members.started and self._failed is None and not self._draining and not self._closed
+
+    @property
+    def shortage(self) -> str | None:
+        """Why nothing can be computed until a lost rank is back; None: it can."""
+        members = self.front.members
+        return members.shortage if members.started else None
+
+    @property
+    def members(self) -> Members:
+        """Which ranks serve, and what losses there were."""
+        return self.front.members
 
     @property
     def failed(self) -> str | None:
@@ -188,6 +219,17 @@ class AsyncLLM:
     def ready(self) -> dict[int, RankReady]:
         return self.front.ready
 
+    @property
+    def num_replayed(self) -> int:
+        """Requests moved from a lost rank to another one."""
+        return self.front.num_replayed
+
+    def take_recoveries(self) -> list[Recovery]:
+        """Recoveries that ended since the last call (at most the newest 1024)."""
+        recoveries = list(self._recoveries)
+        self._recoveries.clear()
+        return recoveries
+
     def take_finished(self) -> list[FinishedRequest]:
         """Requests that finished since the last call (at most the newest 65536)."""
         return self.front.take_finished()
@@ -196,7 +238,7 @@ class AsyncLLM:
         """Until every rank has said that it is ready. TimeoutError naming the missing ones; EngineFailed."""
         try:
             async with asyncio.timeout(timeout):
-                while len(self.front.ready) < self._ranks.size and self._failed is None:
+                while not self.front.members.started and self._failed is None:
                     await self._change()
         except TimeoutError:
             missing = [rank for rank in range(self._ranks.size) if rank not in self.front.ready]
@@ -254,12 +296,41 @@ class AsyncLLM:
     def _read(self) -> None:
         if self._closed:
             return
-        for message in self._ranks.receive(0):
+        messages = self._ranks.receive(0)
+        if any(isinstance(message, RankLost) for message in messages):
+            messages = losses_last(messages + self._ranks.receive(0))
+        for message in messages:
             self._do(self.front.on_message(message))
-            if isinstance(message, RankReady):
-                self._changed.set()
+            if not isinstance(message, Outputs):
+                self._on_news(message)
+        while self.front.members.done:
+            self._on_recovery(self.front.members.done.popleft())
         if self.front.failed is not None:
             self.fail(self.front.failed)
+
+    def _on_recovery(self, recovery: Recovery) -> None:
+        self._recoveries.append(recovery)
+        first = "none" if recovery.first_token is None else f"{recovery.first_token:.3f}"
+        log.info(
+            "event=recovered rank=%d epoch=%d replayed=%d detect=%.3f agree=%.3f repair=%.3f first_token=%s total=%.3f",
+            recovery.rank,
+            recovery.epoch,
+            recovery.replayed,
+            recovery.detect,
+            recovery.agree,
+            recovery.repair,
+            first,
+            recovery.total,
+        )
+
+    def _on_news(self, message: RankToFront) -> None:
+        """Something about the ranks themselves: whoever waits for a state looks again, and the log says so."""
+        self._changed.set()
+        members = self.front.members
+        if isinstance(message, RankLost):
+            log.info("event=rank_lost rank=%d epoch=%d reason=%r", message.rank, members.epoch, message.reason)
+        elif members.epoch and isinstance(message, RankReady):
+            log.info("event=rank_returns rank=%d epoch=%d", message.rank, members.epoch)
 
     def _look_again(self) -> None:
         delay = _LOOK_AGAIN_SECONDS if self.is_ready else _LOOK_AGAIN_UNREADY_SECONDS
@@ -284,6 +355,10 @@ class AsyncLLM:
     def _send(self, rank: int, message: FrontToRank) -> None:
         try:
             self._ranks.send(rank, message)
+        except NotConnected as error:
+            # A rank that was up and is not there any more is lost: word of it is on its way, and will move its requests.
+            if not self.front.members.started:
+                self.fail(str(error))
         except ConnectionError as error:
             self.fail(str(error))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from engine.request import Request
+from collections.abc import Sequence
+
+from engine.request import Request, Status
 from engine.schedule import NewRow, Schedule
 
 
@@ -73,6 +75,28 @@ class Draft:
         request.length -= self.chunk_samples[index]
         del self.chunks[index], self.chunk_starts[index], self.chunk_counts[index], self.chunk_samples[index]
 
+    def place(self, request: Request) -> None:
+        """The request has taken a row: tell the batch all that is known of it."""
+        message = request.message
+        self.new_rows.append(
+            NewRow(
+                row=request.row,
+                request_id=request.request_id,
+                token_ids=request.tokens.copy(),
+                prompt_len=request.prompt_len,
+                params=message.params,
+                seed=message.seed,
+                eos_token_ids=message.eos_token_ids,
+            )
+        )
+
+    def restate(self, running: list[Request]) -> None:
+        """Tell the batch of every running request, whatever it has heard before."""
+        self.new_rows = []
+        for request in running:
+            self.place(request)
+        self.new_blocks = [(request.row, request.blocks.copy()) for request in running]
+
     def finish(self, freed_rows: list[int]) -> Schedule:
         num_ones = len(self.ones)
         return Schedule(
@@ -85,3 +109,11 @@ class Draft:
             counts=[1] * num_ones + self.chunk_counts,
             samples=[True] * num_ones + self.chunk_samples,
         )
+
+
+def undo(steps: Sequence[tuple[Schedule, list[Request]]]) -> None:
+    """Take back what these steps, in the order they were made, were to compute for the requests that run."""
+    for step, requests in reversed(steps):
+        for request, start in zip(requests, step.starts, strict=True):
+            if request.status is Status.RUNNING:
+                request.num_computed = start

@@ -2,6 +2,7 @@
 
 A *request* (a Prompt) has params.n *sequences*, one per choice, all on one rank so that they share the prompt's KV. Ranks know
 sequences by an integer that this module gives out. What to send and what to tell the callers comes back as `Work`.
+Which ranks there are is in engine/members.py.
 """
 
 from __future__ import annotations
@@ -12,52 +13,45 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
-from engine.detokenizer import Detokenizer, StopStrings
+from engine.members import Members, State
 from engine.messages import (
     Abort,
-    AddRequest,
     FinishReason,
     FrontToRank,
+    Joined,
     Logprobs,
     Outputs,
     RankFailed,
+    RankLost,
     RankReady,
     RankStats,
     RankToFront,
-    SamplingParams,
     TokenOutput,
 )
 from engine.outputs import Delta, PositionLogprobs, Prompt, TokenLogprob
 from engine.routing import Router
 from engine.sampling_params import seeds
+from engine.sequences import FinishedRequest, LiveRequest, Sequence
 from engine.text import Tokenizer
 
 _MAX_FINISHED = 65536
 
 
 class EngineFailed(RuntimeError):
-    """A rank is gone; no request can go on."""
+    """No request can go on: all ranks are lost, or one failed before all had loaded."""
+
+
+class EngineBusy(RuntimeError):
+    """Too few ranks serve to compute anything; running requests wait for one to come back, new ones are refused."""
 
 
 class EngineDraining(RuntimeError):
     """The engine takes no new requests."""
 
 
-class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request took. Times are seconds of the front's clock (time.monotonic()); first_token None: none came."""
-
-    request_id: str
-    rank: int
-    arrival: float
-    first_token: float | None
-    finish: float
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int  # of all choices
-    finish_reasons: tuple[FinishReason, ...]  # one per choice
-    params: SamplingParams
+def losses_last(messages: list[RankToFront]) -> list[RankToFront]:
+    """What came from ranks together with the news of a loss is taken before it: tokens need not be computed again."""
+    return sorted(messages, key=lambda message: isinstance(message, RankLost))
 
 
 class Work(NamedTuple):
@@ -67,55 +61,13 @@ class Work(NamedTuple):
     messages: list[tuple[int, FrontToRank]]
 
 
-class _Request:
-    __slots__ = ("arrival", "first_token", "num_cached", "num_output", "open", "prompt", "rank", "reasons", "sequences")
-
-    def __init__(self, prompt: Prompt, rank: int, arrival: float) -> None:
-        self.prompt = prompt
-        self.rank = rank
-        self.arrival = arrival
-        self.first_token: float | None = None
-        self.num_cached = 0
-        self.num_output = 0
-        self.open = prompt.params.n  # choices that have not finished
-        self.reasons: list[FinishReason] = ["abort"] * prompt.params.n
-        self.sequences: list[_Sequence] = []
-
-
-class _Sequence:
-    """One choice. token_ids is its log: the prompt, then every token that was released."""
-
-    __slots__ = (
-        "cost",
-        "detokenizer",
-        "first",
-        "index",
-        "min_tokens",
-        "num_output",
-        "pending",
-        "request",
-        "sequence_id",
-        "stops",
-        "token_ids",
-    )
-
-    def __init__(self, sequence_id: int, index: int, request: _Request, detokenizer: Detokenizer) -> None:
-        params = request.prompt.params
-        self.sequence_id = sequence_id
-        self.index = index
-        self.request = request
-        self.detokenizer = detokenizer
-        self.stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-        self.min_tokens = params.min_tokens
-        self.token_ids = list(request.prompt.token_ids)
-        self.num_output = 0
-        self.first = True  # no output yet
-        self.cost = 0  # tokens charged to the rank's load, all in all
-        self.pending = 0  # the part of it that goes with the first output: prompt tokens to compute
-
-
 class Front:
-    """One per server or offline engine. Not thread-safe; nothing here waits."""
+    """One per server or offline engine. Not thread-safe; nothing here waits.
+
+    A lost rank's requests are *replayed* on another one: it gets the prompt with every token released so far, and goes
+    on from there (a draw depends on seed and position only). While the ranks that are left cannot hold all experts,
+    requests without a rank are held, and sent when they can again.
+    """
 
     def __init__(
         self,
@@ -123,19 +75,32 @@ class Front:
         tokenizer: Tokenizer,
         *,
         block_size: int = 16,
+        num_experts: int = 0,
+        slots_per_rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """block_size: tokens of a KV block, the unit of prefix affinity."""
+        """block_size: tokens of a KV block, the unit of prefix affinity. num_experts, slots_per_rank: of one layer."""
         self.tokenizer = tokenizer
         self.router = Router(num_ranks, block_size)
         self.stats = [RankStats() for _ in range(num_ranks)]
-        self.ready: dict[int, RankReady] = {}
-        self.failed: str | None = None
+        self.members = Members(num_ranks, num_experts, slots_per_rank, clock)
+        self.num_replayed = 0  # requests moved from a lost rank to another one
         self._clock = clock
-        self._requests: dict[str, _Request] = {}
-        self._sequences: dict[int, _Sequence] = {}
+        self._requests: dict[str, LiveRequest] = {}
+        self._held: dict[str, LiveRequest] = {}  # those of them that no rank has now
+        self._sequences: dict[int, Sequence] = {}  # those that a rank has
         self._next_id = itertools.count()
         self._finished: deque[FinishedRequest] = deque(maxlen=_MAX_FINISHED)
+
+    @property
+    def failed(self) -> str | None:
+        """Why no request can go on."""
+        return self.members.failed
+
+    @property
+    def ready(self) -> dict[int, RankReady]:
+        """What the ranks that serve said of themselves."""
+        return self.members.ready
 
     # ---- requests in ----
 
@@ -147,84 +112,109 @@ class Front:
     def request_ids(self) -> list[str]:
         return list(self._requests)
 
-    def add(self, prompt: Prompt) -> list[tuple[int, AddRequest]]:
+    def add(self, prompt: Prompt) -> list[tuple[int, FrontToRank]]:
         """prompt.params must be resolved (sampling_params.resolve). ValueError when its request id is in use."""
         params = prompt.params
         assert params.max_tokens is not None and prompt.token_ids
         if prompt.request_id in self._requests:
             raise ValueError(f"request_id {prompt.request_id!r} is in use by a running request")
-        rank = self.router.choose(prompt.token_ids, prompt.cache_salt)
-        request = _Request(prompt, rank, self._clock())
+        request = LiveRequest(prompt, self._clock())
         self._requests[prompt.request_id] = request
-        messages = []
         for index, seed in enumerate(seeds(params.seed, params.n)):
-            sequence = self._open_sequence(index, request)
-            # Stop strings are found here, bad words are token ids by now, and the prompt is scored once.
-            own = msgspec.structs.replace(
-                params,
-                n=1,
-                seed=None,
-                stop=(),
-                bad_words=(),
-                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-            )
-            message = AddRequest(
-                request_id=sequence.sequence_id,
-                token_ids=prompt.token_ids,
-                prompt_len=len(prompt.token_ids),
-                params=own,
-                seed=seed,
-                eos_token_ids=self.tokenizer.eos_token_ids,
-                priority=prompt.priority,
-                cache_salt=prompt.cache_salt,
-                arrival=request.arrival,
-            )
-            messages.append((rank, message))
+            detokenizer = self.tokenizer.detokenizer(prompt.token_ids, params.skip_special_tokens)
+            request.sequences.append(Sequence(index, seed, request, detokenizer))
+        self._held[prompt.request_id] = request
+        return self._place_held()
+
+    def _place_held(self) -> list[tuple[int, FrontToRank]]:
+        """Send what no rank has to the ranks that serve, if these can compute."""
+        members = self.members
+        if members.started and members.shortage is not None:
+            return []
+        messages: list[tuple[int, FrontToRank]] = []
+        for request in self._held.values():
+            request.rank = self.router.choose(request.prompt.token_ids, request.prompt.cache_salt)
+            for sequence in request.sequences:
+                self._charge(sequence)
+                sequence.sequence_id = next(self._next_id)
+                sequence.awaited = True
+                self._sequences[sequence.sequence_id] = sequence
+                messages.append((request.rank, sequence.message(self.tokenizer.eos_token_ids)))
+        self._held.clear()
         return messages
 
-    def _open_sequence(self, index: int, request: _Request) -> _Sequence:
-        prompt = request.prompt
-        detokenizer = self.tokenizer.detokenizer(prompt.token_ids, prompt.params.skip_special_tokens)
-        sequence = _Sequence(next(self._next_id), index, request, detokenizer)
-        # Choices share the prompt's KV and its computation: the first one is charged for both.
-        assert prompt.params.max_tokens is not None
-        prompt_len = len(prompt.token_ids) if index == 0 else 0
-        sequence.pending = prompt_len
-        sequence.cost = self.router.expected_tokens(prompt_len, prompt.params.max_tokens) + prompt_len
-        self.router.loads[request.rank] += sequence.cost
-        request.sequences.append(sequence)
-        self._sequences[sequence.sequence_id] = sequence
-        return sequence
+    def _charge(self, sequence: Sequence) -> None:
+        """Choices share the prompt's KV and its computation: the first one is charged for both."""
+        params = sequence.request.prompt.params
+        assert params.max_tokens is not None
+        first = sequence is sequence.request.sequences[0]
+        num_known = len(sequence.token_ids) if first else sequence.num_output
+        num_left = params.max_tokens - sequence.num_output
+        sequence.pending = num_known
+        sequence.cost = self.router.expected_tokens(num_known, num_left) + num_known
+        self.router.loads[sequence.request.rank] += sequence.cost
+
+    def _uncharge(self, sequence: Sequence) -> None:
+        self.router.loads[sequence.request.rank] -= sequence.cost
+        sequence.cost = sequence.pending = 0
 
     def abort(self, request_id: str) -> Work:
         """End a request: its open choices get a final delta with finish_reason "abort". Nothing if it is not live."""
         request = self._requests.get(request_id)
         if request is None:
             return Work([], [])
-        open_sequences = [item for item in request.sequences if item.sequence_id in self._sequences]
         now = self._clock()
         deltas = []
-        for sequence in open_sequences:
-            text = sequence.detokenizer.finish()
-            if sequence.stops is not None:
-                text = sequence.stops.finish() + text
-            deltas.append((request_id, Delta(sequence.index, text, [], finish_reason="abort")))
+        running = [item.sequence_id for item in request.sequences if item.sequence_id in self._sequences]
+        for sequence in list(request.sequences):
+            deltas.append((request_id, Delta(sequence.index, sequence.last_text(), [], finish_reason="abort")))
             self._close_sequence(sequence, "abort", now)
-        return Work(deltas, [(request.rank, Abort([item.sequence_id for item in open_sequences]))])
+        return Work(deltas, [(request.rank, Abort(running))] if running else [])
 
-    # ---- outputs out ----
+    # ---- what ranks and the supervisor say ----
 
     def on_message(self, message: RankToFront) -> Work:
-        """Take what a rank sent. After RankFailed, `failed` says why and no request will go on."""
+        """Take what a rank, or the supervisor, has sent. Once `failed` says why, no request will go on."""
         if isinstance(message, Outputs):
             return self._on_outputs(message)
         if isinstance(message, RankReady):
-            self.ready[message.rank] = message
-        else:
-            assert isinstance(message, RankFailed)
-            error = message.error.removeprefix(f"rank {message.rank}: ")
-            self.failed = f"rank {message.rank} failed: {error}"
-        return Work([], [])
+            return self._changed() if self.members.on_ready(message) else Work([], [])
+        if isinstance(message, Joined):
+            if self.members.on_joined(message, busy=bool(self._requests)):
+                self._open_ranks()
+                return Work([], self._place_held())
+            return Work([], [])
+        assert isinstance(message, RankLost | RankFailed)
+        lost = self.members.on_lost(message) if isinstance(message, RankLost) else self.members.on_failed(message)
+        if not lost:
+            return Work([], [])
+        self._take_from(message.rank)
+        return self._changed()
+
+    def _changed(self) -> Work:
+        """The membership has: first the ranks are told, then they get what waits."""
+        self._open_ranks()
+        messages: list[tuple[int, FrontToRank]] = [*self.members.memberships()]
+        return Work([], messages + self._place_held())
+
+    def _open_ranks(self) -> None:
+        self.router.open = [state is State.UP for state in self.members.states]
+
+    def _take_from(self, rank: int) -> None:
+        """Nothing that this rank has is to be expected any more. What it had released stays released."""
+        self.stats[rank] = RankStats()
+        self.router.forget_rank(rank)
+        moved = [
+            item for item in self._requests.values() if item.rank == rank and item.prompt.request_id not in self._held
+        ]
+        for request in moved:
+            for sequence in request.sequences:
+                del self._sequences[sequence.sequence_id]
+                self._uncharge(sequence)
+            self._held[request.prompt.request_id] = request
+        self.num_replayed += len(moved)
+        if self.members.open:
+            self.members.open[-1].replayed = len(moved)
 
     def take_finished(self) -> list[FinishedRequest]:
         """Requests that finished since the last call (at most the newest 65536)."""
@@ -233,14 +223,15 @@ class Front:
         return finished
 
     def _on_outputs(self, message: Outputs) -> Work:
-        self.stats[message.rank] = message.stats
+        if self.members.states[message.rank] is not State.LOST:
+            self.stats[message.rank] = message.stats
         now = self._clock()
         sequences = self._sequences
         deltas: list[tuple[str, Delta]] = []
         stopped: list[int] = []
         for output in message.outputs:
             sequence = sequences.get(output.request_id)
-            if sequence is None:  # aborted, or stopped by a stop string, while this was under way
+            if sequence is None:  # aborted, stopped by a stop string, or moved to another rank while this was under way
                 continue
             delta = self._advance(sequence, output, now)
             deltas.append((sequence.request.prompt.request_id, delta))
@@ -248,55 +239,34 @@ class Front:
                 if output.finish_reason is None:
                     stopped.append(output.request_id)
                 self._close_sequence(sequence, delta.finish_reason, now)
+        if deltas and self.members.open:
+            self.members.on_token(now)
         return Work(deltas, [(message.rank, Abort(stopped))] if stopped else [])
 
-    def _advance(self, sequence: _Sequence, output: TokenOutput, now: float) -> Delta:
-        """One output into one delta. The text of a token that ended the sequence is not shown, unless asked for."""
-        token_ids = output.new_token_ids
-        logprobs = output.logprobs
-        if output.finish_reason is None and sequence.stops is None:
-            delta = Delta(sequence.index, sequence.detokenizer.push(token_ids), token_ids)
-        else:
-            delta = self._advance_slowly(sequence, output)
-            token_ids = delta.token_ids
-        num_new = len(token_ids)
-        sequence.token_ids.extend(token_ids)
+    def _advance(self, sequence: Sequence, output: TokenOutput, now: float) -> Delta:
+        """One output into one delta, and into the log."""
+        delta = sequence.delta(output)
+        num_new = len(delta.token_ids)
+        sequence.token_ids.extend(delta.token_ids)
         sequence.num_output += num_new
         sequence.request.num_output += num_new
+        logprobs = output.logprobs
         if logprobs is not None:
             delta.logprobs = [self._position(logprobs[place]) for place in range(num_new)]
-        if sequence.first:
+        if sequence.awaited:
             self._first_output(sequence, output, delta, now)
         return delta
 
-    def _advance_slowly(self, sequence: _Sequence, output: TokenOutput) -> Delta:
-        """The same with stop strings, or at the end of a sequence."""
-        token_ids = output.new_token_ids
-        reason, stop_reason = output.finish_reason, output.stop_reason
-        include_end = sequence.request.prompt.params.include_stop_str_in_output
-        ends_with_stop_token = reason == "stop" and not include_end
-        shown = token_ids[:-1] if ends_with_stop_token else token_ids
-        detokenizer, stops = sequence.detokenizer, sequence.stops
-        if stops is None:
-            text = detokenizer.push(shown) + detokenizer.finish()
-            return Delta(sequence.index, text, token_ids, finish_reason=reason, stop_reason=stop_reason)
-
-        text = ""
-        for place, token_id in enumerate(shown):
-            look = sequence.num_output + place + 1 > sequence.min_tokens
-            text += stops.push(detokenizer.push((token_id,)), look)
-            if stops.found is not None:
-                kept = token_ids[: place + 1]
-                return Delta(sequence.index, text, kept, finish_reason="stop", stop_reason=stops.found)
-        if reason is not None:
-            text += stops.push(detokenizer.finish(), look=False) + stops.finish()
-        return Delta(sequence.index, text, token_ids, finish_reason=reason, stop_reason=stop_reason)
-
-    def _first_output(self, sequence: _Sequence, output: TokenOutput, delta: Delta, now: float) -> None:
+    def _first_output(self, sequence: Sequence, output: TokenOutput, delta: Delta, now: float) -> None:
+        """Of this rank. What is told once for a request is not told again after a replay."""
         request = sequence.request
-        sequence.first = False
+        sequence.awaited = False
         self.router.loads[request.rank] -= sequence.pending
         sequence.cost -= sequence.pending
+        sequence.pending = 0
+        if sequence.answered:
+            return
+        sequence.answered = True
         if request.first_token is None and output.new_token_ids:
             request.first_token = now
         if sequence.index == 0:
@@ -306,31 +276,21 @@ class Front:
                     self._position(item) if item is not None else None for item in output.prompt_logprobs
                 ]
 
-    def _close_sequence(self, sequence: _Sequence, reason: FinishReason, now: float) -> None:
+    def _close_sequence(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         request = sequence.request
-        del self._sequences[sequence.sequence_id]
-        self.router.loads[request.rank] -= sequence.cost
+        self._sequences.pop(sequence.sequence_id, None)
+        self._uncharge(sequence)
         self.router.finished(sequence.num_output)
+        request.sequences.remove(sequence)
         request.reasons[sequence.index] = reason
         request.open -= 1
         if request.open:
             return
-        prompt = request.prompt
-        del self._requests[prompt.request_id]
-        self._finished.append(
-            FinishedRequest(
-                request_id=prompt.request_id,
-                rank=request.rank,
-                arrival=request.arrival,
-                first_token=request.first_token,
-                finish=now,
-                num_prompt_tokens=len(prompt.token_ids),
-                num_cached_tokens=request.num_cached,
-                num_output_tokens=request.num_output,
-                finish_reasons=tuple(request.reasons),
-                params=prompt.params,
-            )
-        )
+        del self._requests[request.prompt.request_id]
+        self._held.pop(request.prompt.request_id, None)
+        self._finished.append(request.finished(now))
+        if not self._requests and self.members.open:
+            self.members.on_idle()
 
     def _position(self, logprobs: Logprobs) -> PositionLogprobs:
         ids, values = logprobs.ids, logprobs.values

@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from engine.collector import Collector
-from engine.front import EngineFailed, Front, Work
+from engine.front import EngineFailed, Front, Work, losses_last
 from engine.messages import FrontToRank, RankToFront, SamplingParams
 from engine.outputs import Prompt, RequestOutput
 from engine.sampling_params import resolve, validate
 from engine.text import Tokenizer
-from engine.wire import Ranks
+from engine.wire import NotConnected, Ranks
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Conversation = Sequence[Mapping[str, Any]]
@@ -39,20 +39,22 @@ class LLM:
         *,
         block_size: int = 16,
         max_logprobs: int = 20,
-        lost: Callable[[], str | None] = lambda: None,
+        num_experts: int = 0,
+        slots_per_rank: int = 0,
         ready_timeout: float = 600.0,
         silence_timeout: float = 600.0,
     ) -> None:
-        """Waits until every rank is ready. lost: asked while nothing comes, an error text when a rank is gone.
+        """Waits until every rank is ready. num_experts, slots_per_rank: of one layer; they decide which losses are survived.
 
         Timeouts in seconds: for all ranks to be ready, and for the longest silence while requests run.
         TimeoutError, EngineFailed.
         """
         self.tokenizer = tokenizer
         self._ranks = ranks
-        self._front = Front(ranks.size, tokenizer, block_size=block_size)
+        self._front = Front(
+            ranks.size, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
+        )
         self._max_logprobs = max_logprobs
-        self._lost = lost
         self._silence_timeout = silence_timeout
         self._request_ids = itertools.count()
         self._closed = False
@@ -75,7 +77,8 @@ class LLM:
         """Continue each prompt (text, or token ids); one result per prompt, in order.
 
         params: one for all, or one per prompt; None: SamplingParams(). progress is called after every batch of outputs.
-        ValueError names the prompt and what is wrong with it, before anything is sent. EngineFailed when a rank is lost.
+        ValueError names the prompt and what is wrong with it, before anything is sent. A lost rank shows as a pause; EngineFailed
+        when all are lost.
         """
         texts, token_ids = self._tokenize(prompts)
         return self._run(self._prompts(texts, token_ids, params), progress)
@@ -173,6 +176,8 @@ class LLM:
     def _run(self, prompts: list[Prompt], progress: Callable[[Progress], None] | None) -> list[RequestOutput]:
         if self._closed:
             raise EngineFailed("the engine is closed")
+        for received in losses_last(self._ranks.receive(0.0)):  # what happened since the last call
+            self._send_all(self._front.on_message(received))
         if self._front.failed is not None:
             raise EngineFailed(self._front.failed)
         collectors = {prompt.request_id: Collector(prompt) for prompt in prompts}
@@ -202,30 +207,28 @@ class LLM:
 
     def _wait_ready(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while len(self._front.ready) < self._ranks.size:
+        while not self._front.members.started:
             for message in self._ranks.receive(_LOOK_SECONDS):
                 self._front.on_message(message)
-            error = self._front.failed or self._lost()
-            if error is not None:
-                raise EngineFailed(error)
-            if len(self._front.ready) < self._ranks.size and time.monotonic() > deadline:
+            if self._front.failed is not None:
+                raise EngineFailed(self._front.failed)
+            if not self._front.members.started and time.monotonic() > deadline:
                 missing = [rank for rank in range(self._ranks.size) if rank not in self._front.ready]
                 raise TimeoutError(f"ranks {missing} were not ready within {timeout:g} s")
 
     def _receive(self) -> list[RankToFront]:
-        """At least one message; EngineFailed when a rank is lost or all are silent for too long."""
+        """At least one message; EngineFailed when all are silent for too long."""
         deadline = time.monotonic() + self._silence_timeout
         while not (messages := self._ranks.receive(_LOOK_SECONDS)):
-            error = self._lost()
-            if error is None and time.monotonic() > deadline:
-                error = f"no rank has sent anything for {self._silence_timeout:g} s"
-            if error is not None:
-                raise EngineFailed(error)
-        return messages
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"no rank has sent anything for {self._silence_timeout:g} s")
+        return losses_last(messages)
 
     def _send(self, rank: int, message: FrontToRank) -> None:
         try:
             self._ranks.send(rank, message)
+        except NotConnected:
+            pass  # it is lost: word of it is on its way, and will move its requests
         except ConnectionError as error:
             raise EngineFailed(str(error)) from None
 

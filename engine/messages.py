@@ -5,6 +5,7 @@ Token positions are counted from the start of the prompt. Times are seconds of t
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import msgspec
@@ -78,7 +79,15 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """Leave together with the other ranks at the next agreed step. Running requests are dropped."""
 
 
-FrontToRank = AddRequest | Abort | ResetPrefixCache | Shutdown
+class Membership(msgspec.Struct, tag="membership", frozen=True):
+    """Who takes part from `epoch` on. The front sends it to every living rank; epochs only rise. A rank that loses a peer
+    drops its step and waits for one; when nobody is lost (a rank returns), ranks change over together after a step."""
+
+    epoch: int
+    alive: list[bool]
+
+
+FrontToRank = AddRequest | Abort | ResetPrefixCache | Shutdown | Membership
 
 
 # ---- rank -> front -----------------------------------------------------------------------------------------------
@@ -139,16 +148,39 @@ class RankReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     load_seconds: float
     bytes_read: int
     reasons: dict[str, str] = {}
+    process: int = msgspec.field(default_factory=os.getpid)
 
 
 class RankFailed(msgspec.Struct, tag="failed", frozen=True):
-    """A rank cannot go on; it exits right after sending this."""
+    """A rank cannot go on; it exits right after sending this, and RankLost for it follows from the supervisor."""
 
     rank: int
     error: str
 
 
-RankToFront = Outputs | RankReady | RankFailed
+class RankLost(msgspec.Struct, tag="lost", frozen=True):
+    """From the supervisor: this rank's process has ended (or hung, and was killed before this was said).
+
+    Said once for every process of a rank that ends, also for one that was still loading."""
+
+    rank: int
+    reason: str
+    time: float  # its last sign of life: when the kernel told of its end, or a hung one's last heartbeat
+    process: int  # its process id, which tells this life of the rank from others
+
+
+class Joined(msgspec.Struct, tag="joined", frozen=True, kw_only=True):
+    """A rank has changed over to `epoch` and serves again. Seconds of its own work; experts and bytes it had to read."""
+
+    rank: int
+    epoch: int
+    agree_seconds: float
+    repair_seconds: float
+    experts_loaded: int
+    bytes_read: int
+
+
+RankToFront = Outputs | RankReady | RankFailed | RankLost | Joined
 
 encoder = msgspec.msgpack.Encoder()
 front_decoder = msgspec.msgpack.Decoder(RankToFront)

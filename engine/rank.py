@@ -5,28 +5,27 @@
 Sleep: when a step's record says that nobody has work, all ranks leave the lockstep together and sleep. Whoever gets
 work rings every other rank before it proposes the next step. A ring carries the number of sleeps so far, the same on
 all ranks; so a ring that was meant for a sleep that is already over is not taken for a new one.
+
+Epochs: see engine/team.py, and docs/surviving.md for the whole.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import queue
 import time
-import zlib
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from configs.engine import Plan
 from dbo.steps import Steps, drain
-from engine.agreement import Agreement, StepPlan, Wish
-from engine.batch import Batch
+from engine.agreement import StepPlan, Wish
 from engine.messages import (
     Abort,
     AddRequest,
     FrontToRank,
+    Joined,
+    Membership,
     Outputs,
     RankReady,
     RankStats,
@@ -35,22 +34,14 @@ from engine.messages import (
     TokenOutput,
 )
 from engine.runner import Flight, Runner
-from engine.sampling_table import SamplingTable
 from engine.schedule import Schedule
 from engine.scheduler import Scheduler
-from ep.group import Group, LocalGroup
-from ep.parallel import Parallel
-from ep.table import make_lanes
-from eplb.placement import linear_placement
-from layers.paged_kv import PagedKV
-from layers.weights import Checkpoint
-from models.base import CausalLM
-from models.facts import ModelFacts
-from models.registry import build, read_config
+from engine.team import Team
+from ep.protocol import PeerLost
 
 log = logging.getLogger("moesaic.rank")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OPENING_SECONDS = 0.002  # how soon a rank looks again whether the groups of a new epoch are open
 
 
 class Doorbell(Protocol):
@@ -77,16 +68,28 @@ class SharedDoorbell:
 
 
 class Rank:
-    """Not thread-safe: one thread submits and steps."""
+    """Not thread-safe: one thread submits and steps.
+
+    A lost peer (PeerLost out of any wait) ends the epoch for this rank: steps in flight are forgotten, requests and their
+    cache stay, and `step` does nothing until a Membership of a higher epoch comes. Then the living meet again and go on.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, agreement: Agreement, runner: Runner, bell: Doorbell, ready: RankReady
+        self,
+        scheduler: Scheduler,
+        team: Team,
+        runner: Runner,
+        bell: Doorbell,
+        ready: RankReady,
+        patience: float = 60.0,
     ) -> None:
+        """patience: seconds that a rank which has lost a peer waits to be told who is left."""
         self.ready = ready
         self._scheduler = scheduler
-        self._agreement = agreement
+        self._team = team
         self._runner = runner
         self._bell = bell
+        self._patience = patience
         self._pipelined = scheduler.async_depth > 0
         self._flight: Flight | None = None  # the step that runs while the next one is scheduled (pipelined only)
         self._early: list[TokenOutput] = []  # outputs that need no step
@@ -94,7 +97,11 @@ class Rank:
         self._done = False  # has left, with all others
         self._failed = False  # a step was left half way: what scheduler and device know no longer fits together
         self._asleep = True  # at first too: ranks that load for different times do not wait for each other in a step
-        self._num_sleeps = 0
+        self._sleep = 0  # epoch and number of the sleep: equal on all ranks
+        self._wanted: Membership | None = None  # the newest, when it is newer than the team's
+        self._loss: tuple[PeerLost, float] | None = None  # and until when a Membership may come
+        self._formed: Joined | None = None  # becomes _joined when the first record of the epoch is agreed on
+        self._joined: Joined | None = None
 
     @property
     def done(self) -> bool:
@@ -114,6 +121,14 @@ class Rank:
     def stats(self) -> RankStats:
         return self._scheduler.stats()
 
+    def pause(self, longest: float) -> float:
+        """Seconds for which there is nothing to do, unless a message or a ring comes; at most `longest`."""
+        if self._team.opening:
+            return min(longest, OPENING_SECONDS)
+        if not self._team.working and not self._shutdown:
+            return longest if self._loss is None else max(0.0, min(longest, self._loss[1] - time.monotonic()))
+        return longest if self._asleep and not self.has_work else 0.0
+
     def submit(self, message: FrontToRank) -> None:
         """Takes effect with the next step. A request that cannot run is an output with finish_reason "error"."""
         if isinstance(message, AddRequest):
@@ -128,11 +143,20 @@ class Rank:
             self._scheduler.abort(message.request_ids)
         elif isinstance(message, ResetPrefixCache):
             self._scheduler.reset_prefix_cache()
+        elif isinstance(message, Membership):
+            if message.epoch > (self._team.epoch if self._wanted is None else self._wanted.epoch):
+                self._wanted = message
         else:
             self._shutdown = True
 
+    def take_joined(self) -> Joined | None:
+        """Once for every epoch but the first: this rank serves again."""
+        joined, self._joined = self._joined, None
+        return joined
+
     def step(self) -> list[TokenOutput]:
-        """One step to its end. Raises PeerLost when another rank is gone, RuntimeError when the ranks disagree."""
+        """One step to its end. Raises PeerLost when another rank is gone and nobody says who is left, RuntimeError when
+        the ranks disagree."""
         with torch.inference_mode():
             return drain(self.steps())
 
@@ -140,133 +164,129 @@ class Rank:
         """One step: schedule, agree, compute, and what came out. Pipelined, what came out of the step before."""
         if self._failed:
             raise RuntimeError("this rank cannot go on: an earlier step failed or was interrupted")
+        if self._loss is not None and self._wanted is None and time.monotonic() > self._loss[1]:
+            raise self._loss[0]
         self._failed = True
-        outputs = yield from self._step()
+        try:
+            outputs = yield from self._step()
+        except PeerLost as loss:
+            self._lose(loss)
+            outputs = []
         self._failed = False
         return outputs
 
     def _step(self) -> Steps[list[TokenOutput]]:
-        if self._done:
-            return []
+        if self._wanted is not None and self._may_change(self._wanted):
+            self._change(self._wanted)
+        if self._done or not (self._team.working or (yield from self._form())):
+            return self._take_early()
         if self._asleep:
             if self.has_work:
-                self._bell.ring(self._num_sleeps)
+                self._bell.ring(self._sleep)
             yield  # in a weave the others ring now
-            if not self.has_work and not self._bell.heard(self._num_sleeps):
+            if not self.has_work and not self._bell.heard(self._sleep):
                 return self._take_early()
             self._asleep = False
         schedule = self._scheduler.schedule()
-        agreed = self._agreement.propose(
-            Wish(schedule.num_tokens, self.has_work, self._shutdown, self._scheduler.kv.num_free_blocks)
+        known_epoch = self._team.epoch if self._wanted is None else self._wanted.epoch
+        agreed = self._team.agreement.propose(
+            Wish(schedule.num_tokens, self.has_work, self._shutdown, self._scheduler.kv.num_free_blocks, known_epoch)
         )
         yield
         plan = agreed.wait()
-        if plan.shutdown or not plan.busy:
-            self._leave(plan)
-            return self._take_early()
-        return (yield from self._compute(schedule, plan))
-
-    def close(self) -> None:
-        """Wait for a step that still runs, and end the device thread."""
-        self._runner.close()
-
-    def _leave(self, plan: StepPlan) -> None:
+        if self._formed is not None:
+            self._joined, self._formed = self._formed, None
         if plan.shutdown:
-            self._done = True
-            self._flight = None  # its tokens are dropped with the requests
+            self._leave()
+        elif plan.known_epoch > self._team.epoch:
+            outputs = yield from self._land()
+            assert self._wanted is not None
+            self._change(self._wanted)
+            return self._take_early() + outputs
+        elif plan.busy:
+            return (yield from self._compute(schedule, plan))
         else:
             self._asleep = True
-            self._num_sleeps += 1
+            self._sleep += 1
+        return self._take_early()
+
+    def close(self) -> None:
+        """Wait for a step that still runs, end the device thread, and leave the other ranks."""
+        self._runner.close()
+        self._team.close()
+
+    # ---- who takes part ----
+
+    def _may_change(self, wanted: Membership) -> bool:
+        """At once, or (nobody is lost, and steps are under way) when all ranks have heard of it?"""
+        return not self._team.working or self._asleep or not all(wanted.alive[rank] for rank in self._team.living)
+
+    def _change(self, wanted: Membership) -> None:
+        """The epoch is over: begin the wanted one."""
+        if self._team.working:
+            self._drop_steps()
+        self._wanted = self._loss = self._formed = None
+        if not wanted.alive[self.ready.rank]:
+            log.info("epoch %d goes on without this rank", wanted.epoch)
+            self._leave()
+        else:
+            self._team.begin(wanted.epoch, wanted.alive)
+
+    def _form(self) -> Steps[bool]:
+        """Go on with the epoch that has begun. False: it takes more time, or there is none."""
+        if self._team.epoch > 0 or not self._team.opening:  # in the first epoch others may be quicker than this rank
+            self._bell.heard(-1)  # rings of an epoch that is over
+        if not self._team.opening and self._shutdown:
+            self._leave()
+        if not self._team.opened:
+            return False
+        joined = yield from self._team.form()
+        if joined.epoch > 0:
+            self._formed = joined
+            self._asleep = False  # all are here: the first record follows at once, and proves that all have the same
+            self._sleep = joined.epoch << 32
+            log.info("epoch %d: ranks %s, %d expert(s) read", joined.epoch, self._team.living, joined.experts_loaded)
+        return True
+
+    def _lose(self, loss: PeerLost) -> None:
+        log.warning("epoch %d: lost rank(s) %s: %s", self._team.epoch, self._team.names(loss), loss.reason)
+        self._loss = (loss, time.monotonic() + self._patience)
+        self._drop_steps()
+
+    def _drop_steps(self) -> None:
+        """Leave the others, and forget every step whose tokens are not out: it is computed again in the next epoch."""
+        self._team.close()  # the device thread learns of it too
+        self._flight = None
+        self._runner.reset()
+        self._scheduler.rollback()
+
+    def _leave(self) -> None:
+        self._done = True
+        self._flight = None  # its tokens are dropped with the requests
+
+    # ---- one step ----
 
     def _compute(self, schedule: Schedule, plan: StepPlan) -> Steps[list[TokenOutput]]:
         flight = self._runner.launch(schedule) if plan.runs else None
         if self._pipelined:
             flight, self._flight = self._flight, flight
-        outputs = self._take_early()
-        if flight is not None:
-            result = yield from flight.steps()
-            if flight.schedule.rows:
-                outputs += self._scheduler.update(
-                    flight.schedule, result.token_ids, result.logprobs, result.prompt_logprobs
-                )
-        return outputs
+        outputs = [] if flight is None else (yield from self._result(flight))
+        return self._take_early() + outputs
+
+    def _land(self) -> Steps[list[TokenOutput]]:
+        """What the step that still runs brings."""
+        flight, self._flight = self._flight, None
+        return [] if flight is None else (yield from self._result(flight))
+
+    def _result(self, flight: Flight) -> Steps[list[TokenOutput]]:
+        result = yield from flight.steps()
+        if not flight.schedule.rows:
+            return []
+        return self._scheduler.update(flight.schedule, result.token_ids, result.logprobs, result.prompt_logprobs)
 
     def _take_early(self) -> list[TokenOutput]:
         outputs, self._early = self._early, []
         return outputs
-
-
-def build_rank(
-    plan: Plan,
-    rank: int = 0,
-    group: Group | None = None,
-    exchange: Group | None = None,
-    bell: Doorbell | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Rank:
-    """Read the config, build and load the model, allocate the cache.
-
-    group: where the ranks agree; exchange: where tokens travel to experts (with asynchronous scheduling both are in
-    use at the same time; a MailboxGroup may be both). None: a single rank. progress(bytes_done, bytes_total).
-    Raises ValueError, one line, for a checkpoint or a plan that cannot run.
-    """
-    began = time.monotonic()
-    group, exchange = group or LocalGroup(), exchange or LocalGroup()
-    torch.set_num_threads(plan.threads_per_rank)
-    device = torch.device(plan.device)
-    lanes = functools.partial(make_lanes, plan.all2all_backend, exchange, dtype=DTYPES[plan.dtype])
-    facts = read_config(plan.model_path)
-    placement = None
-    if facts.num_moe_layers:
-        placement = linear_placement(
-            facts.num_moe_layers, facts.num_experts, plan.data_parallel_size, plan.slots_per_rank
-        )
-    model, bytes_read = _load(plan, facts, Parallel(rank, plan.data_parallel_size, placement, lanes), device, progress)
-    scheduler = Scheduler(
-        num_blocks=plan.num_kv_blocks,
-        block_size=plan.block_size,
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
-        enable_prefix_caching=plan.enable_prefix_caching,
-        enable_chunked_prefill=plan.enable_chunked_prefill,
-        policy=plan.scheduling_policy,
-        async_depth=int(plan.async_scheduling),
-    )
-    runner = Runner(
-        model,
-        PagedKV.allocate(model.kv_spec(), plan.num_kv_blocks, plan.block_size, device),
-        Batch(plan.max_num_seqs, plan.max_model_len, plan.block_size, device),
-        SamplingTable(plan.max_num_seqs, facts.vocab_size, device),
-        plan.logprobs_mode,
-        # Ranks that share one thread take turns within a step, so it cannot run on another.
-        threaded=plan.async_scheduling and plan.all2all_backend != "mailbox",
-    )
-    checksum = zlib.crc32(f"{plan.dtype} {facts}".encode()) ^ (0 if placement is None else placement.checksum())
-    # Without routed experts no rank needs another: each agrees with itself only.
-    agreement = Agreement(LocalGroup() if placement is None else group, epoch=0, checksum=checksum)
-    ready = RankReady(
-        rank=rank,
-        num_blocks=plan.num_kv_blocks,
-        block_size=plan.block_size,
-        max_model_len=scheduler.max_length,
-        vocab_size=facts.vocab_size,
-        load_seconds=time.monotonic() - began,
-        bytes_read=bytes_read,
-        reasons=plan.reasons,
-    )
-    return Rank(scheduler, agreement, runner, bell or SharedDoorbell(), ready)
-
-
-def _load(
-    plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.device, progress: Callable[[int, int], None] | None
-) -> tuple[CausalLM, int]:
-    """The model with its weights, and how many bytes of the checkpoint were read."""
-    model = build(facts, parallel, DTYPES[plan.dtype], device, plan.mla_prefill)
-    checkpoint = Checkpoint(plan.model_path, progress)
-    model.load(checkpoint)
-    checkpoint.finish()
-    return model, checkpoint.bytes_read
 
 
 class LocalRanks:
@@ -301,7 +321,7 @@ class LocalRanks:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            if not self._rank.has_work:
+            if self._rank.pause(left) > 0:
                 try:
                     self._rank.submit(self._inbox.get(timeout=left))
                 except queue.Empty:

@@ -1,7 +1,8 @@
 """The process of one rank: `python -m engine.rank_process --plan PLAN.json --rank R --runtime-dir DIR`.
 
-In DIR: front.ipc (the front's socket, see engine/wire.py), bell-R.ipc (doorbells), store (where the groups meet).
-Exit codes: 0 after a Shutdown message, 3 an error, 4 another rank is lost. Before 3 and 4 the front is told.
+In DIR: front.ipc (the front's socket, see engine/wire.py), bell-R.ipc (doorbells), beat-R (heartbeats, once loaded), and what
+ep/table.py leaves there for the ranks to meet. Exit codes: 0 after a Shutdown message, or when a Membership leaves this rank out; 3 an
+error; 4 another rank is lost and nobody has said who is left. Before 3 and 4 the front is told.
 
 Signals: SIGTERM and SIGINT are ignored, because a terminal sends them to all processes at once and the front is to end
 the ranks in order (Shutdown). When the parent dies, the kernel kills this process.
@@ -17,19 +18,22 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from configs.engine import Plan
+from engine.build import build_rank
+from engine.heartbeat import Heartbeat
 from engine.memory import keep_freed_memory
 from engine.messages import Outputs, RankFailed
 from engine.orphan import die_with_parent
 from engine.progress import LoadProgress
-from engine.rank import build_rank
+from engine.team import Groups, Meet, Opening, OpeningThread
 from engine.wire import RankSocket, ZmqDoorbell, sleep_until_called
-from ep.group import gloo_group
 from ep.protocol import PeerLost
+from ep.table import make_groups
 
 EXIT_ERROR = 3
 EXIT_PEER_LOST = 4
@@ -42,6 +46,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--runtime-dir", type=Path, required=True)
     parser.add_argument("--parent", type=int, help="process id of the parent; a rank does not outlive it")
+    parser.add_argument("--join", action="store_true", help="the others are at work: wait to be told when to join them")
     options = parser.parse_args()
     die_with_parent(options.parent)
     keep_freed_memory()
@@ -52,7 +57,7 @@ def main() -> None:
     socket = RankSocket(f"ipc://{options.runtime_dir}/front.ipc", options.rank)
     try:
         plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
-        _serve(plan, options.rank, options.runtime_dir, socket)
+        _serve(plan, options.rank, options.runtime_dir, socket, options.join)
     except PeerLost as error:
         code = _report(socket, options.rank, error, EXIT_PEER_LOST)
     except Exception as error:
@@ -63,20 +68,16 @@ def main() -> None:
     os._exit(code)
 
 
-def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket) -> None:
+def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket, join: bool) -> None:
     endpoints = [f"ipc://{runtime_dir}/bell-{rank}.ipc" for rank in range(plan.data_parallel_size)]
     bell = ZmqDoorbell(endpoints, rank_id)
-    # Two groups, because the next step is agreed on while the last one's tokens still travel.
-    group, exchange = (
-        gloo_group(str(runtime_dir / "store"), rank_id, plan.data_parallel_size, plan.exchange_timeout, name)
-        for name in ("agreement", "experts")
-    )
     # One bar is enough; every rank says in the end what it has read.
     progress = LoadProgress(f"rank {rank_id}", sys.stderr, leads=rank_id == 0)
-    rank = build_rank(plan, rank_id, group, exchange, bell, progress)
+    rank = build_rank(plan, rank_id, _meet_in(plan, runtime_dir), bell, progress, join)
     progress.finish(rank.ready.bytes_read)
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
+    heartbeat = Heartbeat(runtime_dir / f"beat-{rank_id}")
     socket.send(rank.ready)
     was_asleep = True
     while not rank.done:
@@ -86,9 +87,28 @@ def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket) -> N
         if outputs or rank.asleep != was_asleep:  # also when falling asleep: the front's gauges should not go stale
             socket.send(Outputs(rank_id, outputs, rank.stats, time.monotonic()))
         was_asleep = rank.asleep
-        if rank.asleep and not rank.has_work:
-            sleep_until_called(socket, bell, SLEEP_SECONDS)
+        joined = rank.take_joined()
+        if joined is not None:
+            socket.send(joined)
+        pause = rank.pause(SLEEP_SECONDS)
+        if pause > 0:
+            sleep_until_called(socket, bell, pause)
     rank.close()
+    heartbeat.close()
+    bell.close()
+
+
+def _meet_in(plan: Plan, runtime_dir: Path) -> Meet:
+    """Ranks of one machine meet in a directory."""
+
+    def meet(epoch: int, rank: int, size: int) -> Opening:
+        def open_groups(stop: Callable[[], bool]) -> Groups:
+            groups = make_groups(plan.all2all_backend, runtime_dir, rank, size, plan.exchange_timeout, epoch, stop)
+            return Groups(*groups)
+
+        return OpeningThread(open_groups)
+
+    return meet
 
 
 def _report(socket: RankSocket, rank_id: int, error: Exception, code: int) -> int:

@@ -92,6 +92,11 @@ class Request:
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
+    def keep_prompt_logprobs(self, start: int, chunk: list[Logprobs] | None) -> None:
+        """Collect them until the first output. After a preemption or a rollback they come again."""
+        if chunk and self.prompt_logprobs is not None:
+            self.prompt_logprobs[start + 1 :] = chunk
+
     def end_within(self, num_new: int) -> tuple[int, FinishReason | None, int | None]:
         """The last num_new known tokens came from one sample; drop those behind the end of the sequence. Returns how many
         stay, why it ends there (None: it goes on), and the stop token id that did it (None for EOS and length).

@@ -18,6 +18,7 @@ class Router:
     def __init__(self, num_ranks: int, block_size: int, max_prefixes: int = 65536) -> None:
         """max_prefixes bounds what is remembered; the least recently used go first."""
         self.loads = [0] * num_ranks
+        self.open = [True] * num_ranks  # whether a rank takes new work
         self._block_size = block_size
         self._max_prefixes = max_prefixes
         self._prefix_to_ranks: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bit mask of ranks
@@ -25,7 +26,7 @@ class Router:
         self._next = 0
 
     def choose(self, token_ids: Sequence[int], cache_salt: str) -> int:
-        """The rank for this prompt; remembered as a holder of its prefix."""
+        """The open rank for this prompt, of which there must be one; remembered as a holder of its prefix."""
         num_ranks = len(self.loads)
         if num_ranks == 1:
             return 0
@@ -37,7 +38,8 @@ class Router:
                 if mask >> rank & 1:
                     saved[rank] = length
         first = self._next
-        chosen = min(range(num_ranks), key=lambda rank: (self.loads[rank] - saved[rank], (rank - first) % num_ranks))
+        ranks = [rank for rank in range(num_ranks) if self.open[rank]]
+        chosen = min(ranks, key=lambda rank: (self.loads[rank] - saved[rank], (rank - first) % num_ranks))
         self._next = (chosen + 1) % num_ranks
         for _, key in prefixes:
             self._prefix_to_ranks[key] = self._prefix_to_ranks.get(key, 0) | 1 << chosen
@@ -56,6 +58,11 @@ class Router:
     def forget_prefixes(self) -> None:
         """The ranks' prefix caches were emptied."""
         self._prefix_to_ranks.clear()
+
+    def forget_rank(self, rank: int) -> None:
+        """This rank's prefix cache is gone."""
+        for key, mask in self._prefix_to_ranks.items():
+            self._prefix_to_ranks[key] = mask & ~(1 << rank)
 
     def _prefixes(self, token_ids: Sequence[int], cache_salt: str) -> list[tuple[int, int]]:
         """(length, hash) of the prompt's first 1, 2, 4, 8, ... blocks, shortest first."""

@@ -20,6 +20,7 @@ from engine.messages import Logprobs, LogprobsMode
 from engine.sampler import sample
 from engine.sampling_table import SamplingTable
 from engine.schedule import Schedule
+from ep.protocol import PeerLost
 from layers.paged_kv import PagedKV
 from models.base import CausalLM
 
@@ -52,7 +53,7 @@ class Runner:
     """Steps run in the order of `launch`, on one device thread when `threaded`, else where their result is asked for.
 
     Nothing but the steps touches model, cache, batch and table, so that no lock is needed. A failed step fails all that
-    were launched after it.
+    were launched after it, until `reset`.
     """
 
     def __init__(
@@ -81,6 +82,15 @@ class Runner:
     def steps(self, schedule: Schedule) -> Steps[StepResult]:
         """The step itself. May be resumed from any thread, but by one at a time."""
         return _in_inference_mode(self._steps(schedule))
+
+    def reset(self) -> None:
+        """After a lost peer: wait for the steps launched, and forget them and how they ended. The next schedule must state
+        every row anew (Scheduler.rollback). Raises what a step failed of, unless it was PeerLost."""
+        if self._threads is not None:
+            self._threads.submit(_nothing).result()  # one thread: whatever came before it is over
+        failure, self._failure = self._failure, None
+        if failure is not None and not isinstance(failure, PeerLost):
+            raise failure
 
     def close(self) -> None:
         """Waits for the steps launched."""
@@ -145,6 +155,10 @@ class Runner:
                 )
             found[part.entry] = values
         return found
+
+
+def _nothing() -> None:
+    """A step that only has to have its turn."""
 
 
 class _Inline:

@@ -25,11 +25,11 @@ from collections import deque
 from heapq import heappop, heappush
 from typing import Literal
 
-from engine.draft import Draft
+from engine.draft import Draft, undo
 from engine.kv_cache import KVCache
 from engine.messages import AddRequest, Logprobs, RankStats, TokenOutput
 from engine.request import Request, Status
-from engine.schedule import NewRow, Schedule
+from engine.schedule import Schedule
 
 _RUNNING = Status.RUNNING
 _FINISHED = Status.FINISHED
@@ -82,6 +82,7 @@ class Scheduler:
         self._free_rows = list(range(max_num_seqs))  # a heap: the lowest goes first
         self._retiring: list[tuple[int, int]] = []  # (last step that refers to it, row)
         self._freed_rows: list[int] = []  # free, and not yet said so in a schedule
+        self._restates = False  # after a rollback: the next schedule tells the batch everything anew
         self._next_step = 0
         self._updated_step = -1
         self._num_added = 0
@@ -166,6 +167,10 @@ class Scheduler:
             self._admit(draft)
         if not draft.ones and not draft.chunks:
             return Schedule(draft.step_id)  # freed rows are kept for a schedule that somebody applies
+        if self._restates:
+            self._restates = False
+            self._freed_rows = list(range(self.max_num_seqs))
+            draft.restate(self._running)
         schedule = draft.finish(self._freed_rows)
         self._freed_rows = []
         self._num_steps += 1
@@ -273,18 +278,7 @@ class Scheduler:
             if self.kv.enable_prefix_caching and request.prompt_logprobs is None:
                 self.kv.num_queries += len(request.tokens)
                 self.kv.num_hits += num_cached
-        message = request.message
-        draft.new_rows.append(
-            NewRow(
-                row=request.row,
-                request_id=request.request_id,
-                token_ids=request.tokens.copy(),
-                prompt_len=request.prompt_len,
-                params=message.params,
-                seed=message.seed,
-                eos_token_ids=message.eos_token_ids,
-            )
-        )
+        draft.place(request)
 
     # ---- after a step --------------------------------------------------------------------------------------------
 
@@ -305,7 +299,8 @@ class Scheduler:
         assert step is schedule and len(token_ids) == len(requests)
         self._updated_step = step.step_id
         if prompt_logprobs is not None:
-            self._keep_prompt_logprobs(step, requests, prompt_logprobs)
+            for request, start, chunk in zip(requests, step.starts, prompt_logprobs, strict=True):
+                request.keep_prompt_logprobs(start, chunk)
         outputs: list[TokenOutput] = []
         block_size = self.kv.block_size
         num_finished = 0
@@ -360,14 +355,18 @@ class Scheduler:
             num_cached_tokens=num_cached,
         )
 
-    def _keep_prompt_logprobs(
-        self, step: Schedule, requests: list[Request], chunks: list[list[Logprobs] | None]
-    ) -> None:
-        """Collect them until the first output. After a preemption they come again from the start."""
-        for request, start, chunk in zip(requests, step.starts, chunks, strict=True):
-            kept = request.prompt_logprobs
-            if chunk and kept is not None:
-                kept[start + 1 :] = chunk
+    def rollback(self) -> None:
+        """Forget every step in flight; none of them may still run. Requests keep rows, blocks and known tokens, and what
+        those steps were to compute is computed again.
+
+        Nobody knows which of the steps the batch has seen, so the next schedule frees all rows and states them anew.
+        """
+        undo(self._in_flight)
+        self._in_flight.clear()
+        for request in self._requests.values():
+            request.length = len(request.tokens)
+        self._updated_step = self._next_step - 1
+        self._restates = True
 
     # ---- ends ----------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,10 @@ LINGER_SECONDS = 1.0  # how long close() waits for the last messages to leave
 HELD_SECONDS = 0.05  # how soon a rank that is ready but cannot be reached yet is tried again
 
 
+class NotConnected(ConnectionError):
+    """Nobody is there: the rank has not come up yet, or its process has ended."""
+
+
 class Ranks(Protocol):
     """All ranks, as the front sees them. Implementations: ZmqRanks here, LocalRanks in engine/rank.py."""
 
@@ -74,7 +78,7 @@ class ZmqRanks:
         return int(self._up.getsockopt(zmq.FD))
 
     def send(self, rank: int, message: FrontToRank) -> None:
-        """Never blocks. ConnectionError when the rank is not connected or has stopped reading."""
+        """Never blocks. NotConnected, or ConnectionError when the rank has stopped reading."""
         if not 0 <= rank < self._size:
             raise ValueError(f"rank {rank} is not in 0..{self._size - 1}")
         try:
@@ -84,7 +88,7 @@ class ZmqRanks:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            raise ConnectionError(f"rank {rank} is not connected") from None
+            raise NotConnected(f"rank {rank} is not connected") from None
 
     def receive(self, timeout: float) -> list[RankToFront]:
         """Everything that has come, waiting at most `timeout` seconds for the first; [] when nothing came."""
@@ -118,8 +122,25 @@ class ZmqRanks:
         self._context.term()
 
 
+class Reporter:
+    """The supervisor's side: tells the front of ranks that cannot speak for themselves."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._up = _socket(self._context, zmq.PUSH)
+        self._up.connect(_up(endpoint))
+
+    def send(self, message: RankToFront) -> None:
+        """Never blocks. A full queue (65536 losses that nobody read) is an error."""
+        self._up.send(encoder.encode(message), flags=zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._up.close(linger=0)
+        self._context.term()
+
+
 class RankSocket:
-    """A rank's side (the supervisor makes one too, to report for a rank that died without a word)."""
+    """A rank's side."""
 
     def __init__(self, endpoint: str, rank: int) -> None:
         self._rank = rank
@@ -172,6 +193,7 @@ class ZmqDoorbell:
         for other, endpoint in enumerate(endpoints):
             if other != rank:
                 bell = _socket(self._context, zmq.PUSH)
+                bell.setsockopt(zmq.LINGER, 0)  # a ring for a rank that is gone must not hold up this one's end
                 bell.connect(endpoint)
                 self._bells.append(bell)
 

@@ -17,9 +17,12 @@ from engine.messages import (
     Abort,
     AddRequest,
     FrontToRank,
+    Joined,
     Logprobs,
+    Membership,
     Outputs,
     RankFailed,
+    RankLost,
     RankReady,
     RankStats,
     RankToFront,
@@ -132,14 +135,26 @@ class FakeRanks:
     def send(self, rank: int, message: FrontToRank) -> None:
         self.sent.append((rank, message))
         if isinstance(message, AddRequest):
-            self._running[message.request_id] = (rank, message, 0)
+            self._running[message.request_id] = (rank, message, len(message.token_ids) - message.prompt_len)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
                 self._running.pop(request_id, None)
+        elif isinstance(message, Membership):
+            serves = Joined(
+                rank=rank, epoch=message.epoch, agree_seconds=0.0, repair_seconds=0.0, experts_loaded=0, bytes_read=0
+            )
+            self.queue.append(serves)
         self.knock()
 
     def fail(self, rank: int, error: str) -> None:
         self.queue.append(RankFailed(rank, error))
+        self.knock()
+
+    def lose(self, rank: int, reason: str = "killed") -> None:
+        """As the supervisor tells it."""
+        for request_id in [number for number, (own, _, _) in self._running.items() if own == rank]:
+            del self._running[request_id]
+        self.queue.append(RankLost(rank, reason, time.monotonic(), 1))
         self.knock()
 
     def receive(self, timeout: float) -> list[RankToFront]:
@@ -184,7 +199,7 @@ class FakeRanks:
         os.close(self._writer)
 
 
-def ready(rank: int) -> RankReady:
+def ready(rank: int, process: int = 1) -> RankReady:
     return RankReady(
         rank=rank,
         num_blocks=64,
@@ -193,4 +208,5 @@ def ready(rank: int) -> RankReady:
         vocab_size=small_tokenizer().vocab_size,
         load_seconds=0.1,
         bytes_read=1,
+        process=process,
     )

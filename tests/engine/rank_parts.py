@@ -9,8 +9,10 @@ from typing import Any
 
 from configs.engine import Plan
 from dbo.steps import drain, weave
+from engine.build import build_rank
 from engine.messages import Abort, AddRequest, SamplingParams, TokenOutput
-from engine.rank import Rank, SharedDoorbell, build_rank
+from engine.rank import Rank, SharedDoorbell
+from engine.team import Groups, Meet, Opened, Opening
 from ep.group import MailboxGroup, MailboxWorld
 from models.registry import read_config
 
@@ -43,15 +45,25 @@ def make_plan(path: Path, **overrides: Any) -> Plan:
     values = {**DEFAULTS, **overrides}
     slots = -(-facts.num_experts // values["data_parallel_size"]) if facts.num_experts else 0
     values.setdefault("slots_per_rank", slots)
+    values.setdefault("num_experts", facts.num_experts)
     return Plan(model_path=str(path), architecture=facts.architecture, **values)
 
 
 def mailbox_ranks(path: Path, size: int, **overrides: Any) -> list[Rank]:
     """`size` ranks that take turns in one thread."""
     plan = make_plan(path, data_parallel_size=size, all2all_backend="mailbox", **overrides)
-    world, bell = MailboxWorld(size), SharedDoorbell()
-    groups = [MailboxGroup(world, rank) for rank in range(size)]
-    return [build_rank(plan, rank, groups[rank], groups[rank], bell) for rank in range(size)]
+    worlds, bell = dict[int, MailboxWorld](), SharedDoorbell()
+    return [build_rank(plan, rank, meet_in(worlds), bell) for rank in range(size)]
+
+
+def meet_in(worlds: dict[int, MailboxWorld]) -> Meet:
+    """Ranks of one thread meet in the world of their epoch; whoever comes first makes it."""
+
+    def meet(epoch: int, rank: int, size: int) -> Opening:
+        group = MailboxGroup(worlds.setdefault(epoch, MailboxWorld(size)), rank)
+        return Opened(Groups(group, group))
+
+    return meet
 
 
 @dataclass

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 import pytest
-from front_parts import FakeRanks, small_tokenizer
+from front_parts import FakeRanks, ready, small_tokenizer
 
-from engine.async_llm import AsyncLLM, EngineDraining, EngineFailed
-from engine.messages import Abort, AddRequest, ResetPrefixCache, SamplingParams
+from engine.async_llm import AsyncLLM, EngineBusy, EngineDraining, EngineFailed
+from engine.messages import Abort, AddRequest, FrontToRank, ResetPrefixCache, SamplingParams
 from engine.outputs import Prompt
 from engine.sampling_params import resolve
+from engine.wire import NotConnected
 
 TOKENIZER = small_tokenizer()
 TEXT = " lived in a tree. The end 🦊"
@@ -148,15 +149,83 @@ def test_failed_rank() -> None:
         ranks.paused = True
         tasks = [asyncio.create_task(llm.generate(make_prompt(str(number)))) for number in range(3)]
         await until(lambda: llm.num_requests == 3)
-        ranks.fail(1, "killed")
+        ranks.fail(1, "no memory")
+        await until(lambda: llm.members.num_losses == 1)
+        assert llm.is_ready
+        ranks.lose(0)
         for task in tasks:
-            with pytest.raises(EngineFailed, match="rank 1 failed: killed"):
+            with pytest.raises(EngineFailed, match="all ranks are lost; rank 0 is lost: killed"):
                 await task
-        assert llm.failed == "rank 1 failed: killed" and not llm.is_ready
+        assert llm.failed and not llm.is_ready
         with pytest.raises(EngineFailed):
             llm.stream(make_prompt())
 
     run(body)
+
+
+def test_a_lost_rank_shows_as_a_pause() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        tasks = [asyncio.create_task(llm.generate(make_prompt(str(number)))) for number in range(6)]
+        await anext(stream := llm.stream(make_prompt("first")))
+        ranks.lose(1)
+        for task in tasks:
+            [choice] = (await task).outputs
+            assert choice.token_ids == SCRIPT and choice.text == TEXT
+        await stream.aclose()
+        assert 3 <= llm.num_replayed <= 4 and llm.shortage is None and llm.members.up == [0]
+        ranks.sent.clear()
+        llm.reset_prefix_cache()
+        assert ranks.sent == [(0, ResetPrefixCache())]
+        [recovery] = llm.take_recoveries()
+        assert recovery.rank == 1 and recovery.first_token is not None and recovery.replayed == llm.num_replayed
+
+    run(body)
+
+
+def test_too_few_ranks_refuse_new_work_and_hold_the_old() -> None:
+    async def body() -> None:
+        ranks = FakeRanks(2, SCRIPT)
+        async with asyncio.timeout(30), AsyncLLM(ranks, TOKENIZER, num_experts=4, slots_per_rank=2) as llm:
+            await llm.wait_ready(30)
+            ranks.paused = True
+            tasks = [asyncio.create_task(llm.generate(make_prompt(str(number)))) for number in range(4)]
+            await until(lambda: llm.num_requests == 4)
+            ranks.lose(1)
+            await until(lambda: llm.shortage is not None)
+            with pytest.raises(EngineBusy, match="1 of 2 ranks serve, with room for 2 of 4 experts"):
+                llm.stream(make_prompt("new"))
+            ranks.queue.append(ready(1, 2))
+            ranks.knock()
+            await until(lambda: llm.shortage is None)
+            ranks.paused = False
+            ranks.knock()
+            for task in tasks:
+                assert (await task).outputs[0].token_ids == SCRIPT
+
+    asyncio.run(body())
+
+
+def test_a_rank_that_is_not_there_any_more_is_waited_for() -> None:
+    class Gone(FakeRanks):
+        gone = False
+
+        def send(self, rank: int, message: FrontToRank) -> None:
+            if self.gone and rank == 1:
+                raise NotConnected("rank 1 is not connected")
+            super().send(rank, message)
+
+    async def body() -> None:
+        ranks = Gone(2, SCRIPT)
+        async with asyncio.timeout(30), AsyncLLM(ranks, TOKENIZER) as llm:
+            await llm.wait_ready(30)
+            ranks.gone = True
+            tasks = [asyncio.create_task(llm.generate(make_prompt(str(number)))) for number in range(2)]
+            await until(lambda: llm.num_requests == 1)
+            ranks.lose(1)
+            for task in tasks:
+                assert (await task).outputs[0].token_ids == SCRIPT
+
+    asyncio.run(body())
 
 
 def test_supervisor_s_word() -> None:
@@ -218,13 +287,13 @@ def test_ready_names_the_missing() -> None:
 def test_lost_connection_fails_the_engine() -> None:
     class Gone(FakeRanks):
         def send(self, rank: int, message: object) -> None:
-            raise ConnectionError(f"rank {rank} is not connected")
+            raise ConnectionError(f"rank {rank} does not read")
 
     async def body() -> None:
         ranks = Gone(1, SCRIPT)
         async with AsyncLLM(ranks, TOKENIZER) as llm:
             await llm.wait_ready(30)
-            with pytest.raises(EngineFailed, match="rank 0 is not connected"):
+            with pytest.raises(EngineFailed, match="rank 0 does not read"):
                 await llm.generate(make_prompt())
 
     asyncio.run(body())

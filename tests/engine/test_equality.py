@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_parts import Got, Job, drive, mailbox_ranks, make_plan
 
-from engine.rank import build_rank
+from engine.build import build_rank
 from models.base import CausalLM
 from models.tiny import CHECKPOINT
 

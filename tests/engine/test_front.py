@@ -223,6 +223,7 @@ def test_states_of_ranks() -> None:
     ready = RankReady(rank=1, num_blocks=1, block_size=1, max_model_len=1, vocab_size=1, load_seconds=0.0, bytes_read=0)
     front.on_message(ready)
     assert front.ready == {1: ready}
+    assert not front.members.started
     front.on_message(Outputs(1, [], RankStats(steps=9)))
     assert [stats.steps for stats in front.stats] == [0, 9]
     front.on_message(RankFailed(1, "no memory"))

@@ -102,20 +102,27 @@ def test_bad_prompts_are_refused_before_anything_is_sent(prompts, params, messag
 
 def test_failed_rank() -> None:
     llm, ranks = make_llm(2)
-    ranks.paused = True
     ranks.fail(1, "out of memory")
-    with pytest.raises(EngineFailed, match="rank 1 failed: out of memory"):
+    assert llm.generate("a", WHOLE)[0].outputs[0].token_ids == SCRIPT
+    ranks.paused = True
+    ranks.fail(0, "out of memory")
+    with pytest.raises(EngineFailed, match="all ranks are lost; rank 0 failed: out of memory"):
         llm.generate(["a", "b"])
     with pytest.raises(EngineFailed, match="out of memory"):
         llm.generate("a")
 
 
 def test_lost_rank() -> None:
-    gone: list[str] = []
-    llm, ranks = make_llm(lost=lambda: gone[0] if gone else None)
-    ranks.paused = True
-    gone.append("rank 0 was killed")
-    with pytest.raises(EngineFailed, match="rank 0 was killed"):
+    llm, ranks = make_llm(2)
+
+    def lose(progress: Progress) -> None:
+        if progress.num_output_tokens == 8:
+            ranks.lose(0, "killed")
+
+    results = llm.generate(["a", "b", "c", "d"], WHOLE, progress=lose)
+    assert [result.outputs[0].token_ids for result in results] == [SCRIPT] * 4
+    ranks.lose(1, "killed")
+    with pytest.raises(EngineFailed, match="rank 1 is lost: killed"):
         llm.generate("a")
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import hf_tiny
 import pytest
 import torch
-from rank_parts import Job, drive, mailbox_ranks, make_plan
+from rank_parts import Job, drive, mailbox_ranks, make_plan, meet_in
 
 from dbo.steps import drain, weave
 from engine.agreement import Agreement, StepPlan, Wish
+from engine.build import build_rank
 from engine.messages import AddRequest, Outputs, RankReady, ResetPrefixCache, Shutdown
-from engine.rank import LocalRanks, SharedDoorbell, build_rank
+from engine.rank import LocalRanks, SharedDoorbell
 from ep.group import LocalGroup, MailboxGroup, MailboxWorld
 from models.tiny import CHECKPOINT
 
@@ -46,6 +47,12 @@ def test_all_ranks_come_to_the_same_plan() -> None:
     assert not idle.busy and not idle.runs and not idle.shutdown
 
 
+def test_ranks_change_over_when_all_have_heard_of_it() -> None:
+    one, two, three = (Wish(0, False, False, 10, known_epoch=epoch) for epoch in (4, 5, 6))
+    assert [plan.known_epoch for plan in agree([two, one, three], [4] * 3, [0] * 3)] == [4] * 3
+    assert [plan.known_epoch for plan in agree([two, three, three], [4] * 3, [0] * 3)] == [5] * 3
+
+
 def test_a_rank_alone_agrees_with_itself() -> None:
     agreement = Agreement(LocalGroup(), 0, 0)
     assert [agreement.propose(IDLE).wait().step for _ in range(3)] == [0, 1, 2]
@@ -63,8 +70,7 @@ def test_ranks_of_different_placement_do_not_run_together(checkpoint: Path) -> N
     ranks = []
     for rank, slots in enumerate((4, 5)):
         plan = make_plan(checkpoint, data_parallel_size=2, all2all_backend="mailbox", slots_per_rank=slots)
-        group = MailboxGroup(world, rank)
-        ranks.append(build_rank(plan, rank, group, group, bell))
+        ranks.append(build_rank(plan, rank, meet_in({0: world}), bell))
     ranks[0].submit(Job([5, 6, 7], 4).message(0))
     with pytest.raises(RuntimeError, match="disagree on the checksum of model and placement"):
         drain(weave(*(rank.steps() for rank in ranks)))

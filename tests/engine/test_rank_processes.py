@@ -3,91 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hf_tiny
-import msgspec
 import pytest
+from rank_cluster import START_SECONDS, Cluster
 from rank_parts import Job, drive, make_plan
 
 from configs.engine import Plan
-from engine.messages import FrontToRank, Outputs, RankFailed, RankReady, RankToFront, Shutdown
-from engine.rank import build_rank
-from engine.wire import ZmqRanks
-
-START_SECONDS = 60.0
-
-
-class Cluster:
-    """Starts one process per rank; this object is their front."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="mr-"))  # short: a unix socket's path is bounded
-        plan_path = self.directory / "plan.json"
-        plan_path.write_bytes(msgspec.json.encode(plan))
-        self.ranks = ZmqRanks(f"ipc://{self.directory}/front.ipc", plan.data_parallel_size)
-        self.errors = [(self.directory / f"stderr-{rank}").open("w+") for rank in range(self.ranks.size)]
-        arguments = ["--plan", str(plan_path), "--runtime-dir", str(self.directory), "--parent", str(os.getpid())]
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "engine.rank_process", *arguments, "--rank", str(rank)],
-                stderr=self.errors[rank],
-            )
-            for rank in range(self.ranks.size)
-        ]
-        self.outputs: dict[int, list[int]] = {}
-        self.finished: set[int] = set()
-        self.sent: list[int] = []  # which job each request was
-
-    def stderr(self, rank: int) -> str:
-        return (self.directory / f"stderr-{rank}").read_text()
-
-    def receive(self, timeout: float) -> list[RankToFront]:
-        messages = self.ranks.receive(timeout)
-        for message in messages:
-            if isinstance(message, Outputs):
-                for output in message.outputs:
-                    self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
-                    if output.finish_reason is not None:
-                        self.finished.add(output.request_id)
-        return messages
-
-    def wait_for(self, condition: Callable[[list[RankToFront]], bool], seconds: float = 20.0) -> list[RankToFront]:
-        """Receive until the condition holds for what has come since this call."""
-        deadline, seen = time.monotonic() + seconds, list[RankToFront]()
-        while not condition(seen):
-            assert time.monotonic() < deadline, (seen, [self.stderr(rank) for rank in range(self.ranks.size)])
-            seen += self.receive(0.1)
-        return seen
-
-    def wait_ready(self) -> list[RankReady]:
-        def all_ready(seen: list[RankToFront]) -> bool:
-            assert not any(isinstance(message, RankFailed) for message in seen), seen
-            return sum(isinstance(message, RankReady) for message in seen) == self.ranks.size
-
-        return [message for message in self.wait_for(all_ready, START_SECONDS) if isinstance(message, RankReady)]
-
-    def send(self, rank: int, message: FrontToRank) -> None:
-        self.ranks.send(rank, message)
-
-    def close(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        for file in self.errors:
-            file.close()
-        self.ranks.close()
-        shutil.rmtree(self.directory)
+from engine.build import build_rank
+from engine.messages import RankFailed, Shutdown
 
 
 @pytest.fixture(scope="session")
@@ -149,13 +80,17 @@ def test_two_processes_equal_one_rank(checkpoint: Path, start: Callable[[Plan], 
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_killed_rank_ends_the_other(checkpoint: Path, start: Callable[[Plan], Cluster], asynchronous: bool) -> None:
-    cluster = start(dataclasses.replace(gloo_plan(checkpoint, asynchronous), max_model_len=4096, num_kv_blocks=2048))
+def test_without_word_of_who_is_left_a_rank_gives_up(
+    checkpoint: Path, start: Callable[[Plan], Cluster], asynchronous: bool
+) -> None:
+    """After the exchange timeout; tests/engine/test_survival_processes.py has what happens with a front that says it."""
+    plan = gloo_plan(checkpoint, asynchronous)
+    cluster = start(dataclasses.replace(plan, max_model_len=4096, num_kv_blocks=2048, exchange_timeout=5.0))
     cluster.wait_ready()
     cluster.send(0, Job([5, 6, 7], 4000).message(0))
     cluster.wait_for(lambda _: len(cluster.outputs.get(0, [])) > 3)
     cluster.processes[1].kill()
-    seen = cluster.wait_for(lambda seen: any(isinstance(message, RankFailed) for message in seen), 10.0)
+    seen = cluster.wait_for(lambda seen: any(isinstance(message, RankFailed) for message in seen))
     (failed,) = [message for message in seen if isinstance(message, RankFailed)]
     assert failed.rank == 0 and "PeerLost: lost rank(s)" in failed.error and "\n" not in failed.error
     assert cluster.processes[0].wait(5) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import drive
 import hf_tiny
 import pytest
 import torch
@@ -15,6 +16,11 @@ from engine.logprobs import prompt_logprobs
 from engine.runner import Runner, StepResult
 from engine.sampling_table import SamplingTable
 from engine.schedule import NewRow, Schedule
+from ep.group import MailboxGroup, MailboxWorld
+from ep.local import LocalAllToAll
+from ep.parallel import Parallel
+from ep.protocol import PeerLost
+from eplb.repair import repair
 from layers.paged_kv import PagedKV
 from models.base import CausalLM
 
@@ -24,8 +30,13 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return hf_tiny.load_ours(hf_tiny.make_qwen3_moe(tmp_path_factory.mktemp("runner")).path)
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_tiny.make_qwen3_moe(tmp_path_factory.mktemp("runner")).path
+
+
+@pytest.fixture(scope="session")
+def model(path: Path) -> CausalLM:
+    return hf_tiny.load_ours(path)
 
 
 def make_runner(model: CausalLM, threaded: bool = False) -> Runner:
@@ -127,6 +138,38 @@ def test_a_failure_is_raised_where_the_result_is_asked_for(model: CausalLM, thre
     if threaded:
         with pytest.raises(RuntimeError, match="an earlier step failed"):
             drain(runner.launch(Schedule(1)).steps())
+    runner.close()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_after_a_lost_peer_steps_are_taken_again(model: CausalLM, path: Path, threaded: bool) -> None:
+    """Whatever the broken step and those behind it left in batch, cache and table."""
+    world = MailboxWorld(2)
+    world.leave(1)
+    parallel = drive.parallel_of(path, MailboxGroup(world, 0), "mailbox", slots_per_rank=8)
+    broken = hf_tiny.load_ours(path, parallel)
+    runner = make_runner(broken, threaded)
+    flights = [runner.launch(first_step()), runner.launch(decode(1, len(PROMPT)))]
+    with pytest.raises(PeerLost):
+        drain(flights[0].steps())
+    runner.reset()
+    assert parallel.placement is not None
+    alone = repair(parallel.placement, (True, False), 1)
+    broken.rehost(Parallel(0, 2, alone, lambda slots, _: [LocalAllToAll(slots)]))
+    again = first_step()
+    again.freed_rows = [0, 1, 2, 3]
+    flights = [runner.launch(again), runner.launch(decode(1, len(PROMPT)))]
+    tokens = [drain(flight.steps()).token_ids[0][0] for flight in flights]
+    assert tokens == hf_tiny.generate_greedy(model, [PROMPT], 2)[0]
+    runner.reset()  # nothing has failed: nothing happens
+    runner.close()
+
+
+def test_a_reset_hides_no_other_failure(model: CausalLM) -> None:
+    runner = make_runner(model, threaded=True)
+    runner.launch(decode(0, 0))
+    with pytest.raises(AssertionError, match="not known yet"):
+        runner.reset()
     runner.close()
 
 

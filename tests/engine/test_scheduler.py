@@ -34,7 +34,8 @@ class Device:
 
     def run(self, schedule: Schedule) -> tuple[list[list[int]], list[list[Logprobs] | None]]:
         for row in schedule.freed_rows:
-            del self.tokens[row], self.tables[row]
+            self.tokens.pop(row, None)  # after a rollback rows are freed that are free
+            self.tables.pop(row, None)
         for new in schedule.new_rows:
             assert new.row not in self.tokens, "a row was given away before it was freed"
             self.tokens[new.row] = list(new.token_ids)
@@ -103,6 +104,13 @@ class Engine:
         tokens, prompts = self.device.run(schedule)
         logprobs = [[Logprobs([t], [0.0], 1) for t in new] for new in tokens]
         return self.scheduler.update(schedule, tokens, logprobs, prompts)  # type: ignore[arg-type]
+
+    def break_down(self, num_run: int) -> None:
+        """The first num_run steps in flight reach the device, but their results do not come back; the rest never starts."""
+        for schedule in list(self.flying)[:num_run]:
+            self.device.run(schedule)
+        self.flying.clear()
+        self.scheduler.rollback()
 
     def run(self, bound: int = 1000) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
@@ -355,6 +363,27 @@ def test_bad_options_are_refused() -> None:
         engine.scheduler.add(message(1, prompt(4)))
 
 
+@pytest.mark.parametrize("num_run", [0, 1, 2])
+def test_a_rollback_computes_again_what_was_in_flight(num_run: int) -> None:
+    engine = Engine(async_depth=1, max_num_batched_tokens=8)
+    adds = [message(i, prompt(6 + i, seed=i), ignore_eos=True, max_tokens=6) for i in range(2)]
+    for add in adds:
+        engine.scheduler.add(add)
+    outputs = [output for _ in range(3) for output in engine.step()]
+    assert len(engine.flying) == 1
+    engine.flying.append(engine.scheduler.schedule())  # agreed on, and lost too
+    before = [(request.row, list(request.blocks)) for request in engine.scheduler._running]
+    engine.break_down(num_run)
+    assert [(request.row, request.blocks) for request in engine.scheduler._running] == before
+    outputs += engine.step()
+    again = engine.schedules[-1]
+    assert again.freed_rows == list(range(8)) and [new.request_id for new in again.new_rows] == [0, 1]
+    assert again.new_blocks == before
+    outputs += engine.run()
+    assert collect(outputs) == {add.request_id: expected(add, 64)[0] for add in adds}
+    assert not engine.schedules[-1].freed_rows
+
+
 # ---- everything at once ----------------------------------------------------------------------------------------------
 
 
@@ -461,6 +490,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def reset_prefix_cache(self) -> None:
         self.engine.scheduler.reset_prefix_cache()
+
+    @rule(num_run=st.integers(0, 2), unlaunched=st.booleans())
+    def roll_back(self, num_run: int, unlaunched: bool) -> None:
+        """unlaunched: a schedule was made, but the ranks did not come to agree on it."""
+        if unlaunched and len(self.engine.flying) <= self.engine.scheduler.async_depth:
+            schedule = self.engine.scheduler.schedule()
+            check_schedule(schedule, self.engine.scheduler)
+            num_run = min(num_run, len(self.engine.flying))
+        self.engine.break_down(num_run)
 
     def take(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:

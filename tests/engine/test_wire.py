@@ -12,8 +12,19 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.messages import Abort, AddRequest, Outputs, RankFailed, RankStats, SamplingParams, Shutdown, TokenOutput
-from engine.wire import RankSocket, ZmqDoorbell, ZmqRanks, sleep_until_called
+from engine.messages import (
+    Abort,
+    AddRequest,
+    Membership,
+    Outputs,
+    RankFailed,
+    RankLost,
+    RankStats,
+    SamplingParams,
+    Shutdown,
+    TokenOutput,
+)
+from engine.wire import NotConnected, RankSocket, Reporter, ZmqDoorbell, ZmqRanks, sleep_until_called
 
 DEADLINE = 5.0
 
@@ -176,3 +187,31 @@ def test_doorbells(tmp_path: Path, endpoint: str) -> None:
         bell.close()
     inbox.close()
     ranks.close()
+
+
+def test_the_supervisor_tells_of_a_rank_that_is_gone(endpoint: str) -> None:
+    reporter = Reporter(endpoint)  # before the front is there
+    ranks = ZmqRanks(endpoint, 2)
+    first = RankSocket(endpoint, 1)
+    send_when_connected(ranks, 1, Shutdown())
+    first.close()
+    lost = RankLost(1, "killed by SIGKILL", 12.5, 4711)
+    reporter.send(lost)
+    assert ranks.receive(DEADLINE) == [lost]
+
+    def gone() -> bool:
+        try:
+            ranks.send(1, Shutdown())
+        except NotConnected:
+            return True
+        return False
+
+    until(gone)
+    second = RankSocket(endpoint, 1)  # the next life takes the name over
+    change = Membership(2, [True, True])
+    until(lambda: not gone())
+    ranks.send(1, change)
+    came: list[object] = []
+    until(lambda: bool(came.extend(second.poll(0.05))) or change in came)
+    for part in (reporter, second, ranks):
+        part.close()

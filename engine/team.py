@@ -1,0 +1,282 @@
+"""Whom a rank works with, epoch after epoch: groups, placement, experts and agreement (docs/design.md, D5 and 5).
+
+An epoch begins with `begin`, when a Membership says who takes part. While its groups open, a higher epoch may begin
+instead. `form` does the rest: the ranks tell each other which placement they have, repair the newest one for the
+living, and each reads the experts that are new to it. All ranks come to the same placement, because `repair` is
+a pure function; the first record of the agreement proves it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from dbo.steps import Steps
+from engine.agreement import Agreement
+from engine.messages import Joined
+from ep.group import Group, LocalGroup
+from ep.parallel import Parallel
+from ep.protocol import AllToAll, PeerLost
+from eplb.placement import Placement
+from eplb.repair import diff, even_shares, ranks_needed, repair
+from layers.weights import Checkpoint
+from models.base import CausalLM
+
+log = logging.getLogger("moesaic.team")
+
+INTS_AT_ONCE = 256  # a small gather carries no more (ep/shm_group.py)
+
+
+class Groups(NamedTuple):
+    """Two, because the next step is agreed on while the last one's tokens still travel."""
+
+    agreement: Group
+    experts: Group
+
+    def close(self) -> None:
+        self.agreement.close()
+        self.experts.close()
+
+
+class Opening(Protocol):
+    """Groups that are about to be open."""
+
+    def done(self) -> bool: ...
+
+    def take(self) -> Groups:
+        """When done. Raises PeerLost when somebody did not come."""
+        ...
+
+    def drop(self) -> None:
+        """They are not wanted any more."""
+        ...
+
+
+Meet = Callable[[int, int, int], Opening]  # (epoch, this rank among the living, number of the living)
+MakeLanes = Callable[[Group, int, int], Sequence[AllToAll]]  # (group, slots of a rank, hidden size)
+
+
+class Opened:
+    """Groups that open at once."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def done(self) -> bool:
+        return True
+
+    def take(self) -> Groups:
+        return self._groups
+
+    def drop(self) -> None:
+        self._groups.close()
+
+
+class OpeningThread:
+    """Groups that open on a thread of their own, because whoever waits for others there cannot hear the front meanwhile.
+
+    open_groups(stop): its waits are bounded; it may give up when stop() is True. A thread that is not wanted any more is
+    left to end by itself.
+    """
+
+    def __init__(self, open_groups: Callable[[Callable[[], bool]], Groups]) -> None:
+        self._lock = threading.Lock()
+        self._result: Groups | BaseException | None = None
+        self._dropped = False
+        self._thread = threading.Thread(target=self._run, args=(open_groups,), name="meeting", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        return self._result is not None
+
+    def take(self) -> Groups:
+        result = self._result
+        if isinstance(result, BaseException):
+            raise result
+        assert result is not None
+        return result
+
+    def drop(self) -> None:
+        with self._lock:
+            self._dropped = True
+            if isinstance(self._result, Groups):
+                self._result.close()
+
+    def _run(self, open_groups: Callable[[Callable[[], bool]], Groups]) -> None:
+        try:
+            groups = open_groups(lambda: self._dropped)
+        except BaseException as error:
+            self._result = error
+            return
+        with self._lock:
+            self._result = groups
+            if self._dropped:
+                groups.close()
+
+
+class Team:
+    """living: the ranks of the epoch, by their numbers in the placement. working: the epoch has been formed, and still is.
+
+    Without a placement (a dense model) a rank needs no other: every epoch has it alone.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        placement: Placement | None,
+        model: CausalLM,
+        fingerprint: int,
+        meet: Meet,
+        make_lanes: MakeLanes,
+        model_path: str,
+    ) -> None:
+        """placement: which experts the model's slots hold. fingerprint: of whatever else must be equal on all ranks."""
+        self.rank = rank
+        self.epoch = -1
+        self.living: tuple[int, ...] = ()
+        self.working = False
+        self.agreement = Agreement(LocalGroup(), -1, 0)
+        self._num_ranks = num_ranks
+        self._placement = placement
+        self._model = model
+        self._fingerprint = fingerprint
+        self._meet = meet
+        self._make_lanes = make_lanes
+        self._model_path = model_path
+        self._opening: Opening | None = None
+        self._groups: Groups | None = None
+        self._alive: tuple[bool, ...] = ()
+        self._began = 0.0
+
+    @property
+    def opening(self) -> bool:
+        """An epoch has begun and is not formed yet."""
+        return self._opening is not None
+
+    @property
+    def opened(self) -> bool:
+        """`form` may be called."""
+        return self._opening is not None and self._opening.done()
+
+    def begin(self, epoch: int, alive: Sequence[bool]) -> None:
+        """Meet the living of this epoch. When they are too few to hold every expert nothing opens: the next
+        epoch is waited for."""
+        self.close()
+        self._began = time.monotonic()
+        self.epoch = epoch
+        self._alive = tuple(alive)
+        placement = self._placement
+        if placement is None:
+            self.living = (self.rank,)
+        else:
+            self.living = tuple(rank for rank, lives in enumerate(alive) if lives)
+            needed = ranks_needed(placement.num_experts, placement.slots_per_rank)
+            if len(self.living) < needed:
+                log.warning("epoch %d: %d living rank(s), but it takes %d", epoch, len(self.living), needed)
+                return
+        size = len(self.living)
+        if size == 1:
+            self._opening = Opened(Groups(LocalGroup(), LocalGroup()))
+        else:
+            self._opening = self._meet(epoch, self.living.index(self.rank), size)
+
+    def form(self) -> Steps[Joined]:
+        """The groups have opened: agree on the placement and bring the experts. Raises PeerLost."""
+        assert self._opening is not None
+        opening, self._opening = self._opening, None
+        self._groups = opening.take()
+        placement = self._placement
+        # Ranks that start together all have the placement they start with, and load for different times.
+        if placement is not None and self.epoch > 0:
+            newest = yield from self._newest(placement, self._groups.agreement)
+            agreed = time.monotonic()
+            placement = repair(newest, self._alive, self.epoch)
+        else:
+            agreed = time.monotonic()
+        num_loaded, bytes_read = self._rehost(placement, self._groups.experts)
+        checksum = self._fingerprint ^ (0 if placement is None else placement.checksum())
+        self.agreement = Agreement(self._groups.agreement, self.epoch, checksum)
+        self.working = True
+        return Joined(
+            rank=self.rank,
+            epoch=self.epoch,
+            agree_seconds=agreed - self._began,
+            repair_seconds=time.monotonic() - agreed,
+            experts_loaded=num_loaded,
+            bytes_read=bytes_read,
+        )
+
+    def close(self) -> None:
+        """Leave the others; whatever waits for them, here or there, fails with PeerLost."""
+        self.working = False
+        if self._opening is not None:
+            self._opening.drop()
+            self._opening = None
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
+
+    def names(self, loss: PeerLost) -> str:
+        """The lost ranks' own numbers."""
+        return ", ".join(str(self.living[index]) for index in loss.ranks if index < len(self.living)) or "unknown"
+
+    def _newest(self, mine: Placement, group: Group) -> Steps[Placement]:
+        """The placement of the highest epoch that any rank has; one that has just started has the first only."""
+        gathered = group.all_gather_ints([mine.epoch, mine.checksum()])
+        yield
+        known = gathered.wait()
+        newest = max(range(group.size), key=lambda rank: known[rank][0])  # the first of equals
+        if all(one == known[newest] for one in known):
+            return mine
+        sent = _pack(mine)
+        received: list[int] = []
+        for first in range(0, len(sent), INTS_AT_ONCE):
+            gathered = group.all_gather_ints(sent[first : first + INTS_AT_ONCE])
+            yield
+            received += gathered.wait()[newest]
+        return _unpack(received, mine, epoch=known[newest][0])
+
+    def _rehost(self, placement: Placement | None, experts: Group) -> tuple[int, int]:
+        """Experts and bytes that were read."""
+        loads = []
+        if placement is not None and self._placement is not None:
+            loads = [load for load in diff(self._placement, placement) if load.rank == self.rank]
+        bytes_read = 0
+        if loads:
+            checkpoint = Checkpoint(self._model_path)
+            for load in loads:
+                self._model.read_expert(checkpoint, load.layer, load.slot, load.expert)
+            bytes_read = checkpoint.bytes_read
+        self._placement = placement
+
+        def lanes(num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
+            return self._make_lanes(experts, num_slots, hidden_size)
+
+        self._model.rehost(Parallel(self.rank, self._num_ranks, placement, lanes))
+        return len(loads), bytes_read
+
+
+def _pack(placement: Placement) -> list[int]:
+    """Who is alive, and every slot's expert. Shares are not sent: a repair makes them anew."""
+    packed: list[int] = [*map(int, placement.alive), *placement.slot_to_expert.ravel().tolist()]
+    return packed
+
+
+def _unpack(packed: list[int], like: Placement, epoch: int) -> Placement:
+    """`like` has the shape and the failure domains."""
+    alive, ids = packed[: like.num_ranks], packed[like.num_ranks :]
+    slot_to_expert = np.array(ids, dtype=np.int32).reshape(like.slot_to_expert.shape)
+    return Placement(
+        epoch=epoch,
+        num_experts=like.num_experts,
+        slot_to_expert=slot_to_expert,
+        share=even_shares(slot_to_expert, like.num_experts),
+        alive=tuple(map(bool, alive)),
+        failure_domains=like.failure_domains,
+    )

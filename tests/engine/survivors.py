@@ -1,0 +1,164 @@
+"""Ranks of one thread that are killed and come back, and their front, which replays what the dead were at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rank_parts import Job, make_plan
+
+from dbo.steps import Steps
+from engine.build import build_rank
+from engine.messages import AddRequest, Joined, Membership, TokenOutput
+from engine.rank import Rank
+from engine.team import Groups, Opening
+from ep.group import MailboxGroup, MailboxWorld
+
+
+class Door:
+    """Groups of one epoch. They open at the start of a round, when everybody is there: nobody may wait in a mailbox."""
+
+    def __init__(self, size: int) -> None:
+        self.world = MailboxWorld(size)
+        self.size = size
+        self.arrived: set[int] = set()
+        self.open = False
+
+
+class _Arrival:
+    def __init__(self, door: Door, rank: int) -> None:
+        self._door, self._group = door, MailboxGroup(door.world, rank)
+        door.arrived.add(rank)
+
+    def done(self) -> bool:
+        return self._door.open
+
+    def take(self) -> Groups:
+        return Groups(self._group, self._group)
+
+    def drop(self) -> None:
+        self._group.close()
+
+
+class Bell:
+    """Hears what the others ring, once: what was asked for is gone, as on a socket."""
+
+    def __init__(self, rank: int, all_rings: dict[int, list[int]]) -> None:
+        self._rank, self._all_rings = rank, all_rings
+        all_rings[rank] = []
+
+    def ring(self, generation: int) -> None:
+        for rank, rings in self._all_rings.items():
+            if rank != self._rank:
+                rings.append(generation)
+
+    def heard(self, generation: int) -> bool:
+        rings = self._all_rings[self._rank]
+        heard = generation in rings
+        rings.clear()
+        return heard
+
+
+class Survivors:
+    """`round` lets every rank take one step. Requests are spread over the living ranks."""
+
+    def __init__(self, path: Path, size: int, **overrides: Any) -> None:
+        self.plan = make_plan(path, data_parallel_size=size, all2all_backend="mailbox", **overrides)
+        self.rings: dict[int, list[int]] = {}
+        self.doors: dict[int, Door] = {}
+        self.epoch = 0
+        self.ranks: dict[int, Rank] = {}
+        for rank in range(size):
+            self.start(rank, join=False)
+        self.requests: dict[int, AddRequest] = {}
+        self.released: dict[int, list[int]] = {}
+        self.finished: set[int] = set()
+        self.owner: dict[int, int] = {}
+        self.joined: list[Joined] = []
+
+    def start(self, rank: int, join: bool = True) -> None:
+        self.ranks[rank] = build_rank(self.plan, rank, self.meet, Bell(rank, self.rings), join=join)
+
+    def meet(self, epoch: int, rank: int, size: int) -> Opening:
+        return _Arrival(self.doors.setdefault(epoch, Door(size)), rank)
+
+    def add(self, request_id: int, job: Job) -> None:
+        self.requests[request_id] = job.message(request_id)
+        self.released[request_id] = []
+        self._send(request_id)
+
+    def _send(self, request_id: int) -> None:
+        add, tokens = self.requests[request_id], self.released[request_id]
+        living = sorted(self.ranks)
+        self.owner[request_id] = living[request_id % len(living)]
+        self.ranks[self.owner[request_id]].submit(
+            AddRequest(
+                request_id=request_id,
+                token_ids=[*add.token_ids, *tokens],
+                prompt_len=add.prompt_len,
+                params=add.params,
+                seed=add.seed,
+                arrival=add.arrival,
+            )
+        )
+
+    def change(self) -> Callable[[int], None]:
+        """A new epoch of those that live; call the result with each rank that hears of it."""
+        self.epoch += 1
+        message = Membership(self.epoch, [rank in self.ranks for rank in range(self.plan.data_parallel_size)])
+        return lambda rank: self.ranks[rank].submit(message)
+
+    def tell_all(self) -> None:
+        tell = self.change()
+        for rank in self.ranks:
+            tell(rank)
+
+    def replay(self) -> None:
+        for request_id, rank in self.owner.items():
+            if rank not in self.ranks and request_id not in self.finished:
+                self._send(request_id)
+
+    def kill(self, rank: int) -> None:
+        self.ranks.pop(rank).close()
+
+    def round(self, victim: int | None = None, turns: int = 0) -> None:
+        """victim: this rank dies after so many turns of its step (or after the step, if that is shorter)."""
+        for door in self.doors.values():
+            door.open = len(door.arrived) == door.size
+        running: dict[int, Steps[list[TokenOutput]]] = {rank: self.ranks[rank].steps() for rank in self.ranks}
+        turn = 0
+        while running:
+            for rank in list(running):
+                if rank == victim and turn == turns:
+                    running.pop(rank).close()
+                    self.kill(rank)
+                    continue
+                try:
+                    next(running[rank])
+                except StopIteration as done:
+                    del running[rank]
+                    self._take(rank, done.value)
+            turn += 1
+        if victim in self.ranks:
+            self.kill(victim)
+
+    def _take(self, rank: int, outputs: Sequence[TokenOutput]) -> None:
+        for output in outputs:
+            assert self.owner[output.request_id] == rank and output.request_id not in self.finished
+            self.released[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.finished.add(output.request_id)
+        joined = self.ranks[rank].take_joined()
+        if joined is not None:
+            assert joined.rank == rank
+            self.joined.append(joined)
+
+    def finish(self, bound: int = 400) -> None:
+        """Until every request has ended and all ranks sleep."""
+        while len(self.finished) < len(self.requests) or not all(
+            rank.asleep and not rank.has_work for rank in self.ranks.values()
+        ):
+            self.round()
+            bound -= 1
+            assert bound, "no end in sight"

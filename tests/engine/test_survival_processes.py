@@ -1,0 +1,203 @@
+"""Rank processes that are killed, and the test as their front: what it replays continues exactly where it broke off."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hf_tiny
+import pytest
+from rank_cluster import START_SECONDS, Cluster
+from rank_parts import Job, drive, make_plan
+
+from configs.engine import Plan
+from engine.build import build_rank
+from engine.messages import AddRequest, Joined, Membership, RankFailed, RankReady, RankToFront, Shutdown
+
+JOBS = [Job([5 + 3 * i, 7, 11 * i + 2], 50, params={"temperature": float(i % 2)}) for i in range(6)]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_tiny.make_qwen3_moe(tmp_path_factory.mktemp("survivors")).path
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoint: Path) -> dict[int, list[int]]:
+    single = drive([build_rank(make_plan(checkpoint))], JOBS)
+    return {index: got.tokens for index, got in enumerate(single)}
+
+
+class Front(Cluster):
+    """Owns the requests: job i belongs to rank i mod n until that is lost."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.epoch = 0
+        self.alive = [True] * self.ranks.size
+        self.owner: dict[int, int] = {}
+
+    def add(self, index: int, rank: int) -> None:
+        job, released = JOBS[index % len(JOBS)], self.outputs.setdefault(index, [])
+        first = job.message(index % len(JOBS))
+        self.owner[index] = rank
+        self.send(
+            rank,
+            AddRequest(
+                request_id=index,
+                token_ids=[*first.token_ids, *released],
+                prompt_len=first.prompt_len,
+                params=first.params,
+                seed=first.seed,
+            ),
+        )
+
+    def begin(self, num_tokens: int = 4) -> None:
+        self.wait_ready()
+        for index in range(len(JOBS)):
+            self.add(index, index % self.ranks.size)
+        self.wait_for(lambda _: all(len(self.outputs[index]) >= num_tokens for index in range(len(JOBS))))
+
+    def tell(self) -> None:
+        self.epoch += 1
+        for rank, alive in enumerate(self.alive):
+            if alive:
+                self.send(rank, Membership(self.epoch, self.alive))
+
+    def lose(self, rank: int) -> None:
+        """The process has been killed: wait for its end, take what it had sent, tell the others, replay."""
+        assert self.processes[rank].wait(10) == -signal.SIGKILL
+        self.receive(0.02)
+        self.alive[rank] = False
+        self.tell()
+        heir = self.alive.index(True)
+        for index, owner in self.owner.items():
+            if owner == rank and index not in self.finished:
+                self.add(index, heir)
+
+    def wait_joined(self, ranks: set[int]) -> None:
+        """All of them say Joined for this epoch."""
+
+        def all_joined(seen: list[RankToFront]) -> bool:
+            assert not any(isinstance(message, RankFailed) for message in seen), seen
+            joined = {message.rank for message in seen if isinstance(message, Joined) and message.epoch == self.epoch}
+            return joined == ranks
+
+        self.wait_for(all_joined)
+
+    def wait_finished(self) -> None:
+        self.wait_for(lambda _: len(self.finished) == len(self.owner))
+
+
+@pytest.fixture
+def start(checkpoint: Path) -> Iterator[type[Front]]:
+    fronts: list[Front] = []
+
+    def begin(backend: str, slots: int = 4, size: int = 3, asynchronous: bool = True) -> Front:
+        plan = make_plan(
+            checkpoint,
+            data_parallel_size=size,
+            all2all_backend=backend,
+            async_scheduling=asynchronous,
+            slots_per_rank=slots,
+            exchange_timeout=20.0,
+        )
+        fronts.append(Front(plan))
+        return fronts[-1]
+
+    yield begin
+    for front in fronts:
+        front.close()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_killed_rank_is_survived_and_returns(
+    expected: dict[int, list[int]], start: type[Front], backend: str
+) -> None:
+    front = start(backend)
+    front.begin()
+    front.processes[1].kill()
+    began = time.monotonic()
+    front.lose(1)
+    front.wait_joined({0, 2})
+    assert time.monotonic() - began < 5.0
+    front.wait_finished()
+    assert front.outputs == expected
+
+    front.restart(1)
+    front.wait_for(lambda seen: any(isinstance(message, RankReady) for message in seen), START_SECONDS)
+    for index in range(6, 9):
+        front.add(index, index % 3)  # they run while it joins; its own waits for it
+    front.alive[1] = True
+    front.tell()
+    front.wait_joined({0, 1, 2})
+    front.wait_finished()
+    assert {index: front.outputs[index + 6] for index in range(3)} == {index: expected[index] for index in range(3)}
+    front.send(2, Shutdown())
+    assert [process.wait(10) for process in front.processes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("delay", [0.0, pytest.param(0.02, marks=pytest.mark.slow)])
+def test_a_loss_while_the_others_meet_again(
+    expected: dict[int, list[int]], start: type[Front], backend: str, delay: float
+) -> None:
+    front = start(backend, slots=8)
+    front.begin()
+    front.processes[1].kill()
+    front.lose(1)
+    time.sleep(delay)
+    front.processes[2].kill()
+    front.lose(2)
+    front.wait_joined({0})
+    front.wait_finished()
+    assert front.outputs == expected
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_stopped_rank_is_fenced(expected: dict[int, list[int]], start: type[Front], backend: str) -> None:
+    """Its heartbeat stops; nobody goes on without it before it is killed."""
+    front = start(backend)
+    front.begin()
+    beat = front.directory / "beat-1"
+    front.processes[1].send_signal(signal.SIGSTOP)
+    before = beat.read_bytes()
+    other = (front.directory / "beat-0").read_bytes()
+    front.wait_for(lambda _: (front.directory / "beat-0").read_bytes() != other)
+    front.receive(0.5)
+    stood = {index: len(tokens) for index, tokens in front.outputs.items()}
+    assert not front.receive(0.3) and stood == {index: len(tokens) for index, tokens in front.outputs.items()}
+    assert beat.read_bytes() == before
+    front.processes[1].kill()
+    front.lose(1)
+    front.wait_finished()
+    assert front.outputs == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_loss_after_the_other(
+    expected: dict[int, list[int]], start: type[Front], backend: str, asynchronous: bool
+) -> None:
+    """Every rank is killed in turn and returns, while requests run."""
+    front = start(backend, asynchronous=asynchronous)
+    front.begin()
+    for victim in (2, 0, 1):
+        front.processes[victim].kill()
+        front.lose(victim)
+        front.wait_finished()
+        front.restart(victim)
+        front.wait_for(lambda seen: any(isinstance(message, RankReady) for message in seen), START_SECONDS)
+        front.alive[victim] = True
+        front.tell()
+        for _ in range(6):
+            index = len(front.owner)
+            front.add(index, index % 3)
+        front.wait_joined({0, 1, 2})
+        target = {index: len(front.outputs[index]) + 3 for index in front.owner if index not in front.finished}
+        front.wait_for(lambda _, t=target: all(len(front.outputs[i]) >= min(n, 50) for i, n in t.items()))
+    front.wait_finished()
+    assert front.outputs == {index: expected[index % 6] for index in front.owner}

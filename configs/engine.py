@@ -34,7 +34,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     data_parallel_size: int = 1
     all2all_backend: str = "auto"
-    num_redundant_experts: int = 0
+    num_redundant_experts: int | None = None  # slots beyond one per expert, in all; None: enough to lose one rank
     threads_per_rank: int | None = None
     mla_prefill: Literal["auto", "naive", "absorbed"] = "auto"
     seed: int = 0
@@ -63,6 +63,7 @@ class Plan:
     async_scheduling: bool
     data_parallel_size: int
     all2all_backend: str  # a name of ep/table.py
+    num_experts: int  # of each MoE layer; 0 for a dense model
     slots_per_rank: int  # expert slots of a rank in each MoE layer; 0 for a dense model
     threads_per_rank: int
     mla_prefill: Literal["auto", "naive", "absorbed"]

@@ -16,11 +16,13 @@ DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_NUM_SEQS = 256
 DEFAULT_BLOCK_SIZE = 16
 CPU_MEMORY_PART = 0.5  # a CPU's memory is also everybody else's
+WEIGHTS_PART = 2 / 3  # spare expert slots may not fill more of our memory than this together with all other weights
 SMALL_MODEL_BYTES = 64 * MEBI
 ALL2ALL_BACKENDS = (
     "local",
     "gloo",
-)  # those that a server can be started with; tests/ep checks that ep/table.py has them
+    "shm",
+)  # those that a server can be started with; names of ep/table.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Machine:
     cores: int
     free_memory: int
     fast_bfloat16: bool
+    shared_memory: bool  # its ranks can exchange through it (ep/shm_futex.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ def this_machine() -> Machine:
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
     fast = "avx512_bf16" in flags or "amx_bf16" in flags
-    return Machine("cpu", len(os.sched_getaffinity(0)), free, fast)
+    system = os.uname()
+    shared = system.sysname == "Linux" and system.machine == "x86_64"
+    return Machine("cpu", len(os.sched_getaffinity(0)), free, fast, shared)
 
 
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan:
@@ -71,7 +76,8 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
     dtype = _dtype(config, model, machine, why)
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
-    max_model_len, num_blocks = _cache(config, model, machine, dtype, block_size, max_num_seqs, why)
+    slots = _slots(config, model, machine, dtype, why)
+    max_model_len, num_blocks = _cache(config, model, machine, dtype, block_size, max_num_seqs, slots, why)
     max_batched = _batched_tokens(config, max_model_len, why)
     threads = _threads(config, model, machine, why)
     return Plan(
@@ -90,8 +96,9 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
         scheduling_policy=config.scheduling_policy,
         async_scheduling=_async_scheduling(config, model, machine, threads, why),
         data_parallel_size=ranks,
-        all2all_backend=_backend(config, model, why),
-        slots_per_rank=_slots(config, model, why),
+        all2all_backend=_backend(config, model, machine, why),
+        num_experts=model.num_experts,
+        slots_per_rank=slots,
         threads_per_rank=threads,
         mla_prefill=config.mla_prefill,
         seed=config.seed,
@@ -118,7 +125,7 @@ def _check(config: EngineConfig, model: ModelNumbers) -> None:
             raise ValueError(f"{name} must be at least 1, not {value}")
     if config.exchange_timeout <= 0:
         raise ValueError(f"exchange_timeout must be above 0 seconds, not {config.exchange_timeout}")
-    if config.num_redundant_experts < 0:
+    if config.num_redundant_experts is not None and config.num_redundant_experts < 0:
         raise ValueError(f"num_redundant_experts must be at least 0, not {config.num_redundant_experts}")
     if config.max_logprobs < -1:
         raise ValueError(f"max_logprobs must be at least -1, not {config.max_logprobs}")
@@ -169,6 +176,7 @@ def _cache(
     dtype: Dtype,
     block_size: int,
     num_seqs: int,
+    slots: int,
     why: dict[str, str],
 ) -> tuple[int, int]:
     """max_model_len and the number of KV blocks of a rank, which depend on each other."""
@@ -186,8 +194,7 @@ def _cache(
     else:
         part = config.gpu_memory_utilization or CPU_MEMORY_PART
         ranks = config.data_parallel_size
-        scale = item / (4 if model.dtype == "float32" else 2)
-        weights = int(((model.weight_bytes - model.expert_bytes) * ranks + model.expert_bytes) * scale)
+        weights = _weights(model, dtype, ranks, slots)
         free = max(0, int(machine.free_memory * part) - weights) // ranks
         blocks = min(free // bytes_per_block, full_blocks * num_seqs)
         source = (
@@ -239,26 +246,51 @@ def _threads(config: EngineConfig, model: ModelNumbers, machine: Machine, why: d
     return _choose(why, "threads_per_rank", config.threads_per_rank, default, reason)
 
 
-def _backend(config: EngineConfig, model: ModelNumbers, why: dict[str, str]) -> str:
+def _backend(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dict[str, str]) -> str:
     if not model.num_experts or config.data_parallel_size == 1:
         why["all2all_backend"] = "no expert lives on another rank"
         return "local"
     if config.all2all_backend != "auto":
         why["all2all_backend"] = "as asked"
         return config.all2all_backend
-    why["all2all_backend"] = "ranks of one machine without a GPU"
+    if machine.shared_memory:
+        why["all2all_backend"] = "ranks of one machine without a GPU"
+        return "shm"
+    why["all2all_backend"] = "ranks without a GPU; shared memory is tried on Linux on x86-64 only, unless asked for"
     return "gloo"
 
 
-def _slots(config: EngineConfig, model: ModelNumbers, why: dict[str, str]) -> int:
+def _weights(model: ModelNumbers, dtype: Dtype, ranks: int, slots: int) -> int:
+    """Bytes of the weights of all ranks together."""
+    scale = (4 if dtype == "float32" else 2) / (4 if model.dtype == "float32" else 2)
+    copies = ranks * slots / model.num_experts if model.num_experts else 1.0
+    return int(((model.weight_bytes - model.expert_bytes) * ranks + model.expert_bytes * copies) * scale)
+
+
+def _slots(config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: Dtype, why: dict[str, str]) -> int:
+    """Enough that the ranks which are left can hold every expert when one is lost, unless told otherwise."""
     if not model.num_experts:
         why["slots_per_rank"] = "a dense model"
         return 0
-    ranks, total = config.data_parallel_size, model.num_experts + config.num_redundant_experts
-    why["slots_per_rank"] = (
-        f"{model.num_experts} experts + {config.num_redundant_experts} redundant over {ranks} rank(s)"
-    )
-    return -(-total // ranks)
+    ranks, experts = config.data_parallel_size, model.num_experts
+    fewest = -(-experts // ranks)
+    if config.num_redundant_experts is not None:
+        why["slots_per_rank"] = f"{experts} experts + {config.num_redundant_experts} redundant over {ranks} rank(s)"
+        return -(-(experts + config.num_redundant_experts) // ranks)
+    if ranks == 1:
+        why["slots_per_rank"] = "one rank holds every expert"
+        return fewest
+    spare = -(-experts // (ranks - 1))
+    needed = _weights(model, dtype, ranks, spare)
+    room = int(machine.free_memory * (config.gpu_memory_utilization or CPU_MEMORY_PART) * WEIGHTS_PART)
+    if needed > room:
+        why["slots_per_rank"] = (
+            f"{experts} experts over {ranks} ranks; that one rank may be lost would take {spare} slots and "
+            f"{needed // MEBI} MiB of weights, more than the {room // MEBI} MiB that leave room for the cache"
+        )
+        return fewest
+    why["slots_per_rank"] = f"one rank may be lost: {ranks - 1} can hold all {experts} experts"
+    return spare
 
 
 def _async_scheduling(

@@ -20,9 +20,6 @@ from types import TracebackType
 
 import msgspec
 
-from configs.engine import Plan
-from configs.env import child_environment
-
 MAX_SOCKET_PATH = 80  # a unix socket's path may have 107 bytes; names are appended to this directory
 
 
@@ -82,6 +79,11 @@ class Children:
             watched[pidfd].process.wait()
         return [watched[pidfd] for pidfd in ready]
 
+    def forget(self, child: Child) -> None:
+        """One that has ended, and was reported."""
+        self.all.remove(child)
+        os.close(child.pidfd)
+
     def wait_for(self, child: Child, timeout: float) -> None:
         """Until `child` has left, at most `timeout` seconds; others may leave meanwhile."""
         deadline = time.monotonic() + timeout
@@ -111,12 +113,3 @@ class Children:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end(grace=0.0)
-
-
-def start_ranks(children: Children, plan: Plan, runtime: RuntimeDir) -> None:
-    """One process per rank; each has its share of threads."""
-    plan_path = runtime.write("plan.json", plan)
-    environment = child_environment(plan.threads_per_rank)
-    for rank in range(plan.data_parallel_size):
-        arguments = ["--plan", str(plan_path), "--rank", str(rank), "--runtime-dir", str(runtime.path)]
-        children.start(f"rank {rank}", rank, "engine.rank_process", arguments, environment)

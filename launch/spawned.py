@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from pathlib import Path
 
 from configs.engine import Plan
-from engine.messages import FrontToRank, RankToFront, Shutdown
+from engine.messages import FrontToRank, RankReady, RankToFront, Shutdown
 from engine.wire import ZmqRanks
-from launch.processes import Children, RuntimeDir, start_ranks
+from launch.keeper import RankKeeper
+from launch.processes import Children, RuntimeDir
 
 SHUTDOWN_GRACE = 10.0  # seconds for the ranks to leave the lockstep together
+LOOK_SECONDS = 0.1  # how often a caller that waits for messages looks after the processes
+STARTUP_TIMEOUT = 600.0  # seconds for a restarted rank to load
 
 
 class SpawnedRanks:
-    """Starts one process per rank; `close` ends them, and so does the death of this process."""
+    """Starts one process per rank; `close` ends them, and so does the death of this process.
+
+    `receive` looks after the processes too: a lost rank is told as RankLost and started again.
+    """
 
     def __init__(self, plan: Plan, runtime_root: Path) -> None:
         self._runtime = RuntimeDir(runtime_root)
         self._children = Children()
+        self._loading = set(range(plan.data_parallel_size))
+        self._thread = threading.get_ident()
+        self._looked = 0.0
         try:
             self._ranks = ZmqRanks(f"ipc://{self._runtime.path}/front.ipc", plan.data_parallel_size)
-            start_ranks(self._children, plan, self._runtime)
+            self._keeper = RankKeeper(self._children, plan, self._runtime, STARTUP_TIMEOUT)
+            self._keeper.start()
         except BaseException:
             self._children.end(grace=0.0)
             self._runtime.close()
             raise
-        self._lost: str | None = None
 
     @property
     def size(self) -> int:
@@ -39,20 +50,26 @@ class SpawnedRanks:
         self._ranks.send(rank, message)
 
     def receive(self, timeout: float) -> list[RankToFront]:
-        return self._ranks.receive(timeout)
+        """May return with nothing before the time is up."""
+        messages = self._ranks.receive(min(timeout, LOOK_SECONDS))
+        for message in messages:
+            if isinstance(message, RankReady):
+                self._loading.discard(message.rank)
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return messages
+        self._looked = time.monotonic()
+        return messages + self._look()
 
-    def lost(self) -> str | None:
-        """What happened to the first rank whose process has ended; None while all live."""
-        if self._lost is None:
-            for child in self._children.exited(timeout=0.0):
-                self._lost = f"{child.name} ended: {child.exit_text()}"
-                break
-        return self._lost
+    def _look(self) -> list[RankToFront]:
+        # A process ends with the thread that started it (engine/orphan.py), so only the first one's may start others.
+        self._keeper.restarts = not self._loading and threading.get_ident() == self._thread
+        return [*self._keeper.look(self._children.exited(timeout=0.0))]
 
     def close(self) -> None:
         for rank in range(self._ranks.size):
             with contextlib.suppress(ConnectionError):
                 self._ranks.send(rank, Shutdown())
-        self._children.end(SHUTDOWN_GRACE if self._lost is None else 0.0)
+        self._keeper.kill_loading()
+        self._children.end(SHUTDOWN_GRACE)
         self._ranks.close()
         self._runtime.close()

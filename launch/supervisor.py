@@ -1,10 +1,14 @@
-"""The process that `moesaic serve` is: it starts the ranks and the front, and ends everything when one of them ends.
+"""The process that `moesaic serve` is: it starts the ranks and the front, and watches them.
 
-Exit codes: 0 after a drain, 2 bad input, 3 a rank failed or died, 1 anything else.
+A rank that ends is told to the front, which goes on without it, and is started again (launch/keeper.py). Everything ends
+when the front ends, and when a rank ends before the server was ready.
+
+Exit codes: 0 after a drain, 2 bad input, 3 a rank failed at the start or all are lost, 1 anything else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -15,11 +19,13 @@ from types import FrameType
 from configs.engine import Plan
 from configs.env import child_environment
 from configs.server import ServerConfig
-from engine.messages import RankFailed
-from engine.wire import RankSocket
-from launch.processes import Child, Children, RuntimeDir, start_ranks
+from engine.messages import RankLost
+from engine.wire import Reporter
+from launch.keeper import RankKeeper
+from launch.processes import Child, Children, RuntimeDir
 
 EXIT_RANK_LOST = 3
+LOOK_SECONDS = 0.1  # how often heartbeats are read; the end of a process is seen at once
 FRONT_GRACE = 5.0  # seconds for the front to tell its clients after a rank was lost
 RANK_GRACE = 10.0  # seconds for ranks to leave after the front has told them to
 
@@ -43,17 +49,20 @@ class Supervisor:
         self.children = Children()
         self.front: Child | None = None
         self.signals = 0
+        self.keeper = RankKeeper(self.children, plan, self.runtime, startup_timeout)
+        self.reporter = Reporter(f"ipc://{self.runtime.path}/front.ipc")
 
     def run(self) -> int:
         """Block until the server has ended; the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
-            start_ranks(self.children, self.plan, self.runtime)
+            self.keeper.start()
             self._start_front()
             return self._watch()
         finally:
             self.children.end(grace=0.0)
+            self.reporter.close()
             self.runtime.close()
 
     def _start_front(self) -> None:
@@ -65,21 +74,29 @@ class Supervisor:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal lets the front drain, the second ends it at once; the front tells the ranks."""
         self.signals += 1
-        if self.front is not None and self.front.process.poll() is None:
-            self.front.process.send_signal(signal.SIGTERM)
+        if self.front in self.children.all:
+            assert self.front is not None
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.front.pidfd, signal.SIGTERM)
 
     def _watch(self) -> int:
         assert self.front is not None
         began, ready = time.monotonic(), False
         while True:
-            dead = self.children.exited(timeout=0.05 if not ready else 1.0)
+            dead = self.children.exited(timeout=LOOK_SECONDS)
             if self.front in dead:
                 return self._front_left(self.front)
-            if dead:
-                return self._rank_left(dead[0])
-            if not ready and (self.runtime.path / "ready").exists():
+            if not ready and (self.runtime.path / "ready").exists():  # asked before who is lost: that depends on it
                 ready = True
                 self.on_ready((self.runtime.path / "ready").read_text())
+            for lost in self.keeper.look(dead):
+                if not ready:
+                    return self._failed_at_start(lost)
+                self.reporter.send(lost)
+            if self.keeper.left:  # the front has told the ranks to leave, and leaves itself
+                self.children.wait_for(self.front, FRONT_GRACE)
+                return self._front_left(self.front)
+            self.keeper.restarts = ready and not self.signals
             if not ready and time.monotonic() - began > self.startup_timeout:
                 _say(f"not ready after {self.startup_timeout:.0f} s (--startup-timeout)")
                 return 1
@@ -90,24 +107,18 @@ class Supervisor:
             _say(f"the front has not left within {FRONT_GRACE:.0f} s")
             return 1
         if code == 0:
+            self.keeper.kill_loading()
             self.children.end(RANK_GRACE)
         elif code != EXIT_RANK_LOST:
             _say(f"the front ended: {front.exit_text()}")
         return code if code >= 0 else 1
 
-    def _rank_left(self, rank: Child) -> int:
-        """Unless the front is leaving anyway, its clients are told that the rank is gone before everything ends."""
+    def _failed_at_start(self, lost: RankLost) -> int:
+        """The front's clients are told before everything ends."""
         assert self.front is not None
-        if self.signals and rank.process.returncode == 0:  # the front has told the ranks to leave, and leaves itself
-            self.children.wait_for(self.front, FRONT_GRACE)
-            return self._front_left(self.front)
-        _say(f"{rank.name} ended: {rank.exit_text()}; the server ends with it")
-        socket = RankSocket(f"ipc://{self.runtime.path}/front.ipc", rank.rank)
-        try:
-            socket.send(RankFailed(rank.rank, rank.exit_text()))
-            self.children.wait_for(self.front, FRONT_GRACE)
-        finally:
-            socket.close()
+        _say(f"rank {lost.rank} ended before the server was ready: {lost.reason}; the server ends with it")
+        self.reporter.send(lost)
+        self.children.wait_for(self.front, FRONT_GRACE)
         return EXIT_RANK_LOST
 
 

@@ -50,7 +50,9 @@ OPTIONS = [
         "--enable-expert-parallel", is_flag=True, help="Accepted for vLLM scripts: experts are always spread."
     ),
     click.option("--all2all-backend", default="auto", show_default=True, help="How tokens reach their experts."),
-    click.option("--num-redundant-experts", type=int, default=0, show_default=True, help="Extra expert slots in all."),
+    click.option(
+        "--num-redundant-experts", type=int, help="Extra expert slots in all; default: enough to lose one rank."
+    ),
     click.option("--threads-per-rank", type=int, help="CPU threads of each rank."),
     click.option("--mla-prefill", type=click.Choice(["auto", "naive", "absorbed"]), default="auto", show_default=True),
     click.option("--seed", type=int, default=0, show_default=True),

@@ -8,10 +8,11 @@ from typing import Any, Self
 from configs.engine import EngineConfig, Plan
 from configs.env import read_env
 from engine import async_llm, llm
+from engine.build import build_rank
 from engine.messages import RankStats
 from engine.plan import make_plan
 from engine.progress import LoadProgress
-from engine.rank import LocalRanks, build_rank
+from engine.rank import LocalRanks
 from engine.text import Tokenizer
 from launch.spawned import SpawnedRanks
 
@@ -48,7 +49,14 @@ class LLM(llm.LLM):
             super().__init__(LocalRanks(rank), tokenizer, block_size=block_size, max_logprobs=max_logprobs)
         else:
             ranks = SpawnedRanks(self.plan, read_env().runtime_root)
-            super().__init__(ranks, tokenizer, block_size=block_size, max_logprobs=max_logprobs, lost=ranks.lost)
+            super().__init__(
+                ranks,
+                tokenizer,
+                block_size=block_size,
+                max_logprobs=max_logprobs,
+                num_experts=self.plan.num_experts,
+                slots_per_rank=self.plan.slots_per_rank,
+            )
 
     def stats(self) -> list[RankStats]:
         """The latest of every rank, in rank order."""
@@ -71,4 +79,10 @@ class AsyncLLM(async_llm.AsyncLLM):
         self.plan = make_plan(EngineConfig(model=model, **options))
         tokenizer = Tokenizer(self.plan.model_path)
         ranks = SpawnedRanks(self.plan, read_env().runtime_root)
-        super().__init__(ranks, tokenizer, block_size=self.plan.block_size)
+        super().__init__(
+            ranks,
+            tokenizer,
+            block_size=self.plan.block_size,
+            num_experts=self.plan.num_experts,
+            slots_per_rank=self.plan.slots_per_rank,
+        )

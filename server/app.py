@@ -104,7 +104,9 @@ class Pages:
         state, why = self._service.state()
         if state != "ready":
             raise ApiError(503, f"{state}: {why}", code=state, headers=[RETRY_AFTER])
-        return json_response({"status": "ready", "ranks": len(self._service.engine.ready)})
+        states = [state.value for state in self._service.engine.members.states]
+        mode = "full" if all(state == "up" for state in states) else "degraded"
+        return json_response({"status": "ready", "mode": mode, "ranks": states})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.async_llm import AsyncLLM, RequestStream
-from engine.front import EngineDraining, EngineFailed
+from engine.front import EngineBusy, EngineDraining, EngineFailed
 from engine.outputs import Delta, PositionLogprobs, Prompt
 from server.errors import RETRY_AFTER, ApiError, unavailable
 from server.flights import Flight
@@ -212,6 +212,8 @@ class Answer(Response):
                 raise
         except EngineDraining:
             failure = unavailable("the server is shutting down", close=True)
+        except EngineBusy as error:
+            failure = unavailable(str(error))
         except EngineFailed as error:
             failure = ApiError(503, f"the engine has failed: {error}", code="engine_failed", headers=[RETRY_AFTER])
         except ApiError as error:

@@ -16,8 +16,9 @@ from prometheus_client.registry import Collector
 
 from configs.engine import Plan
 from engine.async_llm import AsyncLLM
-from engine.front import FinishedRequest
+from engine.members import State
 from engine.messages import RankStats
+from engine.sequences import FinishedRequest
 from server.flights import Flights
 
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -95,6 +96,9 @@ class Metrics(Collector):
         self._plan = plan
         self._flights = flights
         self._ranks = [_RankRequests() for _ in range(plan.data_parallel_size)]
+        self._recoveries = {
+            phase: Histogram(LATENCIES) for phase in ("detect", "agree", "repair", "first_token", "total")
+        }
         self._http: Counter[tuple[str, str, str]] = Counter()
         self._id_to_rank: dict[str, int] = {}  # finished, but the stream has not reported its gaps yet
         self._registry = CollectorRegistry(auto_describe=False)
@@ -140,6 +144,7 @@ class Metrics(Collector):
             for rank, numbers in stats:
                 counter.add_metric([name, str(rank)], value(numbers))
             yield counter
+        yield from self._surviving(name, labels)
         yield from self._requests(name, labels)
         yield self._cache_config(name)
         labels = ["model_name", "engine", "reason"]
@@ -150,6 +155,38 @@ class Metrics(Collector):
         for key, count in self._http.items():
             http.add_metric(key, count)
         yield http
+
+    def _surviving(self, name: str, labels: list[str]) -> Iterator[Metric]:
+        members = self._engine.members
+        up = GaugeMetricFamily("moesaic:rank_up", "1 for a rank that serves.", labels=labels)
+        for rank, state in enumerate(members.states):
+            up.add_metric([name, str(rank)], float(state is State.UP))
+        yield up
+        for metric, text, value in (
+            ("moesaic:rank_losses", "Ranks lost.", members.num_losses),
+            ("moesaic:requests_replayed", "Requests moved from a lost rank to another.", self._engine.num_replayed),
+            (
+                "moesaic:experts_reloaded",
+                "Experts read again after a change of membership.",
+                members.num_experts_loaded,
+            ),
+            ("moesaic:reloaded_bytes", "Bytes read for them.", members.num_bytes_read),
+        ):
+            counter = CounterMetricFamily(metric, text, labels=["model_name"])
+            counter.add_metric([name], value)
+            yield counter
+        for recovery in self._engine.take_recoveries():
+            self._recoveries["detect"].observe(recovery.detect)
+            self._recoveries["agree"].observe(recovery.agree)
+            self._recoveries["repair"].observe(recovery.repair)
+            self._recoveries["total"].observe(recovery.total)
+            if recovery.first_token is not None:
+                self._recoveries["first_token"].observe(recovery.first_token)
+        text = "From a rank's last sign of life until tokens come again, and the phases of it."
+        family = HistogramMetricFamily("moesaic:recovery_seconds", text, labels=["model_name", "phase"])
+        for phase, histogram in self._recoveries.items():
+            family.add_metric([name, phase], histogram.buckets(), histogram.sum)
+        yield family
 
     def _requests(self, name: str, labels: list[str]) -> Iterator[Metric]:
         success = CounterMetricFamily(

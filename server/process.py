@@ -1,7 +1,7 @@
 """The front process: `python -m server.process --plan PLAN.json --server SERVER.json --runtime-dir DIR`.
 
 In DIR: front.ipc, where the ranks connect, and `ready`, written when all of them have loaded; its text is the address.
-Exit codes: 0 after a drain, 1 a second signal or an error, 2 bad input, 3 a rank failed.
+Exit codes: 0 after a drain, 1 a second signal or an error, 2 bad input, 3 a rank failed at the start or all are lost.
 """
 
 from __future__ import annotations
@@ -131,7 +131,14 @@ class FrontProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        engine = AsyncLLM(self._ranks, self._tokenizer, block_size=self._plan.block_size)
+        plan = self._plan
+        engine = AsyncLLM(
+            self._ranks,
+            self._tokenizer,
+            block_size=plan.block_size,
+            num_experts=plan.num_experts,
+            slots_per_rank=plan.slots_per_rank,
+        )
         service = Service(engine, self._tokenizer, self._plan, self._config, self._defaults, int(time.time()))
         http = HttpServer(self._uvicorn_config(service))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))

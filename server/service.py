@@ -25,7 +25,7 @@ from server.logs import Record
 from server.metrics import Metrics
 from server.params import FIELDS
 
-State = Literal["loading", "ready", "draining", "failed"]
+State = Literal["loading", "ready", "short", "draining", "failed"]
 Body = TypeVar("Body")
 BODY_SECONDS = 60.0  # a body that takes longer to come is given up
 THREAD_CHARACTERS = 16384  # longer texts are tokenized in a thread, so that streams do not stand still
@@ -82,12 +82,15 @@ class Service:
         if not self.engine.is_ready:
             missing = [str(rank) for rank in range(self.plan.data_parallel_size) if rank not in self.engine.ready]
             return "loading", f"waiting for rank {', '.join(missing)} to load the model"
+        shortage = self.engine.shortage
+        if shortage is not None:
+            return "short", shortage
         return "ready", "serving"
 
     def require_ready(self) -> None:
         state, why = self.state()
         if state != "ready":
-            raise unavailable(f"not ready: {why}", close=state != "loading")
+            raise unavailable(f"not ready: {why}", close=state in ("draining", "failed"))
 
     def model_name(self, wanted: str | None) -> str:
         """The served name. ApiError 404 when it is another's; none given means the first."""

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from configs.engine import EngineConfig
-from configs.resolve import MEBI, Machine, ModelNumbers, resolve
+from configs.resolve import ALL2ALL_BACKENDS, MEBI, Machine, ModelNumbers, resolve
+from ep.table import NAMES
 
-MACHINE = Machine(device="cpu", cores=4, free_memory=8192 * MEBI, fast_bfloat16=True)
+MACHINE = Machine(device="cpu", cores=4, free_memory=8192 * MEBI, fast_bfloat16=True, shared_memory=True)
 MODEL = ModelNumbers(
     path="/m",
     name="m",
@@ -27,10 +28,11 @@ MODEL = ModelNumbers(
 
 def test_defaults() -> None:
     plan = resolve(EngineConfig(data_parallel_size=2), MODEL, MACHINE)
-    assert (plan.dtype, plan.threads_per_rank, plan.all2all_backend, plan.slots_per_rank) == ("bfloat16", 2, "gloo", 32)
+    assert (plan.dtype, plan.threads_per_rank, plan.all2all_backend, plan.slots_per_rank) == ("bfloat16", 2, "shm", 64)
+    assert plan.num_experts == 64
     assert plan.max_model_len == 4096
-    # half of the memory, less the weights (shared parts twice, experts once), over two ranks, in 256 KiB blocks
-    assert plan.num_kv_blocks == (4096 * MEBI - 1200 * MEBI) // 2 // (8192 * 2 * 16)
+    # half of the memory, less the weights (all of them twice), over two ranks, in 256 KiB blocks
+    assert plan.num_kv_blocks == (4096 * MEBI - 2000 * MEBI) // 2 // (8192 * 2 * 16)
     for field in (
         "dtype",
         "max_model_len",
@@ -73,6 +75,22 @@ def test_redundant_experts_round_up() -> None:
     assert plan.slots_per_rank == 23
 
 
+@pytest.mark.parametrize(
+    ("options", "free", "slots", "reason"),
+    [
+        ({"data_parallel_size": 1}, 8192, 64, "one rank holds every expert"),
+        ({"data_parallel_size": 3}, 8192, 32, "one rank may be lost: 2 can hold all 64 experts"),
+        ({"data_parallel_size": 4}, 8192, 22, "one rank may be lost: 3 can hold all 64 experts"),
+        ({"data_parallel_size": 2}, 5000, 32, "64 slots and 2000 MiB"),  # the memory does not permit it
+        ({"data_parallel_size": 2, "num_redundant_experts": 0}, 8192, 32, "0 redundant"),
+    ],
+)
+def test_slots_for_a_lost_rank(options: dict[str, Any], free: int, slots: int, reason: str) -> None:
+    plan = resolve(EngineConfig(**options), MODEL, dataclasses.replace(MACHINE, free_memory=free * MEBI))
+    assert plan.slots_per_rank == slots
+    assert reason in plan.reasons["slots_per_rank"]
+
+
 def test_dense_models_exchange_nothing() -> None:
     plan = resolve(
         EngineConfig(data_parallel_size=2), dataclasses.replace(MODEL, num_experts=0, expert_bytes=0), MACHINE
@@ -92,7 +110,7 @@ def test_whole_prompts_need_a_budget_as_long_as_the_context() -> None:
         ("data_parallel_size", 0, "data_parallel_size must be at least 1"),
         ("max_model_len", 5000, "max_position_embeddings 4096"),
         ("max_num_seqs", 0, "max_num_seqs must be at least 1"),
-        ("all2all_backend", "pigeon", "one of auto, local, gloo"),
+        ("all2all_backend", "pigeon", "one of auto, local, gloo, shm"),
         ("exchange_timeout", 0.0, "exchange_timeout must be above 0"),
         ("gpu_memory_utilization", 1.5, "must be in"),
         ("num_redundant_experts", -1, "num_redundant_experts"),
@@ -108,6 +126,15 @@ def test_refusals_name_the_field_and_the_limit(field: str, value: object, messag
 def test_a_context_that_does_not_fit_is_refused_when_asked_for() -> None:
     with pytest.raises(ValueError, match="max_model_len 4096 needs 256 KV blocks"):
         resolve(EngineConfig(max_model_len=4096, num_kv_blocks=10), MODEL, MACHINE)
+
+
+def test_every_backend_exists() -> None:
+    assert set(ALL2ALL_BACKENDS) <= set(NAMES)
+
+
+def test_gloo_where_shared_memory_is_not_sure() -> None:
+    machine = dataclasses.replace(MACHINE, shared_memory=False)
+    assert resolve(EngineConfig(data_parallel_size=2), MODEL, machine).all2all_backend == "gloo"
 
 
 def test_local_exchange_is_for_one_rank() -> None:

@@ -98,6 +98,16 @@ def until(condition: Any, timeout: float, what: str) -> Any:
 @contextlib.contextmanager
 def served(tmp_path: Path, *arguments: str) -> Iterator[Server]:
     """Start `moesaic serve`, wait until it is ready, and make sure that nothing of it is left afterwards."""
+    with starting(tmp_path, *arguments) as server:
+        ready = server.runtime_root
+        until(lambda: server.process.poll() is not None or list(ready.glob("*/ready")), STARTUP, "the server is ready")
+        assert server.process.poll() is None, (tmp_path / "server.log").read_text()
+        yield server
+
+
+@contextlib.contextmanager
+def starting(tmp_path: Path, *arguments: str) -> Iterator[Server]:
+    """The same without waiting."""
     port = free_port()
     command = [sys.executable, "-m", "moesaic", "serve", "--port", str(port), *arguments]
     runtime = Path(tempfile.mkdtemp(prefix="moe-"))  # short: sockets live in it
@@ -106,8 +116,6 @@ def served(tmp_path: Path, *arguments: str) -> Iterator[Server]:
     process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment)
     server = Server(process, f"http://127.0.0.1:{port}", runtime)
     try:
-        until(lambda: process.poll() is not None or list(runtime.glob("*/ready")), STARTUP, "the server is ready")
-        assert process.poll() is None, (tmp_path / "server.log").read_text()
         yield server
     finally:
         below = descendants(process.pid)

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from openai import OpenAI
-from served import Server, command_line, descendants, free_port, served, until
+from served import Server, command_line, descendants, free_port, served, starting, until
 
 from models.tiny import CHECKPOINT
 
@@ -56,15 +56,31 @@ def test_chat_through_the_openai_client_then_drain(tmp_path: Path) -> None:
         assert server.wait(30) == 0
 
 
-def test_a_dead_rank_ends_the_server_with_an_error(tmp_path: Path) -> None:
-    with served(tmp_path, "--data-parallel-size", "2") as server:
-        children = server.children()
+def test_a_rank_that_dies_at_the_start_ends_the_server(tmp_path: Path) -> None:
+    """Killed before the server is ready: nothing to go on with, so it says what happened and leaves nothing behind."""
+    with starting(tmp_path, "--data-parallel-size", "2") as server:
+        children = until(lambda: {**server.children()} if len(server.children()) == 3 else None, 20, "all have started")
         os.kill(children["rank 1"], signal.SIGKILL)
         assert server.wait(30) == 3
-        assert "rank 1" in (tmp_path / "server.log").read_text()
-        for pid in children.values():
-            until(lambda pid=pid: not command_line(pid), 10, "no orphan is left")
-        assert not list(server.runtime_root.iterdir()), "the runtime directory was not removed"
+        log = (tmp_path / "server.log").read_text()
+        assert "rank 1 ended before the server was ready: killed by SIGKILL" in log
+        nothing_is_left(server, children)
+
+
+def test_the_loss_of_all_ranks_ends_the_server(tmp_path: Path) -> None:
+    with served(tmp_path, "--data-parallel-size", "2") as server:
+        children = server.children()
+        for rank in ("rank 0", "rank 1"):
+            os.kill(children[rank], signal.SIGKILL)
+        assert server.wait(30) == 3
+        assert "all ranks are lost" in (tmp_path / "server.log").read_text()
+        nothing_is_left(server, children)
+
+
+def nothing_is_left(server: Server, children: dict[str, int]) -> None:
+    for pid in children.values():
+        until(lambda pid=pid: not command_line(pid), 10, "no orphan is left")
+    assert not list(server.runtime_root.iterdir()), "the runtime directory was not removed"
 
 
 def test_a_killed_supervisor_leaves_no_orphan(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import moesaic
-from engine.front import EngineFailed
 from engine.outputs import Prompt
 from moesaic import LLM, AsyncLLM, SamplingParams
 
@@ -37,14 +36,13 @@ def test_two_ranks_say_what_one_says_and_leave_nothing() -> None:
     assert children() == before
 
 
-def test_a_killed_rank_is_an_error_not_a_wait() -> None:
+def test_a_killed_rank_changes_nothing_but_the_time() -> None:
     before = children()
     with LLM(data_parallel_size=2) as llm:
-        texts(llm)
+        expected = texts(llm)
         (victim, *_) = [pid for pid in children() if pid not in before]
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(EngineFailed, match="rank"):
-            llm.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
+        assert texts(llm) == expected
     assert children() == before
 
 

@@ -26,6 +26,7 @@ from engine.messages import (
     AddRequest,
     FrontToRank,
     Logprobs,
+    Membership,
     Outputs,
     RankFailed,
     RankReady,
@@ -99,6 +100,7 @@ def plan(**changes: Any) -> Plan:
         "async_scheduling": False,
         "data_parallel_size": 2,
         "all2all_backend": "local",
+        "num_experts": 0,
         "slots_per_rank": 0,
         "threads_per_rank": 1,
         "mla_prefill": "auto",
@@ -185,6 +187,8 @@ class FakeRanks:
         self.knock()
 
     def fail(self, rank: int, error: str) -> None:
+        for number in [number for number, (own, _, _) in self.running.items() if own == rank]:
+            del self.running[number]
         self._queue.append(RankFailed(rank, error))
         self.knock()
 
@@ -207,12 +211,12 @@ class FakeRanks:
     def send(self, rank: int, message: FrontToRank) -> None:
         self.sent.append(message)
         if isinstance(message, AddRequest):
-            self.running[message.request_id] = (rank, message, 0)
+            self.running[message.request_id] = (rank, message, len(message.token_ids) - message.prompt_len)
         elif isinstance(message, Abort):
             for number in message.request_ids:
                 self.running.pop(number, None)
         else:
-            assert isinstance(message, ResetPrefixCache)
+            assert isinstance(message, ResetPrefixCache | Membership)
         self.knock()
 
     def receive(self, timeout: float) -> list[RankToFront]:
@@ -290,7 +294,13 @@ async def server(
     config = config or ServerConfig()
     decided = plan(**plan_changes)
     ranks = ranks or FakeRanks(decided.data_parallel_size, ready=ready)
-    engine = AsyncLLM(ranks, small_tokenizer(), block_size=16)
+    engine = AsyncLLM(
+        ranks,
+        small_tokenizer(),
+        block_size=16,
+        num_experts=decided.num_experts,
+        slots_per_rank=decided.slots_per_rank,
+    )
     service = Service(engine, small_tokenizer(), decided, config, SamplingParams(), created=1_700_000_000)
     app = build_app(service)
     clock = asyncio.create_task(service.flights.clock())

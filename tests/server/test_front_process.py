@@ -219,7 +219,7 @@ def test_a_second_signal_ends_it_now(tmp_path: Path) -> None:
             assert server.wait()[0] == 1
 
 
-def test_a_failed_rank_ends_the_front_with_its_name(tmp_path: Path) -> None:
+def test_the_last_rank_s_failure_ends_the_front_with_its_name(tmp_path: Path) -> None:
     with front(tmp_path) as server:
         for rank in server.ranks:
             rank.hold_at = 9
@@ -228,6 +228,8 @@ def test_a_failed_rank_ends_the_front_with_its_name(tmp_path: Path) -> None:
             assert answer.status_code == 200, answer.read()
             lines = answer.iter_lines()
             next(lines)
+            server.ranks[0].failure = "ValueError: no luck"
+            until(lambda: httpx.get(f"{server.url}/ready").json().get("mode") == "degraded", "one rank is lost")
             server.ranks[1].failure = "ValueError: a wire was cut"
             data = [line.removeprefix("data: ") for line in lines if line]
         assert data[-1] == "[DONE]" and json.loads(data[-2])["error"]["code"] == "engine_failed"

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_parts import MODEL, FakeRanks, server, until
+from server_parts import MODEL, STORY, FakeRanks, server, story_tokens, until
 
 from configs.server import ServerConfig
 from server.gate import digest
@@ -293,7 +293,7 @@ def test_loading_then_ready_then_draining() -> None:
             assert (await s.http.get("/metrics")).status_code == 200
             s.ranks.load()
             await until(lambda: s.service.engine.is_ready, "ready")
-            assert (await s.http.get("/ready")).json() == {"status": "ready", "ranks": 2}
+            assert (await s.http.get("/ready")).json() == {"status": "ready", "mode": "full", "ranks": ["up", "up"]}
 
             s.ranks.paused = True
             running = asyncio.create_task(s.complete())
@@ -312,13 +312,57 @@ def test_loading_then_ready_then_draining() -> None:
     asyncio.run(run())
 
 
-def test_a_lost_rank() -> None:
+def test_a_lost_rank_is_not_noticed() -> None:
+    async def run() -> None:
+        ranks = FakeRanks(2)
+        ranks.pause_at = 3
+        async with server(ranks=ranks) as s:
+            whole = asyncio.create_task(s.complete(logprobs=1))
+            stream = asyncio.create_task(s.events("/v1/completions", stream_options={"include_usage": True}))
+            await until(lambda: ranks.steps == 3 and len(s.service.flights) == 2, "some tokens")
+            ranks.fail(1, "out of luck")
+            ranks.resume()
+            choice = (await whole)["choices"][0]
+            events = await stream
+            text = "".join(event["choices"][0]["text"] for event in events if event["choices"])
+            assert choice["text"] == text == STORY and choice["finish_reason"] == "stop"
+            assert len(choice["logprobs"]["tokens"]) == events[-1]["usage"]["completion_tokens"] == len(story_tokens())
+            ready = (await s.http.get("/ready")).json()
+            assert ready == {"status": "ready", "mode": "degraded", "ranks": ["up", "lost"]}
+            metrics = (await s.http.get("/metrics")).text
+            for line in (
+                f'moesaic:rank_up{{engine="1",model_name="{MODEL}"}} 0.0',
+                f'moesaic:rank_losses_total{{model_name="{MODEL}"}} 1.0',
+                f'moesaic:requests_replayed_total{{model_name="{MODEL}"}} 1.0',
+                f'moesaic:recovery_seconds_count{{model_name="{MODEL}",phase="total"}} 1.0',
+            ):
+                assert line in metrics, line
+
+    asyncio.run(run())
+
+
+def test_too_few_ranks() -> None:
+    async def run() -> None:
+        async with server(num_experts=4, slots_per_rank=2) as s:
+            s.ranks.fail(1, "out of luck")
+            await until(lambda: s.service.engine.shortage, "too few")
+            refused = await s.post("/v1/completions", {"prompt": "a"})
+            assert "1 of 2 ranks serve, with room for 2 of 4 experts" in error_of(refused, 503)["message"]
+            assert refused.headers["retry-after"] == "1" and "connection" not in refused.headers
+            assert error_of(await s.http.get("/ready"), 503)["code"] == "short"
+            assert (await s.http.get("/health")).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_all_ranks_lost() -> None:
     async def run() -> None:
         async with server() as s:
             s.ranks.paused = True
             whole = asyncio.create_task(s.post("/v1/completions", {"prompt": "a"}))
             stream = asyncio.create_task(s.post("/v1/completions", {"prompt": "a", "stream": True}))
             await until(lambda: len(s.ranks.running) == 2, "both run")
+            s.ranks.fail(0, "no memory")
             s.ranks.fail(1, "out of luck")
             for answer in (await whole, await stream):  # nothing had been sent: also the stream gets an HTTP error
                 error = error_of(answer, 503)
@@ -330,13 +374,14 @@ def test_a_lost_rank() -> None:
     asyncio.run(run())
 
 
-def test_a_rank_lost_in_the_middle_of_a_stream() -> None:
+def test_all_ranks_lost_in_the_middle_of_a_stream() -> None:
     async def run() -> None:
         ranks = FakeRanks(2)
         ranks.pause_at = 3
         async with server(ranks=ranks) as s:
             stream = asyncio.create_task(s.post("/v1/chat/completions", {**CHAT, "stream": True}))
             await until(lambda: ranks.steps == 3 and s.service.flights, "some tokens")
+            ranks.fail(1, "gone")
             ranks.fail(0, "gone")
             answer = await stream
             assert answer.status_code == 200

@@ -1,0 +1,295 @@
+"""Goodput under faults: a real server under load whose ranks are killed again and again.
+
+    python benchmarks/bench_faults.py [--ranks 4] [--streams 64] [--kills 20] [--signal KILL|STOP] [--all2all shm|gloo]
+                                      [--spacing-ms N] [--json]
+
+Every stream asks for the same continuation again and again (half of them greedy, half with a seed), first without faults,
+then with. A request fails when it ends with an error or without its end; it mismatches when its tokens are not those
+of the run without faults. 503 with Retry-After (too few ranks are left to hold all experts) is tried again, as clients do.
+Without --spacing-ms the next kill comes when all ranks serve again, else so many milliseconds after the last one; the last
+rank that serves is never killed. A pause is the time between two pieces of a stream (or from its start to its first) in which a
+kill fell. orphans: processes of the server that are left when it has ended.
+
+overhead_pct (what surviving costs without faults) is not in the result: there is no server without it to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moesaic.http_client import Client, HttpError
+
+START_SECONDS = 180.0
+RETURN_SECONDS = 180.0
+PHASES = ("detect", "agree", "repair", "first_token", "total")
+
+
+class Server:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{port}"
+        self.root = Path(tempfile.mkdtemp(prefix="mf-"))
+        self.log = (self.root / "log").open("w")
+        command = [sys.executable, "-m", "moesaic", "serve", "--port", str(port), "--no-log-requests"]
+        command += ["-dp", str(arguments.ranks), "--all2all-backend", arguments.all2all, *arguments.options]
+        environment = {**os.environ, "MOESAIC_RUNTIME_DIR": str(self.root)}
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environment)
+        self.seen: set[int] = set()  # every process of it that was ever seen
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not list(self.root.glob("*/ready")):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"the server did not start:\n{(self.root / 'log').read_text()[-4000:]}")
+            time.sleep(0.05)
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank."""
+        found = {}
+        for pid in descendants(self.process.pid):
+            self.seen.add(pid)
+            words = command_line(pid)
+            if "engine.rank_process" in words:
+                found[int(words[words.index("--rank") + 1])] = pid
+        return found
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def serving(self) -> list[int]:
+        lines = [line for line in self.metrics().splitlines() if line.startswith("moesaic:rank_up{")]
+        return [int(line.split('engine="')[1].split('"')[0]) for line in lines if line.endswith(" 1.0")]
+
+    def recoveries(self) -> dict[str, float]:
+        """Mean seconds of each phase."""
+        totals: dict[str, float] = {}
+        for line in self.metrics().splitlines():
+            if line.startswith(("moesaic:recovery_seconds_sum", "moesaic:recovery_seconds_count")):
+                name = line.split('phase="')[1].split('"')[0] + ("_sum" if "_sum{" in line else "_count")
+                totals[name] = float(line.split()[-1])
+        return {name: totals[f"{name}_sum"] / max(1.0, totals[f"{name}_count"]) for name in PHASES}
+
+    def end(self) -> int:
+        """The number of processes that are left."""
+        self.ranks()
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        deadline = time.monotonic() + 10
+        while (left := [pid for pid in self.seen if command_line(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.process.kill()
+        self.log.close()
+        shutil.rmtree(self.root)
+        return len(left)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+                if state != "Z":
+                    children.setdefault(int(parent), []).append(int(entry.name))
+    todo = [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        yield from below
+        todo += below
+
+
+def command_line(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return []
+
+
+@dataclass
+class Load:
+    """All streams. silences: (start, end) between two pieces of any stream."""
+
+    client: Client
+    num_streams: int
+    max_tokens: int
+    expected: dict[int, list[int]] = field(default_factory=dict)
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_refused: int = 0
+    failures: list[str] = field(default_factory=list)
+    mismatched: int = 0
+    silences: list[tuple[float, float]] = field(default_factory=list)
+
+    async def one(self, number: int) -> list[int]:
+        payload: dict[str, Any] = {
+            "prompt": f"{number} little foxes lived in a hollow tree, and",
+            "max_tokens": self.max_tokens,
+            "temperature": 0.0 if number % 2 else 0.9,
+            "seed": number,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        token_ids: list[int] = []
+        reason = None
+        last = time.monotonic()
+        async with contextlib.aclosing(self.client.events("/v1/completions", payload)) as events:  # type: ignore[type-var]
+            async for event in events:
+                now = time.monotonic()
+                self.silences.append((last, now))
+                last = now
+                choice = event["choices"][0]
+                new = choice.get("token_ids") or []
+                token_ids += new
+                self.num_tokens += len(new)
+                reason = choice["finish_reason"]
+        if reason != "length":
+            raise RuntimeError(f"ended with {reason}")
+        return token_ids
+
+    async def worker(self, number: int, stopping: asyncio.Event, rounds: int) -> None:
+        """rounds 0: until told to stop."""
+        done = 0
+        while not stopping.is_set() and (done < rounds or not rounds):
+            done += 1
+            self.num_requests += 1
+            try:
+                token_ids = await self.one(number)
+            except HttpError as error:
+                if error.status == 503 and "ranks serve" in str(error):
+                    self.num_refused += 1
+                    self.num_requests -= 1
+                    await asyncio.sleep(0.25)
+                else:
+                    self.failures.append(str(error))
+            except Exception as error:
+                self.failures.append(repr(error))
+            else:
+                if self.expected.setdefault(number, token_ids) != token_ids:
+                    self.mismatched += 1
+
+    async def run(self, stopping: asyncio.Event, rounds: int = 0) -> float:
+        """Tokens per second."""
+        began, tokens = time.monotonic(), self.num_tokens
+        await asyncio.gather(*(self.worker(number, stopping, rounds) for number in range(self.num_streams)))
+        return (self.num_tokens - tokens) / (time.monotonic() - began)
+
+
+async def kill(server: Server, arguments: argparse.Namespace, chance: random.Random) -> list[float]:
+    """When each signal was sent."""
+    number = signal.Signals[f"SIG{arguments.signal}"]
+    times: list[float] = []
+    gone: set[int] = set()
+
+    def targets() -> dict[int, int]:
+        """Ranks that serve, as far as the front and this side know."""
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            pids, serving = server.ranks(), server.serving()
+            return {rank: pids[rank] for rank in serving if rank in pids and pids[rank] not in gone}
+        return {}
+
+    while len(times) < arguments.kills:
+        needed = arguments.ranks if arguments.spacing_ms is None else 2
+        deadline = time.monotonic() + RETURN_SECONDS
+        while len(found := await asyncio.to_thread(targets)) < needed:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"only ranks {sorted(found)} serve {RETURN_SECONDS:.0f} s after a kill")
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(chance.uniform(0.0, 0.5) if arguments.spacing_ms is None else 0.0)
+        victim = chance.choice(sorted(found.values()))
+        gone.add(victim)
+        times.append(time.monotonic())
+        os.kill(victim, number)
+        if arguments.spacing_ms is not None:
+            await asyncio.sleep(arguments.spacing_ms / 1000)
+    deadline = time.monotonic() + RETURN_SECONDS
+    while len(found := await asyncio.to_thread(targets)) < arguments.ranks:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"only ranks {sorted(found)} are back {RETURN_SECONDS:.0f} s after the last kill")
+        await asyncio.sleep(0.05)
+    return times
+
+
+async def measure(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
+    load = Load(Client(server.url), arguments.streams, arguments.max_tokens)
+    await load.run(asyncio.Event(), rounds=1)  # what is expected; also warms everything up
+    fault_free = await load.run(asyncio.Event(), rounds=2)
+    load.silences.clear()
+    stopping = asyncio.Event()
+    running = asyncio.create_task(load.run(stopping))
+    try:
+        times = await kill(server, arguments, random.Random(arguments.seed))
+    finally:
+        stopping.set()
+        goodput = await running
+    pauses = sorted(end - start for start, end in load.silences for when in times if start <= when < end)
+    for failure in load.failures[:5]:
+        print(f"failed: {failure}", file=sys.stderr)
+    if not arguments.json:
+        phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in server.recoveries().items())
+        print(f"mean seconds of a recovery by phase, as the server counts: {phases}", file=sys.stderr)
+        print(
+            f"{fault_free:.0f} tokens/s without faults, {goodput:.0f} with; {load.num_refused} tries refused with 503"
+        )
+    return {
+        "requests": load.num_requests,
+        "failed": len(load.failures),
+        "mismatched": load.mismatched,
+        "p50_pause_s": round(statistics.median(pauses), 3) if pauses else None,
+        "p95_pause_s": round(pauses[int(len(pauses) * 0.95)], 3) if pauses else None,
+        "goodput_ratio": round(goodput / fault_free, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--signal", choices=["KILL", "STOP"], default="KILL")
+    parser.add_argument("--all2all", choices=["shm", "gloo"], default="shm")
+    parser.add_argument("--spacing-ms", type=int)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0, help="which ranks are killed, and when")
+    parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
+    parser.add_argument("options", nargs="*", help="more options of `moesaic serve`, after --")
+    arguments = parser.parse_args()
+    server = Server(arguments)
+    orphans = -1
+    try:
+        server.wait_ready()
+        result = asyncio.run(measure(server, arguments))
+    except BaseException:
+        print((server.root / "log").read_text()[-4000:], file=sys.stderr)
+        raise
+    finally:
+        orphans = server.end()
+    result["orphans"] = orphans
+    print(json.dumps(result))
+    sys.exit(bool(result["failed"] or result["mismatched"] or orphans))
+
+
+if __name__ == "__main__":
+    main()

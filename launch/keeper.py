@@ -1,0 +1,166 @@
+"""Keeps the ranks of a server alive: sees one end or hang, fences it, says so, and starts it again.
+
+Heartbeats: a rank that has loaded writes time.monotonic() as one float64 into RUNTIME_DIR/beat-RANK every 0.25 s. One that
+has not written yet is loading; when it is started again it may take ten times as long for that as the first time.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from configs.engine import Plan
+from configs.env import child_environment
+from engine.messages import RankLost
+from launch.processes import Child, Children, RuntimeDir
+
+HANG_SECONDS = 2.0  # a heartbeat that is older means a hung rank
+STALL_SECONDS = 1.0  # when this process itself was not run for so long, the ranks get their time anew
+LOAD_FACTOR = 10  # a restarted rank may load for so many times what the first start took ...
+LOAD_SECONDS = 30.0  # ... or for this long, if that is more
+MAX_RESTARTS = 3  # of one rank ...
+RESTART_WINDOW = 60.0  # ... within so many seconds; then it stays down until the window has room again
+
+
+@dataclass(slots=True)
+class _Place:
+    """One rank, whatever process it is just now. child None: it is down."""
+
+    rank: int
+    child: Child | None = None
+    joins: bool = False
+    started: float = 0.0
+    load_seconds: float = 0.0  # from the first start to the first heartbeat
+    verdict: str = ""  # why it was killed
+    last_life: float = 0.0  # then: when it last gave a sign
+    restarts: deque[float] = field(default_factory=deque)
+    said_down: bool = False
+
+
+class RankKeeper:
+    """`start` starts one process per rank. `restarts`: whether an ended one is started again; off until all have been ready."""
+
+    def __init__(
+        self,
+        children: Children,
+        plan: Plan,
+        runtime: RuntimeDir,
+        startup_timeout: float,
+        module: str = "engine.rank_process",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """startup_timeout: the most seconds that a restarted rank may take to load; the first start is the caller's to bound.
+
+        module: what a rank's process runs."""
+        self.restarts = False
+        self.left = False  # a rank has ended by itself with exit code 0, as the front told it to
+        self._children = children
+        self._directory = runtime.path
+        self._plan_path = runtime.write("plan.json", plan)
+        self._environment = child_environment(plan.threads_per_rank)
+        self._startup_timeout = startup_timeout
+        self._module = module
+        self._clock = clock
+        self._looked = self._awake_since = clock()
+        self._places = [_Place(rank) for rank in range(plan.data_parallel_size)]
+
+    def start(self) -> None:
+        for place in self._places:
+            self._start(place)
+
+    def look(self, dead: list[Child]) -> list[RankLost]:
+        """Call it a few times per second, with the children that have ended since. The ranks that are lost."""
+        now = self._clock()
+        if now - self._looked > STALL_SECONDS:
+            self._awake_since = now
+        self._looked = now
+        lost = []
+        for place in self._places:
+            if place.child is not None and place.child in dead:
+                message = self._on_end(place, place.child, now)
+                if message is not None:
+                    lost.append(message)
+            elif place.child is not None and not place.verdict:
+                self._check(place, place.child, now)
+            elif place.child is None and self.restarts:
+                self._restart(place, now)
+        return lost
+
+    def kill_loading(self) -> None:
+        """At the end of the server: those that are still loading again cannot hear that they are to leave."""
+        for place in self._places:
+            if place.child is not None and place.joins and self._beat(place.rank) is None:
+                place.child.process.kill()
+
+    def _start(self, place: _Place) -> None:
+        self._beat_path(place.rank).unlink(missing_ok=True)
+        arguments = ["--plan", str(self._plan_path), "--rank", str(place.rank), "--runtime-dir", str(self._directory)]
+        if place.joins:
+            arguments.append("--join")
+        place.child = self._children.start(f"rank {place.rank}", place.rank, self._module, arguments, self._environment)
+        place.started = self._clock()
+        place.verdict = ""
+
+    def _on_end(self, place: _Place, child: Child, now: float) -> RankLost | None:
+        self._children.forget(child)
+        place.child = None
+        if child.process.returncode == 0:
+            self.left = True
+            return None
+        reason = place.verdict or child.exit_text()
+        last_life = place.last_life if place.verdict else now
+        say("rank_lost", rank=place.rank, pid=child.process.pid, reason=repr(reason))
+        return RankLost(place.rank, reason, last_life, child.process.pid)
+
+    def _check(self, place: _Place, child: Child, now: float) -> None:
+        """Kill it when it hangs; its end is then seen as every other end is."""
+        beat = self._beat(place.rank)
+        limit = min(self._startup_timeout, max(LOAD_SECONDS, LOAD_FACTOR * place.load_seconds))
+        if beat is not None:
+            if not place.joins and not place.load_seconds:
+                place.load_seconds = now - place.started
+            if now - max(beat, self._awake_since) > HANG_SECONDS:
+                place.verdict, place.last_life = f"hung: no heartbeat for {now - beat:.1f} s, killed", beat
+        elif place.joins and now - place.started > limit:
+            place.verdict, place.last_life = f"not loaded within {limit:.3g} s, killed", place.started
+        if place.verdict:
+            child.process.kill()
+
+    def _restart(self, place: _Place, now: float) -> None:
+        while place.restarts and now - place.restarts[0] > RESTART_WINDOW:
+            place.restarts.popleft()
+        if len(place.restarts) >= MAX_RESTARTS:
+            if not place.said_down:
+                wait = RESTART_WINDOW - (now - place.restarts[0])
+                say("rank_stays_down", rank=place.rank, restarts=MAX_RESTARTS, next_try_seconds=round(wait))
+            place.said_down = True
+            return
+        place.said_down = False
+        place.restarts.append(now)
+        place.joins = True
+        self._start(place)
+        assert place.child is not None
+        say("rank_restarted", rank=place.rank, pid=place.child.process.pid, restart=len(place.restarts))
+
+    def _beat_path(self, rank: int) -> Path:
+        return self._directory / f"beat-{rank}"
+
+    def _beat(self, rank: int) -> float | None:
+        """When the rank last wrote. None: it has not (or is just writing)."""
+        try:
+            payload = self._beat_path(rank).read_bytes()
+        except OSError:
+            return None
+        return float(struct.unpack("=d", payload)[0]) if len(payload) == 8 else None
+
+
+def say(event: str, **fields: object) -> None:
+    """One line, for people and programs."""
+    print(
+        f"moesaic: event={event}", *(f"{name}={value}" for name, value in fields.items()), file=sys.stderr, flush=True
+    )

@@ -1,0 +1,28 @@
+"""A fake of engine.rank_process for the tests of the keeper: it only lives, and beats.
+
+In the runtime directory, `refuse-R` makes the next process of rank R end at once with exit code 3, `silent-R` makes it never beat.
+"""
+
+import argparse
+import struct
+import time
+from pathlib import Path
+
+from engine.orphan import die_with_parent
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rank", required=True)
+parser.add_argument("--runtime-dir", type=Path, required=True)
+parser.add_argument("--plan")
+parser.add_argument("--parent", type=int)
+parser.add_argument("--join", action="store_true")
+options = parser.parse_args()
+die_with_parent(options.parent)
+directory, rank = options.runtime_dir, options.rank
+(directory / f"joined-{rank}").write_text(str(options.join))
+if (directory / f"refuse-{rank}").exists():
+    raise SystemExit(3)
+while not (directory / f"leave-{rank}").exists():
+    if not (directory / f"silent-{rank}").exists():
+        (directory / f"beat-{rank}").write_bytes(struct.pack("=d", time.monotonic()))
+    time.sleep(0.02)

@@ -37,7 +37,6 @@ class EngineConfig:
     num_redundant_experts: int | None = None  # slots beyond one per expert, in all; None: enough to lose one rank
     threads_per_rank: int | None = None
     mla_prefill: Literal["auto", "naive", "absorbed"] = "auto"
-    seed: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
@@ -67,7 +66,6 @@ class Plan:
     slots_per_rank: int  # expert slots of a rank in each MoE layer; 0 for a dense model
     threads_per_rank: int
     mla_prefill: Literal["auto", "naive", "absorbed"]
-    seed: int
     logprobs_mode: LogprobsMode
     max_logprobs: int
     exchange_timeout: float

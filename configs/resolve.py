@@ -101,7 +101,6 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
         slots_per_rank=slots,
         threads_per_rank=threads,
         mla_prefill=config.mla_prefill,
-        seed=config.seed,
         logprobs_mode=config.logprobs_mode,
         max_logprobs=config.max_logprobs,
         exchange_timeout=config.exchange_timeout,
@@ -296,7 +295,7 @@ def _slots(config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: D
 def _async_scheduling(
     config: EngineConfig, model: ModelNumbers, machine: Machine, threads: int, why: dict[str, str]
 ) -> bool:
-    """Measured by benchmarks/bench_overhead.py: it pays where a core is left and a step is long."""
+    """benchmarks/bench_overhead.py runs both: on a small model there is nothing to gain."""
     if config.async_scheduling is not None:
         why["async_scheduling"] = "as asked"
         return config.async_scheduling

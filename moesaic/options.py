@@ -55,7 +55,6 @@ OPTIONS = [
     ),
     click.option("--threads-per-rank", type=int, help="CPU threads of each rank."),
     click.option("--mla-prefill", type=click.Choice(["auto", "naive", "absorbed"]), default="auto", show_default=True),
-    click.option("--seed", type=int, default=0, show_default=True),
     click.option(
         "--logprobs-mode",
         type=click.Choice(["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]),

@@ -33,7 +33,6 @@ DEFAULTS: dict[str, Any] = {
     "all2all_backend": "local",
     "threads_per_rank": 1,
     "mla_prefill": "auto",
-    "seed": 0,
     "logprobs_mode": "raw_logprobs",
     "max_logprobs": 20,
     "exchange_timeout": 10.0,

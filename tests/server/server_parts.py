@@ -104,7 +104,6 @@ def plan(**changes: Any) -> Plan:
         "slots_per_rank": 0,
         "threads_per_rank": 1,
         "mla_prefill": "auto",
-        "seed": 0,
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": 20,
         "exchange_timeout": 5.0,

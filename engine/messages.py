@@ -87,7 +87,19 @@ class Membership(msgspec.Struct, tag="membership", frozen=True):
     alive: list[bool]
 
 
-FrontToRank = AddRequest | Abort | ResetPrefixCache | Shutdown | Membership
+class BalanceCommand(msgspec.Struct, tag="balance", frozen=True, kw_only=True):
+    """To the lowest living rank, which leads the balancing; answered by one BalanceReply.
+
+    kind: status, placement and load ask; plan computes and shows what would move; rebalance takes that plan; record writes
+    the loads of every step to `path` until a record without a path comes.
+    """
+
+    command_id: int
+    kind: Literal["status", "placement", "load", "plan", "rebalance", "record"]
+    path: str | None = None
+
+
+FrontToRank = AddRequest | Abort | ResetPrefixCache | Shutdown | Membership | BalanceCommand
 
 
 # ---- rank -> front -----------------------------------------------------------------------------------------------
@@ -180,7 +192,43 @@ class Joined(msgspec.Struct, tag="joined", frozen=True, kw_only=True):
     bytes_read: int
 
 
-RankToFront = Outputs | RankReady | RankFailed | RankLost | Joined
+class BalanceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the experts' load is spread, as the leading rank sees it. Balancedness is mean / max of the ranks' tokens, 1 is best.
+
+    One entry per MoE layer in the lists; the counters count since the leader's start.
+    """
+
+    rank: int
+    epoch: int
+    steps: int = 0  # observed
+    window_balance: list[float] = []  # of the tokens of the last window together
+    step_balance: list[float] = []  # mean over the steps of the last window
+    lower_bound: list[float] = []  # the balancedness that no placement in these slots can exceed, same window
+    age_steps: int = 0  # since the placement last changed (weights moved)
+    reweights: int = 0
+    moves: int = 0  # experts brought to a slot
+    bytes_moved: int = 0
+    failures: int = 0
+    last_error: str = ""
+    moving: int = 0  # experts that wait to be moved
+    recording: str = ""  # path of the recording, "" when off
+
+
+class BalanceReport(msgspec.Struct, tag="balance_report", frozen=True):
+    """Unasked, at the end of every window and after a failure."""
+
+    status: BalanceStatus
+
+
+class BalanceReply(msgspec.Struct, tag="balance_reply", frozen=True, kw_only=True):
+    """body: JSON of the answer; error: one line, "" when it went well."""
+
+    command_id: int
+    body: bytes = b"{}"
+    error: str = ""
+
+
+RankToFront = Outputs | RankReady | RankFailed | RankLost | Joined | BalanceReport | BalanceReply
 
 encoder = msgspec.msgpack.Encoder()
 front_decoder = msgspec.msgpack.Decoder(RankToFront)

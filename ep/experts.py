@@ -40,3 +40,8 @@ class Experts(nn.Module):
         """(gate [F, D], up [F, D], down [D, F]) of one slot: views for the loader to write into."""
         gate, up = self.gate_up_S2FD[slot].chunk(2)
         return gate, up, self.down_SDF[slot]
+
+    def slot_storage(self, slot: int) -> tuple[Tensor, ...]:
+        """Every tensor that makes up the expert of one slot, as contiguous views in the form in which it is kept: what a
+        move to another rank's slot copies."""
+        return self.gate_up_S2FD[slot], self.down_SDF[slot]

@@ -1,8 +1,8 @@
 """Expert parallelism of processes joined by a GlooGroup.
 
 Legend: T tokens of this rank, D hidden size, K experts per token, G ranks, S slots of a rank, N rows arrived from all ranks (one
-per token and rank), R rows for the local experts (one per token and local expert), M rows sent to all ranks, B words
-(8 bytes) of a row.
+per token and rank), R rows for the local experts (one per token and local expert), M rows sent to all ranks, W width of
+a row's hidden state on its way, B words (8 bytes) of a whole row.
 
 A token travels once to each rank that has some of its experts: its hidden state, the slots of all its K experts and their
 weights, in one row. The rank that computes weights and sums what its experts made of a token, and sends one row back; the sender
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ep.group import GlooGroup
 from ep.protocol import Arrived, Pending, Routing
+from ep.rows import make_rows
 from moe_kernels import Bags, Layout, permute_some, unpermute
 
 _ROOM_BYTES = 1 << 18  # of a first message, per peer and lane
@@ -45,11 +46,14 @@ class CollectiveAllToAll:
 
     layout = Layout.RAGGED
 
-    def __init__(self, group: GlooGroup, num_slots: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, group: GlooGroup, num_slots: int, hidden_size: int, dtype: torch.dtype, rows: str = "plain"
+    ) -> None:
+        """dtype: of what experts give back; rows: how they travel to the experts (ep/rows.py)."""
         self._group = group
         self._num_slots = num_slots
         self._hidden_size = hidden_size
-        self._dtype = dtype
+        self._rows = make_rows(rows, hidden_size, dtype)
         self._room: dict[int, Tensor] = {}
         # Messages lie in the order of ranks, this rank's own rows last: the column of a slot is its place in that order.
         ranks = [*range(group.rank), *range(group.rank + 1, group.size), group.rank]
@@ -104,9 +108,9 @@ class CollectiveAllToAll:
             rests = torch.split(rest_NB, left)
             pieces = [part for pair in zip(pieces, rests, strict=True) for part in pair]
         pieces.append(dispatch.rows_MB[dispatch.rows_MB.shape[0] - counts[num_peers] :])
-        x_ND, slot_NK, weight_NK = self._fields(torch.cat(pieces))
+        x_NW, slot_NK, weight_NK = self._fields(torch.cat(pieces))
         first_slot = self._group.rank * self._num_slots
-        batch, bags = permute_some(x_ND, slot_NK, weight_NK, first_slot, self._num_slots)
+        packed, bags = permute_some(x_NW, slot_NK, weight_NK, first_slot, self._num_slots)
         ticket = _Ticket(
             bags,
             [count - 1 for count in coming],
@@ -114,7 +118,7 @@ class CollectiveAllToAll:
             counts[num_peers],
             dispatch.back,
         )
-        return Arrived(batch, ticket)
+        return Arrived(self._rows.batch(packed.layout, packed.x, packed.rows_S), ticket)
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         assert isinstance(ticket, _Ticket)
@@ -137,7 +141,7 @@ class CollectiveAllToAll:
 
     def _words(self) -> int:
         """Words of a row's hidden state."""
-        return -(-(self._hidden_size * self._dtype.itemsize) // _WORD)
+        return -(-(self._rows.width * self._rows.dtype.itemsize) // _WORD)
 
     def _room_for(self, top_k: int) -> Tensor:
         """Room for the first message of every other rank, int64 [G - 1, rows, B]."""
@@ -148,19 +152,19 @@ class CollectiveAllToAll:
         return self._room[top_k]
 
     def _fields(self, rows_NB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of rows: x [N, D], slot int32 [N, K], weight float32 [N, K] (the last two share K words)."""
+        """Views of rows: x [N, W], slot int32 [N, K], weight float32 [N, K] (the last two share K words)."""
         top_k = rows_NB.shape[1] - self._words()
         first = 2 * self._words()
-        x_ND = rows_NB.view(self._dtype)[:, : self._hidden_size]
+        x_NW = rows_NB.view(self._rows.dtype)[:, : self._rows.width]
         slot_NK = rows_NB.view(torch.int32)[:, first : first + top_k]
-        return x_ND, slot_NK, rows_NB.view(torch.float32)[:, first + top_k :]
+        return x_NW, slot_NK, rows_NB.view(torch.float32)[:, first + top_k :]
 
     def _table(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """G - 1 unwritten rows, then one per token: int64 [G - 1 + T, B]."""
         num_peers = self._group.size - 1
         words = self._words() + routing.slot_TK.shape[1]
         table_XB = torch.empty(num_peers + x_TD.shape[0], words, dtype=torch.int64)
-        values = (x_TD, routing.slot_TK, routing.weight_TK)
+        values = (self._rows.pack(x_TD), routing.slot_TK, routing.weight_TK)
         for field, value in zip(self._fields(table_XB[num_peers:]), values, strict=True):
             field.copy_(value)
         return table_XB

@@ -1,6 +1,6 @@
 """Expert parallelism of N ranks inside one process and one thread: for tests, and for reading.
 
-Legend: T tokens of this rank, D hidden size, K experts per token, S slots of a rank, R rows, C rows per padded slot.
+Legend: T tokens of this rank, D hidden size, K experts per token, S slots of a rank, R rows, W width of a row on its way, C rows per padded slot.
 
 Each rank runs its forward as a generator (dbo/steps.py) and `weave` lets them take turns. Every (token, k) pair travels on its
 own and the sender sums what comes back: the plainest form of what the other backends do.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ep.group import MailboxWorld
 from ep.protocol import Arrived, Routing
+from ep.rows import Rows, padding
 from moe_kernels import ExpertBatch, Layout
 
 
@@ -31,13 +32,21 @@ class Mailbox:
     """One rank's all-to-all. `wait()` before every peer has posted is an assertion error that names those missing."""
 
     def __init__(
-        self, world: MailboxWorld, rank: int, num_slots: int, lane: int = 0, layout: Layout = Layout.RAGGED
+        self,
+        world: MailboxWorld,
+        rank: int,
+        num_slots: int,
+        lane: int = 0,
+        layout: Layout = Layout.RAGGED,
+        rows: Rows | None = None,
     ) -> None:
+        """rows: how they travel to the experts (ep/rows.py); None: as they are."""
         self.layout = layout
         self._world = world
         self._rank = rank
         self._num_slots = num_slots
         self._lane = lane
+        self._rows = rows
         self._num_dispatched = 0
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> _Dispatch:
@@ -45,8 +54,9 @@ class Mailbox:
         self._num_dispatched += 1
         slot_P = routing.slot_TK.flatten()
         pairs_of = [(slot_P // self._num_slots == rank).nonzero().flatten() for rank in range(self._world.num_ranks)]
+        x_TW = x_TD if self._rows is None else self._rows.pack(x_TD)
         for rank, pair_R in enumerate(pairs_of):
-            parcel = (x_TD[pair_R // routing.slot_TK.shape[1]], slot_P[pair_R] % self._num_slots)
+            parcel = (x_TW[pair_R // routing.slot_TK.shape[1]], slot_P[pair_R] % self._num_slots)
             self._world.post(key, self._rank, rank, parcel)
         return _Dispatch(self, key, pairs_of, routing.weight_TK)
 
@@ -62,26 +72,26 @@ class Mailbox:
 
     def arrive(self, key: tuple[str, int, int], pairs_of: list[Tensor], weight_TK: Tensor) -> Arrived:
         parcels = cast(list[tuple[Tensor, Tensor]], self._world.take(key, self._rank))
-        x_RD = torch.cat([x for x, _ in parcels])
+        x_RW = torch.cat([x for x, _ in parcels])
         slot_R = torch.cat([slot for _, slot in parcels])
         order_R = slot_R.argsort(stable=True)
         rows_S = torch.bincount(slot_R, minlength=self._num_slots)
         if self.layout is Layout.RAGGED:
-            x, place_R = x_RD[order_R], torch.arange(order_R.shape[0])
+            x, place_R = x_RW[order_R], torch.arange(order_R.shape[0])
         else:
             num_rows = int(rows_S.max())
             start_S = rows_S.cumsum(0) - rows_S
             place_R = (
                 torch.arange(order_R.shape[0]) + (torch.arange(self._num_slots) * num_rows - start_S)[slot_R[order_R]]
             )
-            # NaN shows at once whoever reads past a slot's rows.
-            x = x_RD.new_full((self._num_slots * num_rows, x_RD.shape[1]), float("nan"))
-            x[place_R] = x_RD[order_R]
-            x = x.view(self._num_slots, num_rows, x_RD.shape[1])
+            x = x_RW.new_full((self._num_slots * num_rows, x_RW.shape[1]), padding(x_RW.dtype))
+            x[place_R] = x_RW[order_R]
+            x = x.view(self._num_slots, num_rows, x_RW.shape[1])
         row_R = torch.empty_like(order_R)
         row_R[order_R] = place_R
         row_of = list(torch.split(row_R, [slot.shape[0] for _, slot in parcels]))
-        batch = ExpertBatch(self.layout, x, rows_S.to(torch.int32))
+        rows_S = rows_S.to(torch.int32)
+        batch = ExpertBatch(self.layout, x, rows_S) if self._rows is None else self._rows.batch(self.layout, x, rows_S)
         return Arrived(batch, _Ticket(key, pairs_of, weight_TK, row_of))
 
     def gather(self, key: tuple[str, int, int], ticket: _Ticket, out_TD: Tensor) -> Tensor:

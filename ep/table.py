@@ -12,10 +12,12 @@ from ep.group import GlooGroup, Group, LocalGroup, MailboxGroup, gloo_group
 from ep.local import LocalAllToAll
 from ep.mailbox import Mailbox
 from ep.protocol import AllToAll
+from ep.rows import make_rows
 from ep.shm import ShmAllToAll
 from ep.shm_futex import unsupported
 from ep.shm_group import ShmGroup, shm_group
 from ep.shm_meeting import Watch, await_sign_ins, sign_in
+from moe_kernels import Layout
 
 NAMES = ("local", "shm", "gloo", "mailbox")  # "auto" takes the first that can serve
 
@@ -47,23 +49,36 @@ def choose(name: str, size: int) -> str:
 
 
 def make_lanes(
-    name: str, group: Group, num_slots: int, hidden_size: int, dtype: torch.dtype, num_lanes: int = 1
+    name: str,
+    group: Group,
+    num_slots: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    num_lanes: int = 1,
+    layout: Layout = Layout.RAGGED,
+    rows: str = "plain",
 ) -> Sequence[AllToAll]:
     """One all-to-all per lane of overlap. Every rank of the group calls this in the same order.
 
-    num_slots: expert slots of each rank; dtype: of the rows. name: with "auto" the backend that the group belongs to
+    num_slots: expert slots of each rank; dtype: of hidden states and results. layout: of the experts' rows (PADDED: shm and
+    mailbox). rows: "plain", or "fp8": rows travel to the experts in half the bytes (ep/rows.py; one rank alone sends
+    nothing, and leaves them as they are). name: with "auto" the backend that the group belongs to
     (size 1: local; ShmGroup: shm; GlooGroup: gloo; MailboxGroup: mailbox). Raises ValueError as `choose`, and for another
     backend's group.
     """
     chosen = choose(_of_group(group) if name == "auto" else name, group.size)
+    if layout is Layout.PADDED and chosen not in ("shm", "mailbox"):
+        raise ValueError(f"all2all backend {chosen!r} gives experts ragged rows only; padded ones: shm, mailbox")
     if chosen == "local":
         return [LocalAllToAll(num_slots) for _ in range(num_lanes)]
     if chosen == "shm" and isinstance(group, ShmGroup):
-        return [ShmAllToAll(group.heap, group.signals, num_slots, hidden_size, dtype) for _ in range(num_lanes)]
+        heap, signals = group.heap, group.signals
+        return [ShmAllToAll(heap, signals, num_slots, hidden_size, dtype, layout, rows=rows) for _ in range(num_lanes)]
     if chosen == "gloo" and isinstance(group, GlooGroup):
-        return [CollectiveAllToAll(group, num_slots, hidden_size, dtype) for _ in range(num_lanes)]
+        return [CollectiveAllToAll(group, num_slots, hidden_size, dtype, rows) for _ in range(num_lanes)]
     if chosen == "mailbox" and isinstance(group, MailboxGroup):
-        return [Mailbox(group.world, group.rank, num_slots, lane) for lane in range(num_lanes)]
+        form = make_rows(rows, hidden_size, dtype)
+        return [Mailbox(group.world, group.rank, num_slots, lane, layout, form) for lane in range(num_lanes)]
     raise ValueError(f"all2all backend {chosen!r} cannot use a {type(group).__name__}")
 
 

@@ -6,6 +6,7 @@ Today there is one per operation, in torch, for every device; moe_kernels/refere
 from moe_kernels.grouped_gemm import run_experts
 from moe_kernels.layout import ExpertBatch, Layout
 from moe_kernels.permute import Bags, permute, permute_some, sum_rows, unpermute
+from moe_kernels.quant import dequantize_rows, quantize_rows
 from moe_kernels.silu_mul import silu_mul
 from moe_kernels.topk import grouped_sigmoid_topk, grouped_softmax_topk, softmax_topk
 
@@ -13,10 +14,12 @@ __all__ = [
     "Bags",
     "ExpertBatch",
     "Layout",
+    "dequantize_rows",
     "grouped_sigmoid_topk",
     "grouped_softmax_topk",
     "permute",
     "permute_some",
+    "quantize_rows",
     "run_experts",
     "silu_mul",
     "softmax_topk",

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.layout import ExpertBatch, Layout
+from moe_kernels.quant import dequantize_rows
 from moe_kernels.silu_mul import silu_mul
 
 # F.grouped_mm refuses other strides.
@@ -19,9 +20,12 @@ _STRIDE_BYTES = 16
 def run_experts(batch: ExpertBatch, gate_up_S2FD: Tensor, down_SDF: Tensor) -> Tensor:
     """Every slot's expert on its rows; the result has the layout of batch.x.
 
-    gate_up [S, 2F, D] (gate rows first), down [S, D, F], in batch.x's dtype, contiguous.
-    PADDED: rows past a slot's count hold anything.
+    gate_up [S, 2F, D] (gate rows first), down [S, D, F], contiguous, in batch.x's dtype; of rows in FP8 the result has the
+    weights' dtype. PADDED: rows past a slot's count hold anything.
     """
+    if batch.scale is not None:
+        x = dequantize_rows(batch.x, batch.scale, gate_up_S2FD.dtype)
+        return run_experts(ExpertBatch(batch.layout, x, batch.rows_S), gate_up_S2FD, down_SDF)
     if batch.layout is Layout.PADDED:
         return torch.bmm(silu_mul(torch.bmm(batch.x, gate_up_S2FD.transpose(1, 2))), down_SDF.transpose(1, 2))
     num_rows, num_slots = batch.x.shape[0], gate_up_S2FD.shape[0]

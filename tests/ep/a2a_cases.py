@@ -16,8 +16,9 @@ from ep.moe import MoE
 from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
 from ep.router import SoftmaxRouter
+from ep.rows import rounded
 from eplb.placement import Placement, linear_placement
-from moe_kernels import Layout
+from moe_kernels import Layout, dequantize_rows
 
 HIDDEN = 12
 
@@ -33,6 +34,7 @@ class Case:
     target: int = -1
     dtype: torch.dtype = torch.float32
     hidden: int = HIDDEN
+    rows: str = "plain"
 
     def tokens_of(self, rank: int) -> int:
         return self.tokens[rank % len(self.tokens)]
@@ -48,6 +50,10 @@ class Case:
             scores[:, first : first + self.num_slots] += 1
         slot_TK = scores.topk(min(self.top_k, size * self.num_slots)).indices
         return x_TD, Routing(slot_TK, torch.rand(slot_TK.shape, generator=generator))
+
+    def seen(self, x_TD: Tensor, size: int) -> Tensor:
+        """What experts see of it."""
+        return x_TD if size == 1 else rounded(self.rows, x_TD)
 
 
 CASES = (
@@ -65,6 +71,9 @@ CASES = (
     Case("bfloat16, odd width", (5, 2), dtype=torch.bfloat16, hidden=7),
     # More rows than a first message of the collective backend has room for, from some ranks and not from others.
     Case("large", (700, 3), num_slots=8, top_k=6, hidden=96),
+    Case("rows in FP8", (5, 0, 9), hidden=300, rows="fp8"),
+    Case("rows in FP8, odd width", (3, 5), hidden=7, rows="fp8", dtype=torch.bfloat16),
+    Case("rows in FP8, large", (700, 3), num_slots=8, top_k=6, hidden=96, rows="fp8"),
 )
 
 
@@ -74,12 +83,16 @@ def slot_answer(x: Tensor, slot: int) -> Tensor:
 
 
 def exchange(a2a: AllToAll, case: Case, rank: int, size: int) -> Steps[None]:
-    """One dispatch and one combine of `rank`, everything checked on the way."""
+    """One dispatch and one combine of `rank`, everything checked on the way. Rows travel in the form that the case names,
+    unless `size` is 1: then they do not travel."""
     x_TD, routing = case.inputs(rank, size)
     sent = a2a.dispatch(x_TD, routing)
     yield
     arrived = sent.wait()
-    y = torch.full_like(arrived.batch.x, float("nan"))
+    x = arrived.batch.x
+    if arrived.batch.scale is not None:
+        x = dequantize_rows(x, arrived.batch.scale, case.dtype)
+    y = torch.full_like(x, float("nan"))
     start = 0
     for slot in range(case.num_slots):
         number = rank * case.num_slots + slot
@@ -90,8 +103,8 @@ def exchange(a2a: AllToAll, case: Case, rank: int, size: int) -> Steps[None]:
             place: tuple[int | slice, ...] = (slice(start, start + count),)
         else:
             place = (slot, slice(0, count))
-            assert arrived.batch.x[slot, count:].isnan().all(), "padding must be poisoned"
-        rows_RD = arrived.batch.x[place]
+            assert x[slot, count:].isnan().all(), "padding must be poisoned"
+        rows_RD = x[place]
         # Rows of a slot come in any order; random rows differ in their first number.
         assert torch.equal(rows_RD[rows_RD[:, 0].argsort()], expected_RD[expected_RD[:, 0].argsort()]), (
             case.name,
@@ -100,7 +113,7 @@ def exchange(a2a: AllToAll, case: Case, rank: int, size: int) -> Steps[None]:
         y[place] = slot_answer(rows_RD, number)
         start += count
     if arrived.batch.layout is Layout.RAGGED:
-        assert arrived.batch.x.shape == (start, case.hidden)
+        assert x.shape == (start, case.hidden)
     assert arrived.batch.rows_S.dtype == torch.int32 and arrived.batch.rows_S.shape == (case.num_slots,)
     out_TD = torch.full_like(x_TD, float("nan"))
     back = a2a.combine(y, arrived.ticket, out_TD)
@@ -112,12 +125,12 @@ def exchange(a2a: AllToAll, case: Case, rank: int, size: int) -> Steps[None]:
 def rows_for(case: Case, rank: int, size: int, slot: int) -> Tensor:
     """The tokens of `rank` that chose global slot `slot`, in order."""
     x_TD, routing = case.inputs(rank, size)
-    return x_TD[(routing.slot_TK == slot).any(1)]
+    return case.seen(x_TD, size)[(routing.slot_TK == slot).any(1)]
 
 
 def answer(case: Case, rank: int, size: int) -> Tensor:
     x_TD, routing = case.inputs(rank, size)
-    x_TKD = x_TD.double().unsqueeze(1)
+    x_TKD = case.seen(x_TD, size).double().unsqueeze(1)
     slot_TK1 = routing.slot_TK.unsqueeze(2)
     return (routing.weight_TK.unsqueeze(2) * (x_TKD * (slot_TK1 + 1) + slot_TK1)).sum(1).to(case.dtype)
 

@@ -73,7 +73,7 @@ def _rank(
 
 
 def _case(group: Group, case: Case) -> None:
-    lanes = make_lanes("auto", group, case.num_slots, case.hidden, case.dtype, num_lanes=2)
+    lanes = make_lanes("auto", group, case.num_slots, case.hidden, case.dtype, num_lanes=2, rows=case.rows)
     for _ in range(2):
         drain(exchange(lanes[0], case, group.rank, group.size))
     drain(weave(*(exchange(lane, case, group.rank, group.size) for lane in lanes)))

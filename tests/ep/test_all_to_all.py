@@ -42,12 +42,10 @@ def test_local(case: Case) -> None:
 
 def mailboxes(size: int, case: Case, layout: Layout) -> tuple[MailboxWorld, list[list[AllToAll]]]:
     world = MailboxWorld(size)
-    if layout is Layout.PADDED:
-        lanes = [[Mailbox(world, rank, case.num_slots, lane, layout) for lane in range(2)] for rank in range(size)]
-        return world, [list[AllToAll](of_rank) for of_rank in lanes]
-    groups = [MailboxGroup(world, rank) for rank in range(size)]
+    rows = case.rows if size > 1 else "plain"
     return world, [
-        list(make_lanes("mailbox", group, case.num_slots, case.hidden, case.dtype, num_lanes=2)) for group in groups
+        list(make_lanes("mailbox", group, case.num_slots, case.hidden, case.dtype, 2, layout, rows))
+        for group in (MailboxGroup(world, rank) for rank in range(size))
     ]
 
 

@@ -48,7 +48,7 @@ def trio() -> Iterator[list[ShmGroup]]:
 
 
 def lane(group: ShmGroup, case: Case, room_rows: int | None = None, layout: Layout = Layout.RAGGED) -> ShmAllToAll:
-    return ShmAllToAll(group.heap, group.signals, case.num_slots, case.hidden, case.dtype, layout, room_rows)
+    return ShmAllToAll(group.heap, group.signals, case.num_slots, case.hidden, case.dtype, layout, room_rows, case.rows)
 
 
 def every_rank(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+MAX_RANKS = 62  # those that can share memory (ep/shm_group.py)
+
 Dtype = Literal["float32", "bfloat16"]
 Policy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -69,4 +71,6 @@ class Plan:
     logprobs_mode: LogprobsMode
     max_logprobs: int
     exchange_timeout: float
+    max_ranks: int = MAX_RANKS  # to which a running server may grow
+    rank_bytes: int = 0  # what the weights and the cache of one rank take
     reasons: dict[str, str] = field(default_factory=dict)  # field -> why

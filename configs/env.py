@@ -11,7 +11,7 @@ from pathlib import Path
 class Env:
     """MOESAIC_API_KEY, MOESAIC_ADMIN_KEY: keys (comma-separated) that must not show in `ps`.
     MOESAIC_RUNTIME_DIR: where sockets and stores of a running server live (default: the temporary directory).
-    MOESAIC_URL: the server that `chat` and `bench serve` talk to.
+    MOESAIC_URL: the server that `chat`, `ranks` and `bench serve` talk to.
     """
 
     api_keys: tuple[str, ...]

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.engine import Dtype, EngineConfig, Plan
+from configs.engine import MAX_RANKS, Dtype, EngineConfig, Plan
 
 MEBI = 1 << 20
 DEFAULT_BATCHED_TOKENS = 2048
@@ -18,6 +18,7 @@ DEFAULT_BLOCK_SIZE = 16
 CPU_MEMORY_PART = 0.5  # a CPU's memory is also everybody else's
 WEIGHTS_PART = 2 / 3  # spare expert slots may not fill more of our memory than this together with all other weights
 SMALL_MODEL_BYTES = 64 * MEBI
+RANKS_PER_CORE = 4  # to which a server may grow: beyond, ranks only wait for each other
 ALL2ALL_BACKENDS = (
     "local",
     "gloo",
@@ -104,8 +105,22 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
         logprobs_mode=config.logprobs_mode,
         max_logprobs=config.max_logprobs,
         exchange_timeout=config.exchange_timeout,
+        max_ranks=_max_ranks(config, machine, why),
+        rank_bytes=_weights(model, dtype, ranks, slots) // ranks
+        + num_blocks * block_size * model.kv_numbers_per_token * _item_size(dtype),
         reasons=why,
     )
+
+
+def _max_ranks(config: EngineConfig, machine: Machine, why: dict[str, str]) -> int:
+    by_cores = RANKS_PER_CORE * machine.cores
+    why["max_ranks"] = f"{RANKS_PER_CORE} ranks per core on {machine.cores} core(s), and no more than {MAX_RANKS}"
+    why["rank_bytes"] = "its weights and its cache"
+    return max(config.data_parallel_size, min(by_cores, MAX_RANKS))
+
+
+def _item_size(dtype: Dtype) -> int:
+    return 4 if dtype == "float32" else 2
 
 
 def _check(config: EngineConfig, model: ModelNumbers) -> None:
@@ -179,8 +194,7 @@ def _cache(
     why: dict[str, str],
 ) -> tuple[int, int]:
     """max_model_len and the number of KV blocks of a rank, which depend on each other."""
-    item = 4 if dtype == "float32" else 2
-    bytes_per_block = model.kv_numbers_per_token * item * block_size
+    bytes_per_block = model.kv_numbers_per_token * _item_size(dtype) * block_size
     wanted_len = config.max_model_len or model.max_position_embeddings
     full_blocks = -(-wanted_len // block_size)
     if config.num_kv_blocks is not None:
@@ -261,7 +275,7 @@ def _backend(config: EngineConfig, model: ModelNumbers, machine: Machine, why: d
 
 def _weights(model: ModelNumbers, dtype: Dtype, ranks: int, slots: int) -> int:
     """Bytes of the weights of all ranks together."""
-    scale = (4 if dtype == "float32" else 2) / (4 if model.dtype == "float32" else 2)
+    scale = _item_size(dtype) / _item_size(model.dtype)
     copies = ranks * slots / model.num_experts if model.num_experts else 1.0
     return int(((model.weight_bytes - model.expert_bytes) * ranks + model.expert_bytes * copies) * scale)
 

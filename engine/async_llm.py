@@ -18,12 +18,12 @@ from typing import Protocol, Self
 
 from engine.collector import Collector
 from engine.front import EngineBusy, EngineDraining, EngineFailed, Front, Work, losses_last
-from engine.members import Members, Recovery
+from engine.members import Members, Recovery, State
 from engine.messages import FrontToRank, Outputs, RankLost, RankReady, RankStats, RankToFront, ResetPrefixCache
 from engine.outputs import Delta, Prompt, RequestOutput
 from engine.sequences import FinishedRequest
 from engine.text import Tokenizer
-from engine.wire import NotConnected, Ranks
+from engine.wire import ElasticRanks, NotConnected
 
 __all__ = ["AsyncLLM", "AsyncRanks", "EngineBusy", "EngineDraining", "EngineFailed", "RequestStream"]
 
@@ -33,10 +33,12 @@ _LOOK_AGAIN_SECONDS = 1.0
 _LOOK_AGAIN_UNREADY_SECONDS = 0.05
 
 
+_NO_MEMBERS = (State.STARTING, State.LEFT)  # the end of their processes is no loss
+
 log = logging.getLogger("moesaic.front")
 
 
-class AsyncRanks(Ranks, Protocol):
+class AsyncRanks(ElasticRanks, Protocol):
     """Ranks with a descriptor that becomes readable when messages may have come."""
 
     def fileno(self) -> int: ...
@@ -142,10 +144,7 @@ class AsyncLLM:
 
         ValueError (request id in use), EngineFailed, EngineDraining, EngineBusy (too few ranks are left).
         """
-        if self._failed is not None:
-            raise EngineFailed(self._failed)
-        if self._draining or self._closed:
-            raise EngineDraining("the engine is shutting down and takes no new requests")
+        self._require_open()
         shortage = self.shortage
         if shortage is not None:
             raise EngineBusy(shortage)
@@ -178,6 +177,22 @@ class AsyncLLM:
         self.front.router.forget_prefixes()
         for rank in self.front.members.up:
             self._send(rank, ResetPrefixCache())
+
+    def resize(self, count: int) -> None:
+        """Serve with ranks 0 to count - 1. Those beyond leave at once, and their requests go on elsewhere; more ranks are
+        started and serve when they have loaded. `members` shows how far it is.
+
+        ValueError: so few can never hold all experts, or more than 62; EngineBusy: not just now; EngineFailed, EngineDraining.
+        """
+        self._require_open()
+        if not self.front.members.started:
+            raise EngineBusy("the ranks are still loading")
+        before = self.front.members.count
+        work = self.front.resize(count)
+        self._ranks.resize(count)
+        log.info("event=resized before=%d count=%d epoch=%d", before, count, self.front.members.epoch)
+        self._do(work)
+        self._changed.set()
 
     # ---- state ----
 
@@ -293,6 +308,12 @@ class AsyncLLM:
 
     # ---- inside ----
 
+    def _require_open(self) -> None:
+        if self._failed is not None:
+            raise EngineFailed(self._failed)
+        if self._draining or self._closed:
+            raise EngineDraining("the engine is shutting down and takes no new requests")
+
     def _read(self) -> None:
         if self._closed:
             return
@@ -327,7 +348,7 @@ class AsyncLLM:
         """Something about the ranks themselves: whoever waits for a state looks again, and the log says so."""
         self._changed.set()
         members = self.front.members
-        if isinstance(message, RankLost):
+        if isinstance(message, RankLost) and members.states[message.rank] not in _NO_MEMBERS:
             log.info("event=rank_lost rank=%d epoch=%d reason=%r", message.rank, members.epoch, message.reason)
         elif members.epoch and isinstance(message, RankReady):
             log.info("event=rank_returns rank=%d epoch=%d", message.rank, members.epoch)

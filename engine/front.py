@@ -20,6 +20,7 @@ from engine.messages import (
     FrontToRank,
     Joined,
     Logprobs,
+    Membership,
     Outputs,
     RankFailed,
     RankLost,
@@ -84,7 +85,7 @@ class Front:
         self.router = Router(num_ranks, block_size)
         self.stats = [RankStats() for _ in range(num_ranks)]
         self.members = Members(num_ranks, num_experts, slots_per_rank, clock)
-        self.num_replayed = 0  # requests moved from a lost rank to another one
+        self.num_replayed = 0  # requests moved from a rank that was lost or has left to another one
         self._clock = clock
         self._requests: dict[str, LiveRequest] = {}
         self._held: dict[str, LiveRequest] = {}  # those of them that no rank has now
@@ -171,6 +172,30 @@ class Front:
             self._close_sequence(sequence, "abort", now)
         return Work(deltas, [(request.rank, Abort(running))] if running else [])
 
+    def resize(self, count: int) -> Work:
+        """Ranks 0 to count - 1 are to serve. Those beyond leave at once, and their requests go on elsewhere; new ones serve
+        when they have loaded. ValueError when so few can never hold all experts (or there are too many), EngineBusy when they
+        cannot just now."""
+        members = self.members
+        never = members.impossible(count)
+        if never is not None:
+            raise ValueError(never)
+        not_now = members.impossible_now(count)
+        if not_now is not None:
+            raise EngineBusy(not_now)
+        leaving = members.resize(count)
+        self.router.grow(count)
+        self.stats += [RankStats() for _ in range(count - len(self.stats))]
+        for rank in leaving:
+            self._take_from(rank)
+        work = self._changed() if leaving else Work([], [])
+        return Work([], self._farewells(leaving) + work.messages)
+
+    def _farewells(self, ranks: list[int]) -> list[tuple[int, FrontToRank]]:
+        """A membership that leaves them out: whoever gets it leaves."""
+        message = Membership(self.members.epoch, self.members.alive)
+        return [(rank, message) for rank in ranks]
+
     # ---- what ranks and the supervisor say ----
 
     def on_message(self, message: RankToFront) -> Work:
@@ -178,6 +203,8 @@ class Front:
         if isinstance(message, Outputs):
             return self._on_outputs(message)
         if isinstance(message, RankReady):
+            if self.members.states[message.rank] is State.LEFT:
+                return Work([], self._farewells([message.rank]))
             return self._changed() if self.members.on_ready(message) else Work([], [])
         if isinstance(message, Joined):
             if self.members.on_joined(message, busy=bool(self._requests)):
@@ -188,20 +215,25 @@ class Front:
         lost = self.members.on_lost(message) if isinstance(message, RankLost) else self.members.on_failed(message)
         if not lost:
             return Work([], [])
-        self._take_from(message.rank)
+        replayed = self._take_from(message.rank)
+        if self.members.open:
+            self.members.open[-1].replayed = replayed
         return self._changed()
 
     def _changed(self) -> Work:
         """The membership has: first the ranks are told, then they get what waits."""
         self._open_ranks()
         messages: list[tuple[int, FrontToRank]] = [*self.members.memberships()]
+        if not self._requests:  # then no first token will end a recovery whose survivors need not agree on anything
+            self.members.on_idle()
         return Work([], messages + self._place_held())
 
     def _open_ranks(self) -> None:
         self.router.open = [state is State.UP for state in self.members.states]
 
-    def _take_from(self, rank: int) -> None:
-        """Nothing that this rank has is to be expected any more. What it had released stays released."""
+    def _take_from(self, rank: int) -> int:
+        """Nothing that this rank has is to be expected any more; how many requests that are. What it had released stays
+        released."""
         self.stats[rank] = RankStats()
         self.router.forget_rank(rank)
         moved = [
@@ -213,8 +245,7 @@ class Front:
                 self._uncharge(sequence)
             self._held[request.prompt.request_id] = request
         self.num_replayed += len(moved)
-        if self.members.open:
-            self.members.open[-1].replayed = len(moved)
+        return len(moved)
 
     def take_finished(self) -> list[FinishedRequest]:
         """Requests that finished since the last call (at most the newest 65536)."""
@@ -223,7 +254,7 @@ class Front:
         return finished
 
     def _on_outputs(self, message: Outputs) -> Work:
-        if self.members.states[message.rank] is not State.LOST:
+        if self.members.is_member(message.rank):
             self.stats[message.rank] = message.stats
         now = self._clock()
         sequences = self._sequences
@@ -240,7 +271,7 @@ class Front:
                     stopped.append(output.request_id)
                 self._close_sequence(sequence, delta.finish_reason, now)
         if deltas and self.members.open:
-            self.members.on_token(now)
+            self.members.on_token(message.rank, now)
         return Work(deltas, [(message.rank, Abort(stopped))] if stopped else [])
 
     def _advance(self, sequence: Sequence, output: TokenOutput, now: float) -> Delta:

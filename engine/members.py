@@ -4,6 +4,9 @@ One life of a rank, which is a process, says RankReady at most once, perhaps Ran
 for it. The two speak through different sockets, so what they say of two lives may come in another order than it was said.
 
     LOADING --RankReady--> UP --RankLost--> LOST --RankReady--> JOINING --Joined--> UP
+    STARTING --RankReady--> JOINING;  any --resize--> LEFT --resize--> STARTING
+
+Ranks 0 to count - 1 are wanted; those beyond have left, and keep their numbers until they are wanted again.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
+from configs.engine import MAX_RANKS
 from engine.messages import Joined, Membership, RankFailed, RankLost, RankReady
 
 _MAX_RECOVERIES = 1024
@@ -23,7 +28,12 @@ class State(Enum):
     LOADING = "loading"  # for the first time
     UP = "up"
     LOST = "lost"
-    JOINING = "joining"  # it has loaded again and is in the membership, but has not said Joined
+    JOINING = "joining"  # it has loaded while the others were at work and is in the membership, but has not said Joined
+    STARTING = "starting"  # added to a running server; it has not loaded
+    LEFT = "left"  # not wanted any more
+
+
+_MEMBERS = (State.LOADING, State.UP, State.JOINING)
 
 
 @dataclass(slots=True)
@@ -46,10 +56,11 @@ class Recovery:
     replayed: int = 0  # requests moved to another rank
     missing: set[int] = field(default_factory=set)  # members that have not said Joined
     joined: float | None = None  # when the last one did
+    token_came: bool = False  # from a rank that had said Joined, while others had not
 
 
 class Members:
-    """states, one per rank. `started` once all have loaded: from then on a lost rank is survived."""
+    """states, one per rank that there ever was. `started` once all have loaded: from then on a lost rank is survived."""
 
     def __init__(
         self,
@@ -60,15 +71,19 @@ class Members:
     ) -> None:
         """num_experts 0: no rank needs another one."""
         self.states = [State.LOADING] * num_ranks
+        self.count = num_ranks  # of the ranks that are wanted
         self.ready: dict[int, RankReady] = {}  # of the members
         self.started = False
         self.failed: str | None = None
         self.epoch = 0
-        self.num_losses = 0
+        self.epochs = [0] * num_ranks  # the last one that a rank has joined
+        self.losses = [0] * num_ranks
+        self.added: set[int] = set()  # ranks that were added and have not served yet
         self.num_experts_loaded = 0
         self.num_bytes_read = 0
         self.open: list[Recovery] = []  # under way
         self.done: deque[Recovery] = deque(maxlen=_MAX_RECOVERIES)  # ended; whoever takes note of them takes them out
+        self.last_recovery: dict[int, float] = {}  # rank -> seconds in all
         self._num_experts = num_experts
         self._slots_per_rank = slots_per_rank
         self._clock = clock
@@ -77,13 +92,33 @@ class Members:
         self._ended: list[set[int]] = [set() for _ in range(num_ranks)]  # processes of each rank that have ended
 
     @property
+    def num_losses(self) -> int:
+        return sum(self.losses)
+
+    @property
     def up(self) -> list[int]:
         return [rank for rank, state in enumerate(self.states) if state is State.UP]
 
     @property
+    def missing(self) -> list[int]:
+        """Wanted, but not serving."""
+        return [rank for rank in range(self.count) if self.states[rank] is not State.UP]
+
+    @property
+    def mode(self) -> Literal["full", "growing", "degraded"]:
+        """growing: only ranks that were added are missing."""
+        missing = self.missing
+        if not missing:
+            return "full"
+        return "growing" if self.added.issuperset(missing) else "degraded"
+
+    @property
     def alive(self) -> list[bool]:
         """Who takes part in the membership."""
-        return [state is not State.LOST for state in self.states]
+        return [state in _MEMBERS for state in self.states]
+
+    def is_member(self, rank: int) -> bool:
+        return self.states[rank] in _MEMBERS
 
     @property
     def shortage(self) -> str | None:
@@ -91,16 +126,80 @@ class Members:
         num_slots = len(self.up) * self._slots_per_rank
         if num_slots >= self._num_experts:
             return None
-        waiting = ", ".join(str(rank) for rank, state in enumerate(self.states) if state is not State.UP)
         return (
-            f"{len(self.up)} of {len(self.states)} ranks serve, with room for {num_slots} of {self._num_experts} experts "
-            f"in each layer; waiting for rank {waiting}"
+            f"{len(self.up)} of {self.count} ranks serve, with room for {num_slots} of {self._num_experts} experts "
+            f"in each layer; waiting for rank {', '.join(map(str, self.missing))}"
         )
 
     def memberships(self) -> list[tuple[int, Membership]]:
         """What to tell whom after a change."""
         message = Membership(self.epoch, self.alive)
         return [(rank, message) for rank, alive in enumerate(message.alive) if alive]
+
+    # ---- growing and shrinking on purpose ----
+
+    @property
+    def fewest(self) -> int:
+        """The smallest count whose slots hold every expert."""
+        return max(1, -(-self._num_experts // self._slots_per_rank) if self._slots_per_rank else 1)
+
+    def impossible(self, count: int) -> str | None:
+        """Why there can never be so many ranks, or so few. None: they would do."""
+        if count > MAX_RANKS:
+            return f"count must be at most {MAX_RANKS}, not {count}"
+        if count >= self.fewest:
+            return None
+        if count < 1:
+            return f"count must be at least 1, not {count}"
+        room = count * self._slots_per_rank
+        return (
+            f"count must be at least {self.fewest}: {count} rank(s) of {self._slots_per_rank} slots have room for {room} of "
+            f"{self._num_experts} experts"
+        )
+
+    def impossible_now(self, count: int) -> str | None:
+        """Why `count` ranks would not do at the moment: of those that would stay some do not serve."""
+        staying = [rank for rank in self.up if rank < count]
+        if count >= self.count or len(staying) >= self.fewest:
+            return None
+        waiting = ", ".join(str(rank) for rank in self.missing if rank < count)
+        return (
+            f"{len(staying)} of the {count} ranks that would stay serve now, and it takes {self.fewest}; "
+            f"wait for rank {waiting}"
+        )
+
+    def resize(self, count: int) -> list[int]:
+        """Ranks 0 to count - 1 are wanted from now on. The members that leave: if there are any, the membership has changed.
+
+        The caller has asked `impossible` and `impossible_now`. New ranks become members when they say that they are ready.
+        """
+        leaving = [rank for rank in range(count, len(self.states)) if self.is_member(rank)]
+        for rank in range(count, len(self.states)):
+            self.states[rank] = State.LEFT
+            self.ready.pop(rank, None)
+            self._early.pop(rank, None)
+            self.added.discard(rank)
+            self.last_recovery.pop(rank, None)
+        for rank in range(self.count, count):
+            self._add(rank)
+        self.count = count
+        if leaving:
+            self.epoch += 1
+            now = self._clock()
+            for recovery in list(self.open):
+                for rank in leaving:
+                    self._said(recovery, rank, now, busy=True)
+        return leaving
+
+    def _add(self, rank: int) -> None:
+        if rank == len(self.states):
+            self.states.append(State.LEFT)
+            self._joined_epoch.append(0)
+            self._ended.append(set())
+            self.epochs.append(0)
+            self.losses.append(0)
+        self.states[rank] = State.STARTING
+        self.added.add(rank)
 
     # ---- what ranks and the supervisor say ----
 
@@ -119,8 +218,9 @@ class Members:
             return False
         self.epoch += 1
         self._joined_epoch[rank] = self.epoch
-        # Without experts there is nothing to agree on with the others.
-        self.states[rank] = State.JOINING if self._num_experts else State.UP
+        self.states[rank] = State.JOINING
+        if not self._num_experts:  # there is nothing to agree on with the others
+            self._serves(rank)
         return True
 
     def on_failed(self, message: RankFailed) -> bool:
@@ -134,7 +234,7 @@ class Members:
         rank = message.rank
         self._ended[rank].add(message.process)
         if self.started and (rank not in self.ready or self.ready[rank].process != message.process):
-            return False  # it was not a member: it died while loading again, or has said itself that it fails
+            return False  # it was not a member: it was still loading, has left, or has said itself that it fails
         changed = self._lose(rank, f"rank {rank} is lost: {message.reason}", message.time)
         early = self._early.pop(rank, None)
         return (early is not None and self.on_ready(early)) or changed
@@ -143,18 +243,19 @@ class Members:
         if not self.started:
             self.failed = reason
             return False
-        if self.states[rank] is State.LOST:
+        if not self.is_member(rank):
             return False
         self.states[rank] = State.LOST
         self.ready.pop(rank, None)
+        self.added.discard(rank)
         self.epoch += 1
-        self.num_losses += 1
+        self.losses[rank] += 1
         members = {member for member, alive in enumerate(self.alive) if alive}
         if not members:
-            self.failed = f"all ranks are lost; {reason}" if len(self.states) > 1 else reason
+            self.failed = f"all ranks are lost; {reason}" if self.count > 1 else reason
             return False
         now = self._clock()
-        for recovery in self.open:
+        for recovery in list(self.open):
             self._said(recovery, rank, now, busy=True)
         detect = max(0.0, now - last_life)
         missing = members if self._num_experts else set()
@@ -174,10 +275,16 @@ class Members:
                 recovery.repair = max(recovery.repair, message.repair_seconds)
                 self._said(recovery, message.rank, now, busy)
         rank = message.rank
+        if self.is_member(rank):
+            self.epochs[rank] = max(self.epochs[rank], message.epoch)
         if self.states[rank] is not State.JOINING or message.epoch < self._joined_epoch[rank]:
             return False
-        self.states[rank] = State.UP
+        self._serves(rank)
         return True
+
+    def _serves(self, rank: int) -> None:
+        self.states[rank] = State.UP
+        self.added.discard(rank)
 
     def _said(self, recovery: Recovery, rank: int, now: float, busy: bool) -> None:
         if rank not in recovery.missing:
@@ -186,15 +293,19 @@ class Members:
         if recovery.missing:
             return
         recovery.joined = now
-        if not busy:
+        if recovery.token_came:
+            recovery.first_token = 0.0
+        if recovery.token_came or not busy:
             self._end(recovery, now)
 
-    def on_token(self, now: float) -> None:
-        """A rank has sent tokens. To be called while `open` is not empty."""
+    def on_token(self, rank: int, now: float) -> None:
+        """This rank has sent tokens. To be called while `open` is not empty."""
         for recovery in list(self.open):
             if recovery.joined is not None:
                 recovery.first_token = now - recovery.joined
                 self._end(recovery, now)
+            elif rank not in recovery.missing:
+                recovery.token_came = True
 
     def on_idle(self) -> None:
         """Nobody waits for tokens any more."""
@@ -206,3 +317,4 @@ class Members:
         recovery.total = recovery.detect + now - recovery.told
         self.open.remove(recovery)
         self.done.append(recovery)
+        self.last_recovery[recovery.rank] = recovery.total

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -82,6 +83,7 @@ class Rank:
         bell: Doorbell,
         ready: RankReady,
         patience: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """patience: seconds that a rank which has lost a peer waits to be told who is left."""
         self.ready = ready
@@ -90,6 +92,7 @@ class Rank:
         self._runner = runner
         self._bell = bell
         self._patience = patience
+        self._clock = clock
         self._pipelined = scheduler.async_depth > 0
         self._flight: Flight | None = None  # the step that runs while the next one is scheduled (pipelined only)
         self._early: list[TokenOutput] = []  # outputs that need no step
@@ -123,10 +126,14 @@ class Rank:
 
     def pause(self, longest: float) -> float:
         """Seconds for which there is nothing to do, unless a message or a ring comes; at most `longest`."""
+        if self._done:
+            return 0.0
+        if self._wanted is not None and self._may_change(self._wanted):  # it came before the ranks fell asleep
+            return 0.0
         if self._team.opening:
             return min(longest, OPENING_SECONDS)
         if not self._team.working and not self._shutdown:
-            return longest if self._loss is None else max(0.0, min(longest, self._loss[1] - time.monotonic()))
+            return longest if self._loss is None else max(0.0, min(longest, self._loss[1] - self._clock()))
         return longest if self._asleep and not self.has_work else 0.0
 
     def submit(self, message: FrontToRank) -> None:
@@ -164,7 +171,7 @@ class Rank:
         """One step: schedule, agree, compute, and what came out. Pipelined, what came out of the step before."""
         if self._failed:
             raise RuntimeError("this rank cannot go on: an earlier step failed or was interrupted")
-        if self._loss is not None and self._wanted is None and time.monotonic() > self._loss[1]:
+        if self._loss is not None and self._wanted is None and self._clock() > self._loss[1]:
             raise self._loss[0]
         self._failed = True
         try:
@@ -250,7 +257,7 @@ class Rank:
 
     def _lose(self, loss: PeerLost) -> None:
         log.warning("epoch %d: lost rank(s) %s: %s", self._team.epoch, self._team.names(loss), loss.reason)
-        self._loss = (loss, time.monotonic() + self._patience)
+        self._loss = (loss, self._clock() + self._patience)
         self._drop_steps()
 
     def _drop_steps(self) -> None:

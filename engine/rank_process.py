@@ -1,8 +1,9 @@
 """The process of one rank: `python -m engine.rank_process --plan PLAN.json --rank R --runtime-dir DIR`.
 
-In DIR: front.ipc (the front's socket, see engine/wire.py), bell-R.ipc (doorbells), beat-R (heartbeats, once loaded), and what
-ep/table.py leaves there for the ranks to meet. Exit codes: 0 after a Shutdown message, or when a Membership leaves this rank out; 3 an
-error; 4 another rank is lost and nobody has said who is left. Before 3 and 4 the front is told.
+In DIR: front.ipc (the front's socket, see engine/wire.py), bell-R.ipc (doorbells), loading-R and, once loaded, beat-R
+(heartbeats), and what ep/table.py leaves there for the ranks to meet. Exit codes: 0 after a Shutdown message, or when a
+Membership leaves this rank out; 3 an error; 4 another rank is lost and nobody has said who is left. Before 3 and 4 the
+front is told.
 
 Signals: SIGTERM and SIGINT are ignored, because a terminal sends them to all processes at once and the front is to end
 the ranks in order (Shutdown). When the parent dies, the kernel kills this process.
@@ -18,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,13 +28,13 @@ from configs.engine import Plan
 from engine.build import build_rank
 from engine.heartbeat import Heartbeat
 from engine.memory import keep_freed_memory
-from engine.messages import Outputs, RankFailed
+from engine.messages import Membership, Outputs, RankFailed
 from engine.orphan import die_with_parent
 from engine.progress import LoadProgress
 from engine.team import Groups, Meet, Opening, OpeningThread
 from engine.wire import RankSocket, ZmqDoorbell, sleep_until_called
 from ep.protocol import PeerLost
-from ep.table import make_groups
+from ep.table import choose, make_groups
 
 EXIT_ERROR = 3
 EXIT_PEER_LOST = 4
@@ -69,8 +70,11 @@ def main() -> None:
 
 
 def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket, join: bool) -> None:
-    endpoints = [f"ipc://{runtime_dir}/bell-{rank}.ipc" for rank in range(plan.data_parallel_size)]
-    bell = ZmqDoorbell(endpoints, rank_id)
+    def bells(alive: Sequence[bool]) -> list[str]:
+        return [f"ipc://{runtime_dir}/bell-{rank}.ipc" for rank, lives in enumerate(alive) if lives]
+
+    loading = Heartbeat(runtime_dir / f"loading-{rank_id}")
+    bell = ZmqDoorbell(bells([True] * plan.data_parallel_size), rank_id)
     # One bar is enough; every rank says in the end what it has read.
     progress = LoadProgress(f"rank {rank_id}", sys.stderr, leads=rank_id == 0)
     rank = build_rank(plan, rank_id, _meet_in(plan, runtime_dir), bell, progress, join)
@@ -78,18 +82,21 @@ def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket, join
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
     heartbeat = Heartbeat(runtime_dir / f"beat-{rank_id}")
+    loading.close()
     socket.send(rank.ready)
     was_asleep = True
     while not rank.done:
         for message in socket.poll(0):
+            if isinstance(message, Membership):
+                bell.reach(bells(message.alive))
             rank.submit(message)
         outputs = rank.step()
+        joined = rank.take_joined()
+        if joined is not None:  # before the tokens of that epoch
+            socket.send(joined)
         if outputs or rank.asleep != was_asleep:  # also when falling asleep: the front's gauges should not go stale
             socket.send(Outputs(rank_id, outputs, rank.stats, time.monotonic()))
         was_asleep = rank.asleep
-        joined = rank.take_joined()
-        if joined is not None:
-            socket.send(joined)
         pause = rank.pause(SLEEP_SECONDS)
         if pause > 0:
             sleep_until_called(socket, bell, pause)
@@ -102,9 +109,11 @@ def _meet_in(plan: Plan, runtime_dir: Path) -> Meet:
     """Ranks of one machine meet in a directory."""
 
     def meet(epoch: int, rank: int, size: int) -> Opening:
+        # A server that began with one rank has grown.
+        backend = choose("auto", size) if plan.all2all_backend == "local" else plan.all2all_backend
+
         def open_groups(stop: Callable[[], bool]) -> Groups:
-            groups = make_groups(plan.all2all_backend, runtime_dir, rank, size, plan.exchange_timeout, epoch, stop)
-            return Groups(*groups)
+            return Groups(*make_groups(backend, runtime_dir, rank, size, plan.exchange_timeout, epoch, stop))
 
         return OpeningThread(open_groups)
 

@@ -55,6 +55,12 @@ class Router:
     def finished(self, num_output_tokens: int) -> None:
         self._mean_output += (num_output_tokens - self._mean_output) * _SMOOTHING
 
+    def grow(self, num_ranks: int) -> None:
+        """There are at least so many ranks; new ones take no work until `open` says so."""
+        num_new = num_ranks - len(self.loads)
+        self.loads += [0] * num_new
+        self.open += [False] * num_new
+
     def forget_prefixes(self) -> None:
         """The ranks' prefix caches were emptied."""
         self._prefix_to_ranks.clear()

@@ -135,6 +135,7 @@ class Team:
         meet: Meet,
         make_lanes: MakeLanes,
         model_path: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """placement: which experts the model's slots hold. fingerprint: of whatever else must be equal on all ranks."""
         self.rank = rank
@@ -149,6 +150,7 @@ class Team:
         self._meet = meet
         self._make_lanes = make_lanes
         self._model_path = model_path
+        self._clock = clock
         self._opening: Opening | None = None
         self._groups: Groups | None = None
         self._alive: tuple[bool, ...] = ()
@@ -168,9 +170,10 @@ class Team:
         """Meet the living of this epoch. When they are too few to hold every expert nothing opens: the next
         epoch is waited for."""
         self.close()
-        self._began = time.monotonic()
+        self._began = self._clock()
         self.epoch = epoch
         self._alive = tuple(alive)
+        self._num_ranks = len(alive)
         placement = self._placement
         if placement is None:
             self.living = (self.rank,)
@@ -195,10 +198,10 @@ class Team:
         # Ranks that start together all have the placement they start with, and load for different times.
         if placement is not None and self.epoch > 0:
             newest = yield from self._newest(placement, self._groups.agreement)
-            agreed = time.monotonic()
+            agreed = self._clock()
             placement = repair(newest, self._alive, self.epoch)
         else:
-            agreed = time.monotonic()
+            agreed = self._clock()
         num_loaded, bytes_read = self._rehost(placement, self._groups.experts)
         checksum = self._fingerprint ^ (0 if placement is None else placement.checksum())
         self.agreement = Agreement(self._groups.agreement, self.epoch, checksum)
@@ -207,7 +210,7 @@ class Team:
             rank=self.rank,
             epoch=self.epoch,
             agree_seconds=agreed - self._began,
-            repair_seconds=time.monotonic() - agreed,
+            repair_seconds=self._clock() - agreed,
             experts_loaded=num_loaded,
             bytes_read=bytes_read,
         )
@@ -227,20 +230,23 @@ class Team:
         return ", ".join(str(self.living[index]) for index in loss.ranks if index < len(self.living)) or "unknown"
 
     def _newest(self, mine: Placement, group: Group) -> Steps[Placement]:
-        """The placement of the highest epoch that any rank has; one that has just started has the first only."""
-        gathered = group.all_gather_ints([mine.epoch, mine.checksum()])
+        """The placement of the highest epoch that any rank has; one that has just started has the first only, and may
+        count more ranks than the others."""
+        gathered = group.all_gather_ints([mine.epoch, mine.checksum(), mine.num_ranks])
         yield
         known = gathered.wait()
         newest = max(range(group.size), key=lambda rank: known[rank][0])  # the first of equals
         if all(one == known[newest] for one in known):
             return mine
-        sent = _pack(mine)
+        epoch, _, num_ranks = known[newest]
+        size = num_ranks * (1 + mine.num_layers * mine.slots_per_rank)
+        sent = _pack(mine) if group.rank == newest else [0] * size
         received: list[int] = []
-        for first in range(0, len(sent), INTS_AT_ONCE):
+        for first in range(0, size, INTS_AT_ONCE):
             gathered = group.all_gather_ints(sent[first : first + INTS_AT_ONCE])
             yield
             received += gathered.wait()[newest]
-        return _unpack(received, mine, epoch=known[newest][0])
+        return _unpack(received, num_ranks, mine, epoch)
 
     def _rehost(self, placement: Placement | None, experts: Group) -> tuple[int, int]:
         """Experts and bytes that were read."""
@@ -268,15 +274,15 @@ def _pack(placement: Placement) -> list[int]:
     return packed
 
 
-def _unpack(packed: list[int], like: Placement, epoch: int) -> Placement:
-    """`like` has the shape and the failure domains."""
-    alive, ids = packed[: like.num_ranks], packed[like.num_ranks :]
-    slot_to_expert = np.array(ids, dtype=np.int32).reshape(like.slot_to_expert.shape)
+def _unpack(packed: list[int], num_ranks: int, like: Placement, epoch: int) -> Placement:
+    """`like` has the layers, the slots and the failure domains."""
+    alive, ids = packed[:num_ranks], packed[num_ranks:]
+    slot_to_expert = np.array(ids, dtype=np.int32).reshape(like.num_layers, num_ranks, like.slots_per_rank)
     return Placement(
         epoch=epoch,
         num_experts=like.num_experts,
         slot_to_expert=slot_to_expert,
         share=even_shares(slot_to_expert, like.num_experts),
         alive=tuple(map(bool, alive)),
-        failure_domains=like.failure_domains,
+        failure_domains=like.failure_domains[:num_ranks],
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -45,6 +46,38 @@ class Ranks(Protocol):
     def close(self) -> None: ...
 
 
+class ElasticRanks(Ranks, Protocol):
+    """Ranks whose number may change."""
+
+    def resize(self, count: int) -> None:
+        """Have ranks 0 to count - 1 started, and those beyond ended when they have left. Does not wait."""
+        ...
+
+
+class Resizes:
+    """How the front tells the supervisor the number of ranks: lines at the end of a file, so that what was written before a
+    rank was told to leave is there to be read when that rank has left."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def write(self, count: int) -> None:
+        with self._path.open("ab") as file:
+            file.write(b"%d\n" % count)
+
+    def read(self) -> list[int]:
+        """The counts that came since the last call, oldest first."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole) + len(newline)
+        return [int(line) for line in whole.split()]
+
+
 class ZmqRanks:
     """The front's side. It binds; ranks connect whenever they are up. One thread may send while another receives.
 
@@ -54,8 +87,10 @@ class ZmqRanks:
     ready: a rank's two sockets connect independently of each other, so its RankReady is held back until it can be sent to.
     """
 
-    def __init__(self, endpoint: str, size: int) -> None:
+    def __init__(self, endpoint: str, size: int, resizes: Resizes | None = None) -> None:
+        """resizes: where the supervisor is told of another number of ranks; None: the owner of this object tells it."""
         self._size = size
+        self._resizes = resizes
         self._context = zmq.Context(io_threads=1)
         self._down = _socket(self._context, zmq.ROUTER)
         self._down.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an absent rank is an error, not a silent drop
@@ -72,6 +107,11 @@ class ZmqRanks:
     @property
     def size(self) -> int:
         return self._size
+
+    def resize(self, count: int) -> None:
+        self._size = max(self._size, count)
+        if self._resizes is not None:
+            self._resizes.write(count)
 
     def fileno(self) -> int:
         """Becomes readable when messages may have come; edge-triggered (see the class)."""
@@ -179,7 +219,7 @@ class RankSocket:
 
 
 class ZmqDoorbell:
-    """Rings every other rank, and hears them. endpoints: one per rank; each rank binds its own.
+    """Rings the other ranks, and hears them. endpoints: those of the ranks at the start; each rank binds its own.
 
     A ring carries the generation of the sleep that it is to end (engine/rank.py); `heard` forgets older ones. Rings
     are read only by `heard`, so that one which comes early waits in the queue.
@@ -189,18 +229,25 @@ class ZmqDoorbell:
         self._context = zmq.Context(io_threads=1)
         self.ear = _socket(self._context, zmq.PULL)
         self.ear.bind(endpoints[rank])
-        self._bells: list[zmq.Socket[bytes]] = []
-        for other, endpoint in enumerate(endpoints):
-            if other != rank:
+        self._own = endpoints[rank]
+        self._bells: dict[str, zmq.Socket[bytes]] = {}
+        self.reach(endpoints)
+
+    def reach(self, endpoints: Sequence[str]) -> None:
+        """Ring these from now on, and no others."""
+        for endpoint in self._bells.keys() - set(endpoints):
+            self._bells.pop(endpoint).close(linger=0)
+        for endpoint in endpoints:
+            if endpoint != self._own and endpoint not in self._bells:
                 bell = _socket(self._context, zmq.PUSH)
                 bell.setsockopt(zmq.LINGER, 0)  # a ring for a rank that is gone must not hold up this one's end
                 bell.connect(endpoint)
-                self._bells.append(bell)
+                self._bells[endpoint] = bell
 
     def ring(self, generation: int) -> None:
         """A full queue means a rank that has not listened for long: its loss shows in the next agreement."""
         payload = generation.to_bytes(8, "little")
-        for bell in self._bells:
+        for bell in self._bells.values():
             try:
                 bell.send(payload, flags=zmq.NOBLOCK)
             except zmq.Again:
@@ -211,7 +258,7 @@ class ZmqDoorbell:
         return generation in rings
 
     def close(self) -> None:
-        for bell in self._bells:
+        for bell in self._bells.values():
             bell.close(linger=0)
         self.ear.close(linger=0)
         self._context.term()

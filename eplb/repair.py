@@ -1,4 +1,5 @@
-"""Who hosts what after ranks were lost or came back (docs/design.md, section 5). Pure: equal inputs give equal plans everywhere.
+"""Who hosts what after ranks were lost, came back or were added (docs/design.md, section 5). Pure: equal inputs give equal
+plans everywhere.
 
 Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 """
@@ -48,10 +49,12 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
     rank that starts has read already. Only then experts without a living copy are placed: in the first unused slots, then
     in slots whose expert has another copy, on the rank with the least load so far. The slots of dead ranks become -1
     and the tokens of an expert are split evenly over its copies.
+    `alive` may be longer than the placement: those ranks are new, and treated like ranks that come back.
     Raises ValueError, naming the experts and the number of ranks it takes, when the living have too few slots.
     """
-    if len(alive) != placement.num_ranks:
+    if len(alive) < placement.num_ranks:
         raise ValueError(f"alive has {len(alive)} entries for {placement.num_ranks} ranks")
+    placement = widen(placement, len(alive))
     needed = ranks_needed(placement.num_experts, placement.slots_per_rank)
     if placement.num_layers and sum(alive) < needed:
         raise ValueError(_too_few(placement, alive, needed))
@@ -80,6 +83,26 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
     )
 
 
+def widen(placement: Placement, num_ranks: int) -> Placement:
+    """The same for at least `num_ranks` ranks: those that it did not know are dead, have no expert, and each is a failure
+    domain of its own."""
+    num_new = num_ranks - placement.num_ranks
+    if num_new <= 0:
+        return placement
+    room = ((0, 0), (0, num_new), (0, 0))
+    domains = placement.failure_domains
+    if domains:
+        domains += tuple(range(max(domains) + 1, max(domains) + 1 + num_new))
+    return Placement(
+        epoch=placement.epoch,
+        num_experts=placement.num_experts,
+        slot_to_expert=np.pad(placement.slot_to_expert, room, constant_values=-1),
+        share=np.pad(placement.share, room),
+        alive=placement.alive + (False,) * num_new,
+        failure_domains=domains,
+    )
+
+
 def even_shares(slot_to_expert: Ids, num_experts: int) -> npt.NDArray[np.float32]:
     """float32 [L, G, S]: one over the number of slots that its expert has in the layer; 0 on unused slots."""
     share = np.zeros(slot_to_expert.shape, dtype=np.float32)
@@ -92,7 +115,8 @@ def even_shares(slot_to_expert: Ids, num_experts: int) -> npt.NDArray[np.float32
 
 def diff(old: Placement, new: Placement) -> tuple[Load, ...]:
     """What has to be read to come from `old` to `new`, ordered by layer, rank and slot. Slots that become unused need
-    nothing. Raises ValueError when the two differ in shape."""
+    nothing. A rank that `old` does not know had nothing. Raises ValueError when the two differ in shape otherwise."""
+    old = widen(old, new.num_ranks)
     if old.slot_to_expert.shape != new.slot_to_expert.shape:
         shapes = [list(placement.slot_to_expert.shape) for placement in (old, new)]
         raise ValueError(f"the placements have shapes {shapes[0]} and {shapes[1]}; they must be equal")

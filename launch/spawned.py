@@ -49,6 +49,11 @@ class SpawnedRanks:
     def send(self, rank: int, message: FrontToRank) -> None:
         self._ranks.send(rank, message)
 
+    def resize(self, count: int) -> None:
+        """Processes start as `receive` looks after them."""
+        self._ranks.resize(count)
+        self._keeper.resize(count)
+
     def receive(self, timeout: float) -> list[RankToFront]:
         """May return with nothing before the time is up."""
         messages = self._ranks.receive(min(timeout, LOOK_SECONDS))

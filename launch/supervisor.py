@@ -20,7 +20,7 @@ from configs.engine import Plan
 from configs.env import child_environment
 from configs.server import ServerConfig
 from engine.messages import RankLost
-from engine.wire import Reporter
+from engine.wire import Reporter, Resizes
 from launch.keeper import RankKeeper
 from launch.processes import Child, Children, RuntimeDir
 
@@ -49,8 +49,10 @@ class Supervisor:
         self.children = Children()
         self.front: Child | None = None
         self.signals = 0
+        self.clock = time.monotonic
         self.keeper = RankKeeper(self.children, plan, self.runtime, startup_timeout)
         self.reporter = Reporter(f"ipc://{self.runtime.path}/front.ipc")
+        self.resizes = Resizes(self.runtime.path / "resizes")
 
     def run(self) -> int:
         """Block until the server has ended; the exit code."""
@@ -81,7 +83,7 @@ class Supervisor:
 
     def _watch(self) -> int:
         assert self.front is not None
-        began, ready = time.monotonic(), False
+        began, ready = self.clock(), False
         while True:
             dead = self.children.exited(timeout=LOOK_SECONDS)
             if self.front in dead:
@@ -89,6 +91,8 @@ class Supervisor:
             if not ready and (self.runtime.path / "ready").exists():  # asked before who is lost: that depends on it
                 ready = True
                 self.on_ready((self.runtime.path / "ready").read_text())
+            for count in self.resizes.read():  # after the look for ends: a rank that has left was written off before
+                self.keeper.resize(count)
             for lost in self.keeper.look(dead):
                 if not ready:
                     return self._failed_at_start(lost)
@@ -97,7 +101,7 @@ class Supervisor:
                 self.children.wait_for(self.front, FRONT_GRACE)
                 return self._front_left(self.front)
             self.keeper.restarts = ready and not self.signals
-            if not ready and time.monotonic() - began > self.startup_timeout:
+            if not ready and self.clock() - began > self.startup_timeout:
                 _say(f"not ready after {self.startup_timeout:.0f} s (--startup-timeout)")
                 return 1
 

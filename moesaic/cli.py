@@ -11,6 +11,7 @@ COMMANDS = {
     "serve": ("moesaic.serve", "Serve a model over HTTP (OpenAI-compatible)."),
     "generate": ("moesaic.generate", "Continue prompts on this machine and print the text."),
     "chat": ("moesaic.chat", "Talk to a running server in the terminal."),
+    "ranks": ("moesaic.ranks", "Show the ranks of a running server; grow or shrink it."),
     "bench": ("moesaic.bench", "Measure throughput, latency, or a running server."),
     "explain": ("moesaic.explain", "Print the plan for a model, with the reason for every choice."),
 }

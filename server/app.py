@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.admin import RankAdmin
 from server.chat import ChatCompletions
 from server.completions import Completions
 from server.errors import RETRY_AFTER, ApiError
@@ -30,6 +31,7 @@ def build_app(service: Service) -> ASGIApp:
     """Whoever runs it also runs `service.flights.clock()` beside it."""
     pages = Pages(service)
     tokenization = Tokenization(service)
+    rank_admin = RankAdmin(service)
     get: dict[str, Handler] = {
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
@@ -38,6 +40,7 @@ def build_app(service: Service) -> ASGIApp:
         "/ready": pages.ready,
         "/metrics": pages.metrics,
         "/version": pages.version,
+        "/admin/ranks": rank_admin.table,
     }
     post: dict[str, Handler] = {
         "/v1/completions": Completions(service).answer,
@@ -48,6 +51,7 @@ def build_app(service: Service) -> ASGIApp:
         "/v1/detokenize": tokenization.detokenize,
         "/abort_requests": pages.abort_requests,
         "/reset_prefix_cache": pages.reset_prefix_cache,
+        "/admin/ranks": rank_admin.resize,
     }
     routes = [Route(path, Endpoint(handler), methods=["POST"]) for path, handler in post.items()]
     routes += [Route(path, Endpoint(handler), methods=["GET"]) for path, handler in get.items()]
@@ -104,9 +108,9 @@ class Pages:
         state, why = self._service.state()
         if state != "ready":
             raise ApiError(503, f"{state}: {why}", code=state, headers=[RETRY_AFTER])
-        states = [state.value for state in self._service.engine.members.states]
-        mode = "full" if all(state == "up" for state in states) else "degraded"
-        return json_response({"status": "ready", "mode": mode, "ranks": states})
+        members = self._service.engine.members
+        states = [state.value for state in members.states[: members.count]]
+        return json_response({"status": "ready", "mode": members.mode, "ranks": states})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})

@@ -18,6 +18,7 @@ TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
+    409: "ConflictError",
     413: "PayloadTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from starlette.types import Receive, Send
@@ -115,10 +115,12 @@ class Flight:
 
 
 class Flights:
-    """All of them. capacity: sequences that run at once; max_queued: how many more may wait."""
+    """All of them. capacity(): sequences that run at once; max_queued: how many more may wait."""
 
-    def __init__(self, *, capacity: int, max_queued: int, request_timeout: float, keep_alive: float) -> None:
-        self._limit = capacity + max_queued
+    def __init__(
+        self, *, capacity: Callable[[], int], max_queued: int, request_timeout: float, keep_alive: float
+    ) -> None:
+        self._capacity = capacity
         self._max_queued = max_queued
         self._timeout = request_timeout
         self._keep_alive = keep_alive
@@ -131,10 +133,11 @@ class Flights:
 
     def open(self, request_id: str, num_sequences: int) -> Flight:
         """ApiError: 503 when too many wait, 400 when the request alone is too many."""
-        if num_sequences > self._limit:
-            message = f"{num_sequences} sequences in one request are more than the {self._limit} that this server takes"
+        limit = self._capacity() + self._max_queued
+        if num_sequences > limit:
+            message = f"{num_sequences} sequences in one request are more than the {limit} that this server takes"
             raise bad_request(message, "n", "too_many_sequences")
-        if self.num_sequences + num_sequences > self._limit:
+        if self.num_sequences + num_sequences > limit:
             self.num_refused += 1
             raise unavailable(f"{self._max_queued} sequences are already waiting; try again later")
         deadline = time.monotonic() + self._timeout if self._timeout > 0 else None

@@ -22,7 +22,7 @@ from server.params import REQUEST_ID
 from server.service import Service
 
 OPEN = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
-ADMIN = frozenset({"/abort_requests", "/reset_prefix_cache"})
+ADMIN = frozenset({"/abort_requests", "/reset_prefix_cache", "/admin/ranks"})
 
 log = logging.getLogger("moesaic.server")
 

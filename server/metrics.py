@@ -95,7 +95,7 @@ class Metrics(Collector):
         self._engine = engine
         self._plan = plan
         self._flights = flights
-        self._ranks = [_RankRequests() for _ in range(plan.data_parallel_size)]
+        self._ranks: list[_RankRequests] = []
         self._recoveries = {
             phase: Histogram(LATENCIES) for phase in ("detect", "agree", "repair", "first_token", "total")
         }
@@ -119,6 +119,8 @@ class Metrics(Collector):
 
     def collect_finished(self) -> None:
         """The front's list of finished requests is bounded, so it is read at the end of each one."""
+        while len(self._ranks) < len(self._engine.stats):  # ranks may be added
+            self._ranks.append(_RankRequests())
         for request in self._engine.take_finished():
             self._ranks[request.rank].add(request)
             self._id_to_rank[request.request_id] = request.rank
@@ -159,12 +161,19 @@ class Metrics(Collector):
     def _surviving(self, name: str, labels: list[str]) -> Iterator[Metric]:
         members = self._engine.members
         up = GaugeMetricFamily("moesaic:rank_up", "1 for a rank that serves.", labels=labels)
-        for rank, state in enumerate(members.states):
+        for rank, state in enumerate(members.states[: members.count]):
             up.add_metric([name, str(rank)], float(state is State.UP))
         yield up
+        count = GaugeMetricFamily("moesaic:ranks", "Ranks that are to serve.", labels=["model_name"])
+        count.add_metric([name], members.count)
+        yield count
         for metric, text, value in (
             ("moesaic:rank_losses", "Ranks lost.", members.num_losses),
-            ("moesaic:requests_replayed", "Requests moved from a lost rank to another.", self._engine.num_replayed),
+            (
+                "moesaic:requests_replayed",
+                "Requests moved from a rank that was lost or left.",
+                self._engine.num_replayed,
+            ),
             (
                 "moesaic:experts_reloaded",
                 "Experts read again after a change of membership.",

@@ -130,6 +130,12 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+class ResizeRequest(msgspec.Struct):
+    """How many ranks shall serve."""
+
+    count: int
+
+
 class AbortRequest(msgspec.Struct, kw_only=True):
     request_ids: list[str]
 

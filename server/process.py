@@ -30,7 +30,7 @@ from engine.messages import SamplingParams, Shutdown
 from engine.model_defaults import model_defaults
 from engine.orphan import die_with_parent
 from engine.text import Tokenizer
-from engine.wire import ZmqRanks
+from engine.wire import Resizes, ZmqRanks
 from server import logs
 from server.app import build_app
 from server.http import bounded_protocol
@@ -60,7 +60,8 @@ def main() -> None:
         listener = listen(config.host, config.port)
         tokenizer = Tokenizer(plan.model_path)
         defaults = model_defaults(plan.model_path) if config.use_generation_config else SamplingParams()
-        ranks = ZmqRanks(f"ipc://{options.runtime_dir}/front.ipc", plan.data_parallel_size)
+        resizes = Resizes(options.runtime_dir / "resizes")
+        ranks = ZmqRanks(f"ipc://{options.runtime_dir}/front.ipc", plan.data_parallel_size, resizes)
     except ValueError as error:
         print(f"moesaic: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_BAD_INPUT)
@@ -212,7 +213,7 @@ class FrontProcess:
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         while len(service.flights) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_SECONDS)
-        for rank in range(self._plan.data_parallel_size):
+        for rank in range(self._ranks.size):
             with contextlib.suppress(ConnectionError):
                 self._ranks.send(rank, Shutdown())
         http.should_exit = True

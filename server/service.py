@@ -62,7 +62,7 @@ class Service:
         self.defaults = defaults
         self.created = created
         self.flights = Flights(
-            capacity=plan.max_num_seqs * plan.data_parallel_size,
+            capacity=lambda: plan.max_num_seqs * engine.members.count,
             max_queued=config.max_queued_requests,
             request_timeout=config.request_timeout,
             keep_alive=config.keep_alive_interval,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections import deque
+from collections.abc import Iterable
 
 import pytest
 from front_parts import ready, small_tokenizer
@@ -12,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.collector import Collector
-from engine.front import Front, Work, losses_last
+from engine.front import EngineBusy, Front, Work, losses_last
+from engine.members import State
 from engine.messages import (
     Abort,
     AddRequest,
@@ -160,7 +163,9 @@ def test_a_loss_at_the_start_is_an_error(message: RankToFront) -> None:
     assert front.failed is not None and front.failed.startswith("rank 1") and "exit code 3" in front.failed
 
 
-def test_phases_of_a_recovery() -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_phases_of_a_recovery(early: bool) -> None:
+    """early: the first token comes from a rank that has changed over while the front has not heard so of all."""
     now = [100.0]
     front = Front(3, TOKENIZER, num_experts=4, slots_per_rank=2, clock=lambda: now[0])
     for rank in range(3):
@@ -170,15 +175,18 @@ def test_phases_of_a_recovery() -> None:
     work = front.on_message(RankLost(0, "killed", 101.5, 1))
     [(rank, message)] = [item for item in work.messages if isinstance(item[1], AddRequest)]
     now[0] = 103.0
+    front.on_message(outputs(1, TokenOutput(message.request_id, [70])))  # of the epoch before
     front.on_message(joined(1, 1))
-    front.on_message(outputs(rank, TokenOutput(message.request_id, [70])))
     assert not front.members.done  # rank 2 has not changed over
+    if early:
+        front.on_message(outputs(1, TokenOutput(message.request_id, [70])))
     front.on_message(joined(2, 1))
     now[0] = 103.25
     front.on_message(outputs(rank, TokenOutput(message.request_id, [70])))
     [recovery] = front.members.done
     assert (recovery.detect, recovery.agree, recovery.repair) == (0.5, 0.5, 0.25)
-    assert (recovery.first_token, recovery.total, recovery.replayed) == (0.25, 1.75, 1)
+    first_token, total = (0.0, 1.5) if early else (0.25, 1.75)
+    assert (recovery.first_token, recovery.total, recovery.replayed) == (first_token, total, 1)
     assert (front.members.num_experts_loaded, front.members.num_bytes_read, front.members.num_losses) == (4, 20, 1)
 
 
@@ -187,7 +195,72 @@ def test_tokens_that_came_with_the_news_are_taken_first() -> None:
     assert losses_last([lost, ready(1), said]) == [ready(1), said, lost]
 
 
+# ---- growing and shrinking on purpose ----
+
+
+def test_ranks_that_leave_hand_over_their_requests() -> None:
+    front = make_front(4, num_experts=4, slots_per_rank=2)
+    placed = dict(front.add(make_prompt(str(number), "abcd"[number]))[0] for number in range(4))
+    for rank, message in placed.items():
+        front.on_message(outputs(rank, TokenOutput(message.request_id, [70 + rank])))
+    work = front.resize(2)
+    told = Membership(1, [True, True, False, False])
+    assert work.deltas == [] and work.messages[:4] == [(rank, told) for rank in (2, 3, 0, 1)]
+    moved = work.messages[4:]
+    assert len(moved) == 2 and all(rank < 2 for rank, _ in moved)
+    assert sorted(message.token_ids[-1] for _, message in moved) == [72, 73]
+    late = [
+        outputs(2, TokenOutput(placed[2].request_id, [5])),
+        joined(3, 1),
+        RankFailed(3, "x"),
+        RankLost(2, "x", 0.0, 1),
+    ]
+    for message in late:  # nobody waits for their words any more
+        assert front.on_message(message) == ([], [])
+    members = front.members
+    assert (members.count, members.num_losses, members.mode, front.num_replayed) == (2, 0, "full", 2)
+    assert not members.open and front.stats[2] == RankStats() and {front.add(make_prompt("x"))[0][0]} <= {0, 1}
+
+
+def test_ranks_that_are_added_serve_once_they_have_joined() -> None:
+    front = make_front(2, num_experts=4, slots_per_rank=2)
+    assert front.resize(4) == ([], []) and front.members.mode == "growing" and front.members.epoch == 0
+    assert front.on_message(RankLost(3, "killed", 99.0, 7)) == ([], [])  # while it loaded: no member is lost
+    assert front.members.states[3] is State.STARTING
+    both = Membership(1, [True, True, False, True])
+    assert front.on_message(ready(3, 8)).messages == [(rank, both) for rank in (0, 1, 3)]
+    assert {front.add(make_prompt(str(number)))[0][0] for number in range(4)} <= {0, 1}
+    front.on_message(joined(3, 1))
+    assert 3 in {front.add(make_prompt(f"a{number}"))[0][0] for number in range(4)}
+    front.on_message(RankLost(3, "killed", 99.0, 8))
+    assert (front.members.mode, front.members.losses) == ("degraded", [0, 0, 0, 1])
+    assert front.resize(3) == ([], []) and front.members.mode == "growing"  # nobody that takes part leaves
+    assert front.on_message(ready(3, 9)).messages == [(3, Membership(2, [True, True, False, False]))]  # too late
+    assert front.members.alive == [True, True, False, False]
+    front.on_message(ready(2))
+    front.on_message(joined(2, front.members.epoch))
+    assert front.members.mode == "full"
+
+
+def test_counts_that_cannot_be() -> None:
+    front = make_front(4, num_experts=8, slots_per_rank=3)
+    with pytest.raises(ValueError, match="count must be at most 62, not 63"):
+        front.resize(63)
+    with pytest.raises(ValueError, match="count must be at least 1, not 0"):
+        front.resize(0)
+    with pytest.raises(ValueError, match=r"at least 3: 2 rank\(s\) of 3 slots have room for 6 of 8 experts"):
+        front.resize(2)
+    front.on_message(RankLost(1, "killed", 99.0, 1))
+    with pytest.raises(EngineBusy, match="2 of the 3 ranks that would stay serve now, and it takes 3; wait for rank 1"):
+        front.resize(3)
+    assert (front.members.count, front.members.epoch) == (4, 1)
+    front.resize(5)
+    assert front.members.shortage is None and front.members.mode == "degraded"
+
+
 # ---- a world in which anything is late and anybody dies ----
+
+MORE = 2  # ranks that a world may have beyond those that it starts with
 
 
 class World:
@@ -197,13 +270,15 @@ class World:
     def __init__(self, num_ranks: int, num_experts: int, slots: int, chance: random.Random) -> None:
         self.front = make_front(num_ranks, num_experts, slots)
         self.chance = chance
-        self.size = num_ranks
+        self.size = size = num_ranks + MORE
+        self.count = num_ranks  # as the supervisor knows it
+        self.resizes: list[int] = []  # on their way to it
         self.needed = -(-num_experts // slots) if num_experts else 1
-        self.wires: list[deque[RankToFront]] = [deque() for _ in range(num_ranks + 1)]  # the last is the supervisor's
-        self.running: list[dict[int, tuple[AddRequest, int]]] = [{} for _ in range(num_ranks)]
-        self.serves = [True] * num_ranks  # this life has changed over to a membership
-        self.up = [True] * num_ranks  # the process lives
-        self.lives = [1] * num_ranks
+        self.wires: list[deque[RankToFront]] = [deque() for _ in range(size + 1)]  # the last is the supervisor's
+        self.running: list[dict[int, tuple[AddRequest, int]]] = [{} for _ in range(size)]
+        self.serves = [rank < num_ranks for rank in range(size)]  # this life has changed over to a membership
+        self.up = [rank < num_ranks for rank in range(size)]  # the process lives
+        self.lives = [1] * size
         self.collectors: dict[str, Collector] = {}
         self.prompts: dict[str, Prompt] = {}
         self.seeds: dict[tuple[str, int], int] = {}
@@ -229,8 +304,10 @@ class World:
             elif isinstance(message, Abort):
                 for number in message.request_ids:
                     self.running[rank].pop(number, None)
+            elif not message.alive[rank]:
+                self.end(rank, "not wanted")
             else:
-                assert isinstance(message, Membership) and message.alive[rank]
+                assert isinstance(message, Membership)
                 self.serves[rank] = True
                 self.wires[rank].append(joined(rank, message.epoch))
 
@@ -251,17 +328,43 @@ class World:
                 del self.running[rank][number]
         self.wires[rank].append(outputs(rank, *items))
 
+    def known(self, ranks: Iterable[int]) -> list[int]:
+        """Those that serve, and of whose present life the front knows. When nobody is left, the front gives up."""
+        ready = self.front.ready
+        return [
+            rank for rank in ranks if self.serves[rank] and rank in ready and ready[rank].process == self.lives[rank]
+        ]
+
     def kill(self, rank: int) -> None:
-        if not self.up[rank] or (self.serves[rank] and sum(self.serves) == 1):
+        if not self.up[rank] or self.known(range(self.size)) == [rank]:
             return
-        self.up[rank] = self.serves[rank] = False
-        self.running[rank] = {}
         for _ in range(self.chance.randint(0, len(self.wires[rank]))):
             self.wires[rank].pop()
-        self.wires[-1].append(RankLost(rank, "killed", 0.0, self.lives[rank]))
+        self.end(rank, "killed")
+
+    def end(self, rank: int, reason: str) -> None:
+        self.up[rank] = self.serves[rank] = False
+        self.running[rank] = {}
+        self.wires[-1].append(RankLost(rank, reason, 0.0, self.lives[rank]))
+
+    def resize(self, count: int) -> None:
+        if self.known(range(count)):
+            with contextlib.suppress(ValueError, EngineBusy):
+                work = self.front.resize(count)
+                self.resizes.append(count)
+                self.take(work)
+
+    def supervise(self) -> None:
+        """The supervisor reads what the front wanted, one after the other."""
+        for count in self.resizes:
+            for rank in range(count, self.size):
+                if self.up[rank] and not self.serves[rank]:
+                    self.end(rank, "not wanted")
+            self.count = count
+        self.resizes.clear()
 
     def restart(self, rank: int) -> None:
-        if not self.up[rank]:
+        if not self.up[rank] and rank < self.count:
             self.up[rank] = True
             self.lives[rank] += 1
             self.wires[rank].append(ready(rank, self.lives[rank]))
@@ -272,13 +375,14 @@ class World:
 
     def finish(self) -> None:
         for _ in range(500):
+            self.supervise()
             for rank in range(self.size):
                 self.restart(rank)
                 self.step(rank)
             for wire in range(self.size + 1):
                 while self.wires[wire]:
                     self.deliver(wire)
-            if not self.front.num_requests:
+            if not self.front.num_requests and self.front.members.mode == "full":
                 return
         raise AssertionError("requests are left")
 
@@ -287,7 +391,7 @@ def token_of(seed: int, place: int) -> int:
     return 5 + (seed * 31 + place * 17 + place * place) % 300
 
 
-ACTIONS = [*["add"] * 2, *["step"] * 8, *["deliver"] * 9, "kill", "restart"]
+ACTIONS = [*["add"] * 2, *["step"] * 8, *["deliver"] * 9, "kill", "restart", "resize", "supervise"]
 
 
 @settings(max_examples=200, deadline=None)
@@ -300,7 +404,7 @@ def test_every_token_once_and_in_order(shape: tuple[int, int, int], num_actions:
     names = itertools.count()
     for _ in range(num_actions):
         action = "abort" if chance.random() < 0.02 else chance.choice(ACTIONS)
-        rank = chance.randint(0, num_ranks)
+        rank = chance.randint(0, world.size)
         if action == "add":
             name = next(names)
             world.add(
@@ -308,8 +412,12 @@ def test_every_token_once_and_in_order(shape: tuple[int, int, int], num_actions:
             )
         elif action == "deliver":
             world.deliver(rank)
-        elif rank == num_ranks:
+        elif action == "supervise":
+            world.supervise()
+        elif rank == world.size:
             continue
+        elif action == "resize":
+            world.resize(rank + 1)
         elif action == "abort":
             world.take(front.abort(str(rank)))
         else:
@@ -317,7 +425,7 @@ def test_every_token_once_and_in_order(shape: tuple[int, int, int], num_actions:
         assert front.failed is None
     world.finish()
 
-    assert front.router.loads == [0] * num_ranks and not front._sequences and not front._held
+    assert not any(front.router.loads) and not front._sequences and not front._held
     records = {record.request_id: record for record in front.take_finished()}
     assert records.keys() == world.collectors.keys()
     for name, collector in world.collectors.items():

@@ -90,10 +90,10 @@ def test_groups_that_are_not_wanted_any_more_are_closed(early: bool) -> None:
 # ---- the newest placement ----
 
 
-def make_team(rank: int, world: MailboxWorld, slots: int) -> Team:
+def make_team(rank: int, world: MailboxWorld, slots: int, num_ranks: int = 3) -> Team:
     facts = read_config(CHECKPOINT)
-    placement = linear_placement(facts.num_moe_layers, facts.num_experts, 3, slots)
-    parallel = Parallel(rank, 3, placement, lambda slots, size: ())
+    placement = linear_placement(facts.num_moe_layers, facts.num_experts, num_ranks, slots)
+    parallel = Parallel(rank, num_ranks, placement, lambda slots, size: ())
     model = build(facts, parallel, torch.float32, torch.device("cpu"))
 
     def lanes(group: Group, num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
@@ -103,7 +103,7 @@ def make_team(rank: int, world: MailboxWorld, slots: int) -> Team:
         group = MailboxGroup(world, index)
         return Opened(Groups(group, group))
 
-    return Team(rank, 3, placement, model, 7, meet, lanes, str(CHECKPOINT))
+    return Team(rank, num_ranks, placement, model, 7, meet, lanes, str(CHECKPOINT))
 
 
 @pytest.mark.parametrize("slots", [8, 60])
@@ -128,6 +128,28 @@ def test_whoever_has_just_started_learns_the_placement(slots: int) -> None:
         assert team._placement.checksum() == expected.checksum() and team._placement.epoch == 9
     assert [one.epoch for one in joined] == [9, 9, 9]
     pending = [team.agreement.propose(WISH) for team in teams]
+    assert {plan.wait().step for plan in pending} == {0}
+
+
+@pytest.mark.parametrize("news", [False, True])
+def test_ranks_that_are_added_count_more_ranks_than_the_others(news: bool) -> None:
+    """Three ranks of which the last has gone, and two new ones; `news`: the old ones have lived through a change."""
+    world = MailboxWorld(4)
+    teams = {rank: make_team(rank, world, 8, 3 if rank < 3 else 5) for rank in (0, 1, 3, 4)}
+    old = teams[0]._placement
+    assert old is not None
+    if news:
+        old = teams[0]._placement = teams[1]._placement = repair(old, (True, True, False), 4)
+    alive = (True, True, False, True, True)
+    for team in teams.values():
+        team.begin(9, alive)
+    joined = drain(weave(*(team.form() for team in teams.values())))
+    expected = repair(old, alive, 9)
+    for team in teams.values():
+        assert team._placement is not None and team.living == (0, 1, 3, 4)
+        assert team._placement.checksum() == expected.checksum()
+    assert [one.experts_loaded for one in joined] == [0, 0, 0, 0]  # all are what each has read at its start
+    pending = [team.agreement.propose(WISH) for team in teams.values()]
     assert {plan.wait().step for plan in pending} == {0}
 
 

@@ -24,7 +24,7 @@ from engine.messages import (
     Shutdown,
     TokenOutput,
 )
-from engine.wire import NotConnected, RankSocket, Reporter, ZmqDoorbell, ZmqRanks, sleep_until_called
+from engine.wire import NotConnected, RankSocket, Reporter, Resizes, ZmqDoorbell, ZmqRanks, sleep_until_called
 
 DEADLINE = 5.0
 
@@ -186,6 +186,51 @@ def test_doorbells(tmp_path: Path, endpoint: str) -> None:
     for bell in bells:
         bell.close()
     inbox.close()
+    ranks.close()
+
+
+def test_a_doorbell_follows_the_membership(tmp_path: Path) -> None:
+    endpoints = [f"ipc://{tmp_path}/bell-{rank}.ipc" for rank in range(4)]
+    bells = [ZmqDoorbell(endpoints[:2], rank) for rank in range(2)]
+    bells.append(ZmqDoorbell(endpoints[:3], 2))  # added later
+    bells[0].reach(endpoints[:3])
+    bells[0].ring(5)
+    until(lambda: bells[1].heard(5))
+    until(lambda: bells[2].heard(5))
+    bells[0].reach([endpoints[0], endpoints[2]])
+    bells[0].ring(6)
+    until(lambda: bells[2].heard(6))
+    assert not bells[1].heard(6)
+    bells[0].reach(endpoints)  # back again; and one that has not come yet is nobody's trouble
+    bells[0].ring(7)
+    until(lambda: bells[1].heard(7))
+    for bell in bells:
+        bell.close()
+
+
+def test_the_supervisor_reads_every_count_once(tmp_path: Path) -> None:
+    front, supervisor = Resizes(tmp_path / "resizes"), Resizes(tmp_path / "resizes")
+    assert supervisor.read() == []
+    front.write(4)
+    front.write(12)
+    assert supervisor.read() == [4, 12] and supervisor.read() == []
+    with (tmp_path / "resizes").open("ab") as file:
+        file.write(b"1")  # half of a line
+    assert supervisor.read() == []
+    front.write(3)
+    assert supervisor.read() == [13]
+
+
+def test_more_ranks_can_be_sent_to(endpoint: str) -> None:
+    ranks = ZmqRanks(endpoint, 1)
+    with pytest.raises(ValueError, match=r"rank 1 is not in 0\.\.0"):
+        ranks.send(1, Shutdown())
+    ranks.resize(2)
+    second = RankSocket(endpoint, 1)
+    send_when_connected(ranks, 1, Shutdown())
+    ranks.resize(1)
+    assert ranks.size == 2 and second.poll(DEADLINE) == [Shutdown()]
+    second.close()
     ranks.close()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb.placement import Placement, linear_placement
-from eplb.repair import Load, diff, even_shares, lost_experts, ranks_needed, repair
+from eplb.repair import Load, diff, even_shares, lost_experts, ranks_needed, repair, widen
 
 
 @st.composite
@@ -75,6 +75,32 @@ def test_ranks_leave_and_come_back(placement: Placement, data: st.DataObject) ->
         current = following
 
 
+@given(placements(), st.integers(1, 4), st.data())
+@settings(max_examples=60, deadline=None)
+def test_ranks_are_added(placement: Placement, num_new: int, data: st.DataObject) -> None:
+    """New ranks have what they have read at their start, and the others keep what they have."""
+    size = placement.num_ranks + num_new
+    alive = [True] * placement.num_ranks + data.draw(st.lists(st.booleans(), min_size=num_new, max_size=num_new))
+    grown = repair(placement, alive, 1)
+    assert grown.num_ranks == size and grown.alive == tuple(alive)
+    assert (grown.slot_to_expert[:, : placement.num_ranks] == placement.slot_to_expert).all()
+    home = linear_placement(placement.num_layers, placement.num_experts, size, placement.slots_per_rank).slot_to_expert
+    for rank in range(placement.num_ranks, size):
+        assert (grown.slot_to_expert[:, rank] == (home[:, rank] if alive[rank] else -1)).all()
+    assert {load.rank for load in diff(placement, grown)} == {
+        rank for rank in range(placement.num_ranks, size) if alive[rank]
+    }
+    shrunk = repair(grown, [True] * placement.num_ranks + [False] * num_new, 2)
+    assert (shrunk.slot_to_expert[:, : placement.num_ranks] == placement.slot_to_expert).all()
+
+
+def test_a_new_rank_is_a_failure_domain_of_its_own() -> None:
+    placement = linear_placement(1, 4, 2, 4, failure_domains=(7, 7))
+    grown = widen(placement, 4)
+    assert grown.failure_domains == (7, 7, 8, 9) and grown.alive == (True, True, False, False)
+    assert widen(grown, 3) is grown
+
+
 def test_the_loss_of_one_of_four() -> None:
     """Spare slots are used up first; then the least loaded rank gives up a replica."""
     placement = linear_placement(1, 12, 4, 4)
@@ -106,8 +132,10 @@ def test_too_few_ranks_are_named() -> None:
 
 
 def test_placements_of_another_shape_cannot_be_compared() -> None:
-    with pytest.raises(ValueError, match=r"shapes \[1, 2, 4\] and \[1, 4, 2\]"):
+    with pytest.raises(ValueError, match=r"shapes \[1, 4, 4\] and \[1, 4, 2\]"):
         diff(linear_placement(1, 8, 2), linear_placement(1, 8, 4))
+    with pytest.raises(ValueError, match="shapes"):
+        diff(linear_placement(1, 8, 4, 4), linear_placement(1, 8, 2, 4))
 
 
 def test_a_model_without_experts_survives_everything() -> None:

@@ -1,9 +1,11 @@
 """A fake of engine.rank_process for the tests of the keeper: it only lives, and beats.
 
-In the runtime directory, `refuse-R` makes the next process of rank R end at once with exit code 3, `silent-R` makes it never beat.
+In the runtime directory, `refuse-R` makes the next process of rank R end at once with exit code 3, `silent-R` makes it load
+for ever, `leave-R` makes it leave.
 """
 
 import argparse
+import json
 import struct
 import time
 from pathlib import Path
@@ -19,10 +21,14 @@ parser.add_argument("--join", action="store_true")
 options = parser.parse_args()
 die_with_parent(options.parent)
 directory, rank = options.runtime_dir, options.rank
+num_ranks = json.loads(Path(options.plan).read_text())["data_parallel_size"]
+(directory / f"knows-{rank}").write_text(str(num_ranks))
 (directory / f"joined-{rank}").write_text(str(options.join))
 if (directory / f"refuse-{rank}").exists():
     raise SystemExit(3)
 while not (directory / f"leave-{rank}").exists():
-    if not (directory / f"silent-{rank}").exists():
-        (directory / f"beat-{rank}").write_bytes(struct.pack("=d", time.monotonic()))
+    name = "loading" if (directory / f"silent-{rank}").exists() else "beat"
+    draft = directory / f"draft-{rank}"
+    draft.write_bytes(struct.pack("=d", time.monotonic()))
+    draft.replace(directory / f"{name}-{rank}")  # whole, also when this process is stopped meanwhile
     time.sleep(0.02)

@@ -27,15 +27,15 @@ class Server:
     url: str
     runtime_root: Path
 
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+    def get(self, path: str, key: str = "none") -> Any:
+        request = urllib.request.Request(self.url + path, headers={"x-api-key": key})
+        with urllib.request.urlopen(request, timeout=30) as answer:
             body = answer.read()
         return json.loads(body) if answer.headers.get_content_type() == "application/json" else body.decode()
 
-    def post(self, path: str, payload: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(payload).encode(), {"Content-Type": "application/json"}
-        )
+    def post(self, path: str, payload: dict[str, Any], key: str = "none") -> Any:
+        headers = {"Content-Type": "application/json", "x-api-key": key}
+        request = urllib.request.Request(self.url + path, json.dumps(payload).encode(), headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())
 

@@ -143,6 +143,94 @@ def test_a_restarted_rank_that_does_not_load_is_killed(make_kept: Callable[..., 
     assert kept.lost[1].reason == "not loaded within 0.5 s, killed"
 
 
+def test_a_rank_that_hangs_while_it_loads_is_killed(
+    make_kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "LOAD_HANG_SECONDS", 0.5)
+    kept = make_kept()
+    kept.start()
+    (kept.path / "silent-1").touch()
+    os.kill(kept.pid(1), signal.SIGKILL)
+    kept.wait(lambda: kept.pid(1) and (kept.path / "loading-1").exists(), "it loads again")
+    os.kill(kept.pid(1), signal.SIGSTOP)
+    kept.wait(lambda: len(kept.lost) >= 2, "it was killed")
+    assert kept.lost[1].reason.startswith("hung while loading: no heartbeat for 0.")
+
+
+# ---- growing and shrinking on purpose ----
+
+
+def test_ranks_are_added_and_seen_off(make_kept: Callable[..., Kept], capfd: pytest.CaptureFixture[str]) -> None:
+    kept = make_kept()
+    kept.start()
+    kept.keeper.resize(4)
+    kept.wait(lambda: kept.beats(2) and kept.beats(3), "both beat")
+    assert [(kept.path / f"joined-{rank}").read_text() for rank in (2, 3)] == ["True", "True"]
+    assert [(kept.path / f"knows-{rank}").read_text() for rank in range(4)] == ["2", "2", "4", "4"]
+    leaver = kept.pid(3)
+    kept.keeper.resize(3)
+    kept.keeper.resize(3)
+    (kept.path / "leave-3").touch()
+    kept.wait(lambda: kept.lost, "the front is told of its end")
+    assert [(lost.rank, lost.process) for lost in kept.lost] == [(3, leaver)]
+    assert not kept.keeper.left and kept.pid(3) == 0 and kept.pid(2)
+    os.kill(kept.pid(2), signal.SIGKILL)  # an added one is looked after like the others
+    kept.wait(lambda: len(kept.lost) == 2 and kept.beats(2), "it is back")
+    (kept.path / "leave-3").unlink()
+    kept.keeper.resize(4)
+    kept.wait(lambda: kept.pid(3) and kept.beats(3), "and another one in the place of that which left")
+    for _ in range(5):
+        kept.look()
+    said = capfd.readouterr().err
+    assert (said.count("event=rank_added"), said.count("event=rank_left"), said.count("event=rank_lost")) == (3, 1, 1)
+
+
+def test_wanted_again_before_it_has_left(make_kept: Callable[..., Kept]) -> None:
+    """It has been told to leave already, so a new process takes its place."""
+    kept = make_kept()
+    kept.start()
+    leaver = kept.pid(1)
+    kept.keeper.resize(1)
+    kept.keeper.resize(2)
+    kept.look()
+    assert kept.pid(1) == leaver
+    (kept.path / "leave-1").touch()
+    kept.wait(lambda: kept.lost, "it has left")
+    (kept.path / "leave-1").unlink()
+    kept.wait(lambda: kept.pid(1) not in (0, leaver) and kept.beats(1), "the next one is there")
+    assert [lost.process for lost in kept.lost] == [leaver] and not kept.keeper.left
+
+
+@pytest.mark.parametrize("way", ["loading", "hung", "stays", "killed", "down"])
+def test_a_rank_that_does_not_leave_by_itself(
+    make_kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Nothing is waited for without a bound, and none of this is a loss that is made good."""
+    monkeypatch.setattr(keeper_module, "LEAVE_SECONDS", 0.3)
+    kept = make_kept()
+    kept.start()
+    if way in ("loading", "down"):
+        (kept.path / ("silent-2" if way == "loading" else "refuse-2")).touch()
+    kept.keeper.resize(3)
+    if way == "down":
+        kept.wait(lambda: len(kept.lost) == 4, "it cannot be started")
+        kept.lost.clear()
+    else:
+        kept.wait(lambda: (kept.path / f"{'loading' if way == 'loading' else 'beat'}-2").exists(), "it has started")
+    leaver = kept.pid(2)
+    if way in ("hung", "killed"):
+        os.kill(leaver, signal.SIGSTOP if way == "hung" else signal.SIGKILL)
+    kept.keeper.resize(2)
+    if way != "down":
+        kept.wait(lambda: kept.lost, "it has ended")
+        assert [(lost.rank, lost.process, lost.reason) for lost in kept.lost] == [
+            (2, leaver, "it was not wanted any more")
+        ]
+    for _ in range(5):
+        kept.look()
+    assert kept.pid(2) == 0 and len(kept.lost) == (way != "down") and not kept.keeper.left
+
+
 def test_loading_ranks_are_killed_at_the_end(make_kept: Callable[..., Kept]) -> None:
     kept = make_kept()
     kept.start()

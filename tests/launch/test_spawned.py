@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from served import command_line, descendants, until
 
 import moesaic
 from engine.llm import Progress
+from engine.outputs import Prompt
 from models.tiny import CHECKPOINT
 from moesaic import SamplingParams
 
@@ -57,3 +60,33 @@ def test_a_lost_rank(model: str | None) -> None:
         until(back, 60, "rank 0 serves again")
         assert [result.outputs[0].token_ids for result in llm.generate(PROMPTS, PARAMS)] == expected
     assert not rank_processes()
+
+
+@pytest.mark.slow
+def test_an_async_engine_grows_and_shrinks_while_it_works() -> None:
+    async def run() -> None:
+        llm = moesaic.AsyncLLM(data_parallel_size=2)
+        try:
+            await llm.wait_ready(60)
+            expected = await asyncio.gather(*[one(llm, number) for number in range(8)])
+            llm.resize(3)
+            deadline = time.monotonic() + 60
+            while llm.members.mode != "full":
+                assert time.monotonic() < deadline and not llm.members.shortage
+                assert await asyncio.gather(*[one(llm, number) for number in range(8)]) == expected
+            working = [asyncio.create_task(one(llm, number)) for number in range(8)]
+            await asyncio.sleep(0.05)
+            llm.resize(1)
+            assert await asyncio.gather(*working) == expected and llm.members.up == [0]
+            await asyncio.to_thread(until, lambda: sorted(rank_processes().values()) == [0], 30, "two have left")
+        finally:
+            await llm.close()
+
+    asyncio.run(run())
+    assert not rank_processes()
+
+
+async def one(llm: moesaic.AsyncLLM, number: int) -> list[int]:
+    token_ids = llm.tokenizer.encode(PROMPTS[number])
+    prompt = Prompt(request_id=f"{number} {time.monotonic()}", token_ids=token_ids, params=PARAMS)
+    return (await llm.generate(prompt)).outputs[0].token_ids

@@ -3,57 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from served import Server, command_line, served, until
-
-NUM_STREAMS = 16
-NUM_TOKENS = 160
-
-
-async def stream(api: httpx.AsyncClient, number: int) -> list[int]:
-    """The token ids of one greedy stream; raises for whatever is not a whole answer."""
-    body = {
-        "prompt": f"Once upon a time there were {number} little foxes",
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0.0 if number % 2 else 0.8,
-        "seed": number,
-        "stream": True,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    token_ids: list[int] = []
-    reason = None
-    async with api.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                token_ids += event["choices"][0].get("token_ids") or []
-                reason = event["choices"][0]["finish_reason"]
-    assert reason == "length" and len(token_ids) == NUM_TOKENS
-    return token_ids
-
-
-async def wave(server: Server, during: Any = None) -> list[list[int]]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=120.0) as api:
-        tasks = [asyncio.create_task(stream(api, number)) for number in range(NUM_STREAMS)]
-        if during is not None:
-            await asyncio.to_thread(during)
-        return await asyncio.gather(*tasks)
-
-
-def mode(server: Server) -> str:
-    return str(server.get("/ready")["mode"])
+from served import command_line, served, until
+from streams import mode, wave
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_import_costs_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["serve"], ["generate"], ["chat"], ["bench"], ["bench", "serve"], ["explain"]]
+    "arguments", [[], ["serve"], ["generate"], ["chat"], ["bench"], ["bench", "serve"], ["explain"], ["ranks"]]
 )
 def test_help(arguments: list[str]) -> None:
     done = run(*arguments, "--help")

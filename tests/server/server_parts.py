@@ -170,6 +170,7 @@ class FakeRanks:
         self.size = size
         self.script = story_tokens() if script is None else script
         self.sent: list[FrontToRank] = []
+        self.resizes: list[int] = []
         self.paused = False
         self.pause_at = 0  # after so many steps; 0: never
         self.running: dict[int, tuple[int, AddRequest, int]] = {}  # id -> rank, message, tokens said
@@ -186,10 +187,21 @@ class FakeRanks:
         self.knock()
 
     def fail(self, rank: int, error: str) -> None:
+        self.drop(rank)
+        self.say(RankFailed(rank, error))
+
+    def drop(self, rank: int) -> None:
+        """It does not go on with what it has."""
         for number in [number for number, (own, _, _) in self.running.items() if own == rank]:
             del self.running[number]
-        self._queue.append(RankFailed(rank, error))
+
+    def say(self, message: RankToFront) -> None:
+        self._queue.append(message)
         self.knock()
+
+    def resize(self, count: int) -> None:
+        self.size = max(self.size, count)
+        self.resizes.append(count)
 
     def resume(self) -> None:
         self.paused = False

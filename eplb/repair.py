@@ -47,7 +47,7 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
 
     A rank that goes on keeps its slots; one that comes back gets those that the linear placement gives it, which is what a
     rank that starts has read already. Only then experts without a living copy are placed: in the first unused slots, then
-    in slots whose expert has another copy, on the rank with the least load so far. The slots of dead ranks become -1
+    in slots whose expert has another copy, on the rank that has the fewest to read so far. The slots of dead ranks become -1
     and the tokens of an expert are split evenly over its copies.
     `alive` may be longer than the placement: those ranks are new, and treated like ranks that come back.
     Raises ValueError, naming the experts and the number of ranks it takes, when the living have too few slots.
@@ -71,8 +71,9 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
         )
         ids[:, back] = home.slot_to_expert[:, back]
     living = [rank for rank, lives in enumerate(alive) if lives]
+    reads_G = np.zeros(ids.shape[1], dtype=np.int64)
     for layer_GS in ids:
-        _cover(layer_GS, living, placement.num_experts)
+        _cover(layer_GS, living, placement.num_experts, reads_G)
     return Placement(
         epoch=epoch,
         num_experts=placement.num_experts,
@@ -127,24 +128,29 @@ def diff(old: Placement, new: Placement) -> tuple[Load, ...]:
     )
 
 
-def _cover(ids_GS: Ids, living: Sequence[int], num_experts: int) -> None:
-    """Write every expert without a slot into one of the living ranks' slots."""
+def _cover(ids_GS: Ids, living: Sequence[int], num_experts: int, reads_G: npt.NDArray[np.int64]) -> None:
+    """Write every expert without a slot into one of the living ranks' slots, and count in reads_G who has to read one.
+
+    Serving waits for the rank that reads most, so the reads are spread first, in the layer and over all layers.
+    """
     slots = ids_GS.shape[1]
     rank_N = np.repeat(np.array(living), slots)
     slot_N = np.tile(np.arange(slots), len(living))
     copies = np.bincount(ids_GS[ids_GS >= 0], minlength=num_experts)
+    before_G = reads_G.copy()
     for expert in np.flatnonzero(copies == 0):
         held_N = ids_GS[rank_N, slot_N]
         used_N = held_N >= 0
         copies_N = np.where(used_N, copies[held_N], 0)
         part_N = np.divide(1.0, copies_N, out=np.zeros(len(held_N)), where=used_N)
         load_N = np.bincount(rank_N, weights=part_N)[rank_N].round(6)
-        # The least loaded rank, the expert with most copies, the first slot. A sole copy is never given up.
-        order_N = np.lexsort((-copies_N, load_N, used_N, copies_N == 1))
-        first = order_N[0]
+        here_N, reads_N = (reads_G - before_G)[rank_N], reads_G[rank_N]
+        # Then the least loaded rank, the expert with most copies, the first slot. A sole copy is never given up.
+        first = np.lexsort((-copies_N, load_N, reads_N, here_N, used_N, copies_N == 1))[0]
         if used_N[first]:
             copies[held_N[first]] -= 1
         ids_GS[rank_N[first], slot_N[first]] = expert
+        reads_G[rank_N[first]] += 1
         copies[expert] = 1
 
 

@@ -141,3 +141,13 @@ def test_placements_of_another_shape_cannot_be_compared() -> None:
 def test_a_model_without_experts_survives_everything() -> None:
     placement = linear_placement(0, 4, 4)
     assert repair(placement, (True, False, False, False), 1).num_layers == 0
+
+
+def test_the_reads_are_spread_over_the_survivors() -> None:
+    """Serving goes on when the last one has read its experts."""
+    placement = linear_placement(20, 64, 8, 10)
+    after = repair(placement, [True] * 3 + [False] + [True] * 4, epoch=1)
+    reads = np.bincount([load.rank for load in diff(placement, after)], minlength=8)
+    lost = sum(map(len, lost_experts(placement, after.alive)))
+    assert reads.sum() == lost and reads[3] == 0
+    assert reads.max() <= -(-lost // 7) + 1

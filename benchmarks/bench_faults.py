@@ -1,16 +1,19 @@
 """Goodput under faults: a real server under load whose ranks are killed again and again.
 
     python benchmarks/bench_faults.py [--ranks 4] [--streams 64] [--kills 20] [--signal KILL|STOP] [--all2all shm|gloo]
-                                      [--spacing-ms N] [--json]
+        [--spacing-ms N | --during load|repair] [--spare-ranks N] [--model DIR] [--json]
 
 Every stream asks for the same continuation again and again (half of them greedy, half with a seed), first without faults,
 then with. A request fails when it ends with an error or without its end; it mismatches when its tokens are not those
 of the run without faults. 503 with Retry-After (too few ranks are left to hold all experts) is tried again, as clients do.
-Without --spacing-ms the next kill comes when all ranks serve again, else so many milliseconds after the last one; the last
-rank that serves is never killed. A pause is the time between two pieces of a stream (or from its start to its first) in which a
-kill fell. orphans: processes of the server that are left when it has ended.
 
-overhead_pct (what surviving costs without faults) is not in the result: there is no server without it to compare with.
+When the next kill comes: when all ranks serve again; with --spacing-ms so many milliseconds after the last one; with --during
+they come in pairs, the second one while the first rank loads again (load) or right after its loss is known, while the
+others repair (repair). The last rank that serves is never killed. A pause is the time between two pieces of a stream (or from
+its start to its first) in which a kill fell. orphans: processes of the server that are left when it has ended.
+
+--spare-ranks N: expert slots for the loss of N ranks at once (default: of one). overhead_pct: what surviving costs when nothing
+fails; benchmarks/fault_overhead.py says what is compared.
 """
 
 from __future__ import annotations
@@ -31,11 +34,15 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fault_overhead import measure as measure_overhead
+
+from models.registry import read_config
+from models.tiny import CHECKPOINT
 from moesaic.http_client import Client, HttpError
 
 START_SECONDS = 180.0
@@ -52,7 +59,9 @@ class Server:
         self.root = Path(tempfile.mkdtemp(prefix="mf-"))
         self.log = (self.root / "log").open("w")
         command = [sys.executable, "-m", "moesaic", "serve", "--port", str(port), "--no-log-requests"]
-        command += ["-dp", str(arguments.ranks), "--all2all-backend", arguments.all2all, *arguments.options]
+        command += ["-dp", str(arguments.ranks), "--all2all-backend", arguments.all2all]
+        command += ["--model", arguments.model] if arguments.model else []
+        command += spare_slots(arguments.ranks, arguments.spare_ranks, arguments.model) + arguments.options
         environment = {**os.environ, "MOESAIC_RUNTIME_DIR": str(self.root)}
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environment)
         self.seen: set[int] = set()  # every process of it that was ever seen
@@ -73,6 +82,10 @@ class Server:
             if "engine.rank_process" in words:
                 found[int(words[words.index("--rank") + 1])] = pid
         return found
+
+    def losses_known(self) -> int:
+        """How often the log says that a rank is lost."""
+        return (self.root / "log").read_text().count("event=rank_lost")
 
     def metrics(self) -> str:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
@@ -106,6 +119,15 @@ class Server:
         return len(left)
 
 
+def spare_slots(num_ranks: int, spare: int | None, model: str | None) -> list[str]:
+    """The option that gives any num_ranks - spare ranks room for all experts."""
+    if spare is None:
+        return []
+    num_experts = read_config(model or CHECKPOINT).num_experts
+    slots = -(-num_experts // (num_ranks - spare))
+    return ["--num-redundant-experts", str(slots * num_ranks - num_experts)]
+
+
 def descendants(pid: int) -> Iterator[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
@@ -134,6 +156,7 @@ class Load:
     client: Client
     num_streams: int
     max_tokens: int
+    in_words: bool = True  # the prompts; False: token ids
     expected: dict[int, list[int]] = field(default_factory=dict)
     num_requests: int = 0
     num_tokens: int = 0
@@ -144,7 +167,7 @@ class Load:
 
     async def one(self, number: int) -> list[int]:
         payload: dict[str, Any] = {
-            "prompt": f"{number} little foxes lived in a hollow tree, and",
+            "prompt": f"{number} little foxes lived in a hollow tree, and" if self.in_words else [number + 5, 7, 11],
             "max_tokens": self.max_tokens,
             "temperature": 0.0 if number % 2 else 0.9,
             "seed": number,
@@ -197,54 +220,101 @@ class Load:
         return (self.num_tokens - tokens) / (time.monotonic() - began)
 
 
-async def kill(server: Server, arguments: argparse.Namespace, chance: random.Random) -> list[float]:
-    """When each signal was sent."""
-    number = signal.Signals[f"SIG{arguments.signal}"]
-    times: list[float] = []
-    gone: set[int] = set()
+class Killer:
+    """times: when each signal was sent."""
 
-    def targets() -> dict[int, int]:
-        """Ranks that serve, as far as the front and this side know."""
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            pids, serving = server.ranks(), server.serving()
-            return {rank: pids[rank] for rank in serving if rank in pids and pids[rank] not in gone}
-        return {}
+    def __init__(self, server: Server, arguments: argparse.Namespace) -> None:
+        self.server = server
+        self.arguments = arguments
+        self.chance = random.Random(arguments.seed)
+        self.times: list[float] = []
+        self._number = signal.Signals[f"SIG{arguments.signal}"]
+        self._gone: set[int] = set()
 
-    while len(times) < arguments.kills:
-        needed = arguments.ranks if arguments.spacing_ms is None else 2
+    async def run(self) -> None:
+        arguments = self.arguments
+        while len(self.times) < arguments.kills:
+            if arguments.spacing_ms is not None:
+                self.strike(await self.serving(2))
+                await asyncio.sleep(arguments.spacing_ms / 1000)
+                continue
+            found = await self.serving(arguments.ranks)
+            await asyncio.sleep(self.chance.uniform(0.0, 0.5))
+            known = self.server.losses_known()
+            first = self.strike(found)
+            if arguments.during is not None:
+                await MOMENTS[arguments.during](self, first, known)
+                self.strike({rank: pid for rank, pid in found.items() if rank != first})
+        await self.serving(arguments.ranks)
+
+    def strike(self, found: dict[int, int]) -> int:
+        """One of these processes, by rank; which one it was."""
+        victim = self.chance.choice(sorted(found))
+        self._gone.add(found[victim])
+        self.times.append(time.monotonic())
+        os.kill(found[victim], self._number)
+        return victim
+
+    async def serving(self, needed: int) -> dict[int, int]:
+        """Process ids of the ranks that serve, once so many do."""
         deadline = time.monotonic() + RETURN_SECONDS
-        while len(found := await asyncio.to_thread(targets)) < needed:
+        while len(found := await asyncio.to_thread(self._serving)) < needed:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"only ranks {sorted(found)} serve {RETURN_SECONDS:.0f} s after a kill")
             await asyncio.sleep(0.05)
-        await asyncio.sleep(chance.uniform(0.0, 0.5) if arguments.spacing_ms is None else 0.0)
-        victim = chance.choice(sorted(found.values()))
-        gone.add(victim)
-        times.append(time.monotonic())
-        os.kill(victim, number)
-        if arguments.spacing_ms is not None:
-            await asyncio.sleep(arguments.spacing_ms / 1000)
+        return found
+
+    def _serving(self) -> dict[int, int]:
+        """As far as the front and this side know."""
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            pids, serving = self.server.ranks(), self.server.serving()
+            return {rank: pids[rank] for rank in serving if rank in pids and pids[rank] not in self._gone}
+        return {}
+
+    def loads_again(self, rank: int) -> bool:
+        pid = self.server.ranks().get(rank)
+        return pid is not None and pid not in self._gone
+
+
+async def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + RETURN_SECONDS
-    while len(found := await asyncio.to_thread(targets)) < arguments.ranks:
+    while not condition():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"only ranks {sorted(found)} are back {RETURN_SECONDS:.0f} s after the last kill")
-        await asyncio.sleep(0.05)
-    return times
+            raise RuntimeError(f"nothing has happened for {RETURN_SECONDS:.0f} s after a kill")
+        await asyncio.sleep(0.002)
+
+
+async def while_it_loads(killer: Killer, first: int, losses_known: int) -> None:
+    await until(lambda: killer.loads_again(first))
+    await asyncio.sleep(killer.chance.uniform(0.0, 0.5))
+
+
+async def while_others_repair(killer: Killer, first: int, losses_known: int) -> None:
+    await until(lambda: killer.server.losses_known() > losses_known)
+    await asyncio.sleep(killer.chance.uniform(0.0, 0.02))
+
+
+# --during: each returns when the second rank is to be killed, after `first`, when so many losses had been known before.
+MOMENTS: dict[str, Callable[[Killer, int, int], Awaitable[None]]] = {
+    "load": while_it_loads,
+    "repair": while_others_repair,
+}
 
 
 async def measure(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
-    load = Load(Client(server.url), arguments.streams, arguments.max_tokens)
+    load = Load(Client(server.url), arguments.streams, arguments.max_tokens, in_words=not arguments.model)
     await load.run(asyncio.Event(), rounds=1)  # what is expected; also warms everything up
     fault_free = await load.run(asyncio.Event(), rounds=2)
     load.silences.clear()
     stopping = asyncio.Event()
     running = asyncio.create_task(load.run(stopping))
+    killer = Killer(server, arguments)
     try:
-        times = await kill(server, arguments, random.Random(arguments.seed))
+        await killer.run()
     finally:
         stopping.set()
         goodput = await running
-    pauses = sorted(end - start for start, end in load.silences for when in times if start <= when < end)
+    pauses = sorted(end - start for start, end in load.silences for when in killer.times if start <= when < end)
     for failure in load.failures[:5]:
         print(f"failed: {failure}", file=sys.stderr)
     if not arguments.json:
@@ -270,12 +340,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--signal", choices=["KILL", "STOP"], default="KILL")
     parser.add_argument("--all2all", choices=["shm", "gloo"], default="shm")
-    parser.add_argument("--spacing-ms", type=int)
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument("--spacing-ms", type=int)
+    when.add_argument("--during", choices=sorted(MOMENTS))
+    parser.add_argument("--spare-ranks", type=int, help="expert slots for the loss of so many ranks at once")
+    parser.add_argument("--model", help="a checkpoint's directory; default: the embedded model")
+    parser.add_argument("--overhead-rounds", type=int, default=3, help="of the measurement of overhead_pct; 0: none")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0, help="which ranks are killed, and when")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     parser.add_argument("options", nargs="*", help="more options of `moesaic serve`, after --")
     arguments = parser.parse_args()
+    if arguments.during and arguments.ranks < 3:
+        parser.error("--during needs 3 ranks or more: two of them are killed")
+    overhead = measure_overhead(arguments.overhead_rounds, 8, 2) if arguments.overhead_rounds else None
     server = Server(arguments)
     orphans = -1
     try:
@@ -286,6 +364,7 @@ def main() -> None:
         raise
     finally:
         orphans = server.end()
+    result["overhead_pct"] = None if overhead is None else overhead["overhead_pct"]
     result["orphans"] = orphans
     print(json.dumps(result))
     sys.exit(bool(result["failed"] or result["mismatched"] or orphans))

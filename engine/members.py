@@ -40,7 +40,8 @@ _MEMBERS = (State.LOADING, State.UP, State.JOINING)
 class Recovery:
     """One lost rank, and the seconds until tokens came again.
 
-    detect: from the last sign of life to the front's knowing. agree, repair: the slowest survivor's own count.
+    detect: from the last sign of life to the front's knowing. repair: the slowest survivor's own count.
+    agree: the rest of the time from the front's knowing to the last survivor's Joined.
     first_token: from the last survivor's Joined to the first token from any rank; None when nobody waited for one.
     """
 
@@ -293,6 +294,8 @@ class Members:
         if recovery.missing:
             return
         recovery.joined = now
+        # A survivor may have been busy with its step for a while before it missed its peer.
+        recovery.agree = max(recovery.agree, now - recovery.told - recovery.repair)
         if recovery.token_came:
             recovery.first_token = 0.0
         if recovery.token_came or not busy:

@@ -28,6 +28,7 @@ LOAD_FACTOR = 10  # a restarted rank may load for so many times what the first s
 LOAD_SECONDS = 30.0  # ... or for this long, if that is more
 MAX_RESTARTS = 3  # of one rank ...
 RESTART_WINDOW = 60.0  # ... within so many seconds; then it stays down until the window has room again
+RESTART_PAUSE = 0.5  # seconds after a loss: the survivors recover before one that starts takes their cores
 LEAVE_SECONDS = 10.0  # a rank that is not wanted any more is killed when it has not left by then
 
 
@@ -76,6 +77,7 @@ class RankKeeper:
         self._module = module
         self._clock = clock
         self._looked = self._awake_since = clock()
+        self._last_loss = self._looked - RESTART_PAUSE
         self._places = [_Place(rank) for rank in range(plan.data_parallel_size)]
 
     def start(self) -> None:
@@ -149,6 +151,7 @@ class RankKeeper:
         if child.process.returncode == 0:
             self.left = True
             return None
+        self._last_loss = now
         reason = place.verdict or child.exit_text()
         last_life = place.last_life if place.verdict else now
         say("rank_lost", rank=place.rank, pid=child.process.pid, reason=repr(reason))
@@ -194,6 +197,8 @@ class RankKeeper:
             place.said_down = True
             return
         place.said_down = False
+        if now - self._last_loss < RESTART_PAUSE:
+            return
         place.restarts.append(now)
         place.joins = True
         self._start(place)

@@ -184,7 +184,7 @@ def test_phases_of_a_recovery(early: bool) -> None:
     now[0] = 103.25
     front.on_message(outputs(rank, TokenOutput(message.request_id, [70])))
     [recovery] = front.members.done
-    assert (recovery.detect, recovery.agree, recovery.repair) == (0.5, 0.5, 0.25)
+    assert (recovery.detect, recovery.agree, recovery.repair) == (0.5, 0.75, 0.25)
     first_token, total = (0.0, 1.5) if early else (0.25, 1.75)
     assert (recovery.first_token, recovery.total, recovery.replayed) == (first_token, total, 1)
     assert (front.members.num_experts_loaded, front.members.num_bytes_read, front.members.num_losses) == (4, 20, 1)

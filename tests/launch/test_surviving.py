@@ -30,9 +30,14 @@ def test_no_client_notices_a_lost_rank(tmp_path: Path, backend: str, kind: signa
         expected = asyncio.run(wave(server))
         killed = []
         for _ in range(num_losses):
-            until(lambda: mode(server) == "full", 60, "all ranks serve")
-            rank = chance.randrange(3)
-            victim = server.children()[f"rank {rank}"]
+            name = f"rank {chance.randrange(3)}"
+
+            def find(name: str = name) -> int | None:
+                """None also while the front has not heard that the last one is gone."""
+                pid = server.children().get(name)
+                return None if mode(server) != "full" or pid in killed else pid
+
+            victim = until(find, 60, "all ranks serve")
             killed.append(victim)
 
             def lose(victim: int = victim) -> None:

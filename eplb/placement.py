@@ -164,8 +164,9 @@ def linear_placement(
     """Rank 0 has the first experts, rank 1 the next ones and so on, the same in every layer; all ranks alive, epoch 0.
 
     Where E is no multiple of G, the first E % G ranks have one expert more. slots_per_rank None: ceil(E / G) slots, and
-    the slots left over stay unused (-1). Given: the slots left over hold replicas with equal shares: always of
-    the expert that has fewest slots, not yet on that rank and not yet in its failure domain where that can be.
+    the slots left over stay unused (-1). Given: the slots left over hold replicas: always of the expert that has fewest
+    slots, not yet on that rank and not yet in its failure domain where that can be. They are spares, with share 0: as
+    long as nobody knows the loads, a second copy at work would only be more weights to read in every step.
     Raises ValueError when the experts do not fit the slots, or a number is out of range.
     """
     fewest = slots_needed(num_experts, num_ranks)
@@ -181,8 +182,7 @@ def linear_placement(
         ids[rank, : experts.size] = experts
     if slots_per_rank is not None:
         _fill_with_replicas(ids, num_experts, tuple(failure_domains) or tuple(range(num_ranks)))
-    counts = np.bincount(ids[ids >= 0], minlength=num_experts)
-    share = np.where(ids >= 0, 1.0 / counts[ids], 0.0).astype(np.float32)
+    share = owner_shares(ids[None], num_experts)[0]
     return Placement(
         epoch=0,
         num_experts=num_experts,
@@ -191,6 +191,28 @@ def linear_placement(
         alive=(True,) * num_ranks,
         failure_domains=tuple(failure_domains),
     )
+
+
+def owner_shares(slot_to_expert: npt.NDArray[np.int32], num_experts: int) -> npt.NDArray[np.float32]:
+    """float32 [L, G, S]: 1 for one slot of each expert, 0 for its others.
+
+    Experts with fewest copies choose first; each takes its slot on the rank that owns fewest so far, the first of equals.
+    """
+    share = np.zeros(slot_to_expert.shape, dtype=np.float32)
+    num_ranks, slots = slot_to_expert.shape[1:]
+    for ids, out in zip(slot_to_expert, share, strict=True):
+        flat = ids.ravel()
+        place_N = np.flatnonzero(flat >= 0)
+        place_N = place_N[np.argsort(flat[place_N], kind="stable")]
+        copies_E = np.bincount(flat[place_N], minlength=num_experts)
+        places = np.split(place_N, np.cumsum(copies_E)[:-1])
+        owned = [0] * num_ranks
+        for expert in np.argsort(copies_E, kind="stable"):
+            if copies_E[expert]:
+                place = min(places[expert].tolist(), key=lambda place: owned[place // slots])
+                owned[place // slots] += 1
+                out.reshape(-1)[place] = 1.0
+    return share
 
 
 def _fill_with_replicas(ids: npt.NDArray[np.int32], num_experts: int, domains: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eplb.placement import Placement, linear_placement
+from eplb.placement import Placement, linear_placement, owner_shares
 
 Ids = npt.NDArray[np.int32]
 
@@ -48,7 +48,7 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
     A rank that goes on keeps its slots; one that comes back gets those that the linear placement gives it, which is what a
     rank that starts has read already. Only then experts without a living copy are placed: in the first unused slots, then
     in slots whose expert has another copy, on the rank that has the fewest to read so far. The slots of dead ranks become -1
-    and the tokens of an expert are split evenly over its copies.
+    and one copy of each expert does all its work (owner_shares), until somebody who knows the loads says better.
     `alive` may be longer than the placement: those ranks are new, and treated like ranks that come back.
     Raises ValueError, naming the experts and the number of ranks it takes, when the living have too few slots.
     """
@@ -78,7 +78,7 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
         epoch=epoch,
         num_experts=placement.num_experts,
         slot_to_expert=ids,
-        share=even_shares(ids, placement.num_experts),
+        share=owner_shares(ids, placement.num_experts),
         alive=tuple(alive),
         failure_domains=placement.failure_domains,
     )

@@ -1,0 +1,512 @@
+"""Peers' files: read from bytes written by hand from each format's description, written back, and what is refused.
+
+The hand-written files do not come from our writers; where a writer is checked, the peer's own way of reading is spelt out.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from eplb.formats.registry import FORMATS, Found, read_any, read_any_placement, read_any_trace
+from eplb.formats.source import Hints, MissingHint
+from eplb.placement import Placement, linear_placement
+from eplb.placement_file import PlacementFile, describe
+from eplb.repair import even_shares
+from eplb.trace import Trace, TraceMeta, make_trace
+
+# Two layers, three experts, two ranks with two slots; expert 0 and then expert 2 have two copies.
+MAP_LP = [[0, 1, 2, 0], [2, 1, 0, 2]]
+MAP_LGS = [[[0, 1], [2, 0]], [[2, 1], [0, 2]]]
+TWO = Hints(ranks=2)
+
+
+def flat(ids: Any = MAP_LGS, layer_ids: tuple[int, ...] = (0, 1), domains: tuple[int, ...] = ()) -> PlacementFile:
+    array = np.array(ids, dtype=np.int32)
+    experts = int(array.max()) + 1
+    share = even_shares(array, experts)
+    return describe(Placement(0, experts, array, share, (True,) * array.shape[1], domains), "", layer_ids)
+
+
+def placement_in(path: Path, hints: Hints = TWO, **how: str) -> Found:
+    found = read_any(path, hints, **how)
+    assert found.placement is not None and found.trace is None
+    return found
+
+
+def load_in(path: Path, hints: Hints = Hints(), **how: str) -> tuple[str, Trace]:  # noqa: B008 -- frozen
+    found = read_any(path, hints, **how)
+    assert found.trace is not None and found.placement is None
+    return found.format, found.trace
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+# ---- SGLang ------------------------------------------------------------------------------------------------------
+
+
+def test_sglang_recorder_in_stat_mode(tmp_path: Path) -> None:
+    """logical_count is [buffered passes, all hidden layers, experts]; the dense layer 0 has zeros."""
+    count = torch.tensor([[[0, 0, 0], [1, 2, 3]], [[0, 0, 0], [4, 0, 2]]], dtype=torch.int32)
+    path = tmp_path / "expert_distribution_recorder_1.5.pt"
+    torch.save({"rank": 0, "logical_count": count, "average_utilization_rate_over_window": None}, path)
+    name, trace = load_in(path, Hints(top_k=2))
+    assert name == "sglang"
+    assert trace.load.tolist() == [[[1, 2, 3]], [[4, 0, 2]]]
+    assert trace.layer_ids == (1,)
+    assert trace.tokens.tolist() == [3, 3]
+
+
+def test_sglang_recorder_per_pass(tmp_path: Path) -> None:
+    """Physical counts of single passes, two ranks' share of pass 7 in one file."""
+    first = {
+        "forward_pass_id": 7,
+        "rank": 0,
+        "gatherer_key": "primary",
+        "global_physical_count": torch.tensor([[1, 2, 3, 4]]),
+    }
+    more = {**first, "rank": 1, "global_physical_count": torch.tensor([[1, 0, 0, 0]])}
+    later = {**first, "forward_pass_id": 9, "global_physical_count": torch.tensor([[0, 0, 0, 5]])}
+    path = tmp_path / "recorder.pt"
+    torch.save({"records": [later, first, more], "last_physical_to_logical_map": torch.tensor([[0, 1, 2, 0]])}, path)
+    name, trace = load_in(path)
+    assert name == "sglang"
+    assert trace.load.tolist() == [[[1 + 1 + 4, 2, 3]], [[5, 0, 0]]]
+
+
+def test_sglang_expert_location(tmp_path: Path) -> None:
+    as_json = write(tmp_path / "location.json", json.dumps({"physical_to_logical_map": MAP_LP}))
+    as_torch = tmp_path / "location.pt"
+    torch.save({"physical_to_logical_map": torch.tensor(MAP_LP)}, as_torch)
+    for path in (as_json, as_torch):
+        found = placement_in(path)
+        assert found.format == "sglang"
+        assert found.placement and found.placement.placement.slot_to_expert.tolist() == MAP_LGS
+        assert found.placement.placement.share[0].tolist() == pytest.approx(np.array([[0.5, 1], [1, 0.5]]), abs=1e-4)
+    with pytest.raises(MissingHint, match="--ranks"):
+        read_any(as_json, Hints())
+    with pytest.raises(ValueError, match="4 slots cannot be shared evenly by 3 ranks"):
+        read_any(as_json, Hints(ranks=3))
+
+
+def test_sglang_counts_by_layer(tmp_path: Path) -> None:
+    path = write(tmp_path / "counts.json", '{"model": "m", "logical_count": {"10": [1, 2], "9": [3, 4]}}')
+    name, trace = load_in(path)
+    assert (name, trace.layer_ids, trace.load.tolist()) == ("sglang", (9, 10), [[[3, 4], [1, 2]]])
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".json"])
+def test_sglang_files_that_we_write(tmp_path: Path, suffix: str) -> None:
+    """SGLang indexes rows by hidden layer, dense ones too, and wants a map for each."""
+    path = tmp_path / f"location{suffix}"
+    FORMATS["sglang"].write_placement(path, flat(layer_ids=(1, 3)))
+    data = torch.load(path, weights_only=True) if suffix == ".pt" else json.loads(path.read_text())
+    rows = [list(map(int, row)) for row in data["physical_to_logical_map"]]
+    assert rows == [[0, 1, 2, 0], MAP_LP[0], [0, 1, 2, 0], MAP_LP[1]]
+    again = read_any_placement(path, Hints(ranks=2, layers=(1, 3)))
+    assert again.placement.slot_to_expert.tolist() == MAP_LGS
+    assert again.layer_ids == (1, 3)
+
+    counts = tmp_path / f"counts{suffix}"
+    trace = make_trace([[[1, 2, 3], [4, 5, 6]]], TraceMeta(layer_ids=(1, 3)))
+    FORMATS["sglang"].write_load(counts, trace)
+    data = torch.load(counts, weights_only=True) if suffix == ".pt" else json.loads(counts.read_text())
+    assert np.asarray(data["logical_count"]).tolist() == [[[0, 0, 0], [1, 2, 3], [0, 0, 0], [4, 5, 6]]]
+    _, back = load_in(counts)
+    assert (back.load.tolist(), back.layer_ids) == (trace.load.tolist(), (1, 3))
+
+
+def test_a_torch_file_runs_no_code(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (print, ("executed",))
+
+    path = tmp_path / "evil.pt"
+    torch.save({"logical_count": Evil()}, path)
+    with pytest.raises(ValueError, match="tensors and plain containers alone") as caught:
+        read_any(path, Hints())
+    assert "\n" not in str(caught.value)
+
+
+# ---- TensorRT-LLM ------------------------------------------------------------------------------------------------
+
+
+def test_trtllm_yaml(tmp_path: Path) -> None:
+    text = (
+        "initial_global_assignments:\n  4: [2, 1, 0, 2]\n  3: [0, 1, 2, 0]\nlayer_updates_per_iter: 0\nnum_slots: 4\n"
+    )
+    found = placement_in(write(tmp_path / "eplb.yaml", text))
+    assert found.format == "trtllm"
+    assert found.placement and found.placement.placement.slot_to_expert.tolist() == MAP_LGS
+    assert found.placement.layer_ids == (3, 4)
+    bad = write(tmp_path / "bad.yaml", text.replace("num_slots: 4", "num_slots: 5"))
+    with pytest.raises(ValueError, match="layer 3 assigns 4 slots; num_slots is 5"):
+        read_any(bad, TWO)
+
+
+def test_trtllm_yaml_that_we_write(tmp_path: Path) -> None:
+    path = tmp_path / "eplb.yaml"
+    FORMATS["trtllm"].write_placement(path, flat(layer_ids=(3, 60)))
+    lines = path.read_text().splitlines()
+    assert "num_slots: 4" in lines
+    assert "  3: [0, 1, 2, 0]" in lines
+    assert "  60: [2, 1, 0, 2]" in lines
+    assert read_any_placement(path, TWO).layer_ids == (3, 60)
+
+
+def test_trtllm_statistics(tmp_path: Path) -> None:
+    """A file per rank, a tensor per iteration and layer; ranks are added up."""
+    write(tmp_path / "meta_info.json", '{"num_experts": 3, "num_experts_per_token": 2}')
+    for rank in range(2):
+        counts = {f"{i}_{layer}": np.array([rank, i, layer], dtype=np.int32) for i in (5, 6) for layer in (3, 4)}
+        save_file(counts, tmp_path / f"rank{rank}.safetensors")
+    save_file({"5_3": np.zeros((2, 2))}, tmp_path / "rank0_raw.safetensors")
+    name, trace = load_in(tmp_path)
+    assert name == "trtllm"
+    assert trace.load.tolist() == [[[1, 10, 6], [1, 10, 8]], [[1, 12, 6], [1, 12, 8]]]
+    assert (trace.layer_ids, trace.meta.top_k, trace.meta.ranks) == ((3, 4), 2, 2)
+    save_file({"7_3": np.zeros(3)}, tmp_path / "rank2.safetensors")
+    with pytest.raises(ValueError, match="not all there"):
+        read_any(tmp_path, Hints())
+
+
+# ---- vllm-ascend -------------------------------------------------------------------------------------------------
+
+
+def ascend() -> dict[str, Any]:
+    layers = [
+        {"layer_id": 7 + layer, "device_count": 2,
+         "device_list": [{"device_id": 1, "device_expert": MAP_LGS[layer][1]}, {"device_id": 0, "device_expert": MAP_LGS[layer][0]}]}
+        for layer in range(2)
+    ]  # fmt: skip
+    return {"moe_layer_count": 2, "layer_list": layers}
+
+
+def test_ascend_expert_map(tmp_path: Path) -> None:
+    """Devices are taken by their id, whatever their order in the file; the file says how many there are."""
+    found = placement_in(write(tmp_path / "map.json", json.dumps(ascend())), Hints())
+    assert found.format == "vllm-ascend"
+    assert found.placement and found.placement.placement.slot_to_expert.tolist() == MAP_LGS
+    assert found.placement.layer_ids == (7, 8)
+
+
+def test_ascend_expert_map_that_is_wrong(tmp_path: Path) -> None:
+    for change, message in (
+        (lambda data: data.update(moe_layer_count=3), "moe_layer_count is 3"),
+        (lambda data: data["layer_list"][0].update(device_count=3), "layer 7 has 2 devices"),
+        (lambda data: data["layer_list"][1]["device_list"][0].update(device_expert=[1]), "differ in length"),
+        (lambda data: data["layer_list"][1].pop("layer_id"), "layer_id"),
+        (lambda data: data.update(layer_list=[]), "layer_list is empty"),
+    ):
+        data = ascend()
+        change(data)
+        data["moe_layer_count"] = data["moe_layer_count"] if data["layer_list"] else 0
+        with pytest.raises(ValueError, match=message):
+            read_any(write(tmp_path / "map.json", json.dumps(data)), Hints())
+
+
+def test_ascend_files_that_we_write(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    FORMATS["vllm-ascend"].write_placement(path, flat(layer_ids=(7, 8)))
+    data = json.loads(path.read_text())
+    # As the peer reads it: layers, then devices, in the order of the file.
+    read = [[device["device_expert"] for device in layer["device_list"]] for layer in data["layer_list"]]
+    assert (data["moe_layer_count"], data["layer_list"][0]["device_count"], read) == (2, 2, MAP_LGS)
+    assert read_any_placement(path, Hints()).placement.slot_to_expert.tolist() == MAP_LGS
+
+    table = tmp_path / "load.pt"
+    FORMATS["vllm-ascend"].write_load(table, make_trace([[[1, 2, 3], [4, 5, 6]]]))
+    assert torch.load(table, weights_only=True).tolist() == [[1, 2, 3], [4, 5, 6]]
+    name, trace = load_in(table)
+    assert (name, trace.load.tolist()) == ("vllm-ascend", [[[1, 2, 3], [4, 5, 6]]])
+    with pytest.raises(ValueError, match="has 2 records; --sum"):
+        FORMATS["vllm-ascend"].write_load(table, make_trace(np.ones((2, 2, 3))))
+
+
+# ---- OmniInfer ---------------------------------------------------------------------------------------------------
+
+
+def test_omniinfer_placement(tmp_path: Path) -> None:
+    """[devices, layers, experts]; the layers differ in their number of slots, and a device may have fewer."""
+    hosts = np.zeros((2, 2, 3), dtype=np.int32)
+    hosts[0, 0, [0, 2]] = hosts[1, 0, [1, 2]] = 1
+    hosts[0, 1, [0, 1]] = hosts[1, 1, [2]] = 1
+    path = tmp_path / "placement.npy"
+    np.save(path, hosts)
+    found = placement_in(path, Hints())
+    assert found.format == "omniinfer"
+    assert found.placement and found.placement.placement.slot_to_expert.tolist() == [
+        [[0, 2], [1, 2]],
+        [[0, 1], [2, -1]],
+    ]
+    again = tmp_path / "again.npy"
+    FORMATS["omniinfer"].write_placement(again, found.placement)
+    assert (np.load(again) == hosts).all()
+
+
+def test_omniinfer_layers_with_different_slots(tmp_path: Path) -> None:
+    hosts = np.ones((2, 2, 2), dtype=np.int32)
+    hosts[0, 1] = [1, 0]
+    hosts[1, 1] = [0, 1]
+    np.save(tmp_path / "placement.npy", hosts)
+    file = read_any_placement(tmp_path / "placement.npy", Hints())
+    assert file.slots == (2, 1)
+    with pytest.raises(ValueError, match="layers have 1 to 2 per rank"):
+        FORMATS["sglang"].write_placement(tmp_path / "x.json", file)
+
+
+def test_omniinfer_has_no_expert_twice_on_a_device(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="twice: expert 0 on rank 0 in layer 0"):
+        FORMATS["omniinfer"].write_placement(tmp_path / "x.npy", flat([[[0, 0], [1, 2]]], (0,)))
+
+
+# ---- plain arrays, tables, ADRS, forks of vLLM -------------------------------------------------------------------
+
+
+def test_plain_arrays(tmp_path: Path) -> None:
+    loads = np.arange(12.0).reshape(2, 2, 3) + 0.5
+    np.save(tmp_path / "load.npy", loads)
+    np.save(tmp_path / "table.npy", loads[0])
+    np.savez(tmp_path / "load.npz", counts=loads, other=np.ones(3))
+    np.save(tmp_path / "map.npy", np.array([[0, 1, 2, -1], [2, 1, 0, 2]]))
+    np.save(tmp_path / "full.npy", np.array(MAP_LGS))
+    assert load_in(tmp_path / "load.npy")[1].load.tolist() == loads.tolist()
+    assert load_in(tmp_path / "table.npy")[1].load.tolist() == [loads[0].tolist()]
+    assert load_in(tmp_path / "load.npz")[0] == "npy"
+    assert placement_in(tmp_path / "map.npy").placement.placement.slot_to_expert[0].tolist() == [[0, 1], [2, -1]]
+    # Nothing but the caller can tell that these are ids.
+    assert read_any(tmp_path / "full.npy", Hints()).trace is not None
+    assert placement_in(tmp_path / "full.npy", Hints(), kind="placement").placement.slots == (2, 2)
+
+
+def test_plain_arrays_that_we_write(tmp_path: Path) -> None:
+    trace = make_trace([[[1, 2, 3], [4, 5, 6]]])
+    FORMATS["npy"].write_load(tmp_path / "load.npy", trace)
+    assert load_in(tmp_path / "load.npy")[1].load.tolist() == trace.load.tolist()
+    FORMATS["npy"].write_placement(tmp_path / "map.npy", flat())
+    assert np.load(tmp_path / "map.npy").tolist() == MAP_LGS
+    assert placement_in(tmp_path / "map.npy", kind="placement").placement.placement.slot_to_expert.tolist() == MAP_LGS
+
+
+def test_experts_that_every_token_chose(tmp_path: Path) -> None:
+    """Five tokens, two layers, two experts each; one token has no second expert in layer 1."""
+    ids = np.array(
+        [[[0, 1], [2, 1]], [[0, 2], [2, -1]], [[1, 2], [0, 1]], [[0, 1], [0, 1]], [[2, 3], [3, 2]]], dtype=np.int16
+    )
+    np.save(tmp_path / "ids.npy", ids)
+    torch.save(torch.from_numpy(ids), tmp_path / "ids.pt")
+    for name in ("ids.npy", "ids.pt"):
+        _, trace = load_in(tmp_path / name, Hints(record_tokens=3, experts=5), kind="ids")
+        assert trace.load.tolist() == [[[2, 2, 2, 0, 0], [1, 2, 2, 0, 0]], [[1, 1, 1, 1, 0], [1, 1, 1, 1, 0]]]
+        assert (trace.tokens.tolist(), trace.meta.top_k) == ([3, 2], 2)
+    assert load_in(tmp_path / "ids.npy", kind="ids")[1].num_experts == 4
+    with pytest.raises(ValueError, match=r"ids are -1 to 3; they must be -1 \(none\) to 2"):
+        read_any(tmp_path / "ids.npy", Hints(experts=3), kind="ids")
+    np.save(tmp_path / "bad.npy", ids.astype(float))
+    with pytest.raises(ValueError, match="whole numbers"):
+        read_any(tmp_path / "bad.npy", Hints(), kind="ids")
+
+
+def test_tables_as_text(tmp_path: Path) -> None:
+    with (tmp_path / "load.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([[1, 2, 3], [4, 5, 6]])
+    assert load_in(tmp_path / "load.csv", Hints(steps=100))[1].steps.tolist() == [100]
+    assert load_in(tmp_path / "load.csv")[1].load.tolist() == [[[1, 2, 3], [4, 5, 6]]]
+    assert load_in(write(tmp_path / "load.json", "[[1, 2], [3, 4]]"))[1].load.tolist() == [[[1, 2], [3, 4]]]
+    with pytest.raises(ValueError, match="no table of numbers"):
+        read_any(write(tmp_path / "bad.csv", "a,b\n1,2\n"), Hints())
+
+
+def test_adrs_history(tmp_path: Path) -> None:
+    history = [{"logical_expert_load": [[1, 2.5], [3, 4]]}, {"logical_expert_load": [[0, 0], [1, 1]], "extra": 1}]
+    name, trace = load_in(write(tmp_path / "expert-load.json", json.dumps({"load_history": history})))
+    assert (name, trace.load.tolist()) == ("adrs", [[[1, 2.5], [3, 4]], [[0, 0], [1, 1]]])
+    FORMATS["adrs"].write_load(tmp_path / "again.json", trace)
+    data = json.loads((tmp_path / "again.json").read_text())
+    assert [entry["logical_expert_load"] for entry in data["load_history"]] == trace.load.tolist()
+    history[1]["logical_expert_load"] = [[1, 2]]
+    with pytest.raises(ValueError, match=r"load_history\[1\] has shape \[1, 2\]; the first has \[2, 2\]"):
+        read_any(write(tmp_path / "bad.json", json.dumps({"load_history": history})), Hints())
+
+
+def test_forks_of_vllm(tmp_path: Path) -> None:
+    data = {"version": 2, "model_maps": {"DeepseekV3ForCausalLM": {"physical_to_logical_map": MAP_LP}}}
+    found = placement_in(write(tmp_path / "map.json", json.dumps(data)))
+    assert found.format == "vllm"
+    assert found.placement and found.placement.model == "DeepseekV3ForCausalLM"
+    FORMATS["vllm"].write_placement(tmp_path / "again.json", found.placement)
+    assert json.loads((tmp_path / "again.json").read_text()) == data
+
+
+# ---- what all formats have in common -----------------------------------------------------------------------------
+
+PLACEMENTS = [(name, entry) for name, entry in FORMATS.items() if entry.write_placement]
+LOADS = [(name, entry) for name, entry in FORMATS.items() if entry.write_load]
+
+
+@pytest.mark.parametrize(("name", "entry"), PLACEMENTS, ids=[name for name, _ in PLACEMENTS])
+def test_every_placement_comes_back(tmp_path: Path, name: str, entry: Any) -> None:
+    path = tmp_path / ("p.npy" if name in ("npy", "omniinfer") else "p.yaml" if name == "trtllm" else "p.json")
+    file = flat([[[0, 1], [0, 2]], [[1, 2], [0, 2]]])
+    entry.write_placement(path, file)
+    found = read_any(path, TWO, kind="placement" if name == "npy" else "")
+    assert found.format == name
+    assert found.placement and found.placement.placement.checksum() == file.placement.checksum()
+
+
+@pytest.mark.parametrize(("name", "entry"), LOADS, ids=[name for name, _ in LOADS])
+def test_every_load_comes_back(tmp_path: Path, name: str, entry: Any) -> None:
+    path = tmp_path / {"npy": "l.npy", "sglang": "l.pt", "vllm-ascend": "l.pt", "moesaic": "l.jsonl"}.get(
+        name, "l.json"
+    )
+    trace = make_trace([[[1, 2, 3], [4, 5, 6]]])
+    entry.write_load(path, trace)
+    found, back = load_in(path)
+    assert found == name
+    assert back.load.tolist() == trace.load.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name, _ in PLACEMENTS if name != "moesaic"])
+def test_shares_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    share = np.array([[[0.8, 1], [1, 0.2]]], dtype=np.float32)
+    file = describe(Placement(0, 3, np.array(MAP_LGS[:1], dtype=np.int32), share, (True, True)))
+    with pytest.raises(ValueError, match=r"rank 0 takes 0.800 of expert 0; .*--flat"):
+        FORMATS[name].write_placement(tmp_path / "x", file)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["sglang", "trtllm", "vllm-ascend", "vllm"])
+def test_unused_slots_and_dead_ranks_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="slot 1 of rank 1 in layer 0 holds no expert"):
+        FORMATS[name].write_placement(tmp_path / "x", flat([[[0, 1], [2, -1]]], (0,)))
+    ids = np.array([[[0, 1], [-1, -1]]], dtype=np.int32)
+    dead = describe(Placement(0, 2, ids, (ids >= 0).astype(np.float32), (True, False)))
+    with pytest.raises(ValueError, match="rank 1 is not alive"):
+        FORMATS[name].write_placement(tmp_path / "x", dead)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("x.json", b"{", "x.json"),
+        ("x.json", b'{"what": 1}', "of no known format; the formats are moesaic, sglang"),
+        ("x.json", b'{"logical_count": [[1, -2]]}', "is -2"),
+        ("x.json", b'{"logical_count": [[1, NaN]]}', "nan"),
+        ("x.json", b'{"logical_count": [[1, 2], [3]]}', "differ in length"),
+        ("x.json", b'{"logical_count": [[1, "a"]]}', "no number"),
+        ("x.json", b'{"logical_count": [[0, 0]]}', "no layer received any token"),
+        ("x.json", b'{"logical_count": {"a": [1]}}', "layer numbers"),
+        ("x.json", b'{"logical_count": 3}', "shape"),
+        ("x.json", b'{"physical_to_logical_map": [[0, 1, 1, 3]]}', "expert(s) have no slot"),
+        ("x.json", b'{"physical_to_logical_map": [[0, "x"]]}', "physical_to_logical_map"),
+        ("x.json", b'{"physical_to_logical_map": []}', "shape"),
+        ("x.json", b'{"load_history": []}', "load_history is empty"),
+        ("x.yaml", b"a: [1\n", "x.yaml"),
+        ("x.yaml", b"initial_global_assignments: 3\n", "initial_global_assignments"),
+        ("x.yaml", b"initial_global_assignments: {3: [0, a]}\n", "x.yaml"),
+        ("x.npy", b"\x93NUMPY\x01\x00junk", "no readable .npy"),
+        ("x.npz", b"PK\x03\x04junk", "cut off or damaged"),
+        ("x.pt", b"junk", "no readable torch file"),
+        ("x.bin", b"\x00\x01", "no JSON, YAML"),
+        ("x.json", b"", "is empty"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(ValueError) as caught:
+        read_any(path, TWO)
+    assert message in str(caught.value)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+_VALUES = (b"NaN", b"-1", b"1e999", b"null", b"{}", b"[]", b'"x"', b"9" * 20, b"true", b"0.5", b"]", b"}")
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """One to three changes: a byte, a gap, the end cut off, or another value in place of one."""
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(data) + 1)
+        values = list(re.finditer(rb'-?\d+(\.\d+)?|"[^"]*"|\[[^\[\]]*\]', data))
+        kind = rng.randrange(4)
+        if kind == 0:
+            data = data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+        elif kind == 1:
+            data = data[:at] + data[at + rng.randint(1, 30) :]
+        elif kind == 2 or not values:
+            data = data[:at]
+        else:
+            value = rng.choice(values)
+            data = data[: value.start()] + rng.choice(_VALUES) + data[value.end() :]
+    return data
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_files_are_read_or_refused_in_one_line(tmp_path: Path, seed: int) -> None:
+    """Never another exception, never a message without the file's name."""
+    rng = random.Random(seed)
+    whole: dict[str, bytes] = {}
+    trace = make_trace([[[1, 2, 3], [4, 5, 6]]])
+    for name, suffix in (
+        ("moesaic", "jsonl"),
+        ("moesaic", "npz"),
+        ("sglang", "json"),
+        ("adrs", "json"),
+        ("npy", "npy"),
+    ):
+        FORMATS[name].write_load(tmp_path / f"l.{suffix}", trace)
+        whole[f"{name}_load.{suffix}"] = (tmp_path / f"l.{suffix}").read_bytes()
+    for name, suffix in (
+        ("moesaic", "json"),
+        ("sglang", "pt"),
+        ("trtllm", "yaml"),
+        ("vllm-ascend", "json"),
+        ("omniinfer", "npy"),
+    ):
+        FORMATS[name].write_placement(tmp_path / f"p.{suffix}", flat())
+        whole[f"{name}_placement.{suffix}"] = (tmp_path / f"p.{suffix}").read_bytes()
+    for _ in range(150):
+        name = rng.choice(sorted(whole))
+        (tmp_path / name).write_bytes(damaged(whole[name], rng))
+        try:
+            read_any(tmp_path / name, TWO)
+        except ValueError as error:
+            assert name in str(error)
+            assert "\n" not in str(error)
+
+
+def test_a_trace_where_a_placement_is_needed(tmp_path: Path) -> None:
+    load = write(tmp_path / "load.json", '{"logical_count": [[1, 2]]}')
+    FORMATS["moesaic"].write_placement(tmp_path / "p.json", describe(linear_placement(1, 2, 2)))
+    with pytest.raises(ValueError, match="is a trace of loads"):
+        read_any_placement(load, Hints())
+    with pytest.raises(ValueError, match="is a placement"):
+        read_any_trace(tmp_path / "p.json", Hints())
+    with pytest.raises(ValueError, match="without what trtllm has"):
+        read_any(load, Hints(), format="trtllm")
+
+
+def test_layers_can_be_chosen(tmp_path: Path) -> None:
+    path = write(tmp_path / "load.json", '{"logical_count": [[1, 2], [3, 4], [5, 6]]}')
+    _, trace = load_in(path, Hints(layers=(1, 2), model="m", ranks=8))
+    assert (trace.load.tolist(), trace.layer_ids, trace.meta.model, trace.meta.ranks) == (
+        [[[3, 4], [5, 6]]],
+        (1, 2),
+        "m",
+        8,
+    )
+    with pytest.raises(ValueError, match="no layer 9; its layers are 0 to 2"):
+        read_any(path, Hints(layers=(1, 9)))

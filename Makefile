@@ -6,13 +6,13 @@ STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 REAL   := $(VENV)/real-weights
 
-.PHONY: serve chat test test-all real check format bench clean
+.PHONY: serve chat test test-all real check format bench native clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch comes first and pinned: a range would resolve to a CUDA build of several gigabytes.
-$(STAMP): pyproject.toml constraints-cpu.txt | $(BIN)/python
+$(STAMP): pyproject.toml constraints-cpu.txt $(wildcard native/src/*) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt --editable .
 	touch $@
@@ -52,5 +52,9 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/bench_overhead.py
 	$(BIN)/python benchmarks/bench_throughput.py
 
+# After a change in native/src (installing builds it as well).
+native: $(DEV)
+	$(BIN)/python -c 'import setuptools; setuptools.setup()' --quiet build_ext --inplace
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info native/_kernels*

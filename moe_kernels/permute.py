@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def permute_some(
     num_tokens, top_k = slot_TK.shape
     # 0: below this rank's slots, 1 to S: its own, S + 1: above. So own pairs lie together when sorted.
     key_N = (slot_TK - (first_slot - 1)).clamp_(0, num_slots + 1).flatten()
-    pair_N = key_N.argsort(stable=True)
+    pair_N = _order(key_N)
     counts = torch.bincount(key_N, minlength=num_slots + 2)
     num_below, num_above = counts[:: num_slots + 1].tolist()
     pair_R = pair_N[num_below : pair_N.shape[0] - num_above]
@@ -58,6 +59,14 @@ def permute_some(
     x_RD = x_TD.index_select(0, pair_R.div(top_k, rounding_mode="floor"))
     rows_S = counts[1 : num_slots + 1].to(torch.int32)
     return ExpertBatch(Layout.RAGGED, x_RD, rows_S), Bags(row_P, weight_P, starts_T)
+
+
+def _order(key_N: Tensor) -> Tensor:
+    """Stable argsort of int64 keys from 0 to 32767."""
+    if key_N.device.type != "cpu":
+        return key_N.argsort(stable=True)
+    # numpy counts 16-bit keys instead of comparing them: a tenth of the time for the thousands of a prefill.
+    return torch.from_numpy(key_N.numpy().astype(np.int16).argsort(kind="stable"))
 
 
 def sum_rows(y_RD: Tensor, bags: Bags) -> Tensor:

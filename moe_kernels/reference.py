@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.layout import ExpertBatch, Layout
+from moe_kernels.quant import BLOCK, dequantize_rows, quantize_rows
 
 
 def softmax_topk(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -110,4 +111,30 @@ def experts(batch: ExpertBatch, gate_up_S2FD: Tensor, down_SDF: Tensor) -> Tenso
         first = start if batch.layout is Layout.RAGGED else 0
         out[first : first + rows] = expert(x[first : first + rows], gate_up_S2FD[slot], down_SDF[slot])
         start += rows
+    return y
+
+
+def dequantize_blocks(value_SOI: Tensor, scale: Tensor) -> Tensor:
+    """float8_e4m3fn [S, O, I], one scale for 128 x 128 numbers, float32 [S, ceil(O / 128), ceil(I / 128)] -> float32."""
+    num_outputs, num_inputs = value_SOI.shape[1:]
+    scale_SOI = scale.repeat_interleave(BLOCK, 1)[:, :num_outputs].repeat_interleave(BLOCK, 2)[..., :num_inputs]
+    return value_SOI.float() * scale_SOI
+
+
+def experts_fp8(
+    batch: ExpertBatch, gate_up_S2FD: Tensor, gate_up_scale: Tensor, down_SDF: Tensor, down_scale: Tensor
+) -> Tensor:
+    """As `experts`, with weights in FP8: bfloat16. Rows that are not in FP8 and what stands between the two products are
+    rounded to it. gate_up_scale [S, 2 * ceil(F / 128), ceil(D / 128)]: the blocks of gate, then those of up."""
+    x, scale = quantize_rows(batch.x.flatten(0, -2)) if batch.scale is None else (batch.x, batch.scale)
+    plain = ExpertBatch(batch.layout, dequantize_rows(x, scale, torch.float32).view(batch.x.shape), batch.rows_S)
+    halves = zip(gate_up_S2FD.chunk(2, 1), gate_up_scale.chunk(2, 1), strict=True)
+    gate_SFD, up_SFD = (dequantize_blocks(value, scale) for value, scale in halves)
+    down = dequantize_blocks(down_SDF, down_scale)
+    y = torch.zeros(batch.x.shape, dtype=torch.bfloat16)
+    starts_S = batch.rows_S.cumsum(0) - batch.rows_S
+    for slot, (start, rows) in enumerate(zip(starts_S.tolist(), batch.rows_S.tolist(), strict=True)):
+        here = slice(start, start + rows) if batch.layout is Layout.RAGGED else (slot, slice(rows))
+        hidden = silu_mul(F.linear(plain.x[here], torch.cat((gate_SFD[slot], up_SFD[slot]))))
+        y[here] = F.linear(dequantize_rows(*quantize_rows(hidden), torch.float32), down[slot]).to(torch.bfloat16)
     return y

@@ -9,12 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from native import rows
+from native.linear import linear
+
+
+def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """[T, D] x [E, D] -> [T, E], in x's dtype."""
+    return linear(x_TD, weight_ED)
+
 
 def softmax_topk(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """logits [T, E] of any float dtype -> (expert int64 [T, K], weight float32 [T, K]).
 
     Probabilities are taken over all experts, in float32; renormalize: the weights of a token sum to 1.
     """
+    if rows.can_run(logits_TE):
+        return rows.softmax_topk(logits_TE, top_k, renormalize)
     if renormalize:
         # The probabilities of the chosen ones, made to sum to 1, are a softmax over the chosen ones alone.
         top_TK, expert_TK = logits_TE.topk(top_k, sorted=False)
@@ -49,6 +59,8 @@ def grouped_sigmoid_topk(
 ) -> tuple[Tensor, Tensor]:
     """DeepSeek-V3: sigmoid scores of float32 logits; the bias (float32 [E]) takes part in the choice only; a group's
     score is the sum of its two best biased scores. num_groups 1: no groups."""
+    if logits_TE.dtype is torch.float32 and rows.can_run(logits_TE):
+        return rows.grouped_sigmoid_topk(logits_TE, bias_E, top_k, num_groups, topk_groups, renormalize, scale)
     score_TE = logits_TE.sigmoid()
     biased_TE = score_TE + bias_E
     if topk_groups < num_groups:

@@ -1,0 +1,145 @@
+"""Experts in the native kernels (native/src/experts.h): weights packed into panels, everything in one call.
+
+Legend: S slots, D hidden size, F expert width, B bytes of a slot, T tokens, R rows, C rows per padded slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
+from moe_kernels.matrix import SCALE_ROWS, ScaledMatrix, WeightFormat, dequantize, quantize
+from moe_kernels.panels import unpack_slot
+from moe_kernels.quant import dequantize_rows
+from native import Isa, function, isa
+
+_X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_FORMATS = {WeightFormat.PLAIN: 0, WeightFormat.FP8: 1, WeightFormat.INT8: 2}
+
+
+_FIELDS = (
+    "x_type", "format", "num_slots", "hidden", "width", "up_panels", "down_panels", "up_depth", "down_depth", "up_bytes",
+    "down_bytes", "slot_bytes", "hidden_stride",
+)  # fmt: skip
+
+
+class _Shape(ctypes.Structure):
+    """ExpertShape of experts.h."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in _FIELDS)
+
+    slot_bytes: int
+    up_depth: int
+
+
+_SHAPE, _POINTER, _NUMBER, _INT = ctypes.POINTER(_Shape), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_experts_shape = function("experts_shape", _SHAPE)
+_experts_pack = function("experts_pack", _SHAPE, *[_POINTER] * 7, _NUMBER, _INT)
+_experts_rows = function("experts_rows", _SHAPE, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER, _INT)
+_experts_tokens = function("experts_tokens", _SHAPE, *[_POINTER] * 4, _NUMBER, _NUMBER, _NUMBER, _POINTER, _INT, _INT)
+_use_large_pages = function("native_use_large_pages", _POINTER, _NUMBER)
+_touch = function("native_touch", _POINTER, _POINTER, _POINTER)
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether experts of such rows can run here."""
+    return device.type == "cpu" and dtype in _X_TYPES and isa() > Isa.NONE
+
+
+class PackedExperts:
+    """The experts of S slots, uninitialised. packed_SB: uint8, a slot's bytes are all of its expert.
+
+    Implements moe_kernels.weights.ExpertWeights.
+    """
+
+    def __init__(self, num_slots: int, hidden: int, width: int, dtype: torch.dtype, form: WeightFormat) -> None:
+        self.num_slots, self.dtype, self.format = num_slots, dtype, form
+        self._hidden, self._width = hidden, width
+        self._shape = _Shape(_X_TYPES[dtype], _FORMATS[form], num_slots, hidden, width)
+        _experts_shape(self._shape)
+        self.packed_SB = torch.empty(num_slots, self._shape.slot_bytes, dtype=torch.uint8)
+        self._num_touched = 0
+        _use_large_pages(self.packed_SB.data_ptr(), self.packed_SB.numel())
+
+    def storage(self, slot: int) -> tuple[Tensor, ...]:
+        return (self.packed_SB[slot],)
+
+    def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        matrices = (gate_FD, up_FD, down_DF)
+        if self.format is not WeightFormat.PLAIN:
+            self._pack_scaled(slot, [quantize(matrix, self.format) for matrix in matrices])
+            return
+        matrices_now = [matrix.to(self.dtype).contiguous() for matrix in matrices]
+        self._pack(slot, [matrix.data_ptr() for matrix in matrices_now], [None, None, None], 1)
+
+    def fill_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
+        matrices = (gate_FD, up_FD, down_DF)
+        if self.format is not gate_FD.format:
+            self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in matrices))
+            return
+        self._pack_scaled(slot, list(matrices))
+
+    def clear(self, slot: int) -> None:
+        self._bring_in(slot)
+        self.packed_SB[slot].zero_()
+
+    def read(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        return unpack_slot(self.packed_SB[slot], self._hidden, self._width, self.dtype, self.format)
+
+    def run_rows(self, batch: ExpertBatch) -> Tensor:
+        padded = batch.layout is Layout.PADDED
+        x_now = batch.x if batch.scale is None else dequantize_rows(batch.x, batch.scale, self.dtype)
+        x = self._rows(x_now)
+        y = x_now.new_empty(x_now.shape)
+        rows_S = batch.rows_S
+        assert rows_S.dtype is torch.int32 and rows_S.is_contiguous() and rows_S.shape[0] == self.num_slots
+        _experts_rows(
+            self._shape, self.packed_SB.data_ptr(), x.data_ptr(), rows_S.data_ptr(), batch.x.shape[1] if padded else 0,
+            y.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return y
+
+    def run_tokens(self, batch: TokenBatch) -> Tensor:
+        x_TD = self._rows(batch.x_TD)
+        slot_TK, weight_TK = batch.slot_TK.contiguous(), batch.weight_TK.contiguous()
+        assert slot_TK.dtype is torch.int64 and weight_TK.dtype is torch.float32 and slot_TK.shape == weight_TK.shape
+        assert batch.sum_dtype in (torch.float32, self.dtype)
+        num_tokens, top_k = slot_TK.shape
+        assert x_TD.shape[0] == num_tokens
+        y_TD = torch.empty(num_tokens, self._hidden, dtype=batch.sum_dtype)
+        _experts_tokens(
+            self._shape, self.packed_SB.data_ptr(), x_TD.data_ptr(), slot_TK.data_ptr(), weight_TK.data_ptr(),
+            batch.first_slot, num_tokens, top_k, y_TD.data_ptr(), _X_TYPES[batch.sum_dtype], torch.get_num_threads(),
+        )  # fmt: skip
+        return y_TD
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """x as the kernels read it: contiguous, an even number of columns where they take pairs."""
+        assert x.dtype is self.dtype and x.shape[-1] == self._hidden
+        return x.contiguous() if self._shape.up_depth == self._hidden else F.pad(x, (0, 1))
+
+    def _pack_scaled(self, slot: int, matrices: list[ScaledMatrix]) -> None:
+        weights = [matrix.weight_OI.contiguous() for matrix in matrices]
+        scales = [matrix.scale.float().contiguous() for matrix in matrices]
+        self._pack(
+            slot,
+            [weight.data_ptr() for weight in weights],
+            [scale.data_ptr() for scale in scales],
+            SCALE_ROWS[self.format],
+        )
+
+    def _pack(self, slot: int, matrices: list[int], scales: list[int] | list[None], scale_rows: int) -> None:
+        start = self._bring_in(slot)
+        _experts_pack(self._shape, start, *matrices, *scales, scale_rows, torch.get_num_threads())
+
+    def _bring_in(self, slot: int) -> int:
+        """Where the slot's bytes begin. When slots are written in order for the first time, their memory is brought in."""
+        start = self.packed_SB[slot].data_ptr()
+        if slot == self._num_touched:
+            _touch(start, start + self._shape.slot_bytes, self.packed_SB.data_ptr() + self.packed_SB.numel())
+            self._num_touched += 1
+        return start

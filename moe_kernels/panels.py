@@ -1,0 +1,63 @@
+"""The packed form of an expert (native/src/experts.h), read back in torch: what the native packing must have written.
+
+Legend: P panels, N pairs (k, k + 1) of inputs, J groups of 16 columns, C columns of a group, D hidden size, F expert width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_kernels.matrix import DTYPES, WeightFormat
+from moe_kernels.quant import BLOCK
+
+PANEL = 64
+GROUP = 16
+
+
+def unpack_slot(
+    packed_B: Tensor, hidden: int, width: int, dtype: torch.dtype, form: WeightFormat
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gate [F, D], up [F, D], down [D, F]) in dtype, of one slot's bytes."""
+    up_panels, down_panels = -(-width // (PANEL // 2)), -(-hidden // PANEL)
+    up_bytes, down_bytes = (_panel_bytes(depth, dtype, form) for depth in (hidden, width))
+    split = up_panels * up_bytes
+    columns = _columns(packed_B[:split].view(up_panels, up_bytes), hidden, dtype, form)
+    gate_up = columns.view(up_panels, 2, 2, GROUP, -1).transpose(1, 2).transpose(0, 1).reshape(2, up_panels * 32, -1)
+    down = _columns(packed_B[split : split + down_panels * down_bytes].view(down_panels, -1), width, dtype, form)
+    return gate_up[0, :width, :hidden], gate_up[1, :width, :hidden], down[:hidden, :width]
+
+
+def _panel_bytes(depth: int, dtype: torch.dtype, form: WeightFormat) -> int:
+    if form is not WeightFormat.PLAIN:
+        return -(-depth // BLOCK) * PANEL * 4 + (depth + depth % 2) * PANEL
+    return (depth + (depth % 2 if dtype is torch.bfloat16 else 0)) * PANEL * dtype.itemsize
+
+
+def _columns(panels_PB: Tensor, depth: int, dtype: torch.dtype, form: WeightFormat) -> Tensor:
+    """[P * 64, depth (made even)] in dtype: the panels' columns, one after another."""
+    num_panels = panels_PB.shape[0]
+    if form is WeightFormat.PLAIN:
+        numbers = panels_PB.contiguous().view(dtype).view(num_panels, -1, PANEL, 2 if dtype is torch.bfloat16 else 1)
+        return numbers.permute(0, 2, 1, 3).reshape(num_panels * PANEL, -1)
+    blocks = []
+    at = 0
+    for first in range(0, depth, BLOCK):
+        size = min(BLOCK, depth - first)
+        size += size % 2
+        scale = panels_PB[:, at : at + PANEL * 4].contiguous().view(torch.float32).view(num_panels, PANEL, 1)
+        at += PANEL * 4
+        # Of each pair: 2 halves x 4 lanes x 2 registers x 4 columns x (k, k + 1).
+        numbers = panels_PB[:, at : at + size * PANEL].reshape(num_panels, size // 2, 2, 4, 2, 4, 2)
+        at += size * PANEL
+        bytes_ = numbers.permute(0, 2, 4, 3, 5, 1, 6).reshape(num_panels, PANEL, size)
+        blocks.append(_numbers(bytes_, form) * scale)
+    return torch.cat(blocks, 2).reshape(num_panels * PANEL, -1).to(dtype)
+
+
+def _numbers(bytes_: Tensor, form: WeightFormat) -> Tensor:
+    """8-bit weights as float32. INT8 is kept as sign and magnitude."""
+    if form is WeightFormat.FP8:
+        return bytes_.contiguous().view(DTYPES[form]).float()
+    magnitude = (bytes_ & 0x7F).float()
+    return torch.where(bytes_ >= 0x80, -magnitude, magnitude)

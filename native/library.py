@@ -1,0 +1,77 @@
+"""The shared library of CPU kernels, opened once per process.
+
+It is linked without an OpenMP runtime and takes the one that torch brings: two of them in one process would have twice the
+threads, spinning against each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+_RUNTIMES = ("libgomp", "libiomp5", "libomp")  # they offer the same entry points
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    library: ctypes.CDLL | None
+    why_absent: str
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None: then the torch reference does everything."""
+    return _open().library
+
+
+def why_absent() -> str:
+    """One line; empty when the library is there."""
+    return _open().why_absent
+
+
+def function(name: str, *argument_types: type) -> Callable[..., None]:
+    """A kernel that returns nothing, by its name in the library. It may be called only where `isa()` is not NONE."""
+    kernels = library()
+    if kernels is None:
+        return _absent
+    try:
+        found = kernels[name]
+    except AttributeError:
+        raise ImportError(f"{kernels._name}: no {name}: it is older than the code; run `make native`") from None
+    found.argtypes, found.restype = argument_types, None
+    return found
+
+
+def _absent(*_arguments: object) -> None:
+    raise AssertionError(why_absent())
+
+
+@functools.cache
+def _open() -> _Opened:
+    found = sorted(Path(__file__).parent.glob("_kernels*.so"))
+    if not found:
+        return _Opened(None, "the native kernels were not built: no C++ compiler was found when this was installed")
+    try:
+        runtime = openmp_runtime()
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        return _Opened(ctypes.CDLL(str(found[0])), "")
+    except OSError as error:
+        return _Opened(None, f"the native kernels cannot be loaded: {error}")
+
+
+def openmp_runtime() -> str:
+    """The one this process has already, else torch's own, else the system's."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        name = line.rpartition("/")[2]
+        if name.startswith(_RUNTIMES):
+            return line[line.index("/") :]
+    torch = importlib.util.find_spec("torch")
+    for place in (torch.submodule_search_locations or ()) if torch is not None else ():
+        for folder in (Path(place) / "lib", Path(place).parent / "torch.libs"):
+            for name in _RUNTIMES:
+                for path in sorted(folder.glob(f"{name}*.so*")):
+                    return str(path)
+    return "libgomp.so.1"

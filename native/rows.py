@@ -1,0 +1,185 @@
+"""Small operations on the rows of a step in native kernels (native/src/rows.h), each in one pass.
+
+The caller asks `can_run` first. Legend: T tokens, D hidden size, F width, H query heads, Hkv key/value heads, Dh head size,
+E experts, K chosen, R rows of the cache; N, P, C, X widths of MLA (mla/protocol.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from native.features import Isa, isa
+from native.library import function
+
+_X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_POINTER, _NUMBER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+class _HeadsCall(ctypes.Structure):
+    """HeadsCall of rows.h."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("x_type", "num_heads", "num_kv_heads", "dim")),
+        *((name, _POINTER) for name in ("norm", "x", "cos", "sin", "slots", "k_cache", "v_cache")),
+        ("k_stride", _NUMBER),
+        ("v_stride", _NUMBER),
+        ("eps", _FLOAT),
+    )
+
+
+class _LatentCall(ctypes.Structure):
+    """LatentCall of rows.h."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("x_type", "num_heads", "nope_dim", "rope_dim", "latent_dim")),
+        ("q", _POINTER),
+        ("q_stride", _NUMBER),
+        ("latent", _POINTER),
+        ("latent_stride", _NUMBER),
+        *((name, _POINTER) for name in ("norm", "cos", "sin", "slots", "cache")),
+        ("cache_stride", _NUMBER),
+        ("eps", _FLOAT),
+    )
+
+
+class _GroupedCall(ctypes.Structure):
+    """GroupedCall of rows.h."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("experts", "groups", "kept", "k")),
+        *((name, _POINTER) for name in ("logits", "bias", "index", "weight")),
+        ("renormalize", _NUMBER),
+        ("scale", _FLOAT),
+    )
+
+
+_rows_norm = function(
+    "rows_norm", _INT, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _FLOAT, _INT
+)
+_rows_heads = function("rows_heads", ctypes.POINTER(_HeadsCall), _NUMBER, _INT)
+_rows_latent = function("rows_latent", ctypes.POINTER(_LatentCall), _NUMBER, _INT)
+_rows_silu_mul = function("rows_silu_mul", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_softmax_topk = function(
+    "rows_softmax_topk", _INT, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT, _POINTER, _POINTER, _INT
+)
+
+_rows_grouped_topk = function("rows_grouped_topk", ctypes.POINTER(_GroupedCall), _NUMBER, _INT)
+
+
+def can_run(x: Tensor) -> bool:
+    """Whether these operations run on such a tensor here."""
+    return x.dtype in _X_TYPES and x.device.type == "cpu" and isa() > Isa.NONE
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x), rounded, times weight: [T, D]. Rows of x may be apart."""
+    assert x_TD.stride(1) == 1
+    return _norm(None, x_TD, weight_D, eps)
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Adds x to residual in place, and returns the `rms_norm` of the sum."""
+    assert residual_TD.is_contiguous() and x_TD.shape == residual_TD.shape and x_TD.dtype is residual_TD.dtype
+    return _norm(x_TD.contiguous(), residual_TD, weight_D, eps)
+
+
+def _norm(x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    num_rows, size = residual_TD.shape
+    assert weight_D.dtype is residual_TD.dtype and weight_D.shape == (size,)
+    y_TD = residual_TD.new_empty(num_rows, size)
+    _rows_norm(
+        _X_TYPES[y_TD.dtype], None if x_TD is None else x_TD.data_ptr(), residual_TD.data_ptr(), residual_TD.stride(0),
+        weight_D.data_ptr(), y_TD.data_ptr(), num_rows, size, eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return y_TD
+
+
+def place_heads(
+    qkv_THD: Tensor, num_heads: int, norm_HD: Tensor | None, eps: float, rope: tuple[Tensor, Tensor],
+    k_cache: Tensor, v_cache: Tensor, slots_T: Tensor,
+) -> None:  # fmt: skip
+    """Norm and rotate queries and keys, and store keys and values. Queries are changed in place.
+
+    qkv [T, H + 2 Hkv, Dh] contiguous; norm [H + Hkv, Dh] or None; rope: what layers.rope.Rope gives; caches [R, Hkv, Dh];
+    slots int64 [T].
+    """
+    cos, sin = rope
+    num_rows, all_heads, dim = qkv_THD.shape
+    num_kv_heads = (all_heads - num_heads) // 2
+    assert qkv_THD.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and slots_T.is_contiguous()
+    assert cos.numel() == sin.numel() == num_rows * dim and cos.dtype is sin.dtype is k_cache.dtype is qkv_THD.dtype
+    call = _HeadsCall(
+        _X_TYPES[qkv_THD.dtype], num_heads, num_kv_heads, dim, None if norm_HD is None else norm_HD.data_ptr(),
+        qkv_THD.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+        k_cache.stride(0), v_cache.stride(0), eps,
+    )  # fmt: skip
+    _rows_heads(ctypes.byref(call), num_rows, torch.get_num_threads())
+
+
+def place_latent(
+    q_THK: Tensor, latent_TX: Tensor, norm_C: Tensor, eps: float, rope: tuple[Tensor, Tensor], cache_RX: Tensor,
+    slots_T: Tensor,
+) -> None:  # fmt: skip
+    """MLA: store the normed latent and the rotated key, and rotate the last part of every query in place.
+
+    q [T, H, N + P], each row contiguous; latent [T, C + P]; norm [C]; rope: what layers.rope.Rope gives, P wide; cache
+    [R, C + P]; slots int64 [T]. Rows of q and latent may be apart.
+    """
+    cos, sin = rope
+    num_rows, num_heads, key_dim = q_THK.shape
+    latent_dim = norm_C.shape[0]
+    rope_dim = latent_TX.shape[1] - latent_dim
+    assert q_THK.stride(2) == latent_TX.stride(1) == cache_RX.stride(1) == 1 and q_THK.stride(1) == key_dim
+    assert cos.is_contiguous() and sin.is_contiguous() and slots_T.is_contiguous()
+    assert cos.numel() == sin.numel() == num_rows * rope_dim
+    assert cos.dtype is sin.dtype is cache_RX.dtype is q_THK.dtype is latent_TX.dtype
+    call = _LatentCall(
+        _X_TYPES[q_THK.dtype], num_heads, key_dim - rope_dim, rope_dim, latent_dim, q_THK.data_ptr(), q_THK.stride(0),
+        latent_TX.data_ptr(), latent_TX.stride(0), norm_C.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots_T.data_ptr(),
+        cache_RX.data_ptr(), cache_RX.stride(0), eps,
+    )  # fmt: skip
+    _rows_latent(ctypes.byref(call), num_rows, torch.get_num_threads())
+
+
+def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    """silu(first half), rounded, times second half: [T, F]."""
+    gate_up_T2F = gate_up_T2F.contiguous()
+    num_rows, both = gate_up_T2F.shape
+    y_TF = gate_up_T2F.new_empty(num_rows, both // 2)
+    _rows_silu_mul(
+        _X_TYPES[y_TF.dtype], gate_up_T2F.data_ptr(), y_TF.data_ptr(), num_rows, both // 2, torch.get_num_threads()
+    )
+    return y_TF
+
+
+def softmax_topk(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """(expert int64 [T, K], weight float32 [T, K]) in falling order; weights: a softmax over all experts, or over the chosen."""
+    logits_TE = logits_TE.contiguous()
+    num_rows, num_experts = logits_TE.shape
+    expert_TK = torch.empty((num_rows, top_k), dtype=torch.int64)
+    weight_TK = torch.empty((num_rows, top_k), dtype=torch.float32)
+    _rows_softmax_topk(
+        _X_TYPES[logits_TE.dtype], logits_TE.data_ptr(), num_rows, num_experts, top_k, renormalize,
+        expert_TK.data_ptr(), weight_TK.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return expert_TK, weight_TK
+
+
+def grouped_sigmoid_topk(
+    logits_TE: Tensor, bias_E: Tensor, top_k: int, num_groups: int, topk_groups: int, renormalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As moe_kernels.grouped_sigmoid_topk, of float32 logits: (expert int64 [T, K], weight float32 [T, K])."""
+    logits_TE, bias_E = logits_TE.contiguous(), bias_E.contiguous()
+    assert logits_TE.dtype is bias_E.dtype is torch.float32
+    num_rows, num_experts = logits_TE.shape
+    expert_TK = torch.empty((num_rows, top_k), dtype=torch.int64)
+    weight_TK = torch.empty((num_rows, top_k), dtype=torch.float32)
+    call = _GroupedCall(
+        num_experts, num_groups, topk_groups, top_k, logits_TE.data_ptr(), bias_E.data_ptr(), expert_TK.data_ptr(),
+        weight_TK.data_ptr(), renormalize, scale,
+    )  # fmt: skip
+    _rows_grouped_topk(ctypes.byref(call), num_rows, torch.get_num_threads())
+    return expert_TK, weight_TK

@@ -1,0 +1,238 @@
+// Paged attention of single queries: chunks of keys shared among threads, arithmetic by instruction set (attention.h).
+#include "attention.h"
+
+#include <math.h>
+#include <omp.h>
+#include <string.h>
+
+#include "scratch.h"
+
+static const AttentionOps *ops_for(int64_t x_type) {
+#if defined(__x86_64__)
+  int isa = native_isa();
+  switch (isa ? isa : native_best_isa()) {
+    case ISA_AVX512_BF16: return x_type == ATTENTION_BF16 ? attention_avx512_bf16 : attention_avx512[x_type];
+    case ISA_AVX512: return attention_avx512[x_type];
+    case ISA_AVX2: return attention_avx2[x_type];
+  }
+#endif
+  (void)x_type;
+  return nullptr;
+}
+
+namespace {
+
+struct Item {
+  int32_t sequence, chunk, first_head, heads;
+};
+
+struct Job {
+  const AttentionShape *s;
+  const AttentionOps *ops;
+  const uint8_t *q, *keys, *values;
+  int64_t q_stride;
+  float scale;
+  uint8_t *out;
+  int64_t item_bytes, longest_chunk;
+  Item *items;
+  int64_t num_items;
+  int64_t *first_part;  // of each sequence: its first chunk among the parts, -1 if it has but one
+  float *parts;         // [chunk of a long sequence, head]: acc [value_dim], largest, sum
+  uint8_t *work;        // for each thread
+  int64_t work_bytes;
+
+  int64_t group() const { return s->num_heads / s->num_kv_heads; }
+  int64_t part_size() const { return s->value_dim + 2; }
+  int64_t p_stride() const { return longest_chunk + 2; }
+
+  void run(const Item &item, const Item *next, int thread) const {
+    int64_t chunk = chunk_of(s->lens[item.sequence]), start = item.chunk * chunk;
+    int64_t left = s->lens[item.sequence] - start, n = left < chunk ? left : chunk;
+    uint8_t *at = work + thread * work_bytes;
+    const uint8_t **rows = (const uint8_t **)at;
+    float *scores = (float *)(at + sizeof(uint8_t *) * 2 * longest_chunk), *acc = scores + s->num_heads * longest_chunk;
+    uint8_t *p = (uint8_t *)(acc + s->num_heads * s->value_dim);
+    const uint8_t **value_rows = rows + longest_chunk;
+    const int64_t *blocks = s->table + item.sequence * s->table_stride;
+    int64_t first_kv = item.first_head / group(), num_kv = (item.heads + group() - 1) / group();
+    int64_t per_kv = item.heads < group() ? item.heads : group();
+    for (int64_t i = 0; i < n;) {
+      int64_t inside = (start + i) % s->block_size, row = blocks[(start + i) / s->block_size] * s->block_size + inside;
+      for (; inside < s->block_size && i < n; inside++, row++, i++) {
+        rows[i] = keys + (row * s->key_stride + first_kv * s->key_dim) * item_bytes;
+        value_rows[i] = values + (row * s->value_stride + first_kv * s->value_dim) * item_bytes;
+      }
+    }
+    bring_nearer(value_rows, n, 0, num_kv * s->value_dim * item_bytes);
+    if (next) bring_block(*next);
+    const uint8_t *own_q = q + (item.sequence * q_stride + item.first_head * s->key_dim) * item_bytes;
+    const uint8_t *tile[KEY_TILE];
+    for (int64_t i = 0; i < n; i += KEY_TILE) {
+      int keys_here = n - i < KEY_TILE ? (int)(n - i) : (int)KEY_TILE;
+      for (int64_t kv = 0; kv < num_kv; kv++) {
+        for (int j = 0; j < keys_here; j++) tile[j] = rows[i + j] + kv * s->key_dim * item_bytes;
+        bring_nearer(rows + i + KEY_TILE, n - i - KEY_TILE, kv * s->key_dim * item_bytes, s->key_dim * item_bytes);
+        ops->scores(own_q + kv * group() * s->key_dim * item_bytes, s->key_dim, per_kv, tile, keys_here, s->key_dim, scale,
+                    scores + kv * group() * longest_chunk + i, longest_chunk);
+      }
+    }
+    Largest found[item.heads];
+    for (int64_t h = 0; h < item.heads; h++) found[h] = ops->softmax(scores + h * longest_chunk, n, p + h * p_stride() * item_bytes);
+    memset(acc, 0, item.heads * s->value_dim * sizeof(float));
+    for (int64_t i = 0; i < n; i += KEY_TILE) {
+      int keys_here = n - i < KEY_TILE ? (int)(n - i) : (int)KEY_TILE;
+      for (int64_t kv = 0; kv < num_kv; kv++) {
+        for (int j = 0; j < keys_here; j++) tile[j] = value_rows[i + j] + kv * s->value_dim * item_bytes;
+        bring_nearer(value_rows + i + KEY_TILE, n - i - KEY_TILE, kv * s->value_dim * item_bytes, s->value_dim * item_bytes);
+        ops->weigh(p + (kv * group() * p_stride() + i) * item_bytes, p_stride(), per_kv, tile, keys_here, s->value_dim,
+                   acc + kv * group() * s->value_dim);
+      }
+    }
+    int64_t part = first_part[item.sequence];
+    for (int64_t h = 0; h < item.heads; h++) {
+      const float *own = acc + h * s->value_dim;
+      int64_t head = item.first_head + h;
+      if (part < 0) {
+        ops->finish(own, s->value_dim, 1 / found[h].sum, out + (item.sequence * s->num_heads + head) * s->value_dim * item_bytes);
+        continue;
+      }
+      float *to = parts + ((part + item.chunk) * s->num_heads + head) * part_size();
+      memcpy(to, own, s->value_dim * sizeof(float));
+      to[s->value_dim] = found[h].largest, to[s->value_dim + 1] = found[h].sum;
+    }
+  }
+
+  // The part of the next tile that follows the one at hand: rows are too far apart for the hardware to guess.
+  static void bring_nearer(const uint8_t *const *row, int64_t n, int64_t at, int64_t bytes) {
+    for (int64_t j = 0; j < n && j < KEY_TILE; j++)
+      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row[j] + at + byte, 0, 2);
+  }
+
+  // The first keys of an item.
+  void bring_block(const Item &item) const {
+    int64_t block = s->table[item.sequence * s->table_stride + item.chunk * chunk_of(s->lens[item.sequence]) / s->block_size];
+    const uint8_t *start = keys + block * s->block_size * s->key_stride * item_bytes;
+    for (int64_t byte = 0; byte < 4096 && byte < s->block_size * s->key_stride * item_bytes; byte += 64) __builtin_prefetch(start + byte, 0, 2);
+  }
+
+  // Join the parts of one head of one sequence, in order, into the first of them.
+  void merge(int64_t sequence, int64_t head) const {
+    int64_t chunk = chunk_of(s->lens[sequence]), num = (s->lens[sequence] + chunk - 1) / chunk, dim = s->value_dim;
+    float *first = parts + (first_part[sequence] * s->num_heads + head) * part_size();
+    float largest = first[dim];
+    int64_t step = s->num_heads * part_size();
+    for (int64_t c = 1; c < num; c++) largest = fmaxf(largest, first[c * step + dim]);
+    float factor = expf(first[dim] - largest), sum = first[dim + 1] * factor;
+    for (int64_t j = 0; j < dim; j++) first[j] *= factor;
+    for (int64_t c = 1; c < num; c++) {
+      const float *more = first + c * step;
+      factor = expf(more[dim] - largest);
+      sum += more[dim + 1] * factor;
+      for (int64_t j = 0; j < dim; j++) first[j] += more[j] * factor;
+    }
+    ops->finish(first, dim, 1 / sum, out + (sequence * s->num_heads + head) * dim * item_bytes);
+  }
+
+  static int64_t chunk_of(int64_t len) { return CHUNK * ((len + CHUNK * MOST_CHUNKS - 1) / (CHUNK * MOST_CHUNKS)); }
+};
+
+int64_t up_to_64(int64_t n) { return (n + 63) / 64 * 64; }
+
+}  // namespace
+
+// out[b] = attention of query b over the keys of its sequence. q [B, heads, key_dim] with q_stride numbers from one b to the next;
+// keys, values: the caches; out [B, heads, value_dim].
+NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t q_stride, const void *keys, const void *values,
+                                 float scale, void *out, int threads) {
+  if (s->num_sequences == 0) return;
+  Job job = {};
+  job.s = s, job.ops = ops_for(s->x_type), job.q = (const uint8_t *)q, job.q_stride = q_stride, job.scale = scale;
+  job.keys = (const uint8_t *)keys, job.values = (const uint8_t *)values, job.out = (uint8_t *)out;
+  job.item_bytes = s->x_type == ATTENTION_F32 ? 4 : 2;
+  int64_t num_chunks = 0, num_parts = 0, all_keys = 0;
+  for (int64_t b = 0; b < s->num_sequences; b++) {
+    int64_t chunk = Job::chunk_of(s->lens[b]), chunks = (s->lens[b] + chunk - 1) / chunk;
+    num_chunks += chunks, all_keys += s->lens[b];
+    if (chunks > 1) num_parts += chunks;
+    if (chunk > job.longest_chunk) job.longest_chunk = chunk;
+  }
+  // A few heads at a time where there would be too little for all threads; below some size starting threads takes longer.
+  if (all_keys * (s->key_dim + s->value_dim) * s->num_heads < 65536) threads = 1;
+  int64_t unit = s->num_kv_heads > 1 ? job.group() : 4, units = (s->num_heads + unit - 1) / unit;
+  int64_t split = threads > 1 && num_chunks < 4 * threads ? (4 * threads + num_chunks - 1) / num_chunks : 1;
+  if (split > units) split = units;
+  if (s->num_kv_heads == 1 && split > threads) split = threads;  // each reads all keys
+  int64_t heads_each = (units + split - 1) / split * unit;
+  split = (s->num_heads + heads_each - 1) / heads_each;
+
+  int64_t rows_bytes = 2 * sizeof(uint8_t *) * job.longest_chunk, scores_bytes = s->num_heads * job.longest_chunk * 4;
+  job.work_bytes = up_to_64(rows_bytes + scores_bytes + s->num_heads * s->value_dim * 4 + s->num_heads * job.p_stride() * job.item_bytes);
+  int64_t items_at = up_to_64(threads * job.work_bytes), first_at = items_at + up_to_64(num_chunks * split * sizeof(Item));
+  int64_t parts_at = first_at + up_to_64(s->num_sequences * 8);
+  job.work = scratch(parts_at + num_parts * s->num_heads * job.part_size() * 4);
+  job.items = (Item *)(job.work + items_at), job.first_part = (int64_t *)(job.work + first_at), job.parts = (float *)(job.work + parts_at);
+  num_parts = 0;
+  for (int64_t b = 0; b < s->num_sequences; b++) {
+    int64_t chunk = Job::chunk_of(s->lens[b]), chunks = (s->lens[b] + chunk - 1) / chunk;
+    job.first_part[b] = chunks > 1 ? num_parts : -1;
+    if (chunks > 1) num_parts += chunks;
+    for (int64_t c = 0; c < chunks; c++)
+      for (int64_t head = 0; head < s->num_heads; head += heads_each) {
+        int64_t heads = s->num_heads - head < heads_each ? s->num_heads - head : heads_each;
+        job.items[job.num_items++] = {(int32_t)b, (int32_t)c, (int32_t)head, (int32_t)heads};
+      }
+  }
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < job.num_items; i++) job.run(job.items[i], i + 1 < job.num_items ? &job.items[i + 1] : nullptr, omp_get_thread_num());
+    if (num_parts) {
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < s->num_sequences * s->num_heads; i++)
+        if (job.first_part[i / s->num_heads] >= 0) job.merge(i / s->num_heads, i % s->num_heads);
+    }
+  }
+}
+
+// Queries into the latent's space: out[t, h] = [q_nope[t, h] w[h] | q_pe[t, h]]. q_nope [T, heads, nope] and q_pe [T, heads, rope], each
+// with numbers from one t and one head to the next; w [heads, nope, latent]; out [T, heads, latent + rope]. nope is even.
+NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_pe, const int64_t *q_strides, const void *w, void *out,
+                                 int64_t tokens, int64_t heads, int64_t nope, int64_t latent, int64_t rope, int threads) {
+  const AttentionOps *ops = ops_for(x_type);
+  int64_t item = x_type == ATTENTION_F32 ? 4 : 2, width = latent + rope, each = up_to_64(tokens * latent * 4 + nope * 8);
+  uint8_t *work = scratch(threads * each);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t h = 0; h < heads; h++) {
+    float *acc = (float *)(work + omp_get_thread_num() * each);
+    const uint8_t **row = (const uint8_t **)(acc + (tokens * latent + 1) / 2 * 2);
+    for (int64_t n = 0; n < nope; n++) row[n] = (const uint8_t *)w + (h * nope + n) * latent * item;
+    memset(acc, 0, tokens * latent * 4);
+    for (int64_t n = 0; n < nope; n += KEY_TILE)
+      ops->weigh((const uint8_t *)q_nope + (h * q_strides[1] + n) * item, q_strides[0], tokens, row + n,
+                 nope - n < KEY_TILE ? (int)(nope - n) : (int)KEY_TILE, latent, acc);
+    for (int64_t t = 0; t < tokens; t++) {
+      uint8_t *to = (uint8_t *)out + (t * heads + h) * width * item;
+      ops->finish(acc + t * latent, latent, 1, to);
+      memcpy(to + latent * item, (const uint8_t *)q_pe + (t * q_strides[2] + h * q_strides[3]) * item, rope * item);
+    }
+  }
+}
+
+// Out of the latent's space: out[t, h, v] = x[t, h] . w[h, v]. x [T, heads, latent], w [heads, values, latent], out [T, heads, values].
+NATIVE_API void attention_expand(int x_type, const void *x, const void *w, void *out, int64_t tokens, int64_t heads, int64_t latent,
+                                 int64_t values, int threads) {
+  const AttentionOps *ops = ops_for(x_type);
+  int64_t item = x_type == ATTENTION_F32 ? 4 : 2, each = up_to_64(tokens * values * 4);
+  uint8_t *work = scratch(threads * each);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t h = 0; h < heads; h++) {
+    float *sum = (float *)(work + omp_get_thread_num() * each);
+    const uint8_t *row[KEY_TILE];
+    for (int64_t v = 0; v < values; v += KEY_TILE) {
+      int n = values - v < KEY_TILE ? (int)(values - v) : (int)KEY_TILE;
+      for (int j = 0; j < n; j++) row[j] = (const uint8_t *)w + (h * values + v + j) * latent * item;
+      ops->scores((const uint8_t *)x + h * latent * item, heads * latent, tokens, row, n, latent, 1, sum + v, values);
+    }
+    for (int64_t t = 0; t < tokens; t++) ops->finish(sum + t * values, values, 1, (uint8_t *)out + (t * heads + h) * values * item);
+  }
+}

@@ -1,0 +1,10 @@
+// Attention kernels with AVX2 and FMA.
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+#include "attention.h"
+namespace {
+enum { LANES = 8 };
+#include "attention_vector.h"
+}  // namespace
+const AttentionOps *const attention_avx2[2] = {&Ops<float>::table, &Ops<bf16>::table};
+#endif

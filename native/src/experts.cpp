@@ -1,0 +1,288 @@
+// Fused experts: rows sorted by expert, work shared among threads, tiles by instruction set (experts.h has the layout).
+#include "experts.h"
+
+#include <omp.h>
+#include <string.h>
+
+#include "scratch.h"
+
+static int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+static int64_t panel_bytes(const ExpertShape *s, int64_t depth) {
+  if (s->format == W_PLAIN) return depth * PANEL * (s->x_type == X_F32 ? 4 : 2);
+  return up_to(depth, K_BLOCK) / K_BLOCK * PANEL * 4 + depth * PANEL;
+}
+
+NATIVE_API void experts_shape(ExpertShape *s) {
+  int64_t even = s->x_type == X_F32 && s->format == W_PLAIN ? 1 : 2;
+  s->up_panels = up_to(s->width, 32) / 32;
+  s->down_panels = up_to(s->hidden, PANEL) / PANEL;
+  s->up_depth = up_to(s->hidden, even);
+  s->down_depth = up_to(s->width, even);
+  s->up_bytes = panel_bytes(s, s->up_depth);
+  s->down_bytes = panel_bytes(s, s->down_depth);
+  s->slot_bytes = up_to(s->up_panels * s->up_bytes + s->down_panels * s->down_bytes, 64);
+  s->hidden_stride = s->up_panels * 32;
+}
+
+static const ExpertOps *ops_for(const ExpertShape *s) {
+#if defined(__x86_64__)
+  int isa = native_isa();
+  switch (isa ? isa : native_best_isa()) {  // what is packed runs whatever the limit has become
+    case ISA_AVX512_BF16: return s->x_type == X_BF16 ? experts_avx512_bf16 : experts_avx512[s->x_type];
+    case ISA_AVX512: return experts_avx512[s->x_type];
+    case ISA_AVX2: return experts_avx2[s->x_type];
+  }
+#endif
+  (void)s;
+  return nullptr;
+}
+
+namespace {
+
+// One call: which rows of x each expert has, and where its results go.
+struct Job {
+  const ExpertShape *s;
+  const ExpertOps *ops;
+  const uint8_t *weights;
+  const uint8_t *x;
+  uint8_t *y;
+  int y_type;
+  int64_t num_tokens;   // of a weighted sum
+  bool sums;            // y[row] is the sum over its entries; else entry i's result goes to row[i]
+  int64_t num_active;
+  const int32_t *active, *start;   // the slots that have rows, and each one's first entry [num_active + 1]
+  const int32_t *source, *target;  // entry -> row of x, row of y
+  const float *weight;             // entry -> its share of the sum
+  uint8_t *hidden;                 // entry -> what lies between the matrices, hidden_stride numbers of x's type
+  float *sum;                      // for each thread num_tokens * 64
+  uint8_t *wide;                   // for each thread a panel of x's type
+  int64_t wide_bytes;
+
+  int64_t item() const { return s->x_type == X_F32 ? 4 : 2; }
+
+  // How `left` rows are cut into tiles of nearly equal height.
+  static int64_t cut(int64_t left, int64_t most) {
+    return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most;
+  }
+
+  // All rows of one expert times one panel; then(c, first entry, rows) takes the results. near: the panel that has been
+  // brought nearer; now the next one, if it has been.
+  template <class A, class Then>
+  void panel(int64_t j, const uint8_t *p, int64_t depth, const uint8_t *next, const uint8_t *&near, int thread, A a_of,
+             Then then) const {
+    alignas(64) float c[MAX_ROWS * PANEL];
+    const void *a[MAX_ROWS];
+    int64_t first = start[j], last = start[j + 1], count = last - first, bytes = panel_bytes(s, depth);
+    const TileFn *tiles = ops->plain;
+    const uint8_t *source_panel = p;
+    int64_t most = MAX_ROWS;
+    if (s->format != W_PLAIN && count <= 3 * MAX_NARROW_ROWS) {
+      tiles = ops->narrow[s->format - W_FP8], most = MAX_NARROW_ROWS;
+    } else if (s->format != W_PLAIN) {
+      tiles = ops->scaled;
+      uint8_t *out = wide + thread * wide_bytes;
+      ops->widen[s->format - W_FP8](p, depth, out);
+      p = out;
+    }
+    // A panel that nobody has brought nearer comes from memory as the first tile goes. The other tiles, or all, share the
+    // work of bringing the next panel nearer.
+    bool cold = near != source_panel && tiles != ops->scaled;
+    int64_t num_tiles = cold ? -1 : 0, lines = 0;
+    for (int64_t i = first; i < last; i += cut(last - i, most)) num_tiles++;
+    if (next && num_tiles) lines = (bytes + depth * 32 * num_tiles - 1) / (depth * 32 * num_tiles);
+    Ahead ahead = {next, next ? next + bytes : nullptr, lines > 2 ? 4 : (int)lines, cold};
+    near = num_tiles ? next : nullptr;
+    for (int64_t i = first; i < last;) {
+      int64_t rows = cut(last - i, most);
+      for (int64_t m = 0; m < rows; m++) a[m] = a_of(i + m);
+      tiles[rows](a, p, depth, c, ahead);
+      if (!ahead.own && next) ahead.next += depth * 32 * ahead.lines;
+      ahead.own = false;
+      then(c, i, (int)rows);
+      i += rows;
+    }
+  }
+
+  const uint8_t *up_panel(int64_t j, int64_t n) const { return weights + active[j] * s->slot_bytes + n * s->up_bytes; }
+  const uint8_t *down_panel(int64_t j, int64_t n) const {
+    return weights + active[j] * s->slot_bytes + s->up_panels * s->up_bytes + n * s->down_bytes;
+  }
+
+  // Panels of an expert cost their bytes or their products, whichever takes longer; a thread has a run of them.
+  int64_t cost(int64_t j) const {
+    int64_t rows = start[j + 1] - start[j];
+    return rows < 12 ? 12 : rows;
+  }
+
+  void up(int thread, int threads) const {
+    int64_t total = 0, at = 0, row_bytes = s->up_depth * item(), stride = s->hidden_stride * item();
+    for (int64_t j = 0; j < num_active; j++) total += cost(j) * s->up_panels;
+    const uint8_t *near = nullptr;
+    int64_t low = total * thread / threads, high = total * (thread + 1) / threads;
+    for (int64_t j = 0; j < num_active; j++) {
+      int64_t each = cost(j);
+      if (at + each * s->up_panels <= low || at >= high) {
+        at += each * s->up_panels;
+        continue;
+      }
+      for (int64_t n = 0; n < s->up_panels; n++, at += each) {
+        if (at < low || at >= high) continue;
+        const uint8_t *next = n + 1 < s->up_panels ? up_panel(j, n + 1) : j + 1 < num_active ? up_panel(j + 1, 0) : nullptr;
+        panel(j, up_panel(j, n), s->up_depth, next, near, thread,
+              [&](int64_t i) { return x + source[i] * row_bytes; },
+              [&](const float *c, int64_t i, int rows) {
+                void *h[MAX_ROWS];
+                for (int m = 0; m < rows; m++) h[m] = hidden + (i + m) * stride + n * 32 * item();
+                ops->silu(c, rows, h);
+              });
+      }
+    }
+  }
+
+  // A thread owns columns of y: nothing is added up between threads.
+  void down(int thread, int threads) const {
+    int64_t stride = s->hidden_stride * item(), y_item = y_type == X_F32 ? 4 : 2;
+    const uint8_t *near = nullptr;
+    float *sums_of = sum + thread * num_tokens * PANEL;
+    for (int64_t n = s->down_panels * thread / threads; n < s->down_panels * (thread + 1) / threads; n++) {
+      int columns = (int)(s->hidden - n * PANEL < PANEL ? s->hidden - n * PANEL : PANEL);
+      uint8_t *out = y + n * PANEL * y_item;
+      if (sums) memset(sums_of, 0, num_tokens * PANEL * sizeof(float));
+      for (int64_t j = 0; j < num_active; j++) {
+        const uint8_t *next = j + 1 < num_active ? down_panel(j + 1, n) : nullptr;
+        panel(j, down_panel(j, n), s->down_depth, next, near, thread,
+              [&](int64_t i) { return hidden + i * stride; },
+              [&](const float *c, int64_t i, int rows) {
+                void *to[MAX_ROWS];
+                if (sums) {
+                  for (int m = 0; m < rows; m++) to[m] = sums_of + target[i + m] * (int64_t)PANEL;
+                  ops->add(c, rows, (float *const *)to, weight + i);
+                } else {
+                  for (int m = 0; m < rows; m++) to[m] = out + target[i + m] * s->hidden * y_item;
+                  ops->store(c, PANEL, rows, to, columns);
+                }
+              });
+      }
+      if (!sums) continue;
+      if (y_type == X_F32) {
+        for (int64_t t = 0; t < num_tokens; t++) memcpy(out + t * s->hidden * 4, sums_of + t * PANEL, columns * 4);
+      } else {
+        for (int64_t t = 0; t < num_tokens; t++) {
+          void *to = out + t * s->hidden * 2;
+          ops->store(sums_of + t * PANEL, PANEL, 1, &to, columns);
+        }
+      }
+    }
+  }
+
+  void run(int threads) const {
+    if (threads == 1) {
+      up(0, 1);
+      down(0, 1);
+      return;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+      up(omp_get_thread_num(), omp_get_num_threads());
+#pragma omp barrier
+      down(omp_get_thread_num(), omp_get_num_threads());
+    }
+  }
+};
+
+// Pieces of scratch, one after another.
+struct Pieces {
+  size_t bytes = 0;
+  size_t take(size_t n) {
+    size_t at = bytes;
+    bytes += (n + 63) / 64 * 64;
+    return at;
+  }
+};
+
+// Entries are counted and laid out; the caller fills source, target and weight.
+struct Plan {
+  int32_t *active, *start, *count, *source, *target;
+  float *weight;
+};
+
+Plan lay_out(Job *job, int64_t entries, int threads) {
+  const ExpertShape *s = job->s;
+  Pieces pieces;
+  size_t active = pieces.take(4 * s->num_slots), start = pieces.take(4 * (s->num_slots + 1)), count = pieces.take(4 * s->num_slots);
+  size_t source = pieces.take(4 * entries), target = pieces.take(4 * entries), weight = pieces.take(4 * entries);
+  size_t hidden = pieces.take(entries * s->hidden_stride * job->item());
+  size_t sum = pieces.take(job->sums ? threads * job->num_tokens * PANEL * sizeof(float) : 0);
+  int64_t deepest = s->up_depth > s->down_depth ? s->up_depth : s->down_depth;
+  job->wide_bytes = s->format == W_PLAIN ? 0 : up_to(deepest, K_BLOCK) / K_BLOCK * PANEL * 4 + deepest * PANEL * job->item();
+  size_t wide = pieces.take(threads * job->wide_bytes);
+  uint8_t *base = scratch(pieces.bytes);
+  job->hidden = base + hidden, job->sum = (float *)(base + sum), job->wide = base + wide;
+  Plan plan = {(int32_t *)(base + active), (int32_t *)(base + start), (int32_t *)(base + count),
+               (int32_t *)(base + source), (int32_t *)(base + target), (float *)(base + weight)};
+  job->active = plan.active, job->start = plan.start, job->source = plan.source, job->target = plan.target, job->weight = plan.weight;
+  return plan;
+}
+
+}  // namespace
+
+// y[row] = expert(x[row]), rows sorted by slot. rows [num_slots]: of each slot. stride: 0 when rows follow each other, else the
+// rows that a slot has room for. x [rows, up_depth], y [rows, D] of x's type; rows of y past a slot's are left alone.
+NATIVE_API void experts_rows(const ExpertShape *s, const uint8_t *weights, const void *x, const int32_t *rows, int64_t stride,
+                             void *y, int threads) {
+  Job job = {};
+  job.s = s, job.ops = ops_for(s), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = (int)s->x_type;
+  int64_t entries = 0;
+  for (int64_t slot = 0; slot < s->num_slots; slot++) entries += rows[slot];
+  if (entries == 0) return;
+  Plan plan = lay_out(&job, entries, threads);
+  int32_t at = 0;
+  for (int64_t slot = 0; slot < s->num_slots; slot++) {
+    if (rows[slot] == 0) continue;
+    plan.active[job.num_active] = (int32_t)slot;
+    plan.start[job.num_active++] = at;
+    for (int32_t row = 0; row < rows[slot]; row++, at++) plan.source[at] = plan.target[at] = stride ? (int32_t)(slot * stride + row) : at;
+  }
+  plan.start[job.num_active] = at;
+  job.run(threads);
+}
+
+// y[t] = sum over k of weight[t, k] * expert slot[t, k] - first_slot (x[t]); slots that are not here count nothing.
+// x [T, up_depth] of x's type (what is past D is finite); slot int64 [T, K]; y [T, D] of y_type.
+NATIVE_API void experts_tokens(const ExpertShape *s, const uint8_t *weights, const void *x, const int64_t *slot,
+                               const float *weight, int64_t first_slot, int64_t num_tokens, int64_t top_k, void *y, int y_type,
+                               int threads) {
+  Job job = {};
+  job.s = s, job.ops = ops_for(s), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = y_type;
+  job.num_tokens = num_tokens, job.sums = true;
+  if (num_tokens == 0) return;
+  int64_t pairs = num_tokens * top_k;
+  Plan plan = lay_out(&job, pairs, threads);
+  int32_t *next = plan.count;  // of each slot: its rows, then the next entry of it
+  memset(next, 0, 4 * s->num_slots);
+  for (int64_t i = 0; i < pairs; i++) {
+    uint64_t here = (uint64_t)(slot[i] - first_slot);
+    if (here < (uint64_t)s->num_slots) next[here]++;
+  }
+  int32_t at = 0;
+  for (int64_t here = 0; here < s->num_slots; here++) {
+    int32_t rows = next[here];
+    if (rows) {
+      plan.active[job.num_active] = (int32_t)here;
+      plan.start[job.num_active++] = at;
+    }
+    next[here] = at;
+    at += rows;
+  }
+  plan.start[job.num_active] = at;
+  for (int64_t t = 0, i = 0; t < num_tokens; t++)
+    for (int64_t k = 0; k < top_k; k++, i++) {
+      uint64_t here = (uint64_t)(slot[i] - first_slot);
+      if (here >= (uint64_t)s->num_slots) continue;
+      int32_t entry = next[here]++;
+      plan.source[entry] = plan.target[entry] = (int32_t)t;
+      plan.weight[entry] = weight[i];
+    }
+  job.run(threads);
+}

@@ -1,0 +1,145 @@
+// Expert kernels for bfloat16 rows with AVX512-BF16: products of pairs, sums in float32.
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,fma,prefer-vector-width=512")
+#include "experts.h"
+
+#include <immintrin.h>
+namespace {
+enum { LANES = 16, GROUPS = 4 };
+#include "experts_vector.h"
+
+INLINE __m512bh pair_of(const bf16 *p) { return (__m512bh)_mm512_set1_epi32(*(const int __attribute__((may_alias)) *)p); }
+INLINE __m512bh load(const uint8_t *p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+// The magnitude of a byte as bfloat16, in two tables of 128 bytes.
+struct Table {
+  uint8_t low[128], high[128];
+  constexpr Table(int format) : low(), high() {
+    for (int m = 0; m < 128; m++) {
+      int bits = 0;
+      if (format == W_FP8) {
+        int mantissa = m & 7, exponent = m >> 3;
+        if (m == 0x7f) bits = 0x7fc0;
+        else if (exponent) bits = (exponent + 120) << 7 | mantissa << 4;
+        else if (mantissa >= 4) bits = 120 << 7 | (mantissa - 4) << 5;
+        else if (mantissa >= 2) bits = 119 << 7 | (mantissa - 2) << 6;
+        else if (mantissa) bits = 118 << 7;
+      } else if (m) {
+        int exponent = 6;
+        while (!(m >> exponent)) exponent--;
+        bits = (exponent + 127) << 7 | ((m << (7 - exponent)) & 0x7f);
+      }
+      low[m] = bits & 0xff, high[m] = bits >> 8;
+    }
+  }
+};
+alignas(64) constexpr Table fp8_table(W_FP8), int8_table(W_INT8);
+
+struct Widener {
+  __m512i low0, low1, high0, high1;
+  INLINE Widener of(int format) {
+    const Table &t = format == W_FP8 ? fp8_table : int8_table;
+    return {_mm512_load_si512(t.low), _mm512_load_si512(t.low + 64), _mm512_load_si512(t.high), _mm512_load_si512(t.high + 64)};
+  }
+  // 64 bytes to two registers of bfloat16. The lookup does not look at the top bit, which is the sign.
+  inline __attribute__((always_inline)) void operator()(const uint8_t *p, __m512bh *out) const {
+    __m512i x = _mm512_loadu_si512(p);
+    __m512i low = _mm512_permutex2var_epi8(low0, x, low1), high = _mm512_permutex2var_epi8(high0, x, high1);
+    high = _mm512_ternarylogic_epi32(high, x, _mm512_set1_epi8((char)0x80), 0xf8);  // high | (x & 0x80)
+    out[0] = (__m512bh)_mm512_unpacklo_epi8(low, high);
+    out[1] = (__m512bh)_mm512_unpackhi_epi8(low, high);
+  }
+};
+
+// acc += a[.][k0..k1) times the panel part p; `lines` cache lines from `next` on are brought nearer for each pair.
+template <int KIND, int MR>
+INLINE void pairs(const bf16 *const *a, const uint8_t *p, int64_t k0, int64_t k1, const uint8_t *next, int lines, __m512 (&acc)[MR][4]) {
+  enum { STEP = 2 * (KIND == BF16 ? 128 : 64) };
+  constexpr _mm_hint NEAR = _MM_HINT_T0;
+  Widener widener;
+  if (KIND != BF16) widener = Widener::of(KIND);
+  for (int64_t k = k0; k < k1; k += 2, p += STEP, next += 64 * lines) {
+    if (lines > 0) _mm_prefetch((const char *)next, NEAR);
+    if (lines > 1) _mm_prefetch((const char *)next + 64, NEAR);
+    if (lines > 2) _mm_prefetch((const char *)next + 128, NEAR), _mm_prefetch((const char *)next + 192, NEAR);
+    __m512bh b[4];
+    if constexpr (KIND == BF16) {
+      for (int j = 0; j < 4; j++) b[j] = load(p + 64 * j);
+    } else {
+      widener(p, b);
+      widener(p + 64, b + 2);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++) {
+      __m512bh x = pair_of(a[m] + k);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], b[j], x);
+    }
+  }
+}
+
+template <int KIND, bool SCALED, int MR>
+void dot(const void *const *av, const uint8_t *p, int64_t depth, float *c, const Ahead &ahead) {
+  // Blocks are about 8 KiB of memory, the distance at which a panel from memory is read ahead.
+  enum { BLOCK = SCALED ? (int)K_BLOCK : 64, OWN_LINES = KIND == BF16 ? 4 : 2 };
+  const bf16 *const *a = (const bf16 *const *)av;
+  const uint8_t *next = ahead.next;
+  __m512 acc[MR][4];
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++)
+    for (int j = 0; j < 4; j++) acc[m][j] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < depth; k += BLOCK) {
+    int64_t end = k + BLOCK < depth ? k + BLOCK : depth;
+    const uint8_t *following = p + (SCALED ? PANEL * 4 : 0) + (end - k) * bytes_per_k(KIND);
+    int lines = ahead.own ? OWN_LINES : next < ahead.end ? ahead.lines : 0;
+    if (ahead.own) next = end < depth ? following : ahead.next;
+    pairs<KIND, MR>(a, SCALED ? p + PANEL * 4 : p, k, end, next, next ? lines : 0, acc);
+    if (!ahead.own) next += (end - k) / 2 * 64 * lines;
+    if (SCALED) {
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++)
+        for (int j = 0; j < 4; j++) {
+          __m512 before = k ? _mm512_loadu_ps(c + m * PANEL + 16 * j) : _mm512_setzero_ps();
+          __m512 scale = _mm512_loadu_ps((const float *)p + 16 * j);
+          _mm512_storeu_ps(c + m * PANEL + 16 * j, _mm512_fmadd_ps(acc[m][j], scale, before));
+          acc[m][j] = _mm512_setzero_ps();
+        }
+    }
+    p = following;
+  }
+  if (!SCALED) {
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++)
+      for (int j = 0; j < 4; j++) _mm512_storeu_ps(c + m * PANEL + 16 * j, acc[m][j]);
+  }
+}
+
+template <int FORMAT> void widen_bytes(const uint8_t *panel, int64_t depth, uint8_t *out) {
+  Widener widener = Widener::of(FORMAT);
+  for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK) {
+    memcpy(out, panel, PANEL * 4);
+    panel += PANEL * 4, out += PANEL * 4;
+    for (int64_t k = k0; k < k0 + K_BLOCK && k < depth; k += 2, panel += 128, out += 256) {
+      __m512bh b[4];
+      widener(panel, b);
+      widener(panel + 64, b + 2);
+      for (int j = 0; j < 4; j++) _mm512_storeu_si512(out + 64 * j, (__m512i)b[j]);
+    }
+  }
+}
+
+template <bool SCALED, int N> constexpr TileFn wide() { return dot<BF16, SCALED, N>; }
+template <int FORMAT, int N> constexpr TileFn narrow() { return dot<FORMAT, true, N>; }
+constexpr ExpertOps table = {
+    {0, wide<false, 1>(), wide<false, 2>(), wide<false, 3>(), wide<false, 4>(), wide<false, 5>(), wide<false, 6>()},
+    {0, wide<true, 1>(), wide<true, 2>(), wide<true, 3>(), wide<true, 4>(), wide<true, 5>(), wide<true, 6>()},
+    {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>()},
+     {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>()}},
+    {widen_bytes<W_FP8>, widen_bytes<W_INT8>},
+    silu_columns<bf16>,
+    add_columns,
+    store_columns<bf16>,
+};
+}  // namespace
+const ExpertOps *const experts_avx512_bf16 = &table;
+#endif

@@ -1,0 +1,94 @@
+// From matrices as checkpoints have them, [outputs, inputs], to the panels of experts.h.
+#include <string.h>
+
+#include "experts.h"
+
+namespace {
+
+struct Matrix {
+  const uint8_t *rows;
+  const float *scale;  // of 8-bit weights: [ceil(outputs / scale_rows), ceil(inputs / 128)]
+  int64_t outputs, inputs;
+};
+
+uint8_t sign_and_magnitude(int8_t x) {
+  int size = x < 0 ? -(int)x : x;
+  return (uint8_t)((x < 0 ? 0x80 : 0) | (size > 127 ? 127 : size));
+}
+
+// 16 columns of a panel from 16 rows of a matrix, of which those from `first` on exist. ITEM: bytes of a number.
+// A pair's place: plain bfloat16 [k / 2][64][2]; float32 [k][64]; bytes as experts.h says.
+template <int ITEM> void plain_group(const Matrix &w, int64_t first, int group, int64_t depth, uint8_t *panel) {
+  for (int64_t k0 = 0; k0 < depth; k0 += 32)
+    for (int i = 0; i < 16; i++) {
+      bool there = first + i < w.outputs;
+      const uint8_t *row = w.rows + (first + i) * w.inputs * ITEM;
+      for (int64_t k = k0; k < depth && k < k0 + 32; k++) {
+        uint8_t *to = ITEM == 4 ? panel + (k * PANEL + group * 16 + i) * 4
+                                : panel + (k / 2 * PANEL * 2 + (group * 16 + i) * 2 + k % 2) * 2;
+        if (there && k < w.inputs) memcpy(to, row + k * ITEM, ITEM);
+        else memset(to, 0, ITEM);
+      }
+    }
+}
+
+// The usual case, a pair at a time.
+void bf16_group(const Matrix &w, int64_t first, int group, uint8_t *panel) {
+  for (int64_t k0 = 0; k0 < w.inputs; k0 += 32)
+    for (int i = 0; i < 16; i++) {
+      const uint8_t *row = w.rows + ((first + i) * w.inputs + k0) * 2;
+      uint8_t *to = panel + (k0 * PANEL + (group * 16 + i) * 2) * 2;
+      int64_t pairs = (w.inputs - k0 < 32 ? w.inputs - k0 : 32) / 2;
+      for (int64_t p = 0; p < pairs; p++) memcpy(to + p * PANEL * 4, row + p * 4, 4);
+    }
+}
+
+void byte_group(const Matrix &w, int format, int64_t scale_rows, int64_t first, int group, int64_t depth, uint8_t *panel) {
+  int64_t num_blocks = (w.inputs + K_BLOCK - 1) / K_BLOCK;
+  for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK) {
+    float *scales = (float *)panel + group * 16;
+    panel += PANEL * 4;
+    int64_t end = k0 + K_BLOCK < depth ? k0 + K_BLOCK : depth;
+    for (int i = 0; i < 16; i++) {
+      bool there = first + i < w.outputs;
+      scales[i] = there ? w.scale[(first + i) / scale_rows * num_blocks + k0 / K_BLOCK] : 0.f;
+      const uint8_t *row = w.rows + (first + i) * w.inputs;
+      // Byte `half * 64 + lane * 16 + which * 8 + at` is number lane * 8 + at of register 2 * half + which.
+      uint8_t *to = panel + group / 2 * 64 + group % 2 * 8 + i / 4 * 16 + i % 4 * 2;
+      for (int64_t k = k0; k < end; k++) {
+        uint8_t x = there && k < w.inputs ? row[k] : 0;
+        to[(k - k0) / 2 * 128 + k % 2] = format == W_INT8 ? sign_and_magnitude((int8_t)x) : x;
+      }
+    }
+    panel += (end - k0) * PANEL;
+  }
+}
+
+void pack_group(const ExpertShape *s, const Matrix &w, int64_t scale_rows, int64_t first, int group, int64_t depth, uint8_t *panel) {
+  if (s->format != W_PLAIN) byte_group(w, (int)s->format, scale_rows, first, group, depth, panel);
+  else if (s->x_type == X_F32) plain_group<4>(w, first, group, depth, panel);
+  else if (first + 16 <= w.outputs && w.inputs == depth) bf16_group(w, first, group, panel);
+  else plain_group<2>(w, first, group, depth, panel);
+}
+
+}  // namespace
+
+// One expert into `slot`. gate, up [F, D], down [D, F], contiguous: of x's type, or e4m3, or int8 (then with scales, one for
+// scale_rows outputs and 128 inputs).
+NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *gate, const void *up, const void *down,
+                             const float *gate_scale, const float *up_scale, const float *down_scale, int64_t scale_rows,
+                             int threads) {
+  Matrix of[3] = {{(const uint8_t *)gate, gate_scale, s->width, s->hidden},
+                  {(const uint8_t *)up, up_scale, s->width, s->hidden},
+                  {(const uint8_t *)down, down_scale, s->hidden, s->width}};
+  int64_t panels = s->up_panels + s->down_panels;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t n = 0; n < panels; n++) {
+    bool up_half = n < s->up_panels;
+    int64_t d = n - s->up_panels;
+    uint8_t *panel = slot + (up_half ? n * s->up_bytes : s->up_panels * s->up_bytes + d * s->down_bytes);
+    for (int group = 0; group < 4; group++)
+      if (up_half) pack_group(s, of[group % 2], scale_rows, n * 32 + group / 2 * 16, group, s->up_depth, panel);
+      else pack_group(s, of[2], scale_rows, d * PANEL + group * 16, group, s->down_depth, panel);
+  }
+}

@@ -1,0 +1,166 @@
+// The expert kernels in GCC's vector types: products in float32, whatever the instruction set. Included inside a namespace of
+// one, after `enum { LANES = ... }` (numbers in a register) and `enum { GROUPS = ... }` (groups of 16 columns at a time).
+#include "vector.h"
+
+enum { PARTS = 16 / LANES };  // registers to a group
+
+template <class X> static void silu_columns(const float *c, int rows, void *const *h) {
+  for (int m = 0; m < rows; m++)
+    for (int at = 0; at < 32; at += LANES) {
+      const float *q = c + m * PANEL + at / 16 * 32 + at % 16;
+      vf gate = *(const vf *)q, up = *(const vf *)(q + 16);
+      vf y = gate / (1.f + exp_of(-gate)) * up;
+      y = gate != gate ? gate : y;
+      if (sizeof(X) == 4) *(vf *)((float *)h[m] + at) = y;
+      else *(vh *)((bf16 *)h[m] + at) = bf16_of(y);
+    }
+}
+
+static void add_columns(const float *c, int rows, float *const *sum, const float *weight) {
+  for (int m = 0; m < rows; m++)
+    for (int at = 0; at < PANEL; at += LANES) {
+      vf *out = (vf *)(sum[m] + at);
+      *out = *out + *(const vf *)(c + m * PANEL + at) * weight[m];
+    }
+}
+
+template <class X> static void store_columns(const float *c, int64_t stride, int rows, void *const *y, int columns) {
+  for (int m = 0; m < rows; m++) {
+    const float *from = c + m * stride;
+    int at = 0;
+    for (; at + LANES <= columns; at += LANES) {
+      if (sizeof(X) == 4) *(vf *)((float *)y[m] + at) = *(const vf *)(from + at);
+      else *(vh *)((bf16 *)y[m] + at) = bf16_of(*(const vf *)(from + at));
+    }
+    if (at < columns) {
+      vf rest = {};
+      memcpy(&rest, from + at, 4 * (columns - at));
+      vh half = bf16_of(rest);
+      if (sizeof(X) == 4) memcpy((float *)y[m] + at, &rest, 4 * (columns - at));
+      else memcpy((bf16 *)y[m] + at, &half, 2 * (columns - at));
+    }
+  }
+}
+
+// ---- the weights of one k pair, group of 16 columns and part of it: those of k and of k + 1 ----
+
+struct Pair {
+  vf even, odd;
+};
+
+INLINE Pair bf16_pair(const uint8_t *p) {
+  vi bits = *(const vi *)p;
+  return {(vf)(bits << 16), (vf)(bits & (int32_t)0xffff0000)};
+}
+
+// 2^120 takes e4m3's exponent, read as float32's, to where it belongs; numbers below the normal ones come out right too.
+template <int FORMAT> INLINE vf magnitude(vi byte) {
+  vf y = FORMAT == W_FP8 ? (vf)(byte << 20) * 0x1p120f : __builtin_convertvector(byte, vf);
+  if (FORMAT == W_FP8) y = (byte == 0x7f) ? (vf)((vi){} + 0x7fc00000) : y;
+  return y;
+}
+
+template <int FORMAT> INLINE Pair byte_pair(const uint8_t *p, int group, int part) {
+  const uint8_t *q = p + group / 2 * 64 + group % 2 * 8 + part * LANES * 4;
+  vh both;
+  for (int i = 0; i < LANES / 4; i++) memcpy((char *)&both + 8 * i, q + 16 * i, 8);  // 4 columns in 8 bytes
+  vi v = __builtin_convertvector(both, vi);
+  vf even = magnitude<FORMAT>(v & 0x7f), odd = magnitude<FORMAT>((v >> 8) & 0x7f);
+  return {(vf)((vi)even | ((v & 0x80) << 24)), (vf)((vi)odd | ((v & 0x8000) << 16))};
+}
+
+// ---- tiles: GROUPS groups of columns at a time, in the order of k ----
+
+enum Kind { F32 = -2, BF16 = -1, FP8 = W_FP8, INT8 = W_INT8 };
+
+// Bytes of a panel for each k.
+INLINE constexpr int bytes_per_k(int kind) { return kind == F32 ? 256 : kind == BF16 ? 128 : 64; }
+
+// acc += a[.][k0..k1) times the panel part p, whose first k is k0.
+template <class X, int KIND, int MR>
+INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1, int group, vf (&acc)[MR][GROUPS * PARTS]) {
+  if (KIND == F32) {
+    for (int64_t k = k0; k < k1; k++, p += 256)
+      for (int j = 0; j < GROUPS * PARTS; j++) {
+        vf w = *(const vf *)(p + 64 * group + 4 * LANES * j);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) acc[m][j] += value(a[m] + k) * w;
+      }
+    return;
+  }
+  for (int64_t k = k0; k < k1; k += 2, p += 2 * bytes_per_k(KIND))
+#pragma GCC unroll 8
+    for (int j = 0; j < GROUPS * PARTS; j++) {
+      int at = group + j / PARTS, part = j % PARTS;
+      Pair w;
+      if constexpr (KIND == BF16) w = bf16_pair(p + 64 * at + 4 * LANES * part);
+      else w = byte_pair<KIND>(p, at, part);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) acc[m][j] += value(a[m] + k) * w.even;
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) acc[m][j] += value(a[m] + k + 1) * w.odd;
+    }
+}
+
+// SCALED: the panel has the scales of a block before its weights.
+template <class X, int KIND, bool SCALED, int MR>
+static void tile(const void *const *av, const uint8_t *panel, int64_t depth, float *c, const Ahead &ahead) {
+  const X *const *a = (const X *const *)av;
+  int64_t step = SCALED ? (int64_t)K_BLOCK : depth, block_bytes = (SCALED ? PANEL * 4 : 0) + step * bytes_per_k(KIND);
+  // The hardware follows a panel by itself; the next one's part of what is to come is asked for at once.
+  if (!ahead.own)
+    for (const uint8_t *at = ahead.next; at < ahead.end && at < ahead.next + depth / 2 * ahead.lines * 64; at += 64)
+      __builtin_prefetch(at, 0, 2);
+  for (int group = 0; group < 4; group += GROUPS) {
+    const uint8_t *p = panel;
+    vf sum[MR][GROUPS * PARTS] = {};
+    for (int64_t k = 0; k < depth; k += step, p += block_bytes) {
+      int64_t end = k + step < depth ? k + step : depth;
+      if (!SCALED) {
+        multiply<X, KIND, MR>(a, p, k, end, group, sum);
+        continue;
+      }
+      vf acc[MR][GROUPS * PARTS] = {};
+      multiply<X, KIND, MR>(a, p + PANEL * 4, k, end, group, acc);
+      for (int m = 0; m < MR; m++)
+        for (int j = 0; j < GROUPS * PARTS; j++) sum[m][j] += acc[m][j] * *(const vf *)(p + 64 * group + 4 * LANES * j);
+    }
+    for (int m = 0; m < MR; m++)
+      for (int j = 0; j < GROUPS * PARTS; j++) *(vf *)(c + m * PANEL + 16 * group + LANES * j) = sum[m][j];
+  }
+}
+
+// A panel of 8-bit weights as one of X, its scales copied.
+template <class X, int FORMAT> static void widen(const uint8_t *panel, int64_t depth, uint8_t *out) {
+  for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK) {
+    memcpy(out, panel, PANEL * 4);
+    panel += PANEL * 4, out += PANEL * 4;
+    for (int64_t k = k0; k < k0 + K_BLOCK && k < depth; k += 2, panel += 128, out += 128 * sizeof(X))
+      for (int j = 0; j < 4 * PARTS; j++) {
+        Pair w = byte_pair<FORMAT>(panel, j / PARTS, j % PARTS);
+        if (sizeof(X) == 4) {
+          *(vf *)(out + 4 * LANES * j) = w.even;
+          *(vf *)(out + 256 + 4 * LANES * j) = w.odd;
+        } else {
+          vi even = (vi)w.even, odd = (vi)w.odd;  // both exact in bfloat16
+          *(vi *)(out + 4 * LANES * j) = (int32_t)0xffff0000 & odd | (vi)((even >> 16) & 0xffff);
+        }
+      }
+  }
+}
+
+template <class X> struct Ops {
+  enum { PLAIN = sizeof(X) == 4 ? F32 : BF16 };
+  template <bool SCALED, int N> static constexpr TileFn wide() { return tile<X, PLAIN, SCALED, N>; }
+  template <int FORMAT, int N> static constexpr TileFn narrow() { return tile<X, FORMAT, true, N>; }
+  static constexpr ExpertOps table = {
+      {0, wide<false, 1>(), wide<false, 2>(), wide<false, 3>(), wide<false, 4>(), wide<false, 5>(), wide<false, 6>()},
+      {0, wide<true, 1>(), wide<true, 2>(), wide<true, 3>(), wide<true, 4>(), wide<true, 5>(), wide<true, 6>()},
+      {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>()},
+       {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>()}},
+      {widen<X, W_FP8>, widen<X, W_INT8>},
+      silu_columns<X>,
+      add_columns,
+      store_columns<X>,
+  };
+};

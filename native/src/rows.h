@@ -1,0 +1,59 @@
+// Small operations on the rows of a step, each in one pass, with the roundings of torch's operations one after another.
+#pragma once
+#include "native.h"
+
+enum RowType { ROWS_F32 = 0, ROWS_BF16 = 1 };
+
+// What ctypes passes to rows_heads. Strides in numbers.
+struct HeadsCall {
+  int64_t x_type, num_heads, num_kv_heads, dim;
+  const void *norm;  // [num_heads + num_kv_heads, dim] or null
+  void *x;           // [rows, num_heads + 2 * num_kv_heads, dim]: queries, keys, values; queries are changed in place
+  const void *cos, *sin;  // [rows, dim]; the first half of sin is negative
+  const int64_t *slots;   // [rows]
+  void *k_cache, *v_cache;
+  int64_t k_stride, v_stride;
+  float eps;
+};
+
+// What ctypes passes to rows_latent (MLA). Strides in numbers.
+struct LatentCall {
+  int64_t x_type, num_heads, nope_dim, rope_dim, latent_dim;
+  void *q;             // [rows, num_heads, nope_dim + rope_dim]: the rotated part is changed in place
+  int64_t q_stride;    // from one row to the next
+  const void *latent;  // [rows, latent_dim + rope_dim]
+  int64_t latent_stride;
+  const void *norm;       // [latent_dim]
+  const void *cos, *sin;  // [rows, rope_dim]; the first half of sin is negative
+  const int64_t *slots;   // [rows]
+  void *cache;
+  int64_t cache_stride;
+  float eps;
+};
+
+// What ctypes passes to rows_grouped_topk: sigmoid scores, the best `kept` of `groups` by the sum of their two best biased scores.
+struct GroupedCall {
+  int64_t experts, groups, kept, k;
+  const float *logits, *bias;  // [rows, experts], [experts]
+  int64_t *index;              // [rows, k]
+  float *weight;               // [rows, k]
+  int64_t renormalize;
+  float scale;
+};
+
+struct RowOps {
+  // residual += x (if there is x); y = residual / rms(residual) * weight.
+  void (*norm)(const void *x, void *residual, const void *weight, void *y, int64_t dim, float eps);
+  // Norm and rotation of one row's queries and keys; keys and values go to the caches.
+  void (*heads)(const HeadsCall &call, int64_t row);
+  // Norm of one row's latent and rotation of its key, to the cache; rotation of its queries.
+  void (*latent)(const LatentCall &call, int64_t row);
+  // y = silu(gate_up[0..width)) * gate_up[width..2 width).
+  void (*silu_mul)(const void *gate_up, void *y, int64_t width);
+  // The k largest of n numbers, and their softmax over the chosen (renormalize) or over all.
+  void (*softmax_topk)(const void *logits, int64_t n, int64_t k, bool renormalize, int64_t *index, float *weight, float *work);
+  // One row; work: 2 * experts + groups numbers.
+  void (*grouped_topk)(const GroupedCall &call, int64_t row, float *work);
+};
+
+extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType

@@ -1,0 +1,59 @@
+// GCC's vector types, and what several kernels do with them: arithmetic in float32, whatever the instruction set. Included inside
+// a namespace of one, after `enum { LANES = ... }` (numbers in a register).
+#include <string.h>
+
+typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vf splat(float x) { return x - (vf){}; }
+INLINE vf float_of(bf16 x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float y;
+  memcpy(&y, &bits, 4);
+  return splat(y);
+}
+INLINE vf value(const float *a) { return splat(*a); }
+INLINE vf value(const bf16 *a) { return float_of(*a); }
+
+// Round to nearest, ties to even; NaN stays NaN.
+INLINE vh bf16_of(vf x) {
+  vi bits = (vi)x;
+  vi rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  vi nan = (x != x);
+  return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vh);
+}
+
+INLINE vf exp_of(vf x) {  // x is at most 88; below -87 the result is 0 but for rounding
+  x = x < -87.f ? splat(-87.f) : x;
+  x = x > 88.f ? splat(88.f) : x;
+  const vf shift = splat(12582912.f);  // adding it rounds to a whole number
+  vf n = x * 1.44269504f + shift - shift;
+  vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vf p = splat(1.f / 720);
+  p = p * r + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + .5f;
+  p = p * r + 1.f;
+  p = p * r + 1.f;
+  return (vf)((vi)p + (__builtin_convertvector(n, vi) << 23));
+}
+
+INLINE vf load(const float *p) { return *(const vf *)p; }
+INLINE vf load(const bf16 *p) { return (vf)(__builtin_convertvector(*(const vh *)p, vi) << 16); }
+INLINE float number(const float *p) { return *p; }
+INLINE float number(const bf16 *p) { return float_of(*p)[0]; }
+INLINE void store(float *p, vf x) { *(vf *)p = x; }
+INLINE void store(bf16 *p, vf x) { *(vh *)p = bf16_of(x); }
+INLINE void put(float *p, float x) { *p = x; }
+INLINE void put(bf16 *p, float x) { *p = bf16_of(splat(x))[0]; }
+INLINE float total(vf x) {
+  float part[LANES];
+  *(vf *)part = x;
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) part[i] += part[i + half];
+  return part[0];
+}

@@ -1,0 +1,311 @@
+"""Experts in the native kernels equal the reference, on every instruction set that this CPU has.
+
+Legend: S slots, D hidden size, F expert width, T tokens, K experts per token, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_inputs import routing
+from torch import Tensor
+
+from moe_kernels import ExpertBatch, Layout, TokenBatch, WeightFormat, expert_weights, permute_some, reference
+from moe_kernels.matrix import ScaledMatrix, dequantize, quantize
+from moe_kernels.packed import PackedExperts
+from moe_kernels.quant import dequantize_rows, quantize_rows
+from moe_kernels.weights import PlainExperts
+from native import Isa, best_isa, isa, limit_isa
+
+ISAS = [level for level in Isa if Isa.NONE < level <= best_isa()]
+DTYPES = [torch.float32, torch.bfloat16]
+PLAIN, FP8, INT8 = WeightFormat
+CPU = torch.device("cpu")
+HALF_ULP = 2.0**-8  # of bfloat16, relative
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")
+
+
+@pytest.fixture(params=ISAS, ids=lambda level: level.name)
+def level(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    before = isa()
+    yield limit_isa(request.param)
+    limit_isa(before)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+Matrices = tuple[Tensor, Tensor, Tensor]
+
+
+def matrices(hidden: int, width: int, dtype: torch.dtype, seed: int) -> Matrices:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    gate, up, down = (torch.randn(shape, generator=generator) * shape[1] ** -0.5 for shape in shapes)
+    return gate.to(dtype), up.to(dtype), down.to(dtype)
+
+
+def packed(
+    num_slots: int, hidden: int, width: int, dtype: torch.dtype, form: WeightFormat = PLAIN
+) -> tuple[PackedExperts, PlainExperts]:
+    """The same experts twice; the second in float64, with the weights that the first has after its rounding."""
+    ours = PackedExperts(num_slots, hidden, width, dtype, form)
+    ours.packed_SB.fill_(0xFF)  # NaN wherever packing writes nothing
+    exact = PlainExperts(num_slots, hidden, width, torch.float64, CPU)
+    for slot in range(num_slots):
+        given = matrices(hidden, width, dtype, slot)
+        ours.fill(slot, *given)
+        if form is not PLAIN:
+            given = tuple(dequantize(quantize(matrix, form), torch.float32) for matrix in given)  # type: ignore[assignment]
+        exact.fill(slot, *given)
+    return ours, exact
+
+
+def assert_rounding_only(y_RD: Tensor, batch: ExpertBatch, exact: PlainExperts) -> None:
+    """Every number is as near to the exact one as its dtype allows: in bfloat16 what lies between the matrices is rounded
+    once, and the result once."""
+    start = 0
+    for slot, count in enumerate(batch.rows_S.tolist()):
+        place: tuple[int | slice, ...] = (slice(start, start + count),)
+        if batch.layout is Layout.PADDED:
+            place = (slot, slice(count))
+        x, y = batch.x[place].double(), y_RD[place].double()
+        gate, up, down = exact.read(slot)
+        hidden = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
+        expected = hidden @ down.T
+        room = hidden.abs() @ down.abs().T
+        bound = 4e-6 * (room + room.mean() + 1e-3)
+        if y_RD.dtype is torch.bfloat16:
+            bound = bound + 1.01 * HALF_ULP * (room + expected.abs())
+        assert ((y - expected).abs() <= bound).all(), (slot, ((y - expected).abs() / bound).max())
+        start += count
+
+
+def ragged(rows: list[int], hidden: int, dtype: torch.dtype) -> ExpertBatch:
+    x_RD = torch.randn(sum(rows), hidden, generator=torch.Generator().manual_seed(len(rows))).to(dtype)
+    return ExpertBatch(Layout.RAGGED, x_RD, torch.tensor(rows, dtype=torch.int32))
+
+
+# Whole panels; odd sizes; less than a panel; more than a block of scales; one.
+SIZES = [(128, 64), (70, 33), (7, 5), (300, 150), (1, 1)]
+ROWS = [[3, 0, 7, 1], [0, 0, 0, 0], [0, 13, 0, 40], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("hidden", "width"), SIZES)
+@pytest.mark.parametrize("form", list(WeightFormat), ids=lambda form: form.value)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows(level: Isa, dtype: torch.dtype, form: WeightFormat, hidden: int, width: int) -> None:
+    ours, exact = packed(4, hidden, width, dtype, form)
+    for rows in ROWS:
+        batch = ragged(rows, hidden, dtype)
+        y_RD = ours.run_rows(batch)
+        assert y_RD.dtype is dtype and y_RD.shape == batch.x.shape
+        assert_rounding_only(y_RD, batch, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_padding_is_never_read(level: Isa, dtype: torch.dtype) -> None:
+    rows = [3, 0, 5, 1]
+    for hidden, form in product((64, 67), WeightFormat):
+        ours, exact = packed(4, hidden, 40, dtype, form)
+        x_SCD = torch.full((4, 6, hidden), float("nan"), dtype=dtype)
+        for slot, count in enumerate(rows):
+            x_SCD[slot, :count] = torch.randn(count, hidden, generator=torch.Generator().manual_seed(slot))
+        batch = ExpertBatch(Layout.PADDED, x_SCD, torch.tensor(rows, dtype=torch.int32))
+        y_SCD = ours.run_rows(batch)
+        assert y_SCD.shape == x_SCD.shape
+        assert_rounding_only(y_SCD, batch, exact)
+    no_room = ExpertBatch(Layout.PADDED, torch.empty(4, 0, 67, dtype=dtype), torch.zeros(4, dtype=torch.int32))
+    assert ours.run_rows(no_room).shape == (4, 0, 67)
+
+
+def exact_sums(exact: PlainExperts, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor, first_slot: int) -> Tensor:
+    """float64 [T, D]."""
+    out_TD = torch.zeros(x_TD.shape, dtype=torch.float64)
+    for slot in range(exact.num_slots):
+        share_T1 = torch.where(slot_TK == first_slot + slot, weight_TK, 0.0).sum(1, keepdim=True)
+        out_TD += share_T1 * reference.expert(x_TD.double(), exact.gate_up_S2FD[slot], exact.down_SDF[slot])
+    return out_TD
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_tokens=st.integers(0, 40),
+    top_k=st.integers(1, 3),
+    num_slots=st.integers(1, 5),
+    first_slot=st.integers(0, 3),
+    hidden=st.integers(1, 140),
+    width=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+    form=st.sampled_from(list(WeightFormat)),
+    level=st.sampled_from(ISAS) if ISAS else st.none(),
+)
+def test_tokens(
+    num_tokens: int, top_k: int, num_slots: int, first_slot: int, hidden: int, width: int, dtype: torch.dtype,
+    form: WeightFormat, level: Isa,
+) -> None:  # fmt: skip
+    """Sorted, multiplied, weighted and summed in one call; other ranks' slots count nothing."""
+    limit_isa(level)
+    ours, exact = packed(num_slots, hidden, width, dtype, form)
+    x_TD = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
+    slot_TK, weight_TK = routing(num_tokens, top_k, num_slots + 5, num_tokens)
+    expected_TD = exact_sums(exact, x_TD, slot_TK, weight_TK, first_slot)
+    for sum_dtype in {torch.float32, dtype}:
+        y_TD = ours.run_tokens(TokenBatch(x_TD, slot_TK, weight_TK, first_slot, sum_dtype))
+        assert y_TD.dtype is sum_dtype
+        tolerance = 1e-5 if dtype is torch.float32 else 0.03
+        torch.testing.assert_close(y_TD.double(), expected_TD, rtol=tolerance, atol=tolerance)
+    nowhere_T = ((slot_TK < first_slot) | (slot_TK >= first_slot + num_slots)).all(1)
+    assert (y_TD[nowhere_T] == 0).all()
+    limit_isa(best_isa())
+
+
+@pytest.mark.parametrize("form", list(WeightFormat), ids=lambda form: form.value)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_its_company_nor_on_threads(
+    level: Isa, dtype: torch.dtype, form: WeightFormat
+) -> None:
+    """Bit for bit: the numbers are added in the same order however many rows and threads there are."""
+    ours, _ = packed(3, 200, 140, dtype, form)
+    x_TD = torch.randn(75, 200, generator=torch.Generator().manual_seed(2)).to(dtype)
+    slot_TK, weight_TK = routing(75, 2, 3, 5)
+    together_TD = ours.run_tokens(TokenBatch(x_TD, slot_TK, weight_TK, 0, dtype))
+    for num_threads in (2, 3, 5):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(ours.run_tokens(TokenBatch(x_TD, slot_TK, weight_TK, 0, dtype)), together_TD)
+    torch.set_num_threads(1)
+    for first, last in ((0, 1), (1, 3), (3, 11), (11, 31), (31, 75)):
+        here = slice(first, last)
+        part_TD = ours.run_tokens(TokenBatch(x_TD[here], slot_TK[here], weight_TK[here], 0, dtype))
+        assert torch.equal(part_TD, together_TD[here])
+
+
+def test_rows_in_fp8(level: Isa) -> None:
+    """As an exchange may bring them: they are widened first."""
+    ours, _ = packed(3, 140, 40, torch.bfloat16)
+    value_RD, scale_RB = quantize_rows(torch.randn(9, 140, generator=torch.Generator().manual_seed(8)))
+    rows_S = torch.tensor([4, 0, 5], dtype=torch.int32)
+    y_RD = ours.run_rows(ExpertBatch(Layout.RAGGED, value_RD, rows_S, scale_RB))
+    wide = ExpertBatch(Layout.RAGGED, dequantize_rows(value_RD, scale_RB, torch.bfloat16), rows_S)
+    assert torch.equal(y_RD, ours.run_rows(wide))
+
+
+def test_a_broken_token_stays_alone(level: Isa) -> None:
+    ours, _ = packed(4, 64, 32, torch.bfloat16)
+    x_TD = torch.randn(20, 64).bfloat16()
+    x_TD[7] = float("nan")
+    y_TD = ours.run_tokens(TokenBatch(x_TD, *routing(20, 2, 4, 0), 0, torch.bfloat16))
+    assert y_TD.isnan().any(1).nonzero().flatten().tolist() == [7] and y_TD[7].isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", list(WeightFormat), ids=lambda form: form.value)
+def test_thousands_of_tokens(level: Isa, form: WeightFormat) -> None:
+    ours, exact = packed(6, 128, 96, torch.bfloat16, form)
+    x_TD = torch.randn(3000, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
+    slot_TK, weight_TK = routing(3000, 4, 6, 6)
+    batch, _ = permute_some(x_TD, slot_TK, weight_TK, 0, 6)
+    assert_rounding_only(ours.run_rows(batch), batch, exact)
+    torch.set_num_threads(2)
+    y_TD = ours.run_tokens(TokenBatch(x_TD, slot_TK, weight_TK, 0, torch.float32))
+    expected_TD = exact_sums(exact, x_TD, slot_TK, weight_TK, 0)
+    torch.testing.assert_close(y_TD.double(), expected_TD, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize(("hidden", "width"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_packed_can_be_read_back(dtype: torch.dtype, hidden: int, width: int) -> None:
+    for form in WeightFormat:
+        ours = PackedExperts(2, hidden, width, dtype, form)
+        given = matrices(hidden, width, dtype, 9)
+        ours.clear(0)
+        ours.fill(1, *given)
+        if form is not PLAIN:
+            given = tuple(dequantize(quantize(matrix, form), dtype) for matrix in given)  # type: ignore[assignment]
+        for slot, expected in enumerate(([torch.zeros_like(matrix) for matrix in given], given)):
+            for read, matrix in zip(ours.read(slot), expected, strict=True):
+                assert torch.equal(read, matrix)
+
+
+def test_slots_of_many_pages_in_any_order() -> None:
+    """Bringing memory in does not touch what is there already."""
+    ours = PackedExperts(5, 1024, 400, torch.bfloat16, PLAIN)
+    given = {slot: matrices(1024, 400, torch.bfloat16, slot) for slot in (1, 4, 0, 2, 3)}
+    for slot, expert in given.items():
+        ours.fill(slot, *expert)
+    ours.clear(2)
+    for slot, expert in given.items():
+        for read, matrix in zip(ours.read(slot), expert, strict=True):
+            assert torch.equal(read, matrix if slot != 2 else torch.zeros_like(matrix))
+
+
+def test_a_slot_is_all_in_its_bytes() -> None:
+    """What a move between ranks copies is enough."""
+    for form in WeightFormat:
+        here, _ = packed(3, 70, 33, torch.bfloat16, form)
+        there = PackedExperts(2, 70, 33, torch.bfloat16, form)
+        there.clear(1)
+        for source, target in zip(here.storage(2), there.storage(0), strict=True):
+            assert source.is_contiguous() and target.is_contiguous()
+            target.copy_(source)
+        x_RD = torch.randn(5, 70).bfloat16()
+        rows_at_2 = ExpertBatch(Layout.RAGGED, x_RD, torch.tensor([0, 0, 5], dtype=torch.int32))
+        rows_at_0 = ExpertBatch(Layout.RAGGED, x_RD, torch.tensor([5, 0], dtype=torch.int32))
+        assert torch.equal(here.run_rows(rows_at_2), there.run_rows(rows_at_0))
+
+
+def test_every_fp8_number(level: Isa) -> None:
+    """All 256 of them, through both ways of widening (few rows, many rows): x is a row of the unit matrix."""
+    numbers = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    numbers = torch.where(numbers.float().isnan(), 0.0, numbers.float()).to(torch.float8_e4m3fn)
+    up_FD = numbers.repeat(32).view(32, 256)
+    gate_FD = torch.full((32, 256), 8.0).to(torch.float8_e4m3fn)
+    down_DF = torch.eye(256, 32).to(torch.float8_e4m3fn)
+    one = torch.ones(1, 2), torch.ones(1, 2), torch.ones(2, 1)
+    ours = PackedExperts(1, 256, 32, torch.float32, FP8)
+    ours.fill_scaled(0, *(ScaledMatrix(w, s) for w, s in zip((gate_FD, up_FD, down_DF), one, strict=True)))
+    gate = torch.nn.functional.silu(torch.tensor(8.0)).item()
+    for count in (1, 40):
+        x_RD = torch.zeros(256, 256).fill_diagonal_(1.0)
+        for first in range(0, 256, count):
+            part = x_RD[first : first + count]
+            y = ours.run_rows(ExpertBatch(Layout.RAGGED, part, torch.tensor([part.shape[0]], dtype=torch.int32)))
+            expected = numbers[first : first + count].float() * gate
+            torch.testing.assert_close(y[:, 0], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", [FP8, INT8], ids=lambda form: form.value)
+def test_quantised_weights_are_near(form: WeightFormat) -> None:
+    weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
+    weight[:128, :128] = 0
+    matrix = quantize(weight, form)
+    error = (dequantize(matrix, torch.float32) - weight).abs()
+    step = 2.0**-4 * weight.abs() if form is FP8 else 0.0
+    assert (error <= step + weight.abs().max() / 250).all()
+    assert (dequantize(matrix, torch.float32)[:128, :128] == 0).all()
+
+
+def test_a_checkpoints_fp8_stays_as_it_is() -> None:
+    ours = PackedExperts(1, 140, 130, torch.bfloat16, FP8)
+    given = [quantize(matrix, FP8) for matrix in matrices(140, 130, torch.float32, 3)]
+    ours.fill_scaled(0, *given)
+    for read, matrix in zip(ours.read(0), given, strict=True):
+        assert torch.equal(read, dequantize(matrix, torch.bfloat16))
+    assert ours.packed_SB.numel() < 1.25 * 3 * 140 * 130 * 1.3
+
+
+def test_the_choice(level: Isa) -> None:
+    sizes = (2, 8, 6)
+    assert isinstance(expert_weights(*sizes, torch.bfloat16, CPU, PLAIN), PackedExperts)
+    assert isinstance(expert_weights(*sizes, torch.float16, CPU, PLAIN), PlainExperts)
+    limit_isa(Isa.NONE)
+    assert isinstance(expert_weights(*sizes, torch.bfloat16, CPU, FP8), PlainExperts)

@@ -1,0 +1,129 @@
+"""Native paged decode attention equals the reference, on every instruction set that this CPU has.
+
+Legend: B sequences, H query heads, Hkv key/value heads, D head size, R rows of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from layers import reference
+from layers.attention import AttentionPlan, Heads, paged_attention
+from layers.paged_decode import PagedDecode
+from layers.step import StepInput
+from native import Isa, best_isa, limit_isa
+
+ISAS = [level for level in Isa if Isa.NONE < level <= best_isa()]
+DTYPES = [torch.float32, torch.bfloat16]
+CHUNK = 256  # keys of a chunk (native/src/attention.h)
+pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")
+HEADS = [Heads(4, 2, 8), Heads(16, 8, 128), Heads(3, 1, 20), Heads(7, 1, 70), Heads(6, 2, 33), Heads(2, 2, 1)]
+
+
+@pytest.fixture(autouse=True)
+def natively() -> Iterator[None]:
+    limit_isa(best_isa())
+    yield
+    torch.set_num_threads(1)
+
+
+def decodes(lens: list[int], block_size: int, seed: int = 0) -> tuple[StepInput, Tensor]:
+    """One query each, in shuffled blocks; and which rows of the cache somebody has, bool [R]."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-n // block_size) for n in lens]
+    blocks = (torch.randperm(sum(counts) + 2, generator=generator) + 1).tolist()
+    table = torch.zeros((len(lens), max(counts, default=0) + 1), dtype=torch.int64)
+    used = torch.zeros((len(blocks) + 1) * block_size, dtype=torch.bool)
+    for b, count in enumerate(counts):
+        table[b, :count] = torch.tensor([blocks.pop() for _ in range(count)])
+        position = torch.arange(lens[b])
+        used[table[b, position // block_size] * block_size + position % block_size] = True
+    none = torch.zeros(len(lens), dtype=torch.int64)
+    step = StepInput(
+        token_ids_T=none,
+        positions_T=torch.tensor(lens, dtype=torch.int64) - 1,
+        slots_T=none,
+        query_starts=tuple(range(len(lens) + 1)),
+        kv_lens=tuple(lens),
+        kv_lens_B=torch.tensor(lens, dtype=torch.int64),
+        block_table_BN=table,
+        num_decodes=len(lens),
+        block_size=block_size,
+        logits_rows_P=none,
+    )
+    return step, used
+
+
+def run(
+    lens: list[int], heads: Heads, dtype: torch.dtype, block_size: int = 16, threads: int = 1
+) -> tuple[Tensor, Tensor]:
+    """(ours, the reference's); everything that is no sequence's own is NaN."""
+    step, used = decodes(lens, block_size)
+    generator = torch.Generator().manual_seed(1)
+    caches = [
+        torch.randn((len(used), heads.num_kv_heads, heads.head_dim), generator=generator).to(dtype) for _ in range(2)
+    ]
+    for cache in caches:
+        cache[~used] = torch.nan
+    # Queries lie apart, as in a fused projection.
+    q = torch.randn((len(lens), heads.num_heads + 2, heads.head_dim), generator=generator).to(dtype)[
+        :, : heads.num_heads
+    ]
+    torch.set_num_threads(threads)
+    ours = paged_attention(q, *caches, AttentionPlan(step, heads, dtype), 0.3)
+    return ours, reference.paged_attention(q.contiguous(), *caches, step, 0.3)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", ISAS, ids=lambda level: level.name)
+def test_equals_the_reference(level: Isa, dtype: torch.dtype, threads: int) -> None:
+    limit_isa(level)
+    tolerance = 2e-6 if dtype is torch.float32 else 2**-7
+    for heads in HEADS:
+        for lens in ([], [1], [CHUNK], [CHUNK + 1, 3, 2 * CHUNK - 1], [700], list(range(1, 50))):
+            ours, wanted = run(lens, heads, dtype, threads=threads)
+            torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lens=st.lists(st.one_of(st.integers(1, 40), st.integers(200, 600)), min_size=1, max_size=6),
+    heads=st.builds(
+        lambda kv, group, dim: Heads(kv * group, kv, dim), st.integers(1, 3), st.integers(1, 9), st.integers(1, 90)
+    ),
+    block_size=st.sampled_from([1, 3, 16, 64]),
+    dtype=st.sampled_from(DTYPES),
+    level=st.sampled_from(ISAS or [Isa.NONE]),
+)
+def test_any_sizes(lens: list[int], heads: Heads, block_size: int, dtype: torch.dtype, level: Isa) -> None:
+    limit_isa(level)
+    ours, wanted = run(lens, heads, dtype, block_size)
+    tolerance = 5e-6 if dtype is torch.float32 else 2**-6
+    torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_thousands_of_keys() -> None:
+    """More chunks than a sequence may have: they become longer."""
+    ours, wanted = run([CHUNK * 70 + 5, 9], Heads(4, 2, 16), torch.float32, threads=2)
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_result_does_not_depend_on_company_or_threads(dtype: torch.dtype) -> None:
+    heads = Heads(8, 4, 64)
+    step, used = decodes([900, 5, 300], 16)
+    k, v = (torch.randn(len(used), heads.num_kv_heads, heads.head_dim).to(dtype) for _ in range(2))
+    q = torch.randn(3, heads.num_heads, heads.head_dim).to(dtype)
+    together = PagedDecode(step, 8, 4, 64, 64, dtype)(q, k, v, 0.1)
+    alone, _ = decodes([900], 16)
+    alone.block_table_BN[:] = step.block_table_BN[:1]
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(PagedDecode(alone, 8, 4, 64, 64, dtype)(q[:1], k, v, 0.1)[0], together[0])

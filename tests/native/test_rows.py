@@ -1,0 +1,125 @@
+"""The small native operations equal torch's, one after another, on every instruction set that this CPU has.
+
+Legend: T tokens, D hidden size, H query heads, E experts, K chosen.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from layers.norm import rms_norm
+from layers.rope import apply_rope
+from moe_kernels import reference
+from native import Isa, best_isa, limit_isa, rows
+
+ISAS = [level for level in Isa if Isa.NONE < level <= best_isa()]
+DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = [
+    pytest.mark.skipif(not ISAS, reason="the native kernels are not there"),
+    pytest.mark.parametrize("dtype", DTYPES, ids=str),
+    pytest.mark.parametrize("level", ISAS, ids=lambda level: level.name),
+]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(ours: Tensor, wanted: Tensor) -> None:
+    """Sums are taken in another order; bfloat16 may then round to the neighbour."""
+    tolerance = 3e-6 if wanted.dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (1, 1024), (3, 37), (50, 2048)])
+def test_norm_and_residual(level: Isa, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, residual, weight = normal(*shape).to(dtype), normal(*shape, seed=1).to(dtype), normal(shape[1], seed=2).to(dtype)
+    limit_isa(Isa.NONE)
+    wanted_sum = residual + x
+    wanted = rms_norm(wanted_sum.clone(), weight, 1e-6)
+    limit_isa(level)
+    ours = rows.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(residual, wanted_sum)
+    close(ours, wanted)
+    apart = torch.full((shape[0], shape[1] + 3), torch.nan, dtype=dtype)
+    apart[:, 1 : shape[1] + 1] = wanted_sum
+    close(rows.rms_norm(apart[:, 1 : shape[1] + 1], weight, 1e-6), wanted)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "kv_heads", "dim"), [(0, 2, 1, 8), (1, 3, 1, 6), (5, 4, 2, 128), (70, 16, 8, 64)]
+)
+def test_heads(
+    level: Isa, dtype: torch.dtype, normed: bool, num_tokens: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    limit_isa(level)
+    qkv = normal(num_tokens, heads + 2 * kv_heads, dim).to(dtype)
+    norm = normal(heads + kv_heads, dim, seed=1).to(dtype) if normed else None
+    angle = normal(num_tokens, 1, dim // 2, seed=2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    rope = (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    slots = torch.randperm(num_tokens + 3)[:num_tokens]
+    caches = [torch.full((num_tokens + 3, kv_heads, dim), torch.nan, dtype=dtype) for _ in range(2)]
+    qk = qkv[:, : heads + kv_heads].clone()
+    if norm is not None:
+        limit_isa(Isa.NONE)
+        qk = rms_norm(qk, norm, 1e-6)
+        limit_isa(level)
+    wanted, values = apply_rope(qk, *rope), qkv[:, heads + kv_heads :].clone()
+    rows.place_heads(qkv, heads, norm, 1e-6, rope, *caches, slots)
+    close(qkv[:, :heads], wanted[:, :heads])
+    close(caches[0][slots], wanted[:, heads:])
+    assert torch.equal(caches[1][slots], values)
+    assert int(caches[0].isnan().sum()) == int(caches[1].isnan().sum()) == 3 * kv_heads * dim
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 37), (600, 128)])
+def test_silu_mul(level: Isa, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    limit_isa(level)
+    gate_up = (normal(shape[0], 2 * shape[1]) * 8).to(dtype)
+    close(rows.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(0, 8, 2), (1, 1, 1), (7, 5, 5), (300, 64, 8), (40, 257, 9)]
+)
+def test_softmax_topk(
+    level: Isa, dtype: torch.dtype, renormalize: bool, num_tokens: int, num_experts: int, top_k: int
+) -> None:
+    limit_isa(level)
+    # All different, also in bfloat16: which of equals is taken is not defined.
+    logits = ((torch.rand(num_tokens, num_experts).argsort(-1) - num_experts // 2) / 16).to(dtype)
+    expert, weight = rows.softmax_topk(logits, top_k, renormalize)
+    wanted_expert, wanted_weight = reference.softmax_topk(logits, top_k, renormalize)
+    assert torch.equal(expert, wanted_expert)
+    torch.testing.assert_close(weight, wanted_weight, rtol=1e-5, atol=1e-7)
+
+
+def test_experts_are_distinct_whatever_the_logits(level: Isa, dtype: torch.dtype) -> None:
+    limit_isa(level)
+    logits = normal(30, 20).to(dtype)
+    logits[::3] = torch.nan
+    logits[1::3, 4:] = -torch.inf
+    expert, _ = rows.softmax_topk(logits, 7, True)
+    assert all(len(set(row)) == 7 and set(row) <= set(range(20)) for row in expert.tolist())
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("groups", [(64, 8, 4, 6), (64, 1, 1, 8), (6, 3, 1, 2), (256, 8, 3, 8), (5, 1, 1, 5)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 300])
+def test_grouped_sigmoid_topk(
+    level: Isa, dtype: torch.dtype, renormalize: bool, groups: tuple[int, int, int, int], num_tokens: int
+) -> None:
+    limit_isa(level)
+    num_experts, num_groups, topk_groups, top_k = groups
+    logits, bias = normal(num_tokens, num_experts) * 2, normal(num_experts, seed=1) * 0.1
+    choice = (top_k, num_groups, topk_groups, renormalize, 2.5)
+    expert, weight = rows.grouped_sigmoid_topk(logits, bias, *choice)
+    wanted_expert, wanted_weight = reference.grouped_sigmoid_topk(logits, bias, *choice)
+    order, wanted_order = expert.argsort(-1), wanted_expert.argsort(-1)
+    assert torch.equal(expert.gather(1, order), wanted_expert.gather(1, wanted_order))
+    torch.testing.assert_close(weight.gather(1, order), wanted_weight.gather(1, wanted_order), rtol=1e-5, atol=1e-7)

@@ -1,8 +1,9 @@
 """Grouped-query attention over the paged cache.
 
 Everything that depends on the step alone (which rows, which blocks, which mask) is worked out once per step in
-`AttentionPlan` and shared by all layers. Sequences with few queries (decodes above all) are gathered into padded
-batches of similar length, one call each; longer prefills go one by one, without padding.
+`AttentionPlan` and shared by all layers. Decodes run in the native kernel where it is there, and read the cache in place.
+Otherwise sequences with few queries (decodes above all) are gathered into padded batches of similar length, one call each;
+longer prefills go one by one, without padding.
 
 Legend: T tokens of the step, B sequences, b sequences of a batch, Q queries per sequence (padded), N blocks per sequence,
 L keys per sequence (padded), H query heads, Hkv key/value heads, G query heads per key head, D head size.
@@ -17,7 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layers.norm import rms_norm
+from layers.paged_decode import PagedDecode, can_decode
+from layers.rope import apply_rope
 from layers.step import StepInput
+from native import rows
 
 MAX_BATCHED_QUERIES = 64  # sequences with more queries than this fill a call by themselves
 MAX_GATHERED_BYTES = 8 << 20  # of keys per batch: larger buffers are returned to the system and page-faulted anew
@@ -69,6 +74,12 @@ class AttentionPlan:
         self.block_size = step.block_size
         starts, lens = step.query_starts, step.kv_lens
         decodes = range(step.num_decodes)
+        self.decode: PagedDecode | None = None
+        if step.num_decodes and can_decode(dtype, step.kv_lens_B.device):
+            sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
+            self.decode = PagedDecode(step, *sizes, dtype)
+            decodes = range(0)
+        self.num_tokens = step.num_tokens
         counts = [1] * step.num_decodes
         counts += [starts[b + 1] - starts[b] for b in range(step.num_decodes, step.num_sequences)]
         short: list[int] = []
@@ -174,14 +185,48 @@ def write_kv(cache: Tensor, slots_T: Tensor, x_THD: Tensor) -> None:
     cache.index_copy_(0, slots_T, x_THD)
 
 
+def place_heads(
+    qkv_THD: Tensor,
+    num_heads: int,
+    norm_HD: Tensor | None,
+    eps: float,
+    rope: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, ...],
+    slots_T: Tensor,
+) -> Tensor:
+    """The queries, normed and rotated, [T, H, D]; keys, treated likewise, and values are stored in `cache`.
+
+    qkv: queries, keys and values side by side, [T, H + 2 Hkv, D]; it may be overwritten. norm [H + Hkv, D]: the weight of
+    the norm of each query and key head, or None.
+    """
+    k_cache, v_cache = cache
+    if rows.can_run(qkv_THD) and qkv_THD.is_contiguous():
+        rows.place_heads(qkv_THD, num_heads, norm_HD, eps, rope, k_cache, v_cache, slots_T)
+        return qkv_THD[:, :num_heads]
+    num_qk = num_heads + k_cache.shape[1]
+    # Queries and keys lie side by side, so one norm and one rotation serve both.
+    qk = qkv_THD[:, :num_qk] if norm_HD is None else rms_norm(qkv_THD[:, :num_qk], norm_HD, eps)
+    qk = apply_rope(qk, *rope)
+    write_kv(k_cache, slots_T, qk[:, num_heads:])
+    write_kv(v_cache, slots_T, qkv_THD[:, num_qk:])
+    return qk[:, :num_heads]
+
+
 def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """Causal attention of every token to its own sequence: [T, H, D].
 
     k_cache, v_cache: [rows, Hkv, D], this step's keys and values already written; rows past a sequence's end must be finite.
     """
-    if not plan.singles and len(plan.batches) == 1 and isinstance(plan.batches[0].rows, slice):
+    if plan.decode is not None:
+        num_decodes = plan.decode.num_sequences
+        out_THD = plan.decode(q_THD[:num_decodes], k_cache, v_cache, scale)
+        if num_decodes == plan.num_tokens:
+            return out_THD
+        out_THD = torch.cat((out_THD, q_THD[num_decodes:]))
+    elif not plan.singles and len(plan.batches) == 1 and isinstance(plan.batches[0].rows, slice):
         return _attend_batch(q_THD, k_cache, v_cache, plan.batches[0], plan, scale)
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    else:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     for batch in plan.batches:
         if isinstance(batch.rows, slice):
             out_THD[batch.rows] = _attend_batch(q_THD[batch.rows], k_cache, v_cache, batch, plan, scale)

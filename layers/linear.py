@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from native.linear import linear, use_large_pages
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialised parameter that is never trained; the loader fills it."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    values = torch.empty(shape, dtype=dtype, device=device)
+    use_large_pages(values)
+    return nn.Parameter(values, requires_grad=False)
 
 
 class Linear(nn.Module):
@@ -30,7 +33,7 @@ class Linear(nn.Module):
         self.bias = parameter((out_features,), dtype, device) if bias else None
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return F.linear(x_TI, self.weight, self.bias)
+        return linear(x_TI, self.weight, self.bias)
 
 
 class MergedLinear(Linear):
@@ -64,4 +67,4 @@ class MergedLinear(Linear):
 
 def logits(hidden_PD: Tensor, weight_VD: Tensor) -> Tensor:
     """The head: [P, D] x [V, D] -> [P, V], in the weights' dtype, as in the originals."""
-    return F.linear(hidden_PD, weight_VD)
+    return linear(hidden_PD, weight_VD)

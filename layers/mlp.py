@@ -10,6 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layers.linear import Linear, MergedLinear
+from native import rows
+
+
+def silu_mul(gate_up_T2F: Tensor) -> Tensor:
+    """silu(first half) * second half: [T, F]."""
+    if rows.can_run(gate_up_T2F):
+        return rows.silu_mul(gate_up_T2F)
+    gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+    return F.silu(gate_TF).mul_(up_TF)
 
 
 class GatedMLP(nn.Module):
@@ -23,7 +32,5 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, hidden_size, bias, dtype, device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_up(x_TD).chunk(2, dim=-1)
-        hidden_TF = F.silu(gate_TF).mul_(up_TF)
-        out_TD: Tensor = self.down(hidden_TF)
+        out_TD: Tensor = self.down(silu_mul(self.gate_up(x_TD)))
         return out_TD

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layers.linear import parameter
+from native import rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,8 +31,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 2 and x.stride(1) == 1 and rows.can_run(x):
+            return rows.rms_norm(x, self.weight, self.eps)
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Add x to the residual stream *in place*, and return the norm of the sum."""
+        if rows.can_run(residual_TD):
+            return rows.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
         return rms_norm(residual_TD.add_(x_TD), self.weight, self.eps)

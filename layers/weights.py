@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,13 +15,29 @@ from torch import Tensor
 
 from layers.safetensors_file import CheckpointError, SafetensorsFile, TensorEntry
 
-__all__ = ["BLOCK", "Checkpoint", "CheckpointError", "dequantize_blocks"]
+__all__ = ["BLOCK", "Checkpoint", "CheckpointError", "StoredWeight", "dequantize_blocks"]
 
 INDEX = "model.safetensors.index.json"
 BLOCK = 128  # FP8 weights have one scale per BLOCK x BLOCK weights
 ROWS_AT_ONCE = 8 * BLOCK  # of a weight that is dequantised: bounds the float32 scratch
 
 Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight as it lies in the checkpoint. scale: float32, one for each 128 x 128 block of 8-bit weights, or None."""
+
+    weight: Tensor
+    scale: Tensor | None
+
+    def widened(self) -> Tensor:
+        """The weights themselves: as stored, or float32 [O, I] of blocks with scales."""
+        if self.scale is None:
+            return self.weight
+        out_OI = torch.empty(self.weight.shape)
+        dequantize_blocks(self.weight, self.scale, out_OI)
+        return out_OI
 
 
 class Checkpoint:
@@ -94,34 +111,50 @@ class Checkpoint:
         Shapes must be equal; the dtype is converted to out's. If the checkpoint has `name` + "_scale_inv" (DeepSeek's
         FP8), each block of 128 x 128 is multiplied by its scale, and the scale is marked used too.
         """
+        stored = self.borrow(name, tuple(out.shape), index)
+        if stored.scale is None:
+            out.copy_(stored.weight)
+        else:
+            dequantize_blocks(stored.weight, stored.scale, out)
+        self.give_back(name)
+
+    def borrow(self, name: str, shape: tuple[int, ...], index: int | None = None) -> StoredWeight:
+        """Tensor `name`, or its part `index` along the first dimension, as it lies in the mapped file; not to be written to,
+        nor used after `give_back`. Marks it (and its scales) used. shape: what it must have."""
         file = self._file(name)
         entry = file.entries[name]
-        shape = entry.shape if index is None else entry.shape[1:]
-        if shape != tuple(out.shape):
-            raise CheckpointError(f"{file.path}: {name}: expected shape {list(out.shape)}, got {list(shape)}")
+        found = entry.shape if index is None else entry.shape[1:]
+        if found != shape:
+            raise CheckpointError(f"{file.path}: {name}: expected shape {list(shape)}, got {list(found)}")
         stored = file.view(name)
         part = stored if index is None else stored[index]
-        scale_name = f"{name}_scale_inv"
-        if scale_name in self._files and entry.dtype.itemsize == 1:
-            self._read_fp8(scale_name, part, out, index)
+        scale = None
+        if self.is_scaled(name):
+            scale = self._scale(f"{name}_scale_inv", part, index)
         elif entry.dtype.is_floating_point and entry.dtype.itemsize == 1:
-            raise CheckpointError(f"{file.path}: {name}: {entry.dtype} without {scale_name}")
-        else:
-            out.copy_(part)
+            raise CheckpointError(f"{file.path}: {name}: {entry.dtype} without {name}_scale_inv")
         self.bytes_read += part.numel() * part.element_size()
-        file.release(name)
         self._mark(name)
+        return StoredWeight(part, scale)
 
-    def _read_fp8(self, scale_name: str, part: Tensor, out: Tensor, index: int | None) -> None:
-        file = self._file(scale_name)
-        scale = file.view(scale_name)
+    def give_back(self, name: str) -> None:
+        """What was borrowed is no longer used: its memory may go."""
+        self._file(name).release(name)
+
+    def is_scaled(self, name: str) -> bool:
+        """Whether there is such a key, with 8-bit weights and scales."""
+        return f"{name}_scale_inv" in self._files and self.has(name) and self._entry(name).dtype.itemsize == 1
+
+    def _scale(self, name: str, part: Tensor, index: int | None) -> Tensor:
+        file = self._file(name)
+        scale = file.view(name)
         scale = scale if index is None else scale[index]
         expected = [-(-n // BLOCK) for n in part.shape]
         if part.dim() != 2 or list(scale.shape) != expected:
-            raise CheckpointError(f"{file.path}: {scale_name}: expected shape {expected}, got {list(scale.shape)}")
-        dequantize_blocks(part, scale.float(), out)
+            raise CheckpointError(f"{file.path}: {name}: expected shape {expected}, got {list(scale.shape)}")
         self.bytes_read += scale.numel() * scale.element_size()
-        self._mark(scale_name)
+        self._mark(name)
+        return scale.float()
 
     def skip(self, name: str) -> None:
         """Mark a key (and its scales, if it has any) as deliberately not read. Its bytes are not touched."""

@@ -1,4 +1,5 @@
-"""MLA in PyTorch operations, on any device: decodes absorbed, prefills naive or absorbed.
+"""MLA in PyTorch operations, on any device: decodes absorbed, prefills naive or absorbed. Decodes run in the native kernels
+where those are there (mla/native_decode.py).
 
 Legend: T tokens of the step, U padded query rows of a side, b sequences of a group, Q queries of each, q queries of a
 tile, S keys of a piece, H heads; N, P, C, X, V widths (mla/protocol.py), R rows of the cache.
@@ -13,6 +14,7 @@ from torch import Tensor
 from layers.step import StepInput
 from mla import latent_kv
 from mla.merge import merge
+from mla.native_decode import NativeDecode, can_run
 from mla.plan import Group, Limits, Piece, Plan, Side, Tile, make_plan
 from mla.protocol import MlaShape, PrefillMode
 
@@ -26,23 +28,42 @@ class TorchMla:
         self.shape = shape
         self.scale = scale
         self.prefill: PrefillMode = prefill
+        self.dtype = dtype
         self.limits = Limits.of(shape, dtype.itemsize) if limits is None else limits
 
     def prepare(self, step: StepInput) -> TorchMlaStep:
-        plan = make_plan(step, self.shape, self.prefill, self.limits)
-        return TorchMlaStep(self.shape, self.scale, step.block_size, plan)
+        decode = None
+        if step.num_decodes and can_run(self.shape, self.dtype, step.slots_T.device):
+            decode = NativeDecode(step, self.shape, self.scale, self.dtype)
+        first_token = step.num_decodes if decode else 0
+        plan = make_plan(step, self.shape, self.prefill, self.limits, first_token)
+        return TorchMlaStep(self.shape, self.scale, step.block_size, plan, decode)
 
 
 class TorchMlaStep:
     """Implements mla.protocol.PreparedStep."""
 
-    def __init__(self, shape: MlaShape, scale: float, block_size: int, plan: Plan) -> None:
+    def __init__(
+        self, shape: MlaShape, scale: float, block_size: int, plan: Plan, decode: NativeDecode | None = None
+    ) -> None:
         self.shape = shape
         self.scale = scale
         self.block_size = block_size
         self.plan = plan
+        self.decode = decode  # of the first sequences; the plan has the others
 
     def __call__(
+        self, q_nope_THN: Tensor, q_pe_THP: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor
+    ) -> Tensor:
+        if self.decode is None:
+            return self._in_torch(q_nope_THN, q_pe_THP, cache_RX, w_uk_HNC, w_uv_HVC)
+        num = self.decode.num_sequences
+        out_BHV = self.decode(q_nope_THN[:num], q_pe_THP[:num], cache_RX, w_uk_HNC, w_uv_HVC)
+        if num == q_nope_THN.shape[0]:
+            return out_BHV
+        return torch.cat((out_BHV, self._in_torch(q_nope_THN, q_pe_THP, cache_RX, w_uk_HNC, w_uv_HVC)))
+
+    def _in_torch(
         self, q_nope_THN: Tensor, q_pe_THP: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor
     ) -> Tensor:
         plan, parts = self.plan, []

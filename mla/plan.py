@@ -130,10 +130,10 @@ def prefers_absorbed(shape: MlaShape, num_queries: int, num_keys: int) -> bool:
     return flops.absorbed * ABSORBED_COST < flops.naive
 
 
-def make_plan(step: StepInput, shape: MlaShape, prefill: PrefillMode, limits: Limits) -> Plan:
-    """Cut a step into groups. Sequences without queries are left out."""
+def make_plan(step: StepInput, shape: MlaShape, prefill: PrefillMode, limits: Limits, first_token: int = 0) -> Plan:
+    """Cut a step into groups. Sequences without queries are left out. first_token: num_decodes, if decodes are left out too."""
     counts = [last - first for first, last in zip(step.query_starts, step.query_starts[1:], strict=False)]
-    decodes = _cut_decodes(step, limits.absorbed_keys)
+    decodes = [] if first_token else list(_cut_decodes(step, limits.absorbed_keys))
     absorbed, naive = [], []
     for b in range(step.num_decodes, len(counts)):
         if counts[b] == 0:
@@ -148,6 +148,7 @@ def make_plan(step: StepInput, shape: MlaShape, prefill: PrefillMode, limits: Li
     naive_groups = list(_cut_prefills(step, naive, counts, limits.naive_keys))
     first = absorbed_side.num_rows
     naive_side = _side(step, naive_groups, counts, limits.naive_keys, limits.naive_tile, order, first)
+    del order[:first_token]
     in_place = order == list(range(absorbed_side.num_rows + naive_side.num_rows))
     restore = None if in_place else torch.tensor(order, device=step.slots_T.device)
     return Plan(absorbed_side, naive_side, restore)

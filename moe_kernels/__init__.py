@@ -1,25 +1,44 @@
-"""Arithmetic of experts on one device. The one place of this room where an implementation is chosen.
+"""Arithmetic of experts on one device; reference.py says what each operation must compute.
 
-Today there is one per operation, in torch, for every device; moe_kernels/reference.py says what each must compute.
+choice.py is the place where an operation's implementation is chosen by device (Triton for tensors on a GPU, torch otherwise), and
+weights.py the one where the form of the experts' weights is (packed for the native CPU kernels, or as torch wants them).
 """
 
-from moe_kernels.grouped_gemm import run_experts
-from moe_kernels.layout import ExpertBatch, Layout
-from moe_kernels.permute import Bags, permute, permute_some, sum_rows, unpermute
-from moe_kernels.quant import dequantize_rows, quantize_rows
-from moe_kernels.silu_mul import silu_mul
-from moe_kernels.topk import grouped_sigmoid_topk, grouped_softmax_topk, softmax_topk
+from moe_kernels.choice import (
+    dequantize_rows,
+    grouped_sigmoid_topk,
+    grouped_softmax_topk,
+    permute,
+    permute_some,
+    quantize_rows,
+    run_experts,
+    silu_mul,
+    softmax_topk,
+    sum_rows,
+    unpermute,
+)
+from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
+from moe_kernels.matrix import ScaledMatrix, WeightFormat
+from moe_kernels.permute import Bags
+from moe_kernels.topk import router_logits
+from moe_kernels.weights import ExpertWeights, expert_weights
 
 __all__ = [
     "Bags",
     "ExpertBatch",
+    "ExpertWeights",
     "Layout",
+    "ScaledMatrix",
+    "TokenBatch",
+    "WeightFormat",
     "dequantize_rows",
+    "expert_weights",
     "grouped_sigmoid_topk",
     "grouped_softmax_topk",
     "permute",
     "permute_some",
     "quantize_rows",
+    "router_logits",
     "run_experts",
     "silu_mul",
     "softmax_topk",

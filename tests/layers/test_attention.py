@@ -88,6 +88,14 @@ def test_bfloat16(work: Work) -> None:
     check(work, Heads(4, 2, 8), 4, torch.bfloat16)
 
 
+@pytest.mark.usefixtures("in_torch")
+def test_any_mix_in_torch() -> None:
+    for work in ([(1, 20), (1, 3), (9, 0), (9, 4)], [(1, 0)], [(1, 5), (1, 60), (80, 50), (100, 0)]):
+        for dtype in (torch.float32, torch.bfloat16):
+            check(work, Heads(4, 2, 8), 4, dtype)
+
+
+@pytest.mark.usefixtures("in_torch")
 def test_decodes_of_very_different_length_go_in_several_batches() -> None:
     generator = torch.Generator().manual_seed(0)
     work = [(1, 2000)] + [(1, 10 + i) for i in range(30)] + [(1, 900)]
@@ -96,6 +104,7 @@ def test_decodes_of_very_different_length_go_in_several_batches() -> None:
     check(work, Heads(2, 1, 4), 16)
 
 
+@pytest.mark.usefixtures("in_torch")
 def test_gathered_memory_and_masks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """With limits so small that every loop runs several times, results stay the same."""
     monkeypatch.setattr(attention, "MAX_GATHERED_BYTES", 4096)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from mla.attention import TorchMla
 from mla.merge import merge
 from mla.plan import Limits, make_plan, prefers_absorbed
 from mla.protocol import MlaShape, PrefillMode
+from native import Isa, best_isa, isa, limit_isa
 
 torch.set_num_threads(1)
 
@@ -36,6 +39,14 @@ STEPS = {
 }
 
 
+@pytest.fixture(params=[level for level in Isa if level <= best_isa()], ids=lambda level: level.name)
+def level(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    """Decodes in torch (NONE) and in the native kernels of each instruction set that this CPU has."""
+    before = isa()
+    yield limit_isa(request.param)
+    limit_isa(before)
+
+
 def run(case: MlaCase, prefill: PrefillMode, limits: Limits) -> torch.Tensor:
     with torch.inference_mode():
         backend = TorchMla(case.shape, SCALE, prefill, case.q_nope.dtype, limits)
@@ -50,14 +61,14 @@ def specified(case: MlaCase) -> torch.Tensor:
 @pytest.mark.parametrize("limits", [SMALL, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize("prefill", ["naive", "absorbed", "auto"])
 @pytest.mark.parametrize("name", STEPS)
-def test_equals_the_reference(name: str, prefill: PrefillMode, limits: Limits) -> None:
+def test_equals_the_reference(name: str, level: Isa, prefill: PrefillMode, limits: Limits) -> None:
     case = make_case(STEPS[name])
     torch.testing.assert_close(run(case, prefill, limits), specified(case), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("prefill", ["naive", "absorbed"])
 @pytest.mark.parametrize("limits", [SMALL, WIDE], ids=["small", "wide"])
-def test_bfloat16(prefill: PrefillMode, limits: Limits) -> None:
+def test_bfloat16(level: Isa, prefill: PrefillMode, limits: Limits) -> None:
     case = make_case(STEPS["mixed"], dtype=torch.bfloat16)
     torch.testing.assert_close(run(case, prefill, limits).float(), specified(case).float(), rtol=0.05, atol=0.05)
 
@@ -72,7 +83,7 @@ def test_absorbed_reference_equals_naive_reference() -> None:
 @pytest.mark.parametrize("prefill", ["naive", "absorbed"])
 @pytest.mark.parametrize("limits", [SMALL, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_others_do_not_leak(prefill: PrefillMode, limits: Limits, dtype: torch.dtype) -> None:
+def test_rows_of_others_do_not_leak(level: Isa, prefill: PrefillMode, limits: Limits, dtype: torch.dtype) -> None:
     """Not a bit of the result depends on what stands in rows that belong to no token of the sequence."""
     zeros = run(make_case(STEPS["mixed"], garbage=0.0, dtype=dtype), prefill, limits)
     noise = run(make_case(STEPS["mixed"], garbage=1e30, dtype=dtype), prefill, limits)
@@ -97,7 +108,7 @@ def test_any_step(data: st.DataObject) -> None:
     torch.testing.assert_close(run(case, prefill, limits), specified(case), rtol=3e-5, atol=3e-5)
 
 
-def test_published_shape_with_default_limits() -> None:
+def test_published_shape_with_default_limits(level: Isa) -> None:
     """A head of DeepSeek-V3 and contexts beyond one piece, with the limits that serving uses."""
     shape = MlaShape(num_heads=2, nope_dim=128, rope_dim=64, latent_dim=512, value_dim=128)
     limits = Limits.of(shape, 4)
@@ -107,6 +118,21 @@ def test_published_shape_with_default_limits() -> None:
     expected = specified(case)
     for prefill in ("naive", "absorbed"):
         torch.testing.assert_close(run(case, prefill, limits), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_native_decodes_read_nothing_but_their_rows(level: Isa, dtype: torch.dtype, threads: int) -> None:
+    """NaN next door, contexts of several chunks, and more threads than one."""
+    if level is Isa.NONE:
+        pytest.skip("torch multiplies the padding, too")
+    lengths = [(1, keys) for keys in (1, 700, 256, 257, 30)]
+    case, clean = (make_case(lengths, garbage=g, dtype=dtype) for g in (torch.nan, 0.0))
+    torch.set_num_threads(threads)
+    ours = run(case, "auto", WIDE)
+    torch.set_num_threads(1)
+    tolerance = 2e-5 if dtype is torch.float32 else 0.05
+    torch.testing.assert_close(ours, specified(clean), rtol=tolerance, atol=tolerance)
 
 
 def test_merge_of_parts_is_attention_over_all() -> None:

@@ -6,16 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moe_inputs import routing
 from torch import Tensor
 
 from moe_kernels import ExpertBatch, Layout, permute, permute_some, reference, run_experts, silu_mul, unpermute
-
-
-def routing(num_tokens: int, top_k: int, num_slots: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    slots = [torch.randperm(num_slots, generator=generator)[:top_k] for _ in range(num_tokens)]
-    slot_TK = torch.stack(slots) if slots else torch.empty(0, top_k, dtype=torch.int64)
-    return slot_TK, torch.rand(num_tokens, top_k, generator=generator)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,156 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""Grouped-query attention over the paged cache in Triton: no key is copied, no mask is built.
+
+The query heads that share a key head are rows of one program, for as many queries as fit. Decodes are cut along the keys
+too, so that few long sequences fill the chip; layers/triton_merge.py joins them. Same results as layers/reference.py within
+rounding.
+
+Legend: T tokens of the step, B sequences, N blocks per sequence, H query heads, Hkv key/value heads, D head size, G splits,
+I tiles of queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from layers.attention import Heads
+from layers.step import StepInput
+from layers.triton_configs import DECODE, PREFILL, AttentionConfig, choose
+from layers.triton_device import chip_of
+from layers.triton_merge import merge_splits
+from layers.triton_softmax import LOG2_E, finish, fold
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, tiles_ptr, out_ptr, lse_ptr, q_stride_t, q_stride_h, table_stride,
+    num_heads, num_kv_heads, num_splits, keys_per_split, block_size, scale, SIZE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out [T, G, H, D], lse [T, G, H] (natural logarithm). tiles int32 [I, 4]: sequence, its first token, its number of
+    queries, the first query of the tile."""
+    tile = tiles_ptr + tl.program_id(0) * 4
+    b, first_token = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64)
+    num_queries, first_query = tl.load(tile + 2), tl.load(tile + 3)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    row = tl.arange(0, BLOCK_M)
+    query = first_query + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    # A group that does not divide the tile leaves rows over.
+    there = (query < num_queries) & (row < BLOCK_M // GROUP * GROUP)
+    column, line = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_S)
+    inside = column < SIZE
+    mask = there[:, None] & inside[None, :]
+    token = first_token + query
+    q = tl.load(
+        q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_h + column[None, :], mask=mask, other=0.0
+    )
+    length = tl.load(lens_ptr + b).to(tl.int32)
+    last_seen = length - num_queries + query
+    first = split * keys_per_split
+    last = tl.minimum(first + keys_per_split, length - num_queries + first_query + BLOCK_M // GROUP)
+    last = tl.minimum(last, length)
+    acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for at in range(first, last, BLOCK_S):
+        position = at + line
+        seen = position < last
+        block = tl.load(table_ptr + b * table_stride + position // block_size, mask=seen, other=0).to(tl.int64)
+        place = ((block * block_size + position % block_size) * num_kv_heads + kv_head) * SIZE
+        kv_mask = seen[:, None] & inside[None, :]
+        k = tl.load(k_ptr + place[:, None] + column[None, :], mask=kv_mask, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+        score = tl.where(seen[None, :] & (position[None, :] <= last_seen[:, None]), score, float("-inf"))
+        v = tl.load(v_ptr + place[:, None] + column[None, :], mask=kv_mask, other=0.0)
+        acc, highest, total = fold(score, v, acc, highest, total)
+    out, lse = finish(acc, highest, total)
+    here = (token * num_splits + split) * num_heads + head
+    tl.store(out_ptr + here[:, None] * SIZE + column[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + here, lse, mask=there)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """Tokens first : last of the step, that run with one config. tiles: int32 [I, 4]."""
+
+    first: int
+    last: int
+    tiles: Tensor
+    num_splits: int
+    keys_per_split: int
+    config: AttentionConfig
+
+
+class TritonAttentionPlan:
+    """What depends on the step alone, worked out once and shared by all layers; as layers.attention.AttentionPlan. The
+    configs replace what the table says."""
+
+    def __init__(
+        self,
+        step: StepInput,
+        heads: Heads,
+        dtype: torch.dtype,
+        decode: AttentionConfig | None = None,
+        prefill: AttentionConfig | None = None,
+    ) -> None:
+        chip = chip_of(step.slots_T.device)
+        self.heads = heads
+        self.step = step
+        n = step.num_decodes
+        configs = (
+            decode or choose(DECODE, chip, heads.head_dim),
+            # float32 has no matrix unit: small tiles.
+            prefill or choose(DECODE if dtype == torch.float32 else PREFILL, chip, heads.head_dim),
+        )
+        members = (range(n), range(n, step.num_sequences))
+        self.launches = [self._launch(b, config) for b, config in zip(members, configs, strict=True)]
+
+    def _launch(self, members: range, config: AttentionConfig) -> _Launch:
+        step, heads = self.step, self.heads
+        block_m = max(config.block_m, triton.next_power_of_2(heads.group))
+        per_tile = block_m // heads.group
+        tiles = []
+        for b in members:
+            start, count = step.query_starts[b], step.query_starts[b + 1] - step.query_starts[b]
+            tiles += [(b, start, count, query) for query in range(0, count, per_tile)]
+        longest = max((step.kv_lens[b] for b in members), default=1)
+        splits = 1
+        if members.stop <= step.num_decodes:  # a prefill has tiles enough
+            programs = max(1, len(tiles) * heads.num_kv_heads)
+            splits = max(1, min(config.programs // programs, -(-longest // config.keys)))
+        per_split = -(-longest // (splits * config.block_s)) * config.block_s
+        rows = torch.tensor(tiles, dtype=torch.int32, device=step.slots_T.device)
+        first, last = step.query_starts[members.start], step.query_starts[members.stop]
+        return _Launch(first, last, rows, splits, per_split, replace(config, block_m=block_m))
+
+
+def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonAttentionPlan, scale: float) -> Tensor:
+    """As layers.attention.paged_attention. q: any strides but 1 for the last."""
+    step, heads = plan.step, plan.heads
+    assert q_THD.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    for launch in plan.launches:
+        if launch.first == launch.last:
+            continue
+        config, splits = launch.config, launch.num_splits
+        num_tokens = launch.last - launch.first
+        # One split needs no merging: its result is the result.
+        shape = (num_tokens, splits, heads.num_heads, heads.head_dim)
+        part = out_THD if splits == 1 else torch.empty(shape, dtype=torch.float32, device=q_THD.device)
+        lse = torch.empty(q_THD.shape[0], splits, heads.num_heads, dtype=torch.float32, device=q_THD.device)
+        _attention_kernel[(launch.tiles.shape[0], heads.num_kv_heads, splits)](
+            q_THD, k_cache, v_cache, step.block_table_BN, step.kv_lens_B, launch.tiles, part, lse, q_THD.stride(0),
+            q_THD.stride(1), step.block_table_BN.stride(0), heads.num_heads, heads.num_kv_heads, splits,
+            launch.keys_per_split, step.block_size, scale, SIZE=heads.head_dim, GROUP=heads.group,
+            BLOCK_M=config.block_m, BLOCK_S=config.block_s, COLUMNS=max(16, triton.next_power_of_2(heads.head_dim)),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+        if splits > 1:  # decodes, which come first in the step
+            out_THD[:num_tokens] = merge_splits(part, lse[:num_tokens], q_THD.dtype)
+    return out_THD

@@ -1,0 +1,73 @@
+"""Which implementation of an operation runs: Triton's for tensors on a GPU where triton is installed, torch's otherwise.
+
+Triton is imported when the first tensor on a GPU arrives.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+from torch import Tensor
+
+from moe_kernels.grouped_gemm import run_experts as torch_run_experts
+from moe_kernels.layout import ExpertBatch
+from moe_kernels.permute import permute as torch_permute
+from moe_kernels.permute import permute_some as torch_permute_some
+from moe_kernels.permute import sum_rows as torch_sum_rows
+from moe_kernels.permute import unpermute as torch_unpermute
+from moe_kernels.quant import dequantize_rows as torch_dequantize_rows
+from moe_kernels.quant import quantize_rows as torch_quantize_rows
+from moe_kernels.silu_mul import silu_mul as torch_silu_mul
+from moe_kernels.topk import grouped_sigmoid_topk as torch_grouped_sigmoid_topk
+from moe_kernels.topk import grouped_softmax_topk as torch_grouped_softmax_topk
+from moe_kernels.topk import softmax_topk as torch_softmax_topk
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def triton_form(module: str, name: str) -> Callable[..., Any]:
+    """The function of this name in moe_kernels/triton_<module>.py."""
+    try:
+        found = vars(importlib.import_module(f"moe_kernels.triton_{module}"))[name]
+    except ModuleNotFoundError as error:
+        raise ImportError("the Triton kernels need triton: pip install triton") from error
+    return cast(Callable[..., Any], found)
+
+
+def _by_device(torch_form: Callable[P, Result], module: str) -> Callable[P, Result]:
+    """Decides by the device of the first argument."""
+
+    @functools.wraps(torch_form)
+    def chosen(*args: P.args, **kwargs: P.kwargs) -> Result:
+        x = args[0]
+        assert isinstance(x, Tensor | ExpertBatch)
+        on_gpu = x.is_cuda if isinstance(x, Tensor) else x.x.is_cuda
+        if not on_gpu or not _has_triton():
+            return torch_form(*args, **kwargs)
+        return cast(Result, triton_form(module, torch_form.__name__)(*args, **kwargs))
+
+    return chosen
+
+
+dequantize_rows = _by_device(torch_dequantize_rows, "quant")
+grouped_sigmoid_topk = _by_device(torch_grouped_sigmoid_topk, "topk")
+grouped_softmax_topk = _by_device(torch_grouped_softmax_topk, "topk")
+permute = _by_device(torch_permute, "permute")
+permute_some = _by_device(torch_permute_some, "permute")
+quantize_rows = _by_device(torch_quantize_rows, "quant")
+run_experts = _by_device(torch_run_experts, "grouped_gemm")
+silu_mul = _by_device(torch_silu_mul, "silu_mul")
+softmax_topk = _by_device(torch_softmax_topk, "topk")
+sum_rows = _by_device(torch_sum_rows, "permute")
+unpermute = _by_device(torch_unpermute, "permute")

@@ -1,0 +1,152 @@
+"""Norm, rope and attention in Triton equal the layers in torch, and compile for Hopper and Blackwell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from triton_support import compiling, report, running
+
+from layers import reference, triton_attention, triton_merge, triton_norm, triton_rope, triton_softmax
+from layers.attention import Heads, write_kv
+from layers.norm import rms_norm
+from layers.rope import apply_rope
+from layers.step import StepInput
+from layers.triton_attention import TritonAttentionPlan
+from layers.triton_configs import AttentionConfig
+
+pytestmark = pytest.mark.triton
+
+SMALL = AttentionConfig(16, 16, 4, 2, programs=16, keys=16)  # several tiles and splits
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "weight_shape"), [((3, 40), (40,)), ((2, 3, 16), (3, 16)), ((0, 16), (16,))])
+def test_norm(shape: tuple[int, ...], weight_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = normal(*shape).to(dtype), normal(*weight_shape, seed=1).to(dtype)
+    with running(triton_norm):
+        ours = triton_norm.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(ours, rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_a_sum(dtype: torch.dtype) -> None:
+    x_TD, weight = normal(4, 40, seed=2).to(dtype)[:, :24], normal(24, seed=1).to(dtype)
+    ours_TD = normal(4, 24).to(dtype)
+    residual_TD = ours_TD.clone()
+    with running(triton_norm):
+        out_TD = triton_norm.add_rms_norm(x_TD, ours_TD, weight, 1e-5)
+    torch.testing.assert_close(out_TD, rms_norm(residual_TD.add_(x_TD), weight, 1e-5))
+    assert torch.equal(ours_TD, residual_TD)
+
+
+def turns(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle_TR = normal(num_tokens, size // 2, seed=3)
+    cos, sin = angle_TR.cos().to(dtype), angle_TR.sin().to(dtype)
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "size"), [(3, 8), (5, 12), (20, 256)])
+def test_rope_and_the_write(num_heads: int, size: int, dtype: torch.dtype) -> None:
+    both = normal(3, 2 * num_heads + 1, size).to(dtype)
+    k_THD, v_THD = both[:, :num_heads], both[:, num_heads + 1 :]
+    cos, sin = turns(3, size, dtype)
+    slots_T = torch.tensor([4, 0, 2])
+    caches = [torch.zeros(6, num_heads, size, dtype=dtype) for _ in range(4)]
+    with running(triton_rope):
+        ours = triton_rope.apply_rope(k_THD, cos, sin)
+        triton_rope.rope_write_kv(k_THD, v_THD, cos, sin, slots_T, caches[0], caches[1])
+        assert triton_rope.apply_rope(k_THD[:0], cos[:0], sin[:0]).shape == (0, num_heads, size)
+    expected = apply_rope(k_THD, cos, sin)
+    torch.testing.assert_close(ours, expected)
+    write_kv(caches[2], slots_T, expected)
+    write_kv(caches[3], slots_T, v_THD)
+    torch.testing.assert_close(caches[0], caches[2])
+    assert torch.equal(caches[1], caches[3])
+
+
+def make_step(lengths: list[tuple[int, int]], block_size: int) -> tuple[StepInput, Tensor]:
+    """lengths: (queries, tokens in the cache afterwards), decodes first. The rows of the cache that belong to a token."""
+    counts = [-(-keys // block_size) for _, keys in lengths]
+    free = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1).tolist()
+    table = torch.zeros(len(lengths), max(counts, default=0) + 1, dtype=torch.int64)
+    rows, starts = [], [0]
+    for b, (queries, keys) in enumerate(lengths):
+        blocks = torch.tensor([free.pop() for _ in range(counts[b])])
+        table[b, : counts[b]] = blocks
+        rows.append((blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:keys])
+        starts.append(starts[-1] + queries)
+    decodes = next((b for b, (queries, _) in enumerate(lengths) if queries != 1), len(lengths))
+    unused = torch.zeros(starts[-1], dtype=torch.int64)
+    lens = tuple(keys for _, keys in lengths)
+    step = StepInput(
+        unused, unused, unused, tuple(starts), lens, torch.tensor(lens), table, decodes, block_size, unused
+    )  # fmt: skip
+    return step, torch.cat(rows) if rows else unused
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [
+        ([(1, 5), (1, 70), (1, 16)], Heads(6, 2, 20)),
+        ([(1, 40), (9, 9), (3, 30), (20, 35)], Heads(6, 2, 20)),
+        ([(1, 33), (6, 21)], Heads(4, 4, 16)),
+        ([(1, 33), (2, 5)], Heads(20, 1, 8)),
+        ([], Heads(2, 1, 8)),
+    ],
+    ids=["decodes", "mixed", "one head per key", "one key head", "no tokens"],
+)
+def test_attention(lengths: list[tuple[int, int]], heads: Heads, dtype: torch.dtype) -> None:
+    step, rows = make_step(lengths, 4)
+    size = (int(step.block_table_BN.max()) + 2) * 4 if lengths else 8
+    caches = [torch.full((size, heads.num_kv_heads, heads.head_dim), 1e30, dtype=dtype) for _ in range(2)]
+    for seed, cache in enumerate(caches):
+        cache[rows] = normal(rows.shape[0], heads.num_kv_heads, heads.head_dim, seed=seed).to(dtype)
+    q_THD = normal(step.num_tokens, heads.num_heads + 1, heads.head_dim, seed=5).to(dtype)[:, 1:]
+    for decode in (SMALL, AttentionConfig(16, 16, 4, 2, programs=1)):
+        with running(triton_attention, triton_merge, triton_softmax):
+            plan = TritonAttentionPlan(step, heads, dtype, decode, SMALL)
+            ours = triton_attention.paged_attention(q_THD, *caches, plan, 0.3)
+        expected = reference.paged_attention(q_THD, *caches, step, 0.3)
+        tolerance = 2e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_compiles_for_qwen3(capability: int) -> None:
+    """Qwen3-30B-A3B: 32 query heads and 4 key heads of 128."""
+    step, _ = make_step([(1, 4096), (1, 3000), (200, 1000)], 16)
+    caches = meta(8192, 4, 128), meta(8192, 4, 128)
+    cos = meta(202, 1, 128)
+    with compiling(capability, triton_attention, triton_merge, triton_norm, triton_rope) as found:
+        plan = TritonAttentionPlan(step, Heads(32, 4, 128), torch.bfloat16)
+        triton_attention.paged_attention(meta(202, 32, 128), *caches, plan, 0.1)
+        triton_norm.rms_norm(meta(202, 36, 128), meta(36, 128), 1e-6)
+        triton_norm.add_rms_norm(meta(202, 2048), meta(202, 2048), meta(2048), 1e-6)
+        triton_rope.apply_rope(meta(202, 32, 128), cos, cos)
+        slots_T = meta(202, dtype=torch.int64)
+        triton_rope.rope_write_kv(meta(202, 4, 128), meta(202, 4, 128), cos, cos, slots_T, *caches)
+    report(found)
+    assert len(found) == 7 and all(item.spills == 0 for item in found)
+    assert found[2].matrix_unit == {90: "wgmma", 100: "tcgen05.mma"}[capability]  # prefill
+
+
+def test_float32_compiles() -> None:
+    step, _ = make_step([(1, 4096), (200, 1000)], 16)
+    cache = meta(8192, 4, 128, dtype=torch.float32)
+    with compiling(90, triton_attention, triton_merge) as found:
+        plan = TritonAttentionPlan(step, Heads(32, 4, 128), torch.float32)
+        triton_attention.paged_attention(meta(201, 32, 128, dtype=torch.float32), cache, cache, plan, 0.1)
+    report(found)
+    assert all(item.spills == 0 for item in found)

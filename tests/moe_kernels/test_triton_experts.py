@@ -1,0 +1,171 @@
+"""Expert matrices in Triton equal the reference, and compile for Hopper and Blackwell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from triton_support import compiling, report, running
+
+from moe_kernels import ExpertBatch, Layout, dequantize_rows, quantize_rows, reference, triton_quant
+from moe_kernels import triton_fp8_experts as fp8
+from moe_kernels import triton_grouped_gemm as gemm
+from moe_kernels.quant import num_blocks
+from moe_kernels.triton_configs import GemmConfig
+
+pytestmark = pytest.mark.triton
+
+SMALL = GemmConfig(16, 16, 32, 4, 2, band=2)  # several tiles of everything, also of small matrices
+SMALL_FP8 = GemmConfig(16, 128, 128, 4, 2, band=2)
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights(num_slots: int, hidden: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    gate_up = normal(num_slots, 2 * width, hidden, seed=1) * hidden**-0.5
+    return gate_up.to(dtype), (normal(num_slots, hidden, width, seed=2) * width**-0.5).to(dtype)
+
+
+def make_batch(layout: Layout, rows: list[int], hidden: int, dtype: torch.dtype, capacity: int = 20) -> ExpertBatch:
+    """Rows past a padded slot's count are NaN."""
+    rows_S = torch.tensor(rows, dtype=torch.int32)
+    if layout is Layout.RAGGED:
+        return ExpertBatch(layout, normal(sum(rows), hidden, seed=3).to(dtype), rows_S)
+    x_SCD = normal(len(rows), capacity, hidden, seed=3).to(dtype)
+    x_SCD[torch.arange(capacity) >= rows_S[:, None]] = float("nan")
+    return ExpertBatch(layout, x_SCD, rows_S)
+
+
+def valid(batch: ExpertBatch, y: Tensor) -> Tensor:
+    """The rows that count: [R, D]."""
+    if batch.layout is Layout.RAGGED:
+        return y
+    return y[torch.arange(y.shape[1]) < batch.rows_S[:, None]]
+
+
+def run(batch: ExpertBatch, gate_up: Tensor, down: Tensor, row_weight: Tensor | None = None) -> Tensor:
+    with running(gemm):
+        return gemm.run_experts(batch, gate_up, down, row_weight, SMALL, SMALL)
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "width"), [([3, 0, 18, 1], 40, 24), ([0, 0, 0, 1], 64, 32), ([0, 20, 16], 48, 17)]
+)
+def test_equals_the_reference(layout: Layout, dtype: torch.dtype, rows: list[int], hidden: int, width: int) -> None:
+    batch, matrices = make_batch(layout, rows, hidden, dtype), weights(len(rows), hidden, width, dtype)
+    y = run(batch, *matrices)
+    assert y.dtype == dtype and y.shape == batch.x.shape
+    expected = reference.experts(batch, *matrices)
+    torch.testing.assert_close(valid(batch, y), valid(batch, expected), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_row_weights(layout: Layout) -> None:
+    batch, matrices = make_batch(layout, [2, 0, 17], 32, torch.float32), weights(3, 32, 16, torch.float32)
+    row_weight = torch.rand(batch.x.shape[:-1], generator=torch.Generator().manual_seed(5))
+    y = run(batch, *matrices, row_weight)
+    expected = reference.experts(batch, *matrices) * row_weight[..., None]
+    torch.testing.assert_close(valid(batch, y), valid(batch, expected), rtol=1e-4, atol=1e-4)
+
+
+def test_no_rows_at_all() -> None:
+    for layout in Layout:
+        batch = make_batch(layout, [0, 0], 32, torch.float32, capacity=0)
+        assert run(batch, *weights(2, 32, 16, torch.float32)).shape == batch.x.shape
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+def test_rows_in_fp8_on_weights_in_16_bits(layout: Layout) -> None:
+    plain = make_batch(layout, [3, 0, 5], 160, torch.bfloat16, capacity=6)
+    value, scale = quantize_rows(plain.x.flatten(0, -2))
+    batch = ExpertBatch(layout, value.view(plain.x.shape), plain.rows_S, scale.view(*plain.x.shape[:-1], -1))
+    matrices = weights(3, 160, 16, torch.bfloat16)
+    y = run(batch, *matrices)
+    assert batch.scale is not None
+    exact = ExpertBatch(layout, dequantize_rows(batch.x, batch.scale, torch.bfloat16), batch.rows_S)
+    expected = reference.experts(exact, *matrices)
+    torch.testing.assert_close(valid(batch, y), valid(batch, expected), rtol=2e-2, atol=2e-2)
+
+
+def fp8_matrices(num_slots: int, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, b = num_blocks(width), num_blocks(hidden)
+    generator = torch.Generator().manual_seed(6)
+    scales = [torch.rand(shape, generator=generator) + 0.5 for shape in [(num_slots, 2 * n, b), (num_slots, b, n)]]
+    gate_up, down = (matrix.to(torch.float8_e4m3fn) for matrix in weights(num_slots, hidden, width, torch.float32))
+    return gate_up, scales[0], down, scales[1]
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16 rows", "fp8 rows"])
+@pytest.mark.parametrize(("rows", "hidden", "width"), [([3, 0, 18], 256, 128), ([1, 17], 160, 144)])
+def test_weights_in_fp8(layout: Layout, quantized: bool, rows: list[int], hidden: int, width: int) -> None:
+    batch, matrices = make_batch(layout, rows, hidden, torch.bfloat16), fp8_matrices(len(rows), hidden, width)
+    if quantized:
+        value, scale = quantize_rows(batch.x.flatten(0, -2))
+        scale = scale.view(*batch.x.shape[:-1], -1)
+        batch = ExpertBatch(layout, value.view(batch.x.shape), batch.rows_S, scale)
+    row_weight = torch.rand(batch.x.shape[:-1], generator=torch.Generator().manual_seed(5))
+    with running(gemm, fp8, triton_quant):
+        y = fp8.run_experts_fp8(batch, *matrices, row_weight, SMALL_FP8, SMALL_FP8)
+    assert y.dtype == torch.bfloat16
+    expected = reference.experts_fp8(batch, *matrices).float() * row_weight[..., None]
+    # A number between the products that lies between two of FP8's may be rounded to either: 1/16 of it.
+    torch.testing.assert_close(valid(batch, y).float(), valid(batch, expected), rtol=0.03, atol=0.03)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("num_rows", [512, 32768], ids=["decode", "prefill"])
+def test_compiles_for_published_shapes(capability: int, num_rows: int) -> None:
+    """DeepSeek-V3's experts, 64 of them on a rank."""
+    with compiling(capability, gemm) as found:
+        for rows in (num_rows, num_rows - 3):  # share what was compiled
+            batch = ExpertBatch(Layout.RAGGED, meta(rows, 7168), meta(64, dtype=torch.int32))
+            gemm.run_experts(batch, meta(64, 4096, 7168), meta(64, 7168, 2048))
+    report(found)
+    assert len(found) == 2 and all(item.spills == 0 for item in found)
+    unit = "mma.sync" if num_rows == 512 else {90: "wgmma", 100: "tcgen05.mma"}[capability]
+    assert [item.matrix_unit for item in found] == [unit, unit]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("num_rows", [512, 32768], ids=["decode", "prefill"])
+def test_fp8_compiles_for_published_shapes(capability: int, num_rows: int) -> None:
+    f8, f32 = torch.float8_e4m3fn, torch.float32
+    rows_S = meta(64, dtype=torch.int32)
+    batch = ExpertBatch(Layout.RAGGED, meta(num_rows, 7168, dtype=f8), rows_S, meta(num_rows, 56, dtype=f32))
+    gate_up, down = meta(64, 4096, 7168, dtype=f8), meta(64, 7168, 2048, dtype=f8)
+    with compiling(capability, gemm, fp8, triton_quant) as found:
+        fp8.run_experts_fp8(batch, gate_up, meta(64, 32, 56, dtype=f32), down, meta(64, 56, 16, dtype=f32))
+    report(found)
+    assert len(found) == 2 and all(item.spills == 0 for item in found)
+    unit = "mma.sync" if num_rows == 512 else {90: "wgmma", 100: "tcgen05.mma"}[capability]
+    assert [item.matrix_unit for item in found] == [unit, unit]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_padded_rows_in_fp8_compile(capability: int) -> None:
+    """What a low-latency exchange brings: 64 slots with room for 1,024 rows, weighted here because its sum is not."""
+    x, scale = meta(64, 1024, 7168, dtype=torch.float8_e4m3fn), meta(64, 1024, 56, dtype=torch.float32)
+    batch = ExpertBatch(Layout.PADDED, x, meta(64, dtype=torch.int32), scale)
+    with compiling(capability, gemm) as found:
+        row_weight = meta(64, 1024, dtype=torch.float32)
+        gemm.run_experts(batch, meta(64, 4096, 7168), meta(64, 7168, 2048), row_weight)
+    report(found)
+    assert len(found) == 2 and all(item.spills == 0 for item in found)
+
+
+def test_float32_compiles() -> None:
+    batch = ExpertBatch(Layout.RAGGED, meta(32768, 7168, dtype=torch.float32), meta(64, dtype=torch.int32))
+    with compiling(90, gemm) as found:
+        gemm.run_experts(batch, *(meta(*shape, dtype=torch.float32) for shape in [(64, 4096, 7168), (64, 7168, 2048)]))
+    report(found)
+    assert all(item.spills <= 64 for item in found)

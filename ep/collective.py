@@ -1,12 +1,12 @@
 """Expert parallelism of processes joined by a GlooGroup.
 
 Legend: T tokens of this rank, D hidden size, K experts per token, G ranks, S slots of a rank, N rows arrived from all ranks (one
-per token and rank), R rows for the local experts (one per token and local expert), M rows sent to all ranks, W width of
+per token and rank), M rows sent to all ranks, W width of
 a row's hidden state on its way, B words (8 bytes) of a whole row.
 
 A token travels once to each rank that has some of its experts: its hidden state, the slots of all its K experts and their
-weights, in one row. The rank that computes weights and sums what its experts made of a token, and sends one row back; the sender
-adds up the ranks' rows in float32.
+weights, in one row. The experts take what has arrived as tokens, and sort, weight and sum for themselves (TokenBatch); one row
+goes back, and the sender adds up the ranks' rows in float32.
 
 One all-to-all carries the rows to a rank, led by a row that says how many there are. The receiver gives a fixed room before
 it knows that number; when some message of any rank is longer, a second all-to-all carries what is left. A rank's own rows
@@ -23,7 +23,7 @@ from torch import Tensor
 from ep.group import GlooGroup
 from ep.protocol import Arrived, Pending, Routing
 from ep.rows import make_rows
-from moe_kernels import Bags, Layout, permute_some, unpermute
+from moe_kernels import Bags, Layout, TokenBatch, unpermute
 
 _ROOM_BYTES = 1 << 18  # of a first message, per peer and lane
 _WORD = 8
@@ -31,7 +31,6 @@ _WORD = 8
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    bags: Bags  # from the experts' rows to the N rows that arrived
     arrived: list[int]  # rows that came from each other rank
     sent: list[int]  # rows that went to each other rank
     own: int  # rows that stayed
@@ -52,7 +51,7 @@ class CollectiveAllToAll:
         """dtype: of what experts give back; rows: how they travel to the experts (ep/rows.py)."""
         self._group = group
         self._num_slots = num_slots
-        self._hidden_size = hidden_size
+        self._hidden_size, self._dtype = hidden_size, dtype
         self._rows = make_rows(rows, hidden_size, dtype)
         self._room: dict[int, Tensor] = {}
         # Messages lie in the order of ranks, this rank's own rows last: the column of a slot is its place in that order.
@@ -110,21 +109,22 @@ class CollectiveAllToAll:
         pieces.append(dispatch.rows_MB[dispatch.rows_MB.shape[0] - counts[num_peers] :])
         x_NW, slot_NK, weight_NK = self._fields(torch.cat(pieces))
         first_slot = self._group.rank * self._num_slots
-        packed, bags = permute_some(x_NW, slot_NK, weight_NK, first_slot, self._num_slots)
+        tokens = TokenBatch(
+            self._rows.tokens(x_NW), slot_NK.to(torch.int64), weight_NK.contiguous(), first_slot, torch.float32
+        )
         ticket = _Ticket(
-            bags,
             [count - 1 for count in coming],
             [count - 1 for count in counts[:num_peers]],
             counts[num_peers],
             dispatch.back,
         )
-        return Arrived(self._rows.batch(packed.layout, packed.x, packed.rows_S), ticket)
+        return Arrived(tokens, ticket)
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         assert isinstance(ticket, _Ticket)
         leaving, coming = sum(ticket.arrived), sum(ticket.sent)
-        sum_ND = unpermute(y, ticket.bags, y.new_empty(leaving + ticket.own, self._hidden_size))
-        back_MD = y.new_empty(coming + ticket.own, self._hidden_size)
+        sum_ND = y.to(self._dtype)
+        back_MD = sum_ND.new_empty(coming + ticket.own, self._hidden_size)
         back_MD[coming:] = sum_ND[leaving:]
         exchange = self._group.all_to_all(
             back_MD[:coming], sum_ND[:leaving], self._by_rank(ticket.sent), self._by_rank(ticket.arrived)

@@ -1,6 +1,6 @@
 """The experts that live in the slots of one rank, in one MoE layer.
 
-Legend: S slots of this rank, R rows arrived, C rows per padded slot, D hidden size, F expert width.
+Legend: S slots of this rank, R rows arrived, C rows per padded slot, T tokens, D hidden size, F expert width.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import ExpertBatch, run_experts
+from moe_kernels import ExpertBatch, ScaledMatrix, TokenBatch, WeightFormat, expert_weights
+
+__all__ = ["Experts", "ScaledMatrix", "WeightFormat"]
 
 
 class Experts(nn.Module):
-    """gate_up_S2FD [S, 2F, D] (gate rows first) and down_SDF [S, D, F]; uninitialised until loaded."""
+    """S experts of width F on rows of size D; uninitialised until loaded. `weights` has them, in the form that the fastest
+    arithmetic here wants (moe_kernels/weights.py)."""
 
     def __init__(
         self,
@@ -23,25 +26,43 @@ class Experts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        gate_up = torch.empty(num_slots, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
-        down = torch.empty(num_slots, hidden_size, intermediate_size, dtype=dtype, device=device)
-        self.gate_up_S2FD = nn.Parameter(gate_up, requires_grad=False)
-        self.down_SDF = nn.Parameter(down, requires_grad=False)
+        self.hidden_size, self.width = hidden_size, intermediate_size
+        self._sizes = (num_slots, hidden_size, intermediate_size, dtype, torch.device(device or "cpu"))
+        self.weights = expert_weights(*self._sizes, WeightFormat.PLAIN)
 
     @property
     def num_slots(self) -> int:
-        return self.gate_up_S2FD.shape[0]
+        return self.weights.num_slots
 
-    def forward(self, batch: ExpertBatch) -> Tensor:
-        """Each slot's expert on its rows; the result has the layout of batch.x (RAGGED [R, D], PADDED [S, C, D])."""
-        return run_experts(batch, self.gate_up_S2FD, self.down_SDF)
+    def keep_as(self, form: WeightFormat) -> None:
+        """From now on weights are kept in this format, if they can be; what was loaded before is lost."""
+        if form is not self.weights.format:
+            self.weights = expert_weights(*self._sizes, form)
 
-    def slot_views(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(gate [F, D], up [F, D], down [D, F]) of one slot: views for the loader to write into."""
-        gate, up = self.gate_up_S2FD[slot].chunk(2)
-        return gate, up, self.down_SDF[slot]
+    def forward(self, batch: ExpertBatch | TokenBatch) -> Tensor:
+        """Rows: each slot's expert on its rows, in the layout of batch.x (RAGGED [R, D], PADDED [S, C, D]). Tokens: the
+        weighted sum of each token's experts that are here, [T, D]."""
+        if isinstance(batch, TokenBatch):
+            return self.weights.run_tokens(batch)
+        return self.weights.run_rows(batch)
+
+    def fill_slot(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        """Put an expert into a slot; of any float dtype, converted to the format in which weights are kept."""
+        self.weights.fill(slot, gate_FD, up_FD, down_DF)
+
+    def fill_slot_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
+        """The same from 8-bit weights, which stay as they are if that is the format in which weights are kept."""
+        self.weights.fill_scaled(slot, gate_FD, up_FD, down_DF)
+
+    def clear_slot(self, slot: int) -> None:
+        """Make a slot's weights zero."""
+        self.weights.clear(slot)
+
+    def read_slot(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(gate [F, D], up [F, D], down [D, F]) of one slot, in the rows' dtype."""
+        return self.weights.read(slot)
 
     def slot_storage(self, slot: int) -> tuple[Tensor, ...]:
         """Every tensor that makes up the expert of one slot, as contiguous views in the form in which it is kept: what a
         move to another rank's slot copies."""
-        return self.gate_up_S2FD[slot], self.down_SDF[slot]
+        return self.weights.storage(slot)

@@ -1,6 +1,6 @@
 """Expert parallelism of one rank: nothing travels.
 
-Legend: T tokens, D hidden size, K experts per token, S slots, R = T * K rows.
+Legend: T tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from ep.protocol import Arrived, Ready, Routing
-from moe_kernels import Bags, Layout, permute, unpermute
+from moe_kernels import Layout, TokenBatch
 
 
 class LocalAllToAll:
-    """Rows are sorted by slot on the way out and summed on the way back."""
+    """The experts get the tokens as they are, and return their weighted sums."""
 
     layout = Layout.RAGGED
 
@@ -20,11 +20,10 @@ class LocalAllToAll:
         self._num_slots = num_slots
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Ready[Arrived]:
-        return Ready(Arrived(*permute(x_TD, routing.slot_TK, routing.weight_TK, self._num_slots)))
+        return Ready(Arrived(TokenBatch(x_TD, routing.slot_TK, routing.weight_TK, 0, x_TD.dtype), None))
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Ready[Tensor]:
-        assert isinstance(ticket, Bags)
-        return Ready(unpermute(y, ticket, out_TD))
+        return Ready(out_TD.copy_(y))
 
     def close(self) -> None:
         """Nothing is held."""

@@ -14,6 +14,7 @@ from dbo.steps import Steps
 from ep.experts import Experts
 from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
+from moe_kernels import TokenBatch
 
 
 class MoE(nn.Module):
@@ -23,7 +24,8 @@ class MoE(nn.Module):
     lanes: one all-to-all per lane of overlap; layers of a model share them.
     table: logical expert -> slot of the group; None: the two numbers are the same.
     shared: computed by every rank on its own tokens while theirs are in flight; None: there is none.
-    load: is shown the expert ids of every step (eplb.load.ExpertLoad.recorder); None: nobody counts.
+    load: is shown the expert ids of every step (eplb.load.ExpertLoad.recorder), arrivals: how many rows each slot gets
+    (eplb.load.RowLoad.recorder); None: nobody counts.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class MoE(nn.Module):
         self.table = table
         self.shared = shared
         self.load = load
+        self.arrivals: Callable[[Tensor], None] | None = None
 
     def steps(self, x_TD: Tensor, lane: int = 0) -> Steps[Tensor]:
         """[T, D] -> [T, D] in x's dtype, as a generator. A rank without tokens takes part with T = 0.
@@ -53,6 +56,10 @@ class MoE(nn.Module):
         shared_TD = None if self.shared is None else self.shared(x_TD)  # hides the flight even without a second lane
         yield
         arrived = sent.wait()
+        if self.arrivals is not None:
+            batch = arrived.batch
+            rows_S = batch.rows_of(self.experts.num_slots) if isinstance(batch, TokenBatch) else batch.rows_S
+            self.arrivals(rows_S)
         back = a2a.combine(self.experts(arrived.batch), arrived.ticket, torch.empty_like(x_TD))
         yield
         out_TD = back.wait()

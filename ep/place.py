@@ -1,18 +1,46 @@
 """From the expert that a router chose to the slot that computes it.
 
-Legend: T tokens, K experts per token, E logical experts, M replicas of an expert at most.
+Legend: T tokens, K experts per token, L MoE layers, G ranks, S slots of a rank, E logical experts, B buckets of hashes,
+P slots of a layer, U used slots, N pairs of layer and expert, R those with replicas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from eplb.placement import Placement
 
+Ints = npt.NDArray[np.int64]
+
 _HASH_BITS = 16
 _HASHES = 1 << _HASH_BITS
 _GOLDEN = 40503  # 2**16 / golden ratio, odd: consecutive multiples spread evenly over the 16-bit range at any length
+
+
+class _Hashes:
+    """The 16-bit hashes of a stream of tokens, each as one of B buckets and the rest: its place in that bucket."""
+
+    def __init__(self, num_buckets: int, device: torch.device | str | None) -> None:
+        assert num_buckets & (num_buckets - 1) == 0
+        self.num_buckets = num_buckets
+        self._bucket = self._rest = torch.empty(0, 1, dtype=torch.int64, device=device)
+
+    def at(self, start: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """bucket and rest, int64 [T, 1] each; 0 <= start < 2**16."""
+        end = start + num_tokens
+        if end > self._bucket.shape[0]:
+            # One period of the sequence, and as many more as the longest step needs to run on past its end.
+            index = torch.arange(_HASHES + num_tokens, device=self._bucket.device).unsqueeze(1)
+            hashes = (index * _GOLDEN) % _HASHES
+            width = _HASHES // self.num_buckets
+            self._bucket, self._rest = hashes // width, hashes % width
+        return self._bucket[start:end], self._rest[start:end]
 
 
 class SlotTable:
@@ -21,66 +49,131 @@ class SlotTable:
     A Placement numbers its ranks once and for all; the groups that exchange consist of the living only. Here, and only
     here, the one becomes the other.
 
-    An expert with replicas is spread over them by share: a hash of the token's place in the stream of this rank's tokens
-    is compared with 16-bit cumulative thresholds. The hashes walk on from call to call, so that even steps of one token
-    use every replica in its share. `rank` only makes ranks begin at different places.
+    An expert with replicas is spread over them by share, to 16 bits, by a hash of the token's place in the stream of
+    this rank's tokens. The hashes walk on from call to call, so that even steps of one token use every replica in its
+    share. `rank` only makes ranks begin at different places. Which hashes are whose is laid out by Walker's alias
+    method, so that any number of replicas takes two lookups (_alias).
     """
 
     def __init__(
-        self, placement: Placement, layer: int, rank: int = 0, device: torch.device | str | None = None
+        self,
+        placement: Placement,
+        layer: int,
+        rank: int = 0,
+        device: torch.device | str | None = None,
+        rows: _Rows | None = None,
+        hashes: _Hashes | None = None,
     ) -> None:
-        slots = _among_living(placement, layer)
-        num_replicas = max(len(pairs) for pairs in slots)
-        first_E = [pairs[0][0] for pairs in slots]
-        self.num_replicas = num_replicas
-        self._is_identity = num_replicas == 1 and first_E == list(range(placement.num_experts))
-        self._first_E = torch.tensor(first_E, dtype=torch.int64, device=device)
-        slots_EM = [
-            [slot for slot, _ in pairs] + [first] * (num_replicas - len(pairs))
-            for pairs, first in zip(slots, first_E, strict=True)
-        ]
-        self._slots = torch.tensor(slots_EM, dtype=torch.int64, device=device).flatten()
-        self._thresholds_EM = torch.tensor([_thresholds(pairs, num_replicas) for pairs in slots], device=device)
-        self._hash = torch.empty(0, dtype=torch.int64, device=device)
+        """rows, hashes: what `slot_tables` has worked out already."""
+        if rows is None:
+            rows = _rows(placement, [layer])[0]
+        self.num_replicas = rows.num_replicas
+        first_E = rows.slot_EB2[:, 0, 0]
+        self._is_identity = self.num_replicas == 1 and np.array_equal(first_E, np.arange(placement.num_experts))
+        self._first_E = torch.from_numpy(first_E).to(device) if self.num_replicas == 1 else None
+        self._num_buckets = rows.cut_EB.shape[1]
+        self._cuts = torch.from_numpy(rows.cut_EB.ravel()).to(device)
+        self._slots = torch.from_numpy(rows.slot_EB2.ravel()).to(device)
+        self._hashes = hashes or _Hashes(self._num_buckets, device)
         self._cursor = (rank * 7919 + layer * 104729) % _HASHES
 
     def __call__(self, expert_TK: Tensor) -> Tensor:
         """int64 [T, K] logical experts -> int64 [T, K] slots. The input itself where both numbers are the same."""
         if self._is_identity:
             return expert_TK
-        if self.num_replicas == 1:
+        if self._first_E is not None:
             return self._first_E[expert_TK]
-        hash_T11 = self._next_hashes(expert_TK.shape[0]).view(-1, 1, 1)
-        replica_TK = (hash_T11 >= self._thresholds_EM[expert_TK]).sum(-1)
-        return self._slots[replica_TK.add_(expert_TK, alpha=self.num_replicas)]
+        num_tokens = expert_TK.shape[0]
+        bucket_T1, rest_T1 = self._hashes.at(self._cursor, num_tokens)
+        self._cursor = (self._cursor + num_tokens) % _HASHES
+        place_TK = torch.add(bucket_T1, expert_TK, alpha=self._num_buckets)
+        other_TK = rest_T1 >= self._cuts.take(place_TK)
+        return self._slots.take(torch.add(other_TK, place_TK, alpha=2))
 
-    def _next_hashes(self, num_tokens: int) -> Tensor:
-        start = self._cursor
-        if start + num_tokens > self._hash.shape[0]:
-            # One period of the sequence, and as many more as the longest step needs to run on past its end.
-            index = torch.arange(_HASHES + num_tokens, device=self._hash.device)
-            self._hash = (index * _GOLDEN) % _HASHES
-        self._cursor = (start + num_tokens) % _HASHES
-        return self._hash[start : start + num_tokens]
+    def follow(self, before: SlotTable) -> None:
+        """Go on in the stream of tokens where another table of this layer has come to. One that began anew every few
+        steps would use the first few hashes only."""
+        if before._num_buckets == self._num_buckets:
+            self._hashes = before._hashes
+        self._cursor = before._cursor
 
 
-def _among_living(placement: Placement, layer: int) -> list[list[tuple[int, float]]]:
-    """Placement.slots_of, the slots of the living ranks numbered without gaps."""
-    size = placement.slots_per_rank
-    place = {rank: index for index, rank in enumerate(rank for rank, alive in enumerate(placement.alive) if alive)}
+def slot_tables(placement: Placement, rank: int, device: torch.device | str | None = None) -> list[SlotTable]:
+    """Those of all layers, at a fraction of the cost of one after the other."""
+    layers = range(placement.num_layers)
+    all_rows = _rows(placement, layers)
+    hashes = _Hashes(all_rows[0].cut_EB.shape[1], device) if all_rows else None
     return [
-        [(place[slot // size] * size + slot % size, share) for slot, share in pairs]
-        for pairs in placement.slots_of(layer)
+        SlotTable(placement, layer, rank, device, rows, hashes) for layer, rows in zip(layers, all_rows, strict=True)
     ]
 
 
-def _thresholds(pairs: list[tuple[int, float]], num_replicas: int) -> list[int]:
-    """Replica m of an expert takes the hashes from threshold m - 1 up to threshold m. M - 1 of them: the last replica's
-    is never reached."""
-    total = sum(share for _, share in pairs)
-    thresholds, running = [], 0.0
-    for _, share in pairs[:-1]:
-        running += share
-        thresholds.append(round(_HASHES * running / total))
-    # The last replica, and those that an expert does not have: no hash is that high.
-    return thresholds + [_HASHES] * (num_replicas - len(pairs))
+class _Rows(NamedTuple):
+    """One layer. The hashes of an expert's bucket b whose rest is below cut_EB[e, b] go to slot_EB2[e, b, 0], the
+    others to slot_EB2[e, b, 1]. num_replicas: of the expert that has most."""
+
+    num_replicas: int
+    cut_EB: Ints
+    slot_EB2: Ints
+
+
+def _rows(placement: Placement, layers: Sequence[int]) -> list[_Rows]:
+    num_experts = placement.num_experts
+    living = np.array(placement.alive, dtype=bool)
+    # The slots of the living ranks, numbered without gaps.
+    ids_LP = placement.slot_to_expert[list(layers)][:, living].reshape(len(layers), -1)
+    share_LP = placement.share[list(layers)][:, living].reshape(len(layers), -1).astype(np.float64)
+    layer_U, slot_U = np.nonzero(ids_LP >= 0)
+    key_U = layer_U * num_experts + ids_LP[layer_U, slot_U]
+    order_U = np.argsort(key_U, kind="stable")
+    key_U, slot_U, share_U = key_U[order_U], slot_U[order_U], share_LP[layer_U, slot_U][order_U]
+    copies_N = np.bincount(key_U, minlength=len(layers) * num_experts)
+    starts_N = np.cumsum(copies_N) - copies_N
+    replica_U = np.arange(len(key_U)) - starts_N[key_U]
+    first_N = slot_U[starts_N]
+    most = int(copies_N.max(initial=1))
+    num_buckets = 1 << (most - 1).bit_length()
+    cut_NB = np.full((len(copies_N), num_buckets), _HASHES // num_buckets)
+    slot_NB2 = np.empty((len(copies_N), num_buckets, 2), dtype=np.int64)
+    slot_NB2[:] = first_N[:, None, None]
+
+    several = copies_N > 1  # the few experts with replicas; the rest of it is about them
+    used = several[key_U]
+    where = (np.cumsum(several) - 1)[key_U[used]], replica_U[used]
+    share_RB = np.zeros((int(several.sum()), num_buckets))
+    share_RB[where] = share_U[used]
+    slot_RB = np.repeat(first_N[several], num_buckets).reshape(share_RB.shape)
+    slot_RB[where] = slot_U[used]
+    running_RB = share_RB.cumsum(1)
+    threshold_RB = np.rint(_HASHES * running_RB / running_RB[:, -1:]).astype(np.int64)
+    cut_NB[several], other_RB = _alias(np.diff(threshold_RB, axis=1, prepend=0))
+    slot_NB2[several] = np.stack([slot_RB, np.take_along_axis(slot_RB, other_RB, 1)], axis=2)
+    shape = len(layers), num_experts, num_buckets
+    most_L = copies_N.reshape(len(layers), num_experts).max(1, initial=1).tolist()
+    return [_Rows(*row) for row in zip(most_L, cut_NB.reshape(shape), slot_NB2.reshape(*shape, 2), strict=True)]
+
+
+def _alias(hashes_RB: Ints) -> tuple[Ints, Ints]:
+    """cut and other, int64 [R, B] each: bucket b of a row is shared by replica b, which has its first cut[b] hashes, and
+    by replica other[b]. Every replica then has as many hashes as it should; hashes_RB: those, 2**16 in each row.
+
+    A. J. Walker, An efficient method for generating discrete random variables with general distributions, 1977: the
+    emptiest bucket is filled up by the replica that has most left, and is done with; and so on.
+    """
+    num_rows, num_buckets = hashes_RB.shape
+    width = _HASHES // num_buckets
+    left_RB = hashes_RB.copy()
+    cut_RB = np.full((num_rows, num_buckets), width)
+    other_RB = np.broadcast_to(np.arange(num_buckets), (num_rows, num_buckets)).copy()
+    row = np.arange(num_rows)
+    while True:
+        low = left_RB[row].argmin(1)
+        short = left_RB[row, low] < width
+        row, low = row[short], low[short]
+        if not row.size:
+            return cut_RB, other_RB
+        high = left_RB[row].argmax(1)
+        cut_RB[row, low] = left_RB[row, low]
+        other_RB[row, low] = high
+        left_RB[row, high] -= width - left_RB[row, low]
+        left_RB[row, low] = width

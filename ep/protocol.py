@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from moe_kernels.layout import ExpertBatch, Layout
+from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
 
 T_co = TypeVar("T_co", covariant=True)
 V = TypeVar("V")
@@ -54,9 +54,10 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What dispatch brought: rows for the local experts, and the ticket that combine takes back."""
+    """What dispatch brought: rows for the local experts, or tokens whose rows they take themselves; and the ticket that
+    combine takes back."""
 
-    batch: ExpertBatch
+    batch: ExpertBatch | TokenBatch
     ticket: object
 
 
@@ -64,7 +65,7 @@ class AllToAll(Protocol):
     """Moves rows to their experts and results back. Nothing is remembered between calls except buffers.
 
     Every rank of the group calls dispatch and combine equally often and in the same order (zero tokens are fine).
-    `combine` multiplies by the routing weights, sums, and writes float32-accumulated results in x's dtype to out_TD.
+    `combine` multiplies by the routing weights and sums (of tokens the experts have done both already), and writes float32-accumulated results in x's dtype to out_TD.
     Both raise PeerLost out of `wait()` (or at once) when a peer is gone; no wait is without a bound.
     """
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels import grouped_sigmoid_topk, grouped_softmax_topk, softmax_topk
+from moe_kernels import grouped_sigmoid_topk, grouped_softmax_topk, router_logits, softmax_topk
 
 
 class SoftmaxRouter(nn.Module):
@@ -40,7 +40,7 @@ class SoftmaxRouter(nn.Module):
         )
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        return softmax_topk(F.linear(x_TD, self.weight), self.top_k, self.renormalize)
+        return softmax_topk(router_logits(x_TD, self.weight), self.top_k, self.renormalize)
 
 
 class DeepseekV2Router(nn.Module):

@@ -1,6 +1,6 @@
 """In what form a token's hidden state travels to its experts. The results come back in the dtype in which they are computed.
 
-Legend: T tokens, R rows, S slots, C rows per padded slot, D hidden size, B blocks of a row, W width of a row as it travels.
+Legend: T tokens, N tokens that arrived, R rows, S slots, C rows per padded slot, D hidden size, B blocks of a row, W width of a row as it travels.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ class Rows(Protocol):
         """[T, D] -> [T, W] of `dtype`."""
         ...
 
+    def tokens(self, rows_NW: Tensor) -> Tensor:
+        """What arrived, as it was before it was packed but for the rounding: [N, W] -> [N, D]."""
+        ...
+
     def batch(self, layout: Layout, rows: Tensor, rows_S: Tensor) -> ExpertBatch:
-        """What arrived, RAGGED [R, W] or PADDED [S, C, W], for the experts."""
+        """What arrived, sorted, RAGGED [R, W] or PADDED [S, C, W], for the experts."""
         ...
 
 
@@ -42,6 +46,9 @@ class PlainRows:
     def pack(self, x_TD: Tensor) -> Tensor:
         return x_TD
 
+    def tokens(self, rows_NW: Tensor) -> Tensor:
+        return rows_NW
+
     def batch(self, layout: Layout, rows: Tensor, rows_S: Tensor) -> ExpertBatch:
         return ExpertBatch(layout, rows, rows_S)
 
@@ -53,8 +60,10 @@ class Fp8Rows:
 
     dtype = torch.uint8
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        """dtype: of the rows before and after they travel."""
         self._hidden_size = hidden_size
+        self._dtype = dtype
         self._scales_at = -(-hidden_size // _SCALE_BYTES) * _SCALE_BYTES
         self.width = self._scales_at + _SCALE_BYTES * num_blocks(hidden_size)
 
@@ -65,10 +74,17 @@ class Fp8Rows:
         rows_TW[:, self._scales_at :] = scale_TB.view(torch.uint8)
         return rows_TW
 
+    def tokens(self, rows_NW: Tensor) -> Tensor:
+        return dequantize_rows(*self._fields(rows_NW), self._dtype)
+
     def batch(self, layout: Layout, rows: Tensor, rows_S: Tensor) -> ExpertBatch:
-        value = rows[..., : self._hidden_size].contiguous().view(torch.float8_e4m3fn)
-        scale = rows[..., self._scales_at :].contiguous().view(torch.float32)
+        value, scale = self._fields(rows)
         return ExpertBatch(layout, value, rows_S, scale)
+
+    def _fields(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """value float8_e4m3fn [..., D], scale float32 [..., B]."""
+        value = rows[..., : self._hidden_size].contiguous().view(torch.float8_e4m3fn)
+        return value, rows[..., self._scales_at :].contiguous().view(torch.float32)
 
 
 def make_rows(name: str, hidden_size: int, dtype: torch.dtype) -> Rows:
@@ -76,7 +92,7 @@ def make_rows(name: str, hidden_size: int, dtype: torch.dtype) -> Rows:
     if name == "plain":
         return PlainRows(hidden_size, dtype)
     if name == "fp8":
-        return Fp8Rows(hidden_size)
+        return Fp8Rows(hidden_size, dtype)
     raise ValueError(f"rows are {name!r}; they must be {' or '.join(NAMES)}")
 
 

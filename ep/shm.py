@@ -1,12 +1,13 @@
 """Expert parallelism by put and signal on a symmetric heap (ep/heap.py).
 
 Legend: T tokens of this rank, D hidden size, K experts per token, G ranks, S slots of a rank, N rows that arrived from all ranks
-(own ones included), W width of a row on its way, R rows for the local experts (one per token and local expert), P those pairs in the order of tokens.
+(own ones included), W width of a row on its way; for padded slots: R rows for the local experts (one per token and local
+expert), P those pairs in the order of tokens.
 
 A rank puts its tokens, with the slots and weights of all their experts, into a room that every other rank keeps for it, then
-signals how many they are. It puts the same into its own room, so that all that arrived lies in one piece of memory. The rank
-that computes weights and sums what its experts made of a token and puts one row back; the sender adds up the ranks' rows in
-float32.
+signals how many they are. The experts take what has arrived as tokens, and sort, weight and sum for themselves
+(TokenBatch); one row per token goes back, and the sender adds up the ranks' rows in float32. Only padded slots are sorted
+and summed here.
 
 A room is not written before its reader is done: a rank dispatches again on a lane only when it has everybody's results of
 the time before, and they put those only after they had read what it sent; and it puts results only when it has the tokens
@@ -26,8 +27,8 @@ from torch import Tensor
 from ep.heap import Signals, SymmetricHeap
 from ep.protocol import Arrived, Routing
 from ep.rows import make_rows, padding
-from ep.shm_room import NUM_VIEWS, SLOT_BYTES, SMALL_BYTES, WEIGHT_BYTES, Chunks, Fields, Floats, Ints, Room
-from moe_kernels import Bags, Layout, sum_rows
+from ep.shm_room import SLOT_BYTES, SMALL_BYTES, WEIGHT_BYTES, Chunks, Fields, Floats, Ints, Room
+from moe_kernels import Bags, ExpertBatch, Layout, TokenBatch, sum_rows
 
 _ROOM_ROWS = 2048  # a rank's tokens of one step, usually
 _ROOM_BYTES = 1 << 25  # and no more than this; a multiple of 64 rows
@@ -37,7 +38,7 @@ _IDLE, _SENT, _ARRIVED, _RETURNED = range(4)
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    bags: Bags  # from the experts' rows to the N rows that arrived
+    bags: Bags | None  # from the experts' rows to the N rows that arrived; None: they are summed already
     counts: list[int]  # of those from each rank
     sent: _Sent
 
@@ -110,13 +111,10 @@ class ShmAllToAll:
         self._leaving = [to_experts(peer, own) for peer in ranks]
         self._coming = [back(own, peer) for peer in ranks]
         self._going = [back(peer, own) for peer in ranks]
-        arriving = heap.window(own, here, heap.size * here_bytes)
-        self._all_NW = arriving.view(self._rows.dtype).view(-1, self._rows.width)
         self._chunks = Chunks(signals, self._peers, heap.size)
         self._dispatch_word, self._combine_word = signals.reserve(), signals.reserve()
         self._number = 0
         self._stage = _IDLE
-        self._places: dict[tuple[int, ...], Ints] = {}
 
     def capacity(self, top_k: int) -> int:
         """Rows that a room holds."""
@@ -134,11 +132,10 @@ class ShmAllToAll:
         x_TW = self._rows.pack(x_TD)
         sent = _Sent(x_TW, slot_TK, routing.weight_TK.numpy(), token, counts)
         capacity = self.capacity(top_k)
-        if num_tokens <= capacity:
-            self._arriving[self._rank].fill((x_TW, sent.slot_TK, sent.weight_TK))
+        first = self._peers[0]
         for peer in self._peers:
-            if token is None and num_tokens <= capacity:
-                self._leaving[peer].copy(self._arriving[self._rank], num_tokens, top_k)
+            if peer != first and token is None and num_tokens <= capacity:
+                self._leaving[peer].copy(self._leaving[first], num_tokens, top_k)
             else:
                 self._leaving[peer].fill(sent.rows(peer, 0, min(counts[peer], capacity)))
             self._signals.send(peer, self._dispatch_word, self._number, counts[peer])
@@ -154,30 +151,28 @@ class ShmAllToAll:
         capacity = self.capacity(top_k)
         if max(counts) <= capacity:
             fields = [room.views(count, top_k) for room, count in zip(self._arriving, counts, strict=True)]
-            x_NW, place_N = self._all_NW, self._places_of(counts)
+            fields[self._rank] = sent.x_TW, sent.slot_TK, sent.weight_TK
         else:
             fields = self._receive_chunks(sent, counts, capacity)
-            x_NW, place_N = torch.cat([field[0] for field in fields]), np.arange(sum(counts))
+        x_NW = torch.cat([field[0] for field in fields])
         slot_NK = np.concatenate([field[1] for field in fields])
         weight_NK = np.concatenate([field[2] for field in fields])
-        key_N = slot_NK.ravel() - self._rank * self._num_slots
-        pair_P = np.flatnonzero(key_N.view(np.uint64) < self._num_slots)  # as unsigned, what is below is above too
-        key_P: npt.NDArray[np.int16] = key_N[pair_P].astype(np.int16)  # short keys sort in one pass
-        order_R = key_P.argsort(kind="stable")
-        rows_S = np.bincount(key_P, minlength=self._num_slots)
-        x_RW = x_NW.index_select(0, torch.from_numpy(place_N[pair_P[order_R] // top_k]))
-        row_R, x = self._lay_out(x_RW, key_P[order_R], rows_S)
-        row_P = np.empty_like(order_R)
-        row_P[order_R] = row_R
-        starts_N = np.searchsorted(pair_P, np.arange(0, slot_NK.size, top_k))
-        bags = Bags(torch.from_numpy(row_P), torch.from_numpy(weight_NK.ravel()[pair_P]), torch.from_numpy(starts_N))
-        batch = self._rows.batch(self.layout, x, torch.from_numpy(rows_S.astype(np.int32)))
-        return Arrived(batch, _Ticket(bags, counts, sent))
+        if self.layout is Layout.PADDED:
+            batch, bags = self._pad(x_NW, slot_NK, weight_NK)
+            return Arrived(batch, _Ticket(bags, counts, sent))
+        tokens = TokenBatch(
+            self._rows.tokens(x_NW),
+            torch.from_numpy(slot_NK),
+            torch.from_numpy(weight_NK),
+            self._rank * self._num_slots,
+            torch.float32,
+        )
+        return Arrived(tokens, _Ticket(None, counts, sent))
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> _Combine:
         assert isinstance(ticket, _Ticket) and self._stage == _ARRIVED
         self._stage = _RETURNED
-        sum_ND = sum_rows(y.view(-1, y.shape[-1]), ticket.bags)
+        sum_ND = y if ticket.bags is None else sum_rows(y.view(-1, y.shape[-1]), ticket.bags)
         sums = list(torch.split(sum_ND, ticket.counts))
         capacity = self.capacity(ticket.sent.slot_TK.shape[1])
         for peer in self._peers:
@@ -225,27 +220,25 @@ class ShmAllToAll:
         goes_TG[np.arange(num_tokens)[:, None], slot_TK // self._num_slots] = True
         return [np.flatnonzero(goes_TG[:, rank]) for rank in range(self._size)]
 
-    def _lay_out(self, x_RW: Tensor, slot_R: npt.NDArray[np.int16], rows_S: Ints) -> tuple[Ints, Tensor]:
-        """Where each row lies among the experts' rows (flat), and those rows in this lane's layout."""
-        row_R = np.arange(slot_R.shape[0])
-        if self.layout is Layout.RAGGED:
-            return row_R, x_RW
+    def _pad(self, x_NW: Tensor, slot_NK: Ints, weight_NK: Floats) -> tuple[ExpertBatch, Bags]:
+        """The rows of the local experts, sorted into padded slots, and which of them make up each of the N."""
+        top_k = slot_NK.shape[1]
+        key_N = slot_NK.ravel() - self._rank * self._num_slots
+        pair_P = np.flatnonzero(key_N.view(np.uint64) < self._num_slots)  # as unsigned, what is below is above too
+        key_P: npt.NDArray[np.int16] = key_N[pair_P].astype(np.int16)  # short keys sort in one pass
+        order_R = key_P.argsort(kind="stable")
+        rows_S = np.bincount(key_P, minlength=self._num_slots)
         num_rows = int(rows_S.max())
         start_S: Ints = np.cumsum(rows_S, dtype=np.int64) - rows_S
-        row_R += (np.arange(self._num_slots) * num_rows - start_S)[slot_R]
-        x = x_RW.new_full((self._num_slots * num_rows, x_RW.shape[1]), padding(x_RW.dtype))
-        x[torch.from_numpy(row_R)] = x_RW
-        return row_R, x.view(self._num_slots, num_rows, x_RW.shape[1])
-
-    def _places_of(self, counts: list[int]) -> Ints:
-        """Where in memory the N rows lie, in rows."""
-        key = tuple(counts)
-        if key not in self._places:
-            if len(self._places) >= NUM_VIEWS:
-                self._places.clear()
-            rooms = [np.arange(count) + rank * self._room_rows for rank, count in enumerate(counts)]
-            self._places[key] = np.concatenate(rooms)
-        return self._places[key]
+        row_R = np.arange(order_R.shape[0]) + (np.arange(self._num_slots) * num_rows - start_S)[key_P[order_R]]
+        x = x_NW.new_full((self._num_slots * num_rows, x_NW.shape[1]), padding(x_NW.dtype))
+        x[torch.from_numpy(row_R)] = x_NW.index_select(0, torch.from_numpy(pair_P[order_R] // top_k))
+        row_P = np.empty_like(order_R)
+        row_P[order_R] = row_R
+        starts_N = np.searchsorted(pair_P, np.arange(0, slot_NK.size, top_k))
+        bags = Bags(torch.from_numpy(row_P), torch.from_numpy(weight_NK.ravel()[pair_P]), torch.from_numpy(starts_N))
+        rows = x.view(self._num_slots, num_rows, x_NW.shape[1])
+        return self._rows.batch(Layout.PADDED, rows, torch.from_numpy(rows_S.astype(np.int32))), bags
 
     def _receive_chunks(self, sent: _Sent, counts: list[int], capacity: int) -> list[Fields]:
         top_k = sent.slot_TK.shape[1]

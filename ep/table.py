@@ -11,6 +11,7 @@ from ep.collective import CollectiveAllToAll
 from ep.group import GlooGroup, Group, LocalGroup, MailboxGroup, gloo_group
 from ep.local import LocalAllToAll
 from ep.mailbox import Mailbox
+from ep.parcels import CollectiveParcels, LocalParcels, MailboxParcels, Parcels, ShmParcels
 from ep.protocol import AllToAll
 from ep.rows import make_rows
 from ep.shm import ShmAllToAll
@@ -80,6 +81,16 @@ def make_lanes(
         form = make_rows(rows, hidden_size, dtype)
         return [Mailbox(group.world, group.rank, num_slots, lane, layout, form) for lane in range(num_lanes)]
     raise ValueError(f"all2all backend {chosen!r} cannot use a {type(group).__name__}")
+
+
+def make_parcels(group: Group, room_bytes: int) -> Parcels:
+    """What carries bytes between the ranks of the group. Every rank calls this in the same order, with equal room_bytes:
+    what one rank receives at most in one exchange."""
+    if isinstance(group, MailboxGroup):
+        return MailboxParcels(group.world, group.rank)
+    if isinstance(group, ShmGroup):
+        return ShmParcels(group.heap, group.signals, room_bytes)
+    return CollectiveParcels(group) if isinstance(group, GlooGroup) else LocalParcels()
 
 
 def _of_group(group: Group) -> str:

@@ -18,7 +18,7 @@ from ep.protocol import AllToAll, Routing
 from ep.router import SoftmaxRouter
 from ep.rows import rounded
 from eplb.placement import Placement, linear_placement
-from moe_kernels import Layout, dequantize_rows
+from moe_kernels import ExpertBatch, Layout, TokenBatch, dequantize_rows
 
 HIDDEN = 12
 
@@ -89,17 +89,31 @@ def exchange(a2a: AllToAll, case: Case, rank: int, size: int) -> Steps[None]:
     sent = a2a.dispatch(x_TD, routing)
     yield
     arrived = sent.wait()
-    x = arrived.batch.x
-    if arrived.batch.scale is not None:
-        x = dequantize_rows(x, arrived.batch.scale, case.dtype)
+    y = (
+        tokens_done(arrived.batch, case, rank, size)
+        if isinstance(arrived.batch, TokenBatch)
+        else rows_done(arrived.batch, case, rank, size)
+    )
+    out_TD = torch.full_like(x_TD, float("nan"))
+    back = a2a.combine(y, arrived.ticket, out_TD)
+    yield
+    assert back.wait() is out_TD
+    torch.testing.assert_close(out_TD, answer(case, rank, size), **tolerance(case.dtype))
+
+
+def rows_done(batch: ExpertBatch, case: Case, rank: int, size: int) -> Tensor:
+    """Every row that should have arrived has, and nothing else; what its expert makes of it."""
+    x = batch.x
+    if batch.scale is not None:
+        x = dequantize_rows(x, batch.scale, case.dtype)
     y = torch.full_like(x, float("nan"))
     start = 0
     for slot in range(case.num_slots):
         number = rank * case.num_slots + slot
         expected_RD = torch.cat([rows_for(case, peer, size, number) for peer in range(size)])
-        count = int(arrived.batch.rows_S[slot])
+        count = int(batch.rows_S[slot])
         assert count == expected_RD.shape[0], (case.name, slot)
-        if arrived.batch.layout is Layout.RAGGED:
+        if batch.layout is Layout.RAGGED:
             place: tuple[int | slice, ...] = (slice(start, start + count),)
         else:
             place = (slot, slice(0, count))
@@ -112,14 +126,36 @@ def exchange(a2a: AllToAll, case: Case, rank: int, size: int) -> Steps[None]:
         )
         y[place] = slot_answer(rows_RD, number)
         start += count
-    if arrived.batch.layout is Layout.RAGGED:
+    if batch.layout is Layout.RAGGED:
         assert x.shape == (start, case.hidden)
-    assert arrived.batch.rows_S.dtype == torch.int32 and arrived.batch.rows_S.shape == (case.num_slots,)
-    out_TD = torch.full_like(x_TD, float("nan"))
-    back = a2a.combine(y, arrived.ticket, out_TD)
-    yield
-    assert back.wait() is out_TD
-    torch.testing.assert_close(out_TD, answer(case, rank, size), **tolerance(case.dtype))
+    assert batch.rows_S.dtype == torch.int32 and batch.rows_S.shape == (case.num_slots,)
+    return y
+
+
+def tokens_done(batch: TokenBatch, case: Case, rank: int, size: int) -> Tensor:
+    """Every token of which a slot is here has arrived, with its choices; the weighted sums of what the slots here make of
+    them."""
+    first = batch.first_slot
+    assert first == rank * case.num_slots and batch.x_TD.dtype is case.dtype
+    assert batch.slot_TK.shape == batch.weight_TK.shape and batch.slot_TK.shape[0] == batch.x_TD.shape[0]
+    for slot in range(case.num_slots):
+        expected_RD = torch.cat([rows_for(case, peer, size, first + slot) for peer in range(size)])
+        rows_RD = batch.x_TD[(batch.slot_TK == first + slot).any(1)]
+        assert rows_RD.shape == expected_RD.shape, (case.name, slot)
+        assert torch.equal(rows_RD[rows_RD[:, 0].argsort()], expected_RD[expected_RD[:, 0].argsort()]), (
+            case.name,
+            slot,
+        )
+        assert int(batch.rows_of(case.num_slots)[slot]) == expected_RD.shape[0]
+    here_TK = (batch.slot_TK >= first) & (batch.slot_TK < first + case.num_slots)
+    x_TKD, slot_TK1 = batch.x_TD.double().unsqueeze(1), batch.slot_TK.unsqueeze(2)
+    weight_TK1 = (batch.weight_TK * here_TK).unsqueeze(2)
+    return (weight_TK1 * (x_TKD * (slot_TK1 + 1) + slot_TK1)).sum(1).to(batch.sum_dtype)
+
+
+def anything(batch: ExpertBatch | TokenBatch) -> Tensor:
+    """Of the shape and dtype that combine wants."""
+    return torch.zeros(batch.x_TD.shape, dtype=batch.sum_dtype) if isinstance(batch, TokenBatch) else batch.x
 
 
 def rows_for(case: Case, rank: int, size: int, slot: int) -> Tensor:
@@ -150,8 +186,11 @@ def moe_parts(shared: bool) -> tuple[SoftmaxRouter, Experts, torch.nn.Module | N
     router = SoftmaxRouter(HIDDEN, MOE_EXPERTS, 4, True, torch.float32)
     experts = Experts(MOE_EXPERTS, HIDDEN, MOE_WIDTH, torch.float32)
     linear = torch.nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
-    for parameter in (*router.parameters(), *experts.parameters(), *linear.parameters()):
+    for parameter in (*router.parameters(), *linear.parameters()):
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * HIDDEN**-0.5)
+    shapes = ((MOE_WIDTH, HIDDEN), (MOE_WIDTH, HIDDEN), (HIDDEN, MOE_WIDTH))
+    for slot in range(MOE_EXPERTS):
+        experts.fill_slot(slot, *(torch.randn(shape, generator=generator) * HIDDEN**-0.5 for shape in shapes))
     return router, experts, linear if shared else None
 
 
@@ -163,8 +202,8 @@ def sharded_moe(lanes: list[AllToAll], placement: Placement, rank: int, shared: 
     router, every, shared_expert = moe_parts(shared)
     experts = Experts(placement.slots_per_rank, HIDDEN, MOE_WIDTH, torch.float32)
     for slot, expert in enumerate(placement.experts_of(0, rank)):
-        for view, source in zip(experts.slot_views(slot), every.slot_views(max(expert, 0)), strict=True):
-            view.copy_(source) if expert >= 0 else view.fill_(float("nan"))
+        weights = every.read_slot(max(expert, 0))
+        experts.fill_slot(slot, *(weights if expert >= 0 else [w.clone().fill_(float("nan")) for w in weights]))
     return MoE(router, experts, lanes, SlotTable(placement, 0, rank), shared_expert)
 
 
@@ -179,7 +218,7 @@ def moe_answer(x_TD: Tensor, shared: bool = True) -> Tensor:
     weight_TE = torch.zeros(x_TD.shape[0], MOE_EXPERTS).scatter_(1, expert_TK, weight_TK)
     out_TD = torch.zeros_like(x_TD) if shared_expert is None else shared_expert(x_TD)
     for expert in range(MOE_EXPERTS):
-        gate_FD, up_FD, down_DF = experts.slot_views(expert)
+        gate_FD, up_FD, down_DF = experts.read_slot(expert)
         hidden_TF = torch.nn.functional.silu(x_TD @ gate_FD.T) * (x_TD @ up_FD.T)
         out_TD = out_TD + weight_TE[:, expert, None] * (hidden_TF @ down_DF.T)
     return out_TD

@@ -11,14 +11,16 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from a2a_cases import CASES, HIDDEN, Case, exchange, moe_answer, moe_input, moe_placement, sharded_moe
+from a2a_cases import CASES, HIDDEN, Case, anything, exchange, moe_answer, moe_input, moe_placement, sharded_moe
 
 from dbo.steps import drain, weave
 from ep.group import Group
 from ep.protocol import PeerLost, Routing
-from ep.table import make_groups, make_lanes
+from ep.table import make_groups, make_lanes, make_parcels
 
 Results = dict[tuple[str, int], str]  # (what, rank) -> "ok" or what went wrong
 BOUND = 40.0  # seconds: the timeout of the group that works
@@ -64,6 +66,7 @@ def _rank(
             report(case.name, lambda case=case: _case(group, case))
         report("moe", lambda: _moe(backend, group))
         report("gather", lambda: _gather(agreement))
+        report("parcels", lambda: _parcels(group))
         agreement.close()
         short, unused = make_groups(backend, folder, rank, size, STALL, epoch=3)
         unused.close()
@@ -100,6 +103,27 @@ def _gather(group: Group) -> None:
         assert second.wait() == [[7 * rank] for rank in range(group.size)]
 
 
+def _parcels(group: Group) -> None:
+    """Sizes that differ for each pair and exchange, nothing among them; bytes that say who sent them, and to whom."""
+    parcels = make_parcels(group, 5000 * group.size)
+    lane = make_lanes("auto", group, 4, HIDDEN, torch.float32)[0]
+    for number in range(8):
+        sizes_GG = np.arange(group.size**2).reshape(group.size, group.size) * number * 37 % 5000
+        np.fill_diagonal(sizes_GG, 0)
+
+        def sent(sender: int, receiver: int, sizes_GG: Any = sizes_GG, number: int = number) -> torch.Tensor:
+            first = 16 * sender + receiver + number
+            return torch.arange(first, first + int(sizes_GG[sender, receiver])).to(torch.uint8)
+
+        others = [peer for peer in range(group.size) if peer != group.rank]
+        pieces = {peer: torch.tensor_split(sent(group.rank, peer), 3) for peer in others}
+        pending = parcels.send(sizes_GG, pieces)
+        drain(exchange(lane, CASES[0], group.rank, group.size))  # tokens travel meanwhile
+        arrived = pending.wait()
+        assert all(torch.equal(arrived[peer], sent(peer, group.rank)) for peer in others)
+        parcels.release()
+
+
 def _stall(group: Group, short: Group) -> None:
     """Rank 0 is alive but does not come."""
     if group.rank > 0:
@@ -125,7 +149,7 @@ def _death(group: Group, reports: multiprocessing.queues.Queue[tuple[str, int, s
             reports.close()
             reports.join_thread()
             os.kill(os.getpid(), signal.SIGKILL)
-        lane.combine(arrived.batch.x, arrived.ticket, torch.empty_like(x_TD)).wait()
+        lane.combine(anything(arrived.batch), arrived.ticket, torch.empty_like(x_TD)).wait()
         raise AssertionError("nobody noticed")
     except PeerLost as lost:
         assert group.rank not in lost.ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from a2a_cases import HIDDEN, Case
+from a2a_cases import HIDDEN, Case, anything
 
 from ep.protocol import PeerLost
 from ep.shm import ShmAllToAll
@@ -115,7 +115,7 @@ def dispatch(group: ShmGroup, lane: ShmAllToAll) -> str:
 def combine(group: ShmGroup, lane: ShmAllToAll) -> str:
     x_TD, routing = Case("shm", (5,)).inputs(group.rank, group.size)
     arrived = lane.dispatch(x_TD, routing).wait()
-    lane.combine(arrived.batch.x, arrived.ticket, torch.empty_like(x_TD)).wait()
+    lane.combine(anything(arrived.batch), arrived.ticket, torch.empty_like(x_TD)).wait()
     return "returned"
 
 

@@ -80,7 +80,7 @@ def test_between_processes(case: Case, results: Results) -> None:
 
 
 @between_processes
-@pytest.mark.parametrize("what", ["moe", "gather", "stall"])
+@pytest.mark.parametrize("what", ["moe", "gather", "parcels", "stall"])
 def test_between_processes_also(what: str, results: Results) -> None:
     assert_all_ok(results, what)
 

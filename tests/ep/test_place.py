@@ -101,3 +101,19 @@ def test_slots_are_counted_among_the_living() -> None:
     assert torch.equal(hosted[slot_TK], expert_TK)
     spread = table(torch.ones(100, 1, dtype=torch.int64)).flatten().bincount()
     assert spread.sum() == spread[[1, 4]].sum() == 100 and spread[[1, 4]].min() > 45
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    parts=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=9).filter(any),
+    start=st.integers(0, 70_000),
+)
+def test_a_period_of_hashes_gives_every_replica_its_share_to_16_bits(parts: list[int], start: int) -> None:
+    share = [part / sum(parts) for part in parts]
+    table = SlotTable(shared(share), 0)
+    table(torch.zeros(start, 1, dtype=torch.int64))
+    counts = table(torch.zeros(1 << 16, 1, dtype=torch.int64)).flatten().bincount(minlength=2 * len(share))[::2]
+    running = np.cumsum(np.asarray(share, dtype=np.float32), dtype=np.float64)
+    thresholds = np.rint((1 << 16) * running / running[-1])
+    np.testing.assert_allclose(counts, np.diff(thresholds, prepend=0), atol=1)
+    assert counts.sum() == 1 << 16

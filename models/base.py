@@ -5,22 +5,33 @@ Legend: T tokens of the step, D hidden size, P rows whose logits are wanted, V v
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from dbo.steps import Steps
+from ep.experts import WeightFormat
 from ep.parallel import Parallel
+from ep.place import SlotTable
 from layers.paged_kv import KVSpec, PagedKV
 from layers.step import StepInput
+from layers.weights import StoredWeight
 from models.facts import ModelFacts
+
+Recorder = Callable[[Tensor], None]
 
 
 class CausalLM(Protocol):
     """A language model on one rank."""
 
     config: ModelFacts
+    parallel: Parallel
+
+    @property
+    def moe_layer_ids(self) -> tuple[int, ...]:
+        """The numbers of the layers with routed experts, among all layers."""
+        ...
 
     def kv_spec(self) -> KVSpec:
         """The paged cache that this model reads and writes, in its own dtype."""
@@ -34,12 +45,32 @@ class CausalLM(Protocol):
         """[P, D] -> [P, V], in the model's dtype."""
         ...
 
+    def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
+        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
+        ...
+
+    def keep_experts(self, form: WeightFormat) -> None:
+        """How experts are kept in memory; before `load`."""
+        ...
+
     def load(self, source: WeightSource) -> None:
         """Fill every parameter from the checkpoint; reads only the experts that this rank owns."""
         ...
 
     def rehost(self, parallel: Parallel) -> None:
         """Exchange in the ranks and by the placement of `parallel` from now on (models/hosting.py has both)."""
+        ...
+
+    def count(self, load: Callable[[int], Recorder], arrivals: Callable[[int], Recorder]) -> None:
+        """For each MoE layer, what is shown its routing and the rows that arrive (ep/moe.py), from now on."""
+        ...
+
+    def reroute(self, parallel: Parallel, tables: Sequence[SlotTable]) -> None:
+        """Route by the placement of `parallel` from now on, between the same ranks; tables: one per MoE layer."""
+        ...
+
+    def expert_storage(self, layer: int, slot: int) -> tuple[Tensor, ...]:
+        """Everything that makes up the expert in `slot` of this rank, in the layer-th MoE layer: contiguous views."""
         ...
 
     def read_expert(self, source: WeightSource, layer: int, slot: int, expert: int) -> None:
@@ -53,6 +84,17 @@ class WeightSource(Protocol):
     def read(self, name: str, out: Tensor, index: int | None = None) -> None:
         """Read tensor `name`, or its part `index` along the first dimension, into `out` (shape checked, dtype converted,
         block-FP8 dequantised); marks it used."""
+        ...
+
+    def borrow(self, name: str, shape: tuple[int, ...], index: int | None = None) -> StoredWeight:
+        """Tensor `name`, or its part `index`, as it lies in the checkpoint, with its scales if it has any; until
+        `give_back`. Marks it used."""
+        ...
+
+    def give_back(self, name: str) -> None: ...
+
+    def is_scaled(self, name: str) -> bool:
+        """Whether there is such a key, with 8-bit weights and scales."""
         ...
 
     def skip(self, name: str) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ep.experts import WeightFormat
 from ep.moe import MoE
 from ep.parallel import Parallel
-from ep.place import SlotTable
-from models.base import WeightSource
+from ep.place import SlotTable, slot_tables
+from models.base import Recorder, WeightSource
 from models.loading import read_expert
 
 
@@ -22,11 +23,18 @@ class ExpertHost(nn.Module):
         self.parallel = parallel
         self._hidden_size = hidden_size
         self._device = device
+        self._moe_layer_ids: tuple[int, ...] = ()
         self._hosts: list[tuple[str, MoE]] = []  # the keys of a layer's experts begin with the first
 
     def host(self, mlps: Sequence[nn.Module]) -> None:
         """Called once by the model, with the feed-forward part of each of its layers."""
+        self._moe_layer_ids = tuple(i for i, mlp in enumerate(mlps) if isinstance(mlp, MoE))
         self._hosts = [(f"model.layers.{i}.mlp.experts.", mlp) for i, mlp in enumerate(mlps) if isinstance(mlp, MoE)]
+
+    def keep_experts(self, form: WeightFormat) -> None:
+        """How experts are kept in memory; before they are loaded."""
+        for _, moe in self._hosts:
+            moe.experts.keep_as(form)
 
     def rehost(self, parallel: Parallel) -> None:
         """Exchange in the ranks and by the placement of `parallel` from now on; between steps only.
@@ -39,8 +47,34 @@ class ExpertHost(nn.Module):
         placement = parallel.placement
         assert placement is not None
         lanes = parallel.make_lanes(placement.slots_per_rank, self._hidden_size)
+        tables = slot_tables(placement, parallel.rank, self._device)
+        for (_, moe), table in zip(self._hosts, tables, strict=True):
+            moe.rehost(lanes, table)
+
+    @property
+    def moe_layer_ids(self) -> tuple[int, ...]:
+        """The numbers of the layers with routed experts, among all layers."""
+        return self._moe_layer_ids
+
+    def count(self, load: Callable[[int], Recorder], arrivals: Callable[[int], Recorder]) -> None:
+        """For each MoE layer, what is shown its routing and the rows that arrive (ep/moe.py), from now on."""
         for layer, (_, moe) in enumerate(self._hosts):
-            moe.rehost(lanes, SlotTable(placement, layer, parallel.rank, self._device))
+            moe.load, moe.arrivals = load(layer), arrivals(layer)
+
+    def reroute(self, parallel: Parallel, tables: Sequence[SlotTable]) -> None:
+        """Route by the placement of `parallel` from now on, between the same ranks; between steps only.
+
+        tables: the placement's own, one per MoE layer.
+        """
+        self.parallel = parallel
+        for (_, moe), table in zip(self._hosts, tables, strict=True):
+            if moe.table is not None:
+                table.follow(moe.table)
+            moe.table = table
+
+    def expert_storage(self, layer: int, slot: int) -> tuple[Tensor, ...]:
+        """Everything that makes up the expert in `slot` of this rank, in the layer-th MoE layer: contiguous views."""
+        return self._hosts[layer][1].experts.slot_storage(slot)
 
     def read_expert(self, source: WeightSource, layer: int, slot: int, expert: int) -> None:
         """Read `expert` of the layer-th MoE layer into `slot` of this rank."""

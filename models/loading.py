@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ep.experts import Experts
+from ep.experts import Experts, ScaledMatrix, WeightFormat
 from layers.linear import Linear, MergedLinear
 from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
+from layers.weights import BLOCK, StoredWeight
 from models.base import WeightSource
+
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def read_linear(source: WeightSource, name: str, linear: Linear) -> None:
@@ -46,15 +49,38 @@ def read_ends(source: WeightSource, embedding_VD: Tensor, norm: RMSNorm, head_VD
 
 
 def read_expert(source: WeightSource, prefix: str, experts: Experts, slot: int, expert: int) -> None:
-    """One expert into one slot."""
-    gate, up, down = experts.slot_views(slot)
+    """One expert into one slot, straight from where the checkpoint lies."""
+    width, hidden = experts.width, experts.hidden_size
     if source.has(f"{prefix}gate_up_proj"):
-        source.read(f"{prefix}gate_up_proj", experts.gate_up_S2FD[slot], expert)
-        source.read(f"{prefix}down_proj", down, expert)
+        names = [f"{prefix}gate_up_proj", f"{prefix}down_proj"]
+        gate_up = source.borrow(names[0], (2 * width, hidden), expert)
+        parts = [*_halves(gate_up), source.borrow(names[1], (hidden, width), expert)]
     else:
-        source.read(f"{prefix}{expert}.gate_proj.weight", gate)
-        source.read(f"{prefix}{expert}.up_proj.weight", up)
-        source.read(f"{prefix}{expert}.down_proj.weight", down)
+        names = [f"{prefix}{expert}.{part}.weight" for part in EXPERT_PARTS]
+        shapes = [(width, hidden), (width, hidden), (hidden, width)]
+        parts = [source.borrow(name, shape) for name, shape in zip(names, shapes, strict=True)]
+    gate, up, down = parts
+    if gate.scale is not None and up.scale is not None and down.scale is not None:
+        experts.fill_slot_scaled(
+            slot,
+            ScaledMatrix(gate.weight, gate.scale),
+            ScaledMatrix(up.weight, up.scale),
+            ScaledMatrix(down.weight, down.scale),
+        )
+    else:
+        experts.fill_slot(slot, gate.widened(), up.widened(), down.widened())
+    for name in names:
+        source.give_back(name)
+
+
+def _halves(gate_up: StoredWeight) -> tuple[StoredWeight, StoredWeight]:
+    """Gate and up of the fused tensor. A block of scales may hold rows of both: then they are widened."""
+    width = gate_up.weight.shape[0] // 2
+    if gate_up.scale is None or width % BLOCK:
+        gate, up = gate_up.widened().chunk(2)
+        return StoredWeight(gate, None), StoredWeight(up, None)
+    (gate, up), (gate_scale, up_scale) = gate_up.weight.chunk(2), gate_up.scale.chunk(2)
+    return StoredWeight(gate, gate_scale), StoredWeight(up, up_scale)
 
 
 def read_experts(
@@ -63,17 +89,20 @@ def read_experts(
     """slot_to_expert: the expert in each slot of this rank, -1 unused (its weights become zero).
 
     Only hosted experts are read. Accepts one key per expert and projection, or transformers' fused tensors
-    `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F].
+    `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F]. Experts that the checkpoint has in FP8 stay in FP8.
     """
+    fused = source.has(f"{prefix}gate_up_proj")
+    first = f"{prefix}gate_up_proj" if fused else f"{prefix}0.gate_proj.weight"
+    if source.is_scaled(first) and experts.weights.format is WeightFormat.PLAIN:
+        experts.keep_as(WeightFormat.FP8)
     for slot, expert in enumerate(slot_to_expert):
         if expert >= 0:
             read_expert(source, prefix, experts, slot, expert)
         else:
-            for unused in experts.slot_views(slot):
-                unused.zero_()
-    if not source.has(f"{prefix}gate_up_proj"):
+            experts.clear_slot(slot)
+    if not fused:
         hosted = set(slot_to_expert)
         for expert in range(num_experts):
             if expert not in hosted:
-                for part in ("gate_proj", "up_proj", "down_proj"):
+                for part in EXPERT_PARTS:
                     source.skip(f"{prefix}{expert}.{part}.weight")

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from layers.linear import Linear, MergedLinear, parameter
 from layers.norm import RMSNorm
-from layers.rope import apply_rope
 from mla import latent_kv
 from mla.protocol import MlaShape, PreparedStep
 from models.deepseek.config import LATENT_NORM_EPS, DeepseekConfig
@@ -59,11 +58,7 @@ class Attention(nn.Module):
         if self.q_a_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_a_norm(q))
         q_THK = q.view(-1, heads, shape.key_dim)
-        # The shared key rides along as one more head, so that one rotation serves both.
-        pe = torch.cat([q_THK[..., shape.nope_dim :], latent_TX[:, None, shape.latent_dim :]], dim=1)
-        pe = apply_rope(pe, *rope)
-        entry_TX = torch.cat([self.kv_a_norm(latent_TX[:, : shape.latent_dim]), pe[:, heads]], dim=-1)
-        latent_kv.write(cache_RX, entry_TX, slots_T)
-        attended_THV = attend(q_THK[..., : shape.nope_dim], pe[:, :heads], cache_RX, self.w_uk, self.w_uv)
+        q_pe_THP = latent_kv.place(q_THK, latent_TX, self.kv_a_norm, rope, cache_RX, slots_T)
+        attended_THV = attend(q_THK[..., : shape.nope_dim], q_pe_THP, cache_RX, self.w_uk, self.w_uv)
         out_TD: Tensor = self.out(attended_THV.reshape(-1, heads * shape.value_dim))
         return out_TD

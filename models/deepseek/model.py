@@ -15,13 +15,14 @@ from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.router import DeepseekV2Router, DeepseekV3Router
 from layers.embed import Embedding
+from layers.greedy import best_tokens
 from layers.linear import logits, parameter
 from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
 from layers.paged_kv import KVSpec, PagedKV
 from layers.rope import Rope
 from layers.step import StepInput
-from mla.attention import TorchMla
+from mla.backend import make_backend
 from mla.protocol import MlaBackend, PrefillMode
 from models.base import WeightSource
 from models.deepseek import weights
@@ -73,7 +74,7 @@ class DeepseekForCausalLM(ExpertHost):
         head = (config.vocab_size, config.hidden_size)
         self.head = self.embed.weight if config.tie_word_embeddings else parameter(head, dtype, device)
         self.rope = Rope(config.rope, dtype, device)
-        self.mla: MlaBackend = TorchMla(mla_shape(config), config.attention_scale, mla_prefill, dtype)
+        self.mla: MlaBackend = make_backend(mla_shape(config), config.attention_scale, mla_prefill, dtype, device)
 
     def kv_spec(self) -> KVSpec:
         """One row per token and layer: the latent, then the rotated key."""
@@ -97,6 +98,10 @@ class DeepseekForCausalLM(ExpertHost):
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, D] -> [P, V], in the model's dtype."""
         return logits(hidden_PD, self.head)
+
+    def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
+        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
+        return best_tokens(hidden_PD, self.head, num_valid_tokens)
 
     def load(self, source: WeightSource) -> None:
         """Fill every parameter; of the experts only those that this rank hosts are read."""

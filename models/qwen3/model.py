@@ -15,13 +15,14 @@ from ep.moe import MoE
 from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.router import SoftmaxRouter
-from layers.attention import AttentionPlan, Heads, paged_attention, write_kv
+from layers.attention import AttentionPlan, Heads, paged_attention, place_heads
 from layers.embed import Embedding
+from layers.greedy import best_tokens
 from layers.linear import Linear, MergedLinear, logits, parameter
 from layers.mlp import GatedMLP
-from layers.norm import RMSNorm, rms_norm
+from layers.norm import RMSNorm
 from layers.paged_kv import KVSpec, PagedKV
-from layers.rope import Rope, apply_rope
+from layers.rope import Rope
 from layers.step import StepInput
 from models.base import WeightSource
 from models.hosting import ExpertHost
@@ -55,18 +56,11 @@ class Attention(nn.Module):
         slots_T: Tensor,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Writes the step's keys and values to `cache`, then attends over it. Queries and keys lie side by side, so
-        one norm and one rotation serve both."""
-        num_qk = self.num_heads + self.num_kv_heads
-        qkv = self.qkv(x_TD).view(-1, num_qk + self.num_kv_heads, self.head_dim)
-        qk = qkv[:, :num_qk]
-        if self.qk_norm is not None:
-            qk = rms_norm(qk, self.qk_norm, self.eps)
-        qk = apply_rope(qk, *rope)
+        """Writes the step's keys and values to `cache`, then attends over it."""
+        qkv = self.qkv(x_TD).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        q_THD = place_heads(qkv, self.num_heads, self.qk_norm, self.eps, rope, cache, slots_T)
         k_cache, v_cache = cache
-        write_kv(k_cache, slots_T, qk[:, self.num_heads :])
-        write_kv(v_cache, slots_T, qkv[:, num_qk:])
-        attended = paged_attention(qk[:, : self.num_heads], k_cache, v_cache, plan, self.scale)
+        attended = paged_attention(q_THD, k_cache, v_cache, plan, self.scale)
         out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
         return out_TD
 
@@ -129,6 +123,10 @@ class Qwen3ForCausalLM(ExpertHost):
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, D] -> [P, V], in the model's dtype."""
         return logits(hidden_PD, self.head)
+
+    def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
+        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
+        return best_tokens(hidden_PD, self.head, num_valid_tokens)
 
     def load(self, source: WeightSource) -> None:
         """Fill every parameter; of the experts only those that this rank hosts are read."""

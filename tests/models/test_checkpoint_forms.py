@@ -22,11 +22,13 @@ from hf_tiny import (
 )
 from torch import Tensor
 
+from ep.experts import WeightFormat
 from ep.local import LocalAllToAll
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
 from layers.weights import Checkpoint, CheckpointError
 from models.registry import build, read_config
+from native import Isa, isa
 
 TOKENS = [(7 * i) % VOCAB for i in range(24)]
 EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -70,10 +72,9 @@ def test_one_expert_can_be_read_at_any_time(tmp_path: Path, form: str) -> None:
     with torch.inference_mode():
         model.read_expert(checkpoint, 1, 3, 6)
     (_, ours), (_, theirs) = model._hosts[1], whole._hosts[1]
-    for name in ("gate_up_S2FD", "down_SDF"):
-        read, expected = getattr(ours.experts, name), getattr(theirs.experts, name)
-        assert torch.equal(read[3], expected[6])
-        assert torch.equal(read[:3], expected[:3]) and torch.equal(read[4:], expected[4:])
+    for slot in range(ours.experts.num_slots):
+        kept = zip(ours.experts.slot_storage(slot), theirs.experts.slot_storage(6 if slot == 3 else slot), strict=True)
+        assert all(torch.equal(read, expected) for read, expected in kept), slot
     assert 0 < checkpoint.bytes_read < 0.1 * sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
 
 
@@ -83,6 +84,24 @@ def test_fp8_blocks(tmp_path: Path, make: type) -> None:
     before = hf.logits(TOKENS)
     make_fp8(hf)
     assert relative_error(hf.logits(TOKENS), before) > 1e-3, "quantising changed nothing: the test would be empty"
+    assert error(hf) < 1e-4
+
+
+def test_experts_of_a_plain_checkpoint_can_be_kept_in_8_bits(tmp_path: Path) -> None:
+    hf = make_qwen3_moe(tmp_path, hidden_size=160, moe_intermediate_size=96)
+    plain = chunked_logits(load_ours(tmp_path), TOKENS, [20, 4])
+    config = read_config(tmp_path)
+    placement = linear_placement(config.num_moe_layers, config.num_experts, 1)
+    errors = {}
+    for form in (WeightFormat.FP8, WeightFormat.INT8):
+        parallel = Parallel(0, 1, placement, lambda slots, _hidden: [LocalAllToAll(slots)])
+        model = build(config, parallel, torch.float32, CPU)
+        model.keep_experts(form)
+        model.load(Checkpoint(tmp_path))
+        assert all(moe.experts.weights.format is form for _, moe in model._hosts) or isa() == Isa.NONE
+        errors[form] = relative_error(chunked_logits(model, TOKENS, [20, 4]), plain)
+    assert errors[WeightFormat.FP8] < 0.3 and errors[WeightFormat.INT8] < 0.03
+    assert min(errors.values()) > 1e-4 or isa() == Isa.NONE
     assert error(hf) < 1e-4
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from configs.eplb import EplbConfig
+
 MAX_RANKS = 62  # those that can share memory (ep/shm_group.py)
 
 Dtype = Literal["float32", "bfloat16"]
+ExpertFormat = Literal["plain", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
@@ -37,8 +40,11 @@ class EngineConfig:
     data_parallel_size: int = 1
     all2all_backend: str = "auto"
     num_redundant_experts: int | None = None  # slots beyond one per expert, in all; None: enough to lose one rank
+    enable_eplb: bool = False
+    eplb: EplbConfig = field(default_factory=EplbConfig)  # taken when enable_eplb
     threads_per_rank: int | None = None
     mla_prefill: Literal["auto", "naive", "absorbed"] = "auto"
+    quantization: Literal["fp8", "int8"] | None = None  # of the experts, when they are loaded
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
@@ -73,4 +79,9 @@ class Plan:
     exchange_timeout: float
     max_ranks: int = MAX_RANKS  # to which a running server may grow
     rank_bytes: int = 0  # what the weights and the cache of one rank take
+    eplb: EplbConfig | None = None  # how experts are balanced at run time; None: they are not
+    native_kernels: str = "avx512_bf16"  # the most they may use (native/features.py); none: torch does everything
+    expert_format: ExpertFormat = "plain"  # how experts are kept in memory; plain: in dtype
+    pin_ranks: bool = False  # each rank keeps to threads_per_rank cores of its own
+    spin_threads: bool = False  # a rank's threads look for work for some microseconds before they sleep
     reasons: dict[str, str] = field(default_factory=dict)  # field -> why

@@ -12,12 +12,14 @@ class Env:
     """MOESAIC_API_KEY, MOESAIC_ADMIN_KEY: keys (comma-separated) that must not show in `ps`.
     MOESAIC_RUNTIME_DIR: where sockets and stores of a running server live (default: the temporary directory).
     MOESAIC_URL: the server that `chat`, `ranks` and `bench serve` talk to.
+    MOESAIC_ISA: the most that native CPU kernels may use: none, avx2, avx512, avx512_bf16 (default: all that the CPU has).
     """
 
     api_keys: tuple[str, ...]
     admin_keys: tuple[str, ...]
     runtime_root: Path
     url: str
+    isa: str
 
 
 def read_env() -> Env:
@@ -26,13 +28,20 @@ def read_env() -> Env:
         admin_keys=_split(os.environ.get("MOESAIC_ADMIN_KEY", "")),
         runtime_root=Path(os.environ.get("MOESAIC_RUNTIME_DIR", os.environ.get("TMPDIR", "/tmp"))),
         url=os.environ.get("MOESAIC_URL", "http://127.0.0.1:8000"),
+        isa=os.environ.get("MOESAIC_ISA", ""),
     )
 
 
-def child_environment(threads: int) -> dict[str, str]:
+_SPINS = 10_000  # about 100 microseconds: from one operation to the next, and nothing while a rank is idle
+
+
+def child_environment(threads: int, spin: bool = False) -> dict[str, str]:
     """The environment of a rank: every OpenMP-like library of it gets `threads` threads and sleeps when it waits,
-    because ranks share the cores of one machine and a spinning one starves the others."""
+    because ranks share the cores of one machine and a spinning one starves the others. spin: not before it has looked for
+    work for a moment."""
     wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    if spin:
+        wanted["GOMP_SPINCOUNT"] = str(_SPINS)
     return {**os.environ, **wanted}
 
 

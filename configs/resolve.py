@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.engine import MAX_RANKS, Dtype, EngineConfig, Plan
+from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
+from configs.eplb import EplbConfig, check_eplb
+from configs.threads import pin_ranks, spin_threads
 
 MEBI = 1 << 20
 DEFAULT_BATCHED_TOKENS = 2048
@@ -19,6 +22,7 @@ CPU_MEMORY_PART = 0.5  # a CPU's memory is also everybody else's
 WEIGHTS_PART = 2 / 3  # spare expert slots may not fill more of our memory than this together with all other weights
 SMALL_MODEL_BYTES = 64 * MEBI
 RANKS_PER_CORE = 4  # to which a server may grow: beyond, ranks only wait for each other
+QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as the native kernels keep them
 ALL2ALL_BACKENDS = (
     "local",
     "gloo",
@@ -35,6 +39,9 @@ class Machine:
     free_memory: int
     fast_bfloat16: bool
     shared_memory: bool  # its ranks can exchange through it (ep/shm_futex.py)
+    native_kernels: str = "none"  # the instruction set that the CPU kernels may use
+    native_reason: str = "nobody has looked for native kernels"
+    restricted: bool = False  # this process may not run on all cores that there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,7 @@ class ModelNumbers:
     weight_bytes: int
     expert_bytes: int  # part of weight_bytes that the ranks share among them
     dtype: Dtype
+    fp8_experts: bool = False  # the checkpoint has them in FP8; expert_bytes counts them widened
 
 
 def this_machine() -> Machine:
@@ -66,7 +74,8 @@ def this_machine() -> Machine:
     fast = "avx512_bf16" in flags or "amx_bf16" in flags
     system = os.uname()
     shared = system.sysname == "Linux" and system.machine == "x86_64"
-    return Machine("cpu", len(os.sched_getaffinity(0)), free, fast, shared)
+    cores = len(os.sched_getaffinity(0))
+    return Machine("cpu", cores, free, fast, shared, restricted=cores < (os.cpu_count() or cores))
 
 
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan:
@@ -75,12 +84,18 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
     why: dict[str, str] = {}
     ranks = config.data_parallel_size
     dtype = _dtype(config, model, machine, why)
+    expert_format = _expert_format(config, model, machine, why)
+    model = _as_kept(model, dtype, expert_format)
+    why["native_kernels"] = machine.native_reason
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     slots = _slots(config, model, machine, dtype, why)
     max_model_len, num_blocks = _cache(config, model, machine, dtype, block_size, max_num_seqs, slots, why)
     max_batched = _batched_tokens(config, max_model_len, why)
     threads = _threads(config, model, machine, why)
+    small, cores = _is_small(model, machine), machine.cores
+    pin, why["pin_ranks"] = pin_ranks(ranks, threads, cores, small, machine.restricted)
+    spin, why["spin_threads"] = spin_threads(ranks, threads, cores)
     return Plan(
         model_path=model.path,
         served_model_names=config.served_model_name or (model.name,),
@@ -100,6 +115,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
         all2all_backend=_backend(config, model, machine, why),
         num_experts=model.num_experts,
         slots_per_rank=slots,
+        eplb=_eplb(config, model, slots, why),
         threads_per_rank=threads,
         mla_prefill=config.mla_prefill,
         logprobs_mode=config.logprobs_mode,
@@ -108,6 +124,10 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
         max_ranks=_max_ranks(config, machine, why),
         rank_bytes=_weights(model, dtype, ranks, slots) // ranks
         + num_blocks * block_size * model.kv_numbers_per_token * _item_size(dtype),
+        pin_ranks=pin,
+        spin_threads=spin,
+        native_kernels=machine.native_kernels,
+        expert_format=expert_format,
         reasons=why,
     )
 
@@ -141,6 +161,9 @@ def _check(config: EngineConfig, model: ModelNumbers) -> None:
         raise ValueError(f"exchange_timeout must be above 0 seconds, not {config.exchange_timeout}")
     if config.num_redundant_experts is not None and config.num_redundant_experts < 0:
         raise ValueError(f"num_redundant_experts must be at least 0, not {config.num_redundant_experts}")
+    check_eplb(config.eplb)
+    if config.eplb != EplbConfig() and not config.enable_eplb:
+        raise ValueError("eplb_config is given, but experts are not balanced: add --enable-eplb (enable_eplb=True)")
     if config.max_logprobs < -1:
         raise ValueError(f"max_logprobs must be at least -1, not {config.max_logprobs}")
     part = config.gpu_memory_utilization
@@ -181,6 +204,32 @@ def _dtype(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dic
         return "float32"
     why["dtype"] = "the checkpoint's"
     return "bfloat16"
+
+
+def _expert_format(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dict[str, str]) -> ExpertFormat:
+    if not model.num_experts:
+        why["expert_format"] = "a dense model"
+    elif machine.native_kernels == "none":
+        if config.quantization is not None:
+            raise ValueError(f"quantization {config.quantization} needs native kernels: {machine.native_reason}")
+        why["expert_format"] = f"the dtype of the model: {machine.native_reason}"
+    elif config.quantization is not None:
+        why["expert_format"] = "as asked"
+        return config.quantization
+    elif model.fp8_experts:
+        why["expert_format"] = "as the checkpoint has them"
+        return "fp8"
+    else:
+        why["expert_format"] = "the dtype of the model"
+    return "plain"
+
+
+def _as_kept(model: ModelNumbers, dtype: Dtype, expert_format: ExpertFormat) -> ModelNumbers:
+    """The same with the bytes that 8-bit experts take, in the units of `_weights`."""
+    if expert_format == "plain":
+        return model
+    experts = int(model.expert_bytes / (4 if dtype == "float32" else 2) * QUANTIZED_BYTES)
+    return replace(model, weight_bytes=model.weight_bytes - model.expert_bytes + experts, expert_bytes=experts)
 
 
 def _cache(
@@ -301,9 +350,33 @@ def _slots(config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: D
             f"{experts} experts over {ranks} ranks; that one rank may be lost would take {spare} slots and "
             f"{needed // MEBI} MiB of weights, more than the {room // MEBI} MiB that leave room for the cache"
         )
+        if config.enable_eplb and _weights(model, dtype, ranks, fewest + 1) <= room:
+            why["slots_per_rank"] += "; one spare slot per rank, so that the load of hot experts can be shared"
+            return fewest + 1
         return fewest
     why["slots_per_rank"] = f"one rank may be lost: {ranks - 1} can hold all {experts} experts"
     return spare
+
+
+def _eplb(config: EngineConfig, model: ModelNumbers, slots: int, why: dict[str, str]) -> EplbConfig | None:
+    """A wish that has no meaning for this model is no error: launch scripts carry it from one to the next."""
+    ignored = " (--enable-eplb is ignored)" if config.enable_eplb else ""
+    if not model.num_experts:
+        why["eplb"] = f"a dense model has no experts to balance{ignored}"
+        return None
+    if config.data_parallel_size == 1:
+        why["eplb"] = f"one rank holds every expert: there is nothing to balance{ignored}"
+        return None
+    if not config.enable_eplb:
+        why["eplb"] = "off unless asked for (--enable-eplb)"
+        return None
+    spare = slots * config.data_parallel_size - model.num_experts
+    if spare:
+        why["eplb"] = f"as asked; {spare} spare slot(s) in each layer let the ranks share hot experts"
+    else:
+        why["eplb"] = "as asked; without spare slots experts can only change places (--num-redundant-experts)"
+    placement = config.eplb.placement
+    return dataclasses.replace(config.eplb, placement=str(Path(placement).absolute())) if placement else config.eplb
 
 
 def _async_scheduling(

@@ -25,5 +25,6 @@ class ServerConfig:
     keep_alive_interval: float = 15.0  # an SSE comment while nothing else is sent; 0: never
     request_timeout: float = 0.0  # 0: none
     allowed_origins: tuple[str, ...] = ()  # CORS; none: closed
+    eplb_record_dir: str | None = None  # where loads may be recorded; None: nowhere
     log_format: str = "text"  # or "json"
     log_requests: bool = True  # one line per finished request; prompts are never logged

@@ -15,13 +15,15 @@ from ep.protocol import Pending
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What one rank says of its next step. has_work: it has requests, or results not yet taken. known_epoch: the highest
-    epoch of which it has heard."""
+    epoch of which it has heard. order, ready: of moving experts (engine/balance.py)."""
 
     num_tokens: int
     has_work: bool
     shutdown: bool
     free_blocks: int
     known_epoch: int = 0
+    order: int = 0
+    ready: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class StepPlan:
     num_tokens: tuple[int, ...]
     free_blocks: tuple[int, ...]
     known_epoch: int = 0  # all have heard of this one: they change over to it instead of taking this step
+    order: int = 0  # what the first rank wants done for the balancer in this step
+    ready: int = 0  # how far all ranks have come with the change of placement under way
 
     @property
     def runs(self) -> bool:
@@ -42,12 +46,13 @@ class StepPlan:
 
 
 class Agreement:
-    """checksum: of whatever must be equal on all ranks (placement, model, dtype); it is part of every record."""
+    """checksum: of whatever must be equal on all ranks (placement, model, dtype); it is part of every record. All ranks
+    change it after the same step."""
 
     def __init__(self, group: Group, epoch: int, checksum: int) -> None:
+        self.checksum = checksum
         self._group = group
         self._epoch = epoch
-        self._checksum = checksum
         self._step = 0
 
     def propose(self, wish: Wish) -> Pending[StepPlan]:
@@ -56,12 +61,14 @@ class Agreement:
         record = [
             self._epoch,
             step,
-            self._checksum,
+            self.checksum,
             wish.num_tokens,
             int(wish.has_work),
             int(wish.shutdown),
             wish.free_blocks,
             wish.known_epoch,
+            wish.order,
+            wish.ready,
         ]
         return _PendingPlan(self._group.all_gather_ints(record))
 
@@ -80,7 +87,7 @@ def _plan(records: list[list[int]]) -> StepPlan:
         if len(set(values)) > 1:
             said = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise RuntimeError(f"the ranks disagree on the {name} ({said})")
-    _, step, _, num_tokens, has_work, shutdown, free_blocks, known_epochs = zip(*records, strict=True)
+    _, step, _, num_tokens, has_work, shutdown, free_blocks, known_epochs, orders, ready = zip(*records, strict=True)
     return StepPlan(
         step=step[0],
         busy=any(has_work) or any(num_tokens),
@@ -88,4 +95,6 @@ def _plan(records: list[list[int]]) -> StepPlan:
         num_tokens=num_tokens,
         free_blocks=free_blocks,
         known_epoch=min(known_epochs),
+        order=orders[0],
+        ready=min(ready),
     )

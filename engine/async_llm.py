@@ -13,14 +13,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
+from engine.balancing import Balancing
 from engine.collector import Collector
 from engine.front import EngineBusy, EngineDraining, EngineFailed, Front, Work, losses_last
 from engine.members import Members, Recovery, State
 from engine.messages import FrontToRank, Outputs, RankLost, RankReady, RankStats, RankToFront, ResetPrefixCache
-from engine.outputs import Delta, Prompt, RequestOutput
+from engine.outputs import Prompt, RequestOutput
+from engine.request_stream import RequestStream
 from engine.sequences import FinishedRequest
 from engine.text import Tokenizer
 from engine.wire import ElasticRanks, NotConnected
@@ -44,70 +47,6 @@ class AsyncRanks(ElasticRanks, Protocol):
     def fileno(self) -> int: ...
 
 
-class RequestStream:
-    """An async iterator of list[Delta]: what has come since the last look, in order (usually one engine step's).
-
-    Close it when leaving early (`contextlib.aclosing`): that aborts the request on its rank at once, and so does cancelling
-    the task that waits in it. A lost rank shows as a pause; EngineFailed when all are lost. For one task.
-    """
-
-    def __init__(self, llm: AsyncLLM, request_id: str, num_choices: int) -> None:
-        self._llm = llm
-        self._request_id = request_id
-        self._open = num_choices  # choices whose end has not been read
-        self._coming = num_choices  # choices whose end has not come
-        self._deltas: list[Delta] = []
-        self._error: str | None = None
-        self._closed = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> list[Delta]:
-        while not self._deltas:
-            if self._closed or not self._open:
-                raise StopAsyncIteration
-            if self._error is not None:
-                raise EngineFailed(self._error)
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-            finally:
-                self._waiter = None
-        deltas = self._deltas
-        self._deltas = []
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                self._open -= 1
-        return deltas
-
-    async def aclose(self) -> None:
-        """Abort the request if it has not finished; what was not read is dropped. May be called again."""
-        self._closed = True
-        self._deltas = []
-        self._llm._drop(self._request_id, self)
-        self._wake()
-
-    def _push(self, delta: Delta) -> bool:
-        """True: nothing more will come."""
-        self._deltas.append(delta)
-        if delta.finish_reason is not None:
-            self._coming -= 1
-        return not self._coming
-
-    def _fail(self, error: str) -> None:
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class AsyncLLM:
     """Make it inside a running event loop, close it there."""
 
@@ -119,11 +58,13 @@ class AsyncLLM:
         block_size: int = 16,
         num_experts: int = 0,
         slots_per_rank: int = 0,
+        log_balancedness: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.front = Front(
             ranks.size, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
         )
+        self.balancing = Balancing(self.front, self._send, log_balancedness)
         self._ranks = ranks
         self._streams: dict[str, RequestStream] = {}
         self._recoveries: deque[Recovery] = deque(maxlen=1024)
@@ -149,7 +90,7 @@ class AsyncLLM:
         if shortage is not None:
             raise EngineBusy(shortage)
         messages = self.front.add(prompt)
-        stream = RequestStream(self, prompt.request_id, prompt.params.n)
+        stream = RequestStream(partial(self._drop, prompt.request_id), prompt.params.n)
         self._streams[prompt.request_id] = stream
         for rank, message in messages:
             self._send(rank, message)
@@ -283,7 +224,7 @@ class AsyncLLM:
             return
         self._failed = error
         for stream in list(self._streams.values()):
-            stream._fail(error)
+            stream.fail(error)
         self._streams.clear()
         self._changed.set()
 
@@ -347,6 +288,7 @@ class AsyncLLM:
     def _on_news(self, message: RankToFront) -> None:
         """Something about the ranks themselves: whoever waits for a state looks again, and the log says so."""
         self._changed.set()
+        self.balancing.on_news(message)
         members = self.front.members
         if isinstance(message, RankLost) and members.states[message.rank] not in _NO_MEMBERS:
             log.info("event=rank_lost rank=%d epoch=%d reason=%r", message.rank, members.epoch, message.reason)
@@ -364,10 +306,10 @@ class AsyncLLM:
             stream = self._streams.get(request_id)
             if stream is not None:
                 woken.add(stream)
-                if stream._push(delta):
+                if stream.push(delta):
                     del self._streams[request_id]
         for stream in woken:
-            stream._wake()
+            stream.wake()
         for rank, message in work.messages:
             self._send(rank, message)
         if work.deltas and self._draining:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from configs.engine import Plan
+from engine.balance import Balance
+from engine.balance_start import start_placement
 from engine.batch import Batch
 from engine.messages import RankReady
 from engine.rank import Doorbell, Rank, SharedDoorbell
@@ -16,15 +18,18 @@ from engine.runner import Runner
 from engine.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
 from engine.team import Meet, Opening, Team
+from ep.experts import WeightFormat
 from ep.group import Group
 from ep.parallel import Parallel
 from ep.protocol import AllToAll
 from ep.table import make_lanes
-from eplb.placement import linear_placement
+from eplb.placement import Placement, linear_placement
 from layers.paged_kv import PagedKV
 from layers.weights import Checkpoint
 from models.base import CausalLM
+from models.facts import ModelFacts
 from models.registry import build, read_config
+from native import Isa, isa, limit_isa
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,14 +50,14 @@ def build_rank(
     """
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
+    limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
     device = torch.device(plan.device)
     facts = read_config(plan.model_path)
     size = plan.data_parallel_size
-    placement = None
-    if facts.num_moe_layers:
-        placement = linear_placement(facts.num_moe_layers, facts.num_experts, size, plan.slots_per_rank)
+    placement = _placement(plan, facts, join) if facts.num_moe_layers else None
     parallel = Parallel(rank, size, placement, _no_lanes)
     model = build(facts, parallel, DTYPES[plan.dtype], device, plan.mla_prefill)
+    model.keep_experts(WeightFormat(plan.expert_format))
     fingerprint = zlib.crc32(f"{plan.dtype} {facts}".encode())
 
     def lanes(group: Group, num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
@@ -76,7 +81,20 @@ def build_rank(
         reasons=plan.reasons,
     )
     runner = _runner(plan, model, facts.vocab_size, device)
-    return Rank(scheduler, team, runner, bell or SharedDoorbell(), ready, plan.exchange_timeout)
+    balance = None
+    if plan.eplb is not None and placement is not None:
+        name = next(iter(plan.served_model_names), "")
+        balance = Balance(team, model, plan.eplb, name, device, threaded=plan.all2all_backend != "mailbox")
+    return Rank(scheduler, team, runner, bell or SharedDoorbell(), ready, plan.exchange_timeout, balance=balance)
+
+
+def _placement(plan: Plan, facts: ModelFacts, join: bool) -> Placement:
+    """Which experts a rank begins with: an operator's file, or the linear placement, which is what one that joins the
+    others gets from them (eplb/repair.py)."""
+    if join or plan.eplb is None or plan.eplb.placement is None:
+        return linear_placement(facts.num_moe_layers, facts.num_experts, plan.data_parallel_size, plan.slots_per_rank)
+    shape = (facts.num_moe_layers, plan.data_parallel_size, plan.slots_per_rank)
+    return start_placement(plan.eplb.placement, facts.num_experts, shape)
 
 
 def _scheduler(plan: Plan) -> Scheduler:

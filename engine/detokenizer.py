@@ -3,7 +3,7 @@
 Two ways, chosen by the tokenizer's decoder:
 
 - A *table* of bytes per token, for the decoders that only join bytes: byte-level BPE (DeepSeek, Qwen, Llama 3) and
-  SentencePiece style with byte fallback (Llama 2). One lookup per token.
+  SentencePiece style with byte fallback (Llama 2), and words with no decoder at all. One lookup per token.
 - A *window* for every other decoder: the tokens since the last clean cut are decoded together with those before them.
 
 The pieces joined equal the decoding of all output tokens at once, with three exceptions, all on purpose. (1) A leading

@@ -16,6 +16,9 @@ from typing import NamedTuple
 from engine.members import Members, State
 from engine.messages import (
     Abort,
+    BalanceReply,
+    BalanceReport,
+    BalanceStatus,
     FinishReason,
     FrontToRank,
     Joined,
@@ -86,6 +89,7 @@ class Front:
         self.stats = [RankStats() for _ in range(num_ranks)]
         self.members = Members(num_ranks, num_experts, slots_per_rank, clock)
         self.num_replayed = 0  # requests moved from a rank that was lost or has left to another one
+        self.balance: BalanceStatus | None = None  # the newest
         self._clock = clock
         self._requests: dict[str, LiveRequest] = {}
         self._held: dict[str, LiveRequest] = {}  # those of them that no rank has now
@@ -210,6 +214,10 @@ class Front:
             if self.members.on_joined(message, busy=bool(self._requests)):
                 self._open_ranks()
                 return Work([], self._place_held())
+            return Work([], [])
+        if isinstance(message, BalanceReport):
+            self.balance = message.status
+        if isinstance(message, BalanceReport | BalanceReply):  # whoever asked takes the reply (engine/balancing.py)
             return Work([], [])
         assert isinstance(message, RankLost | RankFailed)
         lost = self.members.on_lost(message) if isinstance(message, RankLost) else self.members.on_failed(message)

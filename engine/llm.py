@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from engine.collector import Collector
 from engine.front import EngineFailed, Front, Work, losses_last
-from engine.messages import FrontToRank, RankToFront, SamplingParams
+from engine.messages import BalanceStatus, FrontToRank, RankToFront, SamplingParams
 from engine.outputs import Prompt, RequestOutput
 from engine.sampling_params import resolve, validate
 from engine.text import Tokenizer
@@ -115,6 +115,11 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._ranks.close()
+
+    @property
+    def balance(self) -> BalanceStatus | None:
+        """What the leading rank last said about the experts' load; None: nothing yet, or experts are not balanced."""
+        return self._front.balance
 
     def __enter__(self) -> Self:
         return self

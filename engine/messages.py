@@ -221,11 +221,12 @@ class BalanceReport(msgspec.Struct, tag="balance_report", frozen=True):
 
 
 class BalanceReply(msgspec.Struct, tag="balance_reply", frozen=True, kw_only=True):
-    """body: JSON of the answer; error: one line, "" when it went well."""
+    """body: JSON of the answer; error: one line, "" when it went well. again: this rank does not lead (yet, or any more)."""
 
     command_id: int
     body: bytes = b"{}"
     error: str = ""
+    again: bool = False
 
 
 RankToFront = Outputs | RankReady | RankFailed | RankLost | Joined | BalanceReport | BalanceReply

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from configs.engine import Dtype, EngineConfig, Plan
+from configs.env import read_env
 from configs.resolve import Machine, ModelNumbers, resolve, this_machine
 from models.facts import ModelFacts
 from models.registry import read_config
 from models.tiny import CHECKPOINT
+from native import Isa, best_isa, why_absent
 
 EMBEDDED_NAME = "moesaic-tiny"
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
@@ -23,22 +26,41 @@ def make_plan(config: EngineConfig, machine: Machine | None = None) -> Plan:
     if not path.is_dir():
         raise ValueError(f"model {config.model!r} is not a directory (models are read from disk; there is no download)")
     name = config.model or EMBEDDED_NAME
-    return resolve(config, model_numbers(path, name, read_config(path)), machine or this_machine())
+    return resolve(config, model_numbers(path, name, read_config(path)), machine or _with_kernels(this_machine()))
+
+
+def _with_kernels(machine: Machine) -> Machine:
+    """What the native kernels find on this machine, or may use of it."""
+    best, asked = best_isa(), read_env().isa.upper()
+    if asked and asked not in Isa.__members__:
+        names = ", ".join(level.name.lower() for level in Isa)
+        raise ValueError(f"MOESAIC_ISA {read_env().isa!r} is unknown; one of {names}")
+    used = min(best, Isa[asked]) if asked else best
+    reason = why_absent() or ("the best that this CPU has" if used == best else f"MOESAIC_ISA={asked.lower()}")
+    return replace(
+        machine,
+        native_kernels=used.name.lower(),
+        native_reason=reason,
+        fast_bfloat16=machine.fast_bfloat16 and (used == best or used == Isa.AVX512_BF16),
+    )
 
 
 def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     """Weights are counted from the headers of the safetensors files: their own sizes, nothing estimated."""
-    total = experts = 0
+    total = experts = fp8_experts = 0
     by_dtype: dict[str, int] = {}
     for file in sorted(path.glob("*.safetensors")):
         for key, dtype, size in _tensors(file):
             total += size
             experts += size if ".mlp.experts." in key else 0
+            fp8_experts += size if ".mlp.experts." in key and dtype == "F8_E4M3" else 0
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
     if not by_dtype:
         raise ValueError(f"{path}: no *.safetensors file with tensors in it")
     common = max(by_dtype, key=lambda dtype: by_dtype[dtype])
-    widened = 2 if common.startswith("F8") else 1  # FP8 blocks are widened to bfloat16 at load
+    widened = (
+        2 if common.startswith("F8") else 1
+    )  # FP8 blocks are widened to bfloat16 at load, unless kept (configs/resolve.py)
     held: Dtype = "float32" if common == "F32" else "bfloat16"
     return ModelNumbers(
         path=str(path),
@@ -51,6 +73,7 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
         weight_bytes=total * widened,
         expert_bytes=experts * widened,
         dtype=held,
+        fp8_experts=fp8_experts > experts // 2,
     )
 
 

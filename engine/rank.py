@@ -21,9 +21,11 @@ import torch
 
 from dbo.steps import Steps, drain
 from engine.agreement import StepPlan, Wish
+from engine.balance import LOOK_SECONDS, Balance, refuse
 from engine.messages import (
     Abort,
     AddRequest,
+    BalanceCommand,
     FrontToRank,
     Joined,
     Membership,
@@ -84,8 +86,9 @@ class Rank:
         ready: RankReady,
         patience: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
+        balance: Balance | None = None,
     ) -> None:
-        """patience: seconds that a rank which has lost a peer waits to be told who is left."""
+        """patience: seconds that a rank which has lost a peer waits to be told who is left. balance: None: experts stay."""
         self.ready = ready
         self._scheduler = scheduler
         self._team = team
@@ -93,6 +96,7 @@ class Rank:
         self._bell = bell
         self._patience = patience
         self._clock = clock
+        self._balance = balance
         self._pipelined = scheduler.async_depth > 0
         self._flight: Flight | None = None  # the step that runs while the next one is scheduled (pipelined only)
         self._early: list[TokenOutput] = []  # outputs that need no step
@@ -105,6 +109,7 @@ class Rank:
         self._loss: tuple[PeerLost, float] | None = None  # and until when a Membership may come
         self._formed: Joined | None = None  # becomes _joined when the first record of the epoch is agreed on
         self._joined: Joined | None = None
+        self._news: list[RankToFront] = []
 
     @property
     def done(self) -> bool:
@@ -118,7 +123,8 @@ class Rank:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_unfinished or self._flight is not None or self._shutdown
+        balancing = self._balance is not None and self._balance.has_work
+        return self._scheduler.has_unfinished or self._flight is not None or self._shutdown or balancing
 
     @property
     def stats(self) -> RankStats:
@@ -134,7 +140,9 @@ class Rank:
             return min(longest, OPENING_SECONDS)
         if not self._team.working and not self._shutdown:
             return longest if self._loss is None else max(0.0, min(longest, self._loss[1] - self._clock()))
-        return longest if self._asleep and not self.has_work else 0.0
+        if not self._asleep or self.has_work:
+            return 0.0
+        return min(longest, LOOK_SECONDS) if self._balance is not None and self._balance.busy else longest
 
     def submit(self, message: FrontToRank) -> None:
         """Takes effect with the next step. A request that cannot run is an output with finish_reason "error"."""
@@ -153,6 +161,11 @@ class Rank:
         elif isinstance(message, Membership):
             if message.epoch > (self._team.epoch if self._wanted is None else self._wanted.epoch):
                 self._wanted = message
+        elif isinstance(message, BalanceCommand):
+            if self._balance is None:
+                self._news.append(refuse(message, "experts are not balanced (--enable-eplb)"))
+            else:
+                self._balance.ask(message)
         else:
             self._shutdown = True
 
@@ -160,6 +173,13 @@ class Rank:
         """Once for every epoch but the first: this rank serves again."""
         joined, self._joined = self._joined, None
         return joined
+
+    def take_news(self) -> list[RankToFront]:
+        """What else is to be told to the front."""
+        news, self._news = self._news, []
+        if self._balance is not None:
+            news += self._balance.take_news()
+        return news
 
     def step(self) -> list[TokenOutput]:
         """One step to its end. Raises PeerLost when another rank is gone and nobody says who is left, RuntimeError when
@@ -196,8 +216,10 @@ class Rank:
             self._asleep = False
         schedule = self._scheduler.schedule()
         known_epoch = self._team.epoch if self._wanted is None else self._wanted.epoch
+        free_blocks = self._scheduler.kv.num_free_blocks
+        order, ready = (0, 0) if self._balance is None else self._balance.wish()
         agreed = self._team.agreement.propose(
-            Wish(schedule.num_tokens, self.has_work, self._shutdown, self._scheduler.kv.num_free_blocks, known_epoch)
+            Wish(schedule.num_tokens, self.has_work, self._shutdown, free_blocks, known_epoch, order, ready)
         )
         yield
         plan = agreed.wait()
@@ -221,6 +243,8 @@ class Rank:
         """Wait for a step that still runs, end the device thread, and leave the other ranks."""
         self._runner.close()
         self._team.close()
+        if self._balance is not None:
+            self._balance.close()
 
     # ---- who takes part ----
 
@@ -248,6 +272,8 @@ class Rank:
         if not self._team.opened:
             return False
         joined = yield from self._team.form()
+        if self._balance is not None:
+            self._balance.begin()
         if joined.epoch > 0:
             self._formed = joined
             self._asleep = False  # all are here: the first record follows at once, and proves that all have the same
@@ -266,6 +292,8 @@ class Rank:
         self._flight = None
         self._runner.reset()
         self._scheduler.rollback()
+        if self._balance is not None:
+            self._balance.drop()
 
     def _leave(self) -> None:
         self._done = True
@@ -274,7 +302,8 @@ class Rank:
     # ---- one step ----
 
     def _compute(self, schedule: Schedule, plan: StepPlan) -> Steps[list[TokenOutput]]:
-        flight = self._runner.launch(schedule) if plan.runs else None
+        chores = None if self._balance is None else self._balance.agreed(plan)
+        flight = self._runner.launch(schedule, chores) if plan.runs or chores is not None else None
         if self._pipelined:
             flight, self._flight = self._flight, flight
         outputs = [] if flight is None else (yield from self._result(flight))
@@ -323,8 +352,11 @@ class LocalRanks:
         while not self._rank.done:
             self._drain_inbox()
             outputs = self._rank.step()
+            news = self._rank.take_news()
             if outputs:
-                return [Outputs(0, outputs, self._rank.stats, time.monotonic())]
+                news.append(Outputs(0, outputs, self._rank.stats, time.monotonic()))
+            if news:
+                return news
             left = deadline - time.monotonic()
             if left <= 0:
                 break

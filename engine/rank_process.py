@@ -26,6 +26,7 @@ import msgspec
 
 from configs.engine import Plan
 from engine.build import build_rank
+from engine.cores import keep_to_cores
 from engine.heartbeat import Heartbeat
 from engine.memory import keep_freed_memory
 from engine.messages import Membership, Outputs, RankFailed
@@ -38,6 +39,7 @@ from ep.table import choose, make_groups
 
 EXIT_ERROR = 3
 EXIT_PEER_LOST = 4
+THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
 SLEEP_SECONDS = 10.0  # an idle rank looks up this often, though nothing has called it
 
 
@@ -74,7 +76,11 @@ def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket, join
         return [f"ipc://{runtime_dir}/bell-{rank}.ipc" for rank, lives in enumerate(alive) if lives]
 
     loading = Heartbeat(runtime_dir / f"loading-{rank_id}")
+    if plan.pin_ranks:
+        keep_to_cores(rank_id, plan.threads_per_rank)
     bell = ZmqDoorbell(bells([True] * plan.data_parallel_size), rank_id)
+    if plan.eplb is not None:
+        sys.setswitchinterval(THINKING_SECONDS)
     # One bar is enough; every rank says in the end what it has read.
     progress = LoadProgress(f"rank {rank_id}", sys.stderr, leads=rank_id == 0)
     rank = build_rank(plan, rank_id, _meet_in(plan, runtime_dir), bell, progress, join)
@@ -97,6 +103,8 @@ def _serve(plan: Plan, rank_id: int, runtime_dir: Path, socket: RankSocket, join
         if outputs or rank.asleep != was_asleep:  # also when falling asleep: the front's gauges should not go stale
             socket.send(Outputs(rank_id, outputs, rank.stats, time.monotonic()))
         was_asleep = rank.asleep
+        for news in rank.take_news():
+            socket.send(news)
         pause = rank.pause(SLEEP_SECONDS)
         if pause > 0:
             sleep_until_called(socket, bell, pause)

@@ -17,7 +17,7 @@ from dbo.steps import Steps, drain
 from engine.batch import Batch, PreparedStep
 from engine.logprobs import prompt_logprobs
 from engine.messages import Logprobs, LogprobsMode
-from engine.sampler import sample
+from engine.sampler import Sampled, sample
 from engine.sampling_table import SamplingTable
 from engine.schedule import Schedule
 from ep.protocol import PeerLost
@@ -49,6 +49,14 @@ class Flight(Protocol):
         ...
 
 
+class Chores(Protocol):
+    """What else the device thread does around a forward pass (engine/balance.py)."""
+
+    def before(self) -> None: ...
+
+    def after(self) -> Steps[None]: ...
+
+
 class Runner:
     """Steps run in the order of `launch`, on one device thread when `threaded`, else where their result is asked for.
 
@@ -73,15 +81,15 @@ class Runner:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="device") if threaded else None
         self._failure: BaseException | None = None
 
-    def launch(self, schedule: Schedule) -> Flight:
+    def launch(self, schedule: Schedule, chores: Chores | None = None) -> Flight:
         """Start a step (zero tokens are fine: this rank then only serves the others' exchanges)."""
         if self._threads is None:
-            return _Inline(schedule, self)
-        return _Threaded(schedule, self._threads.submit(self._run, schedule))
+            return _Inline(schedule, self, chores)
+        return _Threaded(schedule, self._threads.submit(self._run, schedule, chores))
 
-    def steps(self, schedule: Schedule) -> Steps[StepResult]:
+    def steps(self, schedule: Schedule, chores: Chores | None = None) -> Steps[StepResult]:
         """The step itself. May be resumed from any thread, but by one at a time."""
-        return _in_inference_mode(self._steps(schedule))
+        return _in_inference_mode(self._steps(schedule, chores))
 
     def reset(self) -> None:
         """After a lost peer: wait for the steps launched, and forget them and how they ended. The next schedule must state
@@ -97,23 +105,27 @@ class Runner:
         if self._threads is not None:
             self._threads.shutdown(wait=True)
 
-    def _run(self, schedule: Schedule) -> StepResult:
+    def _run(self, schedule: Schedule, chores: Chores | None) -> StepResult:
         if self._failure is not None:
             raise RuntimeError("an earlier step failed") from self._failure
         try:
             with torch.inference_mode():
-                return drain(self.steps(schedule))
+                return drain(self.steps(schedule, chores))
         except BaseException as error:
             self._failure = error
             raise
 
-    def _steps(self, schedule: Schedule) -> Steps[StepResult]:
+    def _steps(self, schedule: Schedule, chores: Chores | None) -> Steps[StepResult]:
         for row in schedule.freed_rows:
             self._table.clear(row)
         for new in schedule.new_rows:
             self._table.set(new.row, new)
         prepared = self._batch.apply(schedule)
+        if chores is not None:
+            chores.before()
         hidden_TD = yield from self._model.steps(prepared.input, self._kv)
+        if chores is not None:
+            yield from chores.after()
         token_ids: list[list[int]] = [[] for _ in range(prepared.num_entries)]
         logprobs = self._sample(prepared, hidden_TD, token_ids) if prepared.num_sampled else None
         return StepResult(token_ids, logprobs, self._prompt_logprobs(prepared, hidden_TD))
@@ -125,7 +137,10 @@ class Runner:
         rows = prepared.rows_S.tolist()
         hidden_SD = hidden_TD[prepared.input.logits_rows_P[: prepared.num_sampled]]
         sampling = self._table.gather(rows, prepared.positions_S.tolist())
-        sampled = sample(self._model.logits(hidden_SD), sampling, self._logprobs_mode)
+        if sampling.needs:
+            sampled = sample(self._model.logits(hidden_SD), sampling, self._logprobs_mode)
+        else:
+            sampled = Sampled(self._model.best_tokens(hidden_SD, sampling.num_valid_tokens), None)
         tokens_S = sampled.token_ids_P.cpu()
         self._table.note(rows, tokens_S)
         self._batch.note_sampled(prepared, tokens_S.numpy())
@@ -162,12 +177,13 @@ def _nothing() -> None:
 
 
 class _Inline:
-    def __init__(self, schedule: Schedule, runner: Runner) -> None:
+    def __init__(self, schedule: Schedule, runner: Runner, chores: Chores | None) -> None:
         self.schedule = schedule
         self._runner = runner
+        self._chores = chores
 
     def steps(self) -> Steps[StepResult]:
-        return self._runner.steps(self.schedule)
+        return self._runner.steps(self.schedule, self._chores)
 
 
 class _Threaded:

@@ -20,6 +20,7 @@ from engine.logprobs import pick_logprobs, reported_values
 from engine.messages import Logprobs, LogprobsMode
 from engine.noise import uniform
 from engine.sampling_table import EDITS, LOGPROBS, MIN_P, RANDOM, TOP_K, TOP_P, Ints, Pairs, SamplingBatch
+from layers.greedy import greedy
 
 _NUM_CANDIDATES = 512  # looked at first when only top_p is asked for; a full sort follows where they are not enough
 _STRETCH = 128
@@ -41,7 +42,7 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
     logits_PV = logits_PV[:, : batch.num_valid_tokens]
     needs = batch.needs
     if not needs:
-        return Sampled(_greedy(logits_PV), None)
+        return Sampled(greedy(logits_PV), None)
     logits_PV = logits_PV.float()
     device = logits_PV.device
     raw = logprobs_mode.startswith("raw")
@@ -56,14 +57,14 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
         if len(random_R) == batch.num_rows:
             token_ids_P = _sample_rows(logits_PV, batch, random_R, keep_logits)
         else:
-            token_ids_P = _greedy(logits_PV)
+            token_ids_P = greedy(logits_PV)
             rows_R = _to(random_R, device)
             some_RV = logits_PV[rows_R]
             token_ids_P[rows_R] = _sample_rows(some_RV, batch, random_R, keep_logits)
             if keep_logits:
                 logits_PV[rows_R] = some_RV
     else:
-        token_ids_P = _greedy(logits_PV)
+        token_ids_P = greedy(logits_PV)
     if not needs & LOGPROBS:
         return Sampled(token_ids_P, None)
     rows_R = _to(asked_R, device)
@@ -74,21 +75,6 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
     for p, entry in zip(asked_R.tolist(), picked, strict=True):
         logprobs[p] = entry
     return Sampled(token_ids_P, logprobs)
-
-
-def _greedy(logits_PV: Tensor) -> Tensor:
-    """int64 [P]; the lowest id of equal maxima. On the CPU by numpy: a tenth of the time."""
-    if logits_PV.device.type != "cpu":
-        return logits_PV.argmax(-1)
-    if logits_PV.dtype != torch.bfloat16:
-        return torch.from_numpy(logits_PV.numpy().argmax(-1))
-    # numpy knows no bfloat16, but the bits of positive floats are ordered as integers, and above all negative ones.
-    bits_PV = logits_PV.view(torch.int16).numpy()
-    best_P = bits_PV.argmax(-1)
-    unclear = np.flatnonzero(np.take_along_axis(bits_PV, best_P[:, None], -1)[:, 0] <= 0)
-    if len(unclear):
-        best_P[unclear] = logits_PV[torch.from_numpy(unclear)].float().numpy().argmax(-1)
-    return torch.from_numpy(best_P)
 
 
 def _to(array: Ints, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ a pure function; the first record of the agreement proves it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -21,9 +22,10 @@ from engine.agreement import Agreement
 from engine.messages import Joined
 from ep.group import Group, LocalGroup
 from ep.parallel import Parallel
+from ep.place import SlotTable
 from ep.protocol import AllToAll, PeerLost
-from eplb.placement import Placement
-from eplb.repair import diff, even_shares, ranks_needed, repair
+from eplb.placement import Placement, owner_shares
+from eplb.repair import diff, ranks_needed, repair
 from layers.weights import Checkpoint
 from models.base import CausalLM
 
@@ -166,6 +168,26 @@ class Team:
         """`form` may be called."""
         return self._opening is not None and self._opening.done()
 
+    @property
+    def placement(self) -> Placement | None:
+        """What the model's slots hold, on this rank for certain; None: a dense model."""
+        return self._placement
+
+    @property
+    def experts_group(self) -> Group:
+        """Where tokens travel in the epoch that is formed."""
+        assert self._groups is not None
+        return self._groups.experts
+
+    def expect(self, placement: Placement) -> None:
+        """All ranks go over to `placement` with the step that is now agreed on."""
+        self.agreement.checksum = self._fingerprint ^ placement.checksum()
+
+    def hosts(self, placement: Placement, tables: Sequence[SlotTable]) -> None:
+        """The slots now hold that; route by it. Called by whoever runs the steps, between two of them."""
+        self._placement = placement
+        self._model.reroute(dataclasses.replace(self._model.parallel, placement=placement), tables)
+
     def begin(self, epoch: int, alive: Sequence[bool]) -> None:
         """Meet the living of this epoch. When they are too few to hold every expert nothing opens: the next
         epoch is waited for."""
@@ -282,7 +304,7 @@ def _unpack(packed: list[int], num_ranks: int, like: Placement, epoch: int) -> P
         epoch=epoch,
         num_experts=like.num_experts,
         slot_to_expert=slot_to_expert,
-        share=even_shares(slot_to_expert, like.num_experts),
+        share=owner_shares(slot_to_expert, like.num_experts),
         alive=tuple(map(bool, alive)),
         failure_domains=like.failure_domains[:num_ranks],
     )

@@ -206,14 +206,19 @@ class Tokenizer:
                     pass
             return str(token).replace("▁", " ").encode()
 
-        bytes_of = byte_level if kind == "byte_level" else byte_fallback
-        return TokenTable(self.vocab_size, bytes_of, self.special_ids, strips_start=kind == "byte_fallback_strip")
+        def words(token_id: int) -> bytes:
+            token = id_to_token(token_id)
+            return b"" if token is None else f" {token}".encode()
+
+        bytes_of = {"byte_level": byte_level, "words": words}.get(kind, byte_fallback)
+        strips_start = kind in ("words", "byte_fallback_strip")
+        return TokenTable(self.vocab_size, bytes_of, self.special_ids, strips_start)
 
 
 def _decoder_kind(decoder: Mapping[str, Any] | None) -> str | None:
-    """byte_level, byte_fallback, byte_fallback_strip, or None when a table cannot stand for this decoder."""
-    if decoder is None:
-        return None
+    """words, byte_level, byte_fallback, byte_fallback_strip, or None when a table cannot stand for this decoder."""
+    if decoder is None:  # `tokenizers` then joins the tokens with spaces
+        return "words"
     parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     if [part.get("type") for part in parts] == ["ByteLevel"]:
         return "byte_level"

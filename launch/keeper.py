@@ -72,7 +72,7 @@ class RankKeeper:
         self._directory = runtime.path
         self._plan = plan
         self._plan_path = runtime.write("plan.json", plan)
-        self._environment = child_environment(plan.threads_per_rank)
+        self._environment = child_environment(plan.threads_per_rank, plan.spin_threads)
         self._startup_timeout = startup_timeout
         self._module = module
         self._clock = clock

@@ -59,6 +59,32 @@ def test_dtype(model: dict[str, Any], machine: dict[str, Any], dtype: str) -> No
     assert plan.dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("ranks", "threads", "change", "pinned", "spinning"),
+    [
+        (1, None, {}, False, True),
+        (2, None, {}, True, True),
+        (4, None, {}, True, False),
+        (2, 1, {}, False, False),
+        (3, 2, {}, False, False),
+        (2, None, {"cores": 5}, True, True),
+        (2, None, {"restricted": True}, False, True),
+    ],
+)
+def test_cores_and_waiting(
+    ranks: int, threads: int | None, change: dict[str, Any], pinned: bool, spinning: bool
+) -> None:
+    config = EngineConfig(data_parallel_size=ranks, threads_per_rank=threads)
+    plan = resolve(config, MODEL, dataclasses.replace(MACHINE, **change))
+    assert (plan.pin_ranks, plan.spin_threads) == (pinned, spinning)
+    assert plan.reasons["pin_ranks"] and plan.reasons["spin_threads"]
+
+
+def test_ranks_of_a_small_model_are_not_pinned() -> None:
+    small = dataclasses.replace(MODEL, weight_bytes=10 * MEBI, expert_bytes=8 * MEBI)
+    assert not resolve(EngineConfig(data_parallel_size=4), small, MACHINE).pin_ranks
+
+
 def test_a_short_cache_shortens_the_context_and_says_so() -> None:
     plan = resolve(EngineConfig(num_kv_blocks=100), MODEL, MACHINE)
     assert plan.max_model_len == 1600

@@ -11,7 +11,7 @@ from front_parts import FakeRanks, ready, small_tokenizer
 
 from engine.async_llm import AsyncLLM, EngineBusy, EngineDraining, EngineFailed
 from engine.messages import Abort, AddRequest, FrontToRank, ResetPrefixCache, SamplingParams
-from engine.outputs import Prompt
+from engine.outputs import Delta, Prompt
 from engine.sampling_params import resolve
 from engine.wire import NotConnected
 
@@ -297,3 +297,48 @@ def test_lost_connection_fails_the_engine() -> None:
                 await llm.generate(make_prompt())
 
     asyncio.run(body())
+
+
+def test_a_sink_takes_what_comes_while_its_consumer_waits() -> None:
+    """All but the first step, which finds nobody waiting yet, and the end; what it refuses is iterated over, in order."""
+
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        taken: list[Delta] = []
+        everything: list[Delta] = []
+
+        def sink(deltas: list[Delta]) -> bool:
+            assert deltas and all(delta.finish_reason is None for delta in deltas)
+            if len(everything) % 3 == 2:
+                return False
+            taken.extend(deltas)
+            everything.extend(deltas)
+            return True
+
+        stream = llm.stream(make_prompt(n=2))
+        stream.pour_into(sink)
+        read = 0
+        async for deltas in stream:
+            everything += deltas
+            read += len(deltas)
+        for index in range(2):
+            assert [token for delta in everything if delta.index == index for token in delta.token_ids] == SCRIPT
+        assert taken and read >= 2 and len(taken) + read == len(everything)
+        assert [delta.finish_reason for delta in everything].count("stop") == 2
+
+    run(body)
+
+
+def test_a_sink_that_fails_does_no_harm() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        def sink(deltas: list[Delta]) -> bool:
+            raise RuntimeError("broken")
+
+        async def text(request_id: str, broken: bool) -> str:
+            stream = llm.stream(make_prompt(request_id))
+            if broken:
+                stream.pour_into(sink)
+            return "".join([delta.text async for deltas in stream for delta in deltas])
+
+        assert await asyncio.gather(text("a", True), text("b", False)) == [TEXT, TEXT]
+
+    run(body)

@@ -6,6 +6,7 @@ import itertools
 import time
 
 import pytest
+import tokenizers as tokenizers_library
 from front_parts import CORPUS, byte_fallback, byte_level, word_pieces
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,16 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
         make.__name__: Tokenizer(make(tmp_path_factory.mktemp(make.__name__)))
         for make in (byte_level, byte_fallback, word_pieces)
     }
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("words")
+    vocabulary = {"<s>": 0, "": 1, "a": 2, " b": 3, "é🎉": 4}
+    made = tokenizers_library.Tokenizer(tokenizers_library.models.WordLevel(vocabulary, unk_token="a"))
+    made.add_special_tokens(["<s>"])
+    made.save(str(directory / "tokenizer.json"))
+    return Tokenizer(directory)
 
 
 def chunked(data: st.DataObject, items: list[int]) -> list[list[int]]:
@@ -86,6 +97,16 @@ def test_window_decoder(tokenizers: dict[str, Tokenizer], data: st.DataObject, t
     tokenizer = tokenizers["word_pieces"]
     ids = tokenizer.encode(text)
     assert "".join(pieces(tokenizer, chunked(data, ids), True, prompt=[])) == tokenizer.decode(ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_words_without_a_decoder(words: Tokenizer, data: st.DataObject, skip: bool) -> None:
+    """Also special ones, empty ones, and those beyond the vocabulary."""
+    ids = data.draw(st.lists(st.integers(0, words.vocab_size + 2), max_size=12))
+    assert "".join(pieces(words, chunked(data, ids), skip, prompt=[])) == words.decode(ids, skip)
+    whole = words.decode([2, *ids], skip)
+    assert "a" + "".join(pieces(words, [[token_id] for token_id in ids], skip, prompt=[2])) == whole
 
 
 def test_corpus_round_trip(tokenizers: dict[str, Tokenizer]) -> None:

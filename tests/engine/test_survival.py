@@ -333,6 +333,6 @@ def test_the_experts_of_a_repaired_rank_are_those_of_the_checkpoint(checkpoint: 
         for layer, ((_, ours), (_, theirs)) in enumerate(zip(model._hosts, whole._hosts, strict=True)):
             for slot, expert in enumerate(placement.experts_of(layer, rank)):
                 assert expert >= 0
-                assert torch.equal(ours.experts.down_SDF[slot], theirs.experts.down_SDF[expert])
-                assert torch.equal(ours.experts.gate_up_S2FD[slot], theirs.experts.gate_up_S2FD[expert])
+                kept = zip(ours.experts.slot_storage(slot), theirs.experts.slot_storage(expert), strict=True)
+                assert all(torch.equal(here, there) for here, there in kept)
     assert np.allclose(placement.share.sum(), 3 * NUM_EXPERTS)

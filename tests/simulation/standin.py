@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from dbo.steps import Steps
 from engine.messages import SamplingParams
-from engine.runner import Runner, StepResult
+from engine.runner import Chores, Runner, StepResult
 from engine.schedule import Schedule
 from ep.parallel import Parallel
 from eplb.placement import Placement
@@ -158,7 +158,8 @@ class StandInRunner(Runner):
         self._cache: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
 
-    def steps(self, schedule: Schedule) -> Steps[StepResult]:
+    def steps(self, schedule: Schedule, chores: Chores | None = None) -> Steps[StepResult]:
+        assert chores is None, "nothing is balanced here"
         rows = self._rows
         for row in schedule.freed_rows:
             rows.pop(row, None)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.admin import RankAdmin
 from server.chat import ChatCompletions
 from server.completions import Completions
+from server.eplb import Eplb, refresh, trouble
 from server.errors import RETRY_AFTER, ApiError
 from server.gate import Gate
 from server.metrics import CONTENT_TYPE
@@ -32,6 +33,7 @@ def build_app(service: Service) -> ASGIApp:
     pages = Pages(service)
     tokenization = Tokenization(service)
     rank_admin = RankAdmin(service)
+    eplb = Eplb(service)
     get: dict[str, Handler] = {
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
@@ -41,6 +43,9 @@ def build_app(service: Service) -> ASGIApp:
         "/metrics": pages.metrics,
         "/version": pages.version,
         "/admin/ranks": rank_admin.table,
+        "/eplb/status": eplb.status,
+        "/eplb/placement": eplb.placement,
+        "/eplb/load": eplb.load,
     }
     post: dict[str, Handler] = {
         "/v1/completions": Completions(service).answer,
@@ -52,6 +57,9 @@ def build_app(service: Service) -> ASGIApp:
         "/abort_requests": pages.abort_requests,
         "/reset_prefix_cache": pages.reset_prefix_cache,
         "/admin/ranks": rank_admin.resize,
+        "/eplb/plan": eplb.plan,
+        "/eplb/rebalance": eplb.rebalance,
+        "/eplb/record": eplb.record,
     }
     routes = [Route(path, Endpoint(handler), methods=["POST"]) for path, handler in post.items()]
     routes += [Route(path, Endpoint(handler), methods=["GET"]) for path, handler in get.items()]
@@ -102,7 +110,7 @@ class Pages:
         failed = self._service.engine.failed
         if failed is not None:
             raise ApiError(503, failed, code="engine_failed", headers=[RETRY_AFTER])
-        return json_response({"status": "alive"})
+        return json_response({"status": "alive", **trouble(self._service)})
 
     async def ready(self, request: Request) -> Response:
         state, why = self._service.state()
@@ -110,9 +118,11 @@ class Pages:
             raise ApiError(503, f"{state}: {why}", code=state, headers=[RETRY_AFTER])
         members = self._service.engine.members
         states = [state.value for state in members.states[: members.count]]
-        return json_response({"status": "ready", "mode": members.mode, "ranks": states})
+        answer = {"status": "ready", "mode": members.mode, "ranks": states, **trouble(self._service)}
+        return json_response(answer)
 
     async def metrics(self, request: Request) -> Response:
+        await refresh(self._service)
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def version(self, request: Request) -> Response:

@@ -15,6 +15,7 @@ from typing import Literal
 from starlette.types import Receive, Send
 
 from server.errors import bad_request, unavailable
+from server.http import Outlet
 
 Cause = Literal["disconnect", "stalled", "timeout"]
 STALL_SECONDS = 60.0  # a client that takes nothing for so long is gone
@@ -92,6 +93,15 @@ class Flight:
         await send({"type": "http.response.body", "body": data, "more_body": more})
         self.sending = False
 
+    def write_to(self, outlet: Outlet, data: bytes, now: float) -> None:
+        """Like `write`, without a wait; only while the outlet is open and nothing `is_writing`."""
+        self.quiet_since = now
+        outlet.write(data)
+
+    @property
+    def is_writing(self) -> bool:
+        return self.sending or (self.pinger is not None and not self.pinger.done())
+
     async def _ping(self) -> None:
         send = self._send
         assert send is not None
@@ -107,7 +117,7 @@ class Flight:
             self.stop("timeout")
         elif self._send is None:
             return
-        elif self.sending or (self.pinger is not None and not self.pinger.done()):
+        elif self.is_writing:
             if quiet >= STALL_SECONDS + keep_alive:
                 self.stop("stalled")
         elif keep_alive > 0 and quiet >= keep_alive:

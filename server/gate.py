@@ -22,7 +22,9 @@ from server.params import REQUEST_ID
 from server.service import Service
 
 OPEN = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
-ADMIN = frozenset({"/abort_requests", "/reset_prefix_cache", "/admin/ranks"})
+ADMIN = frozenset(
+    {"/abort_requests", "/reset_prefix_cache", "/admin/ranks", "/eplb/plan", "/eplb/rebalance", "/eplb/record"}
+)
 
 log = logging.getLogger("moesaic.server")
 
@@ -47,7 +49,10 @@ class Keys:
         admin = self._any(given, self._admin)
         if path in ADMIN:
             if not self._admin:
-                raise ApiError(403, "no administrator key is configured", code="no_admin_key")
+                message = (
+                    "no administrator key is configured: start the server with --admin-api-key or MOESAIC_ADMIN_KEY"
+                )
+                raise ApiError(403, message, code="no_admin_key")
             if not given:
                 raise _unauthorized("this route needs an administrator's key")
             if not admin:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from starlette.responses import Response
@@ -20,6 +21,7 @@ from engine.front import EngineBusy, EngineDraining, EngineFailed
 from engine.outputs import Delta, PositionLogprobs, Prompt
 from server.errors import RETRY_AFTER, ApiError, unavailable
 from server.flights import Flight
+from server.http import Outlet, outlet_of
 from server.logs import Record
 from server.openai import Usage, usage
 from server.service import Service, json_response, record_of
@@ -204,7 +206,7 @@ class Answer(Response):
             flight.watch(receive)
             if job.stream:
                 flight.stream_to(send, SSE_HEADERS)
-                await self._stream(flight, record)
+                await self._stream(flight, record, outlet_of(scope))
             else:
                 body = await self._gather(record)
         except asyncio.CancelledError:
@@ -243,22 +245,37 @@ class Answer(Response):
         except TimeoutError:
             pass
 
-    async def _stream(self, flight: Flight, record: Record) -> None:
+    async def _stream(self, flight: Flight, record: Record, outlet: Outlet | None) -> None:
         job, writer = self._job, self._writer
         counter = _Counter(job, record)
+        last = b""  # the frames of the last choices to end leave together with the words that end the answer
+
+        def pour(outlet: Outlet, deltas: list[Delta]) -> bool:
+            """What the loop below does, within the engine's wake-up: most tokens go this way."""
+            if flight.is_writing or not outlet.open:
+                return False
+            now = counter.count(deltas)
+            frames = writer.frames(deltas, record)
+            if frames:
+                flight.write_to(outlet, frames, now)
+            return True
+
         try:
             async with aclosing(deltas_of(self._service.engine, job)) as source:
+                if outlet is not None and isinstance(source, RequestStream):
+                    source.pour_into(partial(pour, outlet))
                 async for deltas in source:
                     now = counter.count(deltas)
                     frames = writer.frames(deltas, record)
-                    if frames:
+                    if not counter.num_open:
+                        last = frames
+                    elif frames:
                         await flight.write(frames, now)
         finally:
             counter.report(self._service)
-        last = DONE
         if job.include_usage:
-            last = writer.usage_frame(_usage(record)) + DONE
-        await flight.write(last, time.monotonic(), more=False)
+            last += writer.usage_frame(_usage(record))
+        await flight.write(last + DONE, time.monotonic(), more=False)
 
     async def _gather(self, record: Record) -> object:
         job = self._job
@@ -286,6 +303,7 @@ class _Counter:
         self._n = job.n
         self._hides = job.no_output
         self._record = record
+        self.num_open = job.num_choices  # choices that have not ended
         self._last = [0.0] * job.num_choices  # when the choice's last delta came; 0: none has
         self._gaps: list[list[float]] = [[] for _ in job.prompts]
 
@@ -307,6 +325,7 @@ class _Counter:
             record.output_tokens += len(delta.token_ids)
             if delta.finish_reason is not None:
                 record.finish = delta.finish_reason
+                self.num_open -= 1
                 if delta.finish_reason == "error":
                     raise ApiError(500, "the engine could not finish this request", code="engine_error")
         return now

@@ -19,6 +19,7 @@ from engine.async_llm import AsyncLLM
 from engine.members import State
 from engine.messages import RankStats
 from engine.sequences import FinishedRequest
+from server.eplb_metrics import balance_families
 from server.flights import Flights
 
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -147,6 +148,9 @@ class Metrics(Collector):
                 counter.add_metric([name, str(rank)], value(numbers))
             yield counter
         yield from self._surviving(name, labels)
+        balance = self._engine.front.balance
+        if balance is not None:
+            yield from balance_families(balance, name)
         yield from self._requests(name, labels)
         yield self._cache_config(name)
         labels = ["model_name", "engine", "reason"]

@@ -139,6 +139,7 @@ class FrontProcess:
             block_size=plan.block_size,
             num_experts=plan.num_experts,
             slots_per_rank=plan.slots_per_rank,
+            log_balancedness=plan.eplb is not None and plan.eplb.log_balancedness,
         )
         service = Service(engine, self._tokenizer, self._plan, self._config, self._defaults, int(time.time()))
         http = HttpServer(self._uvicorn_config(service))

@@ -97,6 +97,20 @@ def test_growing_and_shrinking_with_losses(tmp_path: Path, most: int) -> None:
 
 
 @pytest.mark.slow
+def test_while_experts_are_balanced(tmp_path: Path) -> None:
+    restless = {"window_size": 20, "memory_steps": 5, "reweight_interval": 2, "move_interval": 4, "min_gain": 0.0}
+    options = ("--dtype", "float32", "--enable-eplb", "--eplb-config", json.dumps(restless))
+    with elastic(tmp_path, "-dp", "2", *options) as it:
+        it.unnoticed(lambda: it.resize(3), lambda: it.whole(3))
+        it.unnoticed(lambda: it.kill(0), lambda: it.whole(3), lambda: it.resize(4), lambda: it.whole(4))
+        status = it.server.get("/eplb/status")
+        assert status["steps"] > 0 and not status.get("last_error") and not status.get("failures")
+        assert it.server.get("/eplb/placement")["ranks"] == 4
+        it.unnoticed(lambda: it.resize(2), lambda: it.whole(2))
+        it.check_end(2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_many_resizes_in_a_row(tmp_path: Path, backend: str) -> None:
     """Up and down before anybody has loaded, or left; a rank that hangs while it is to leave, and one while it loads."""

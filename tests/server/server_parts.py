@@ -311,6 +311,7 @@ async def server(
         block_size=16,
         num_experts=decided.num_experts,
         slots_per_rank=decided.slots_per_rank,
+        log_balancedness=decided.eplb is not None and decided.eplb.log_balancedness,
     )
     service = Service(engine, small_tokenizer(), decided, config, SamplingParams(), created=1_700_000_000)
     app = build_app(service)

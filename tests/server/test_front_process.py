@@ -19,7 +19,17 @@ import httpx
 import msgspec
 import pytest
 from openai import NotFoundError, OpenAI
-from server_parts import MODEL, STORY, plan, rank_ready, say, small_tokenizer, story_tokens, write_tokenizer
+from server_parts import (
+    MODEL,
+    STORY,
+    parse_events,
+    plan,
+    rank_ready,
+    say,
+    small_tokenizer,
+    story_tokens,
+    write_tokenizer,
+)
 
 from configs.engine import Plan
 from configs.server import ServerConfig
@@ -42,6 +52,7 @@ class FakeRank(threading.Thread):
     script: list[int] = field(default_factory=story_tokens)
     hold_at: int = 0
     num_added: int = 0
+    num_finished: int = 0
     shut_down: bool = False
     aborted: list[int] = field(default_factory=list)
     failure: str | None = None
@@ -79,6 +90,7 @@ class FakeRank(threading.Thread):
                 running[number] = (message, said + 1)
                 if output.finish_reason is not None:
                     del running[number]
+                    self.num_finished += 1
             if outputs:
                 socket.send(Outputs(self.rank, outputs, RankStats(running=len(running)), time.monotonic()))
         socket.close()
@@ -319,3 +331,23 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert "tokenizer.json" in refused(tmp_path, replace(good, model_path=str(tmp_path)), ServerConfig(port=0))
     assert "log_format" in refused(tmp_path, good, ServerConfig(port=0, log_format="xml"))
     assert "cannot listen" in refused(tmp_path, good, ServerConfig(port=0, host="no.such.host.invalid"))
+
+
+def test_a_client_that_reads_late_misses_nothing(tmp_path: Path) -> None:
+    """More than sockets hold: pieces go straight to the connection until it is full, then the answer waits for the client."""
+    choices, script = 128, story_tokens()[:-1] * 4
+    body = {"prompt": "Once", "n": choices, "max_tokens": len(script), "logprobs": 20, "stream": True}
+    small = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)])
+    with front(tmp_path, max_queued_requests=1000) as server, httpx.Client(transport=small, timeout=STARTUP) as api:
+        for rank in server.ranks:
+            rank.script = script
+        with api.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            until(lambda: sum(rank.num_finished for rank in server.ranks) == choices, "the ranks have said everything")
+            data = answer.read()
+        assert len(data) > 5 << 20  # Linux lets 4 MiB wait in a connection
+        found = [choice for event in parse_events(data.decode()) for choice in event["choices"]]
+        texts = [""] * choices
+        for choice in found:
+            texts[choice["index"]] += choice["text"]
+        assert texts == [STORY * 4] * choices
+        assert [choice["finish_reason"] for choice in found].count("length") == choices

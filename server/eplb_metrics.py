@@ -1,0 +1,58 @@
+"""The balancer's numbers for /metrics. The label `layer` counts the layers with experts from 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from engine.messages import BalanceStatus
+
+# name, help, value of each layer. Balancedness is mean / max of the ranks' tokens; 1 is best.
+_LAYERS: tuple[tuple[str, str, Callable[[BalanceStatus], list[float]]], ...] = (
+    (
+        "moesaic:eplb_window_balancedness",
+        "Mean / max of the ranks' tokens of the last window, all its steps together.",
+        lambda status: status.window_balance,
+    ),
+    (
+        "moesaic:eplb_step_balancedness",
+        "Mean / max of the ranks' tokens of a step, averaged over the last window.",
+        lambda status: status.step_balance,
+    ),
+    (
+        "moesaic:eplb_balancedness_bound",
+        "The window balancedness that no placement in these slots can exceed (the planner's lower bound of the load).",
+        lambda status: status.lower_bound,
+    ),
+)
+_GAUGES: tuple[tuple[str, str, Callable[[BalanceStatus], float]], ...] = (
+    ("moesaic:eplb_placement_age_steps", "Steps since experts last moved.", lambda status: status.age_steps),
+    ("moesaic:eplb_moving", "Experts that wait to be moved.", lambda status: status.moving),
+    ("moesaic:eplb_failing", "1 while the balancer fails; serving goes on.", lambda status: bool(status.last_error)),
+    ("moesaic:eplb_recording", "1 while loads are recorded.", lambda status: bool(status.recording)),
+    ("moesaic:eplb_leader", "The rank that leads the balancing; the counters are its own.", lambda status: status.rank),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[BalanceStatus], float]], ...] = (
+    ("moesaic:eplb_steps", "Steps observed.", lambda status: status.steps),
+    ("moesaic:eplb_reweights", "Times that replicas got new shares.", lambda status: status.reweights),
+    ("moesaic:eplb_moves", "Experts brought to a slot.", lambda status: status.moves),
+    ("moesaic:eplb_moved_bytes", "Bytes of weights moved for them.", lambda status: status.bytes_moved),
+    ("moesaic:eplb_failures", "Failures of the balancer.", lambda status: status.failures),
+)
+
+
+def balance_families(status: BalanceStatus, model_name: str) -> Iterator[Metric]:
+    for name, text, values in _LAYERS:
+        family = GaugeMetricFamily(name, text, labels=["model_name", "layer"])
+        for layer, balance in enumerate(values(status)):
+            family.add_metric([model_name, str(layer)], balance)
+        yield family
+    for name, text, value in _GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+        gauge.add_metric([model_name], value(status))
+        yield gauge
+    for name, text, value in _COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=["model_name"])
+        counter.add_metric([model_name], value(status))
+        yield counter

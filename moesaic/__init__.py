@@ -14,17 +14,28 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from configs.engine import EngineConfig
+    from configs.eplb import EplbConfig
     from engine.messages import SamplingParams
     from engine.outputs import CompletionOutput, RequestOutput
     from moesaic.public import LLM, AsyncLLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "EplbConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "moesaic.public",
     "AsyncLLM": "moesaic.public",
     "EngineConfig": "configs.engine",
+    "EplbConfig": "configs.eplb",
     "SamplingParams": "engine.messages",
     "RequestOutput": "engine.outputs",
     "CompletionOutput": "engine.outputs",

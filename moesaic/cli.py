@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 import click
+
+from moesaic.lazy import LazyGroup
 
 COMMANDS = {
     "serve": ("moesaic.serve", "Serve a model over HTTP (OpenAI-compatible)."),
@@ -13,30 +14,12 @@ COMMANDS = {
     "chat": ("moesaic.chat", "Talk to a running server in the terminal."),
     "ranks": ("moesaic.ranks", "Show the ranks of a running server; grow or shrink it."),
     "bench": ("moesaic.bench", "Measure throughput, latency, or a running server."),
+    "eplb": ("moesaic.eplb", "See, plan, replay and check where experts live."),
     "explain": ("moesaic.explain", "Print the plan for a model, with the reason for every choice."),
 }
 
 
-class LazyGroup(click.Group):
-    """Lists commands from a table; loads the one that is asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return None
-        command = importlib.import_module(COMMANDS[name][0]).command
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The short help comes from the table: the modules need not be imported for it."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
-
-
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="moesaic")
 def cli() -> None:
     """Moesaic: an inference engine for mixture-of-experts language models."""

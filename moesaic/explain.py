@@ -27,12 +27,19 @@ def command(as_json: bool, **options: Any) -> None:
         return
     table = Table("field", "value", "why", title=f"Plan for {plan.served_model_names[0]}", title_justify="left")
     for name, value in values.items():
-        shown = ", ".join(value) if isinstance(value, tuple) else str(value)
         table.add_row(
             name,
-            shown,
+            _shown(value),
             reasons.get(
                 name, "from the model" if name in ("model_path", "architecture") else "the default or as asked"
             ),
         )
     Console().print(table)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    return "off" if value is None else str(value)

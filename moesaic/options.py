@@ -3,12 +3,15 @@ meaning is the same, so that launch scripts carry over."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
 from configs.engine import EngineConfig
+from configs.eplb import EplbConfig, parse_eplb_config
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -53,6 +56,21 @@ OPTIONS = [
     click.option(
         "--num-redundant-experts", type=int, help="Extra expert slots in all; default: enough to lose one rank."
     ),
+    click.option(
+        "--enable-eplb/--no-enable-eplb",
+        default=False,
+        show_default=True,
+        help="Balance the experts' load while serving: shares of the replicas follow it, and few experts move.",
+    ),
+    click.option(
+        "--eplb-config",
+        help="How, as a JSON object or a file with one; fields and defaults: "
+        + ", ".join(f"{field.name} {json.dumps(field.default)}" for field in dataclasses.fields(EplbConfig))
+        + ".",
+    ),
+    click.option(
+        "--quantization", type=click.Choice(["fp8", "int8"]), help="Keep the experts in 8 bits (native kernels)."
+    ),
     click.option("--threads-per-rank", type=int, help="CPU threads of each rank."),
     click.option("--mla-prefill", type=click.Choice(["auto", "naive", "absorbed"]), default="auto", show_default=True),
     click.option(
@@ -82,6 +100,22 @@ def engine_config(values: dict[str, Any], default_ranks: int = 1) -> EngineConfi
         raise ValueError(f"two models given: {argument} and --model {option}")
     values.pop("enable_expert_parallel")
     ranks = values.pop("data_parallel_size")
+    _take_eplb_config(values)
     return EngineConfig(
         model=argument or option, data_parallel_size=default_ranks if ranks is None else ranks, **values
     )
+
+
+def _take_eplb_config(values: dict[str, Any]) -> None:
+    """--eplb-config, which may also say how many spare slots there are, as vLLM's does."""
+    text = values.pop("eplb_config")
+    if text is None:
+        return
+    values["eplb"], redundant = parse_eplb_config(text)
+    if redundant is not None:
+        asked = values["num_redundant_experts"]
+        if asked is not None and asked != redundant:
+            raise ValueError(
+                f"num_redundant_experts is {asked}, but in eplb_config it is {redundant}; give one of them"
+            )
+        values["num_redundant_experts"] = redundant

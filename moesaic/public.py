@@ -29,7 +29,8 @@ class LLM(llm.LLM):
     plan: Plan
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        """model: a Hugging Face directory; None: the embedded model. options: fields of EngineConfig."""
+        """model: a Hugging Face directory; None: the embedded model. options: fields of EngineConfig, such as
+        data_parallel_size=4, enable_eplb=True, eplb=EplbConfig(window_size=200)."""
         self._open(EngineConfig(model=model, **options))
 
     @classmethod
@@ -85,4 +86,5 @@ class AsyncLLM(async_llm.AsyncLLM):
             block_size=self.plan.block_size,
             num_experts=self.plan.num_experts,
             slots_per_rank=self.plan.slots_per_rank,
+            log_balancedness=self.plan.eplb is not None and self.plan.eplb.log_balancedness,
         )

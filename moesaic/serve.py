@@ -37,6 +37,11 @@ EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is 
 @click.option("--sse-keep-alive-interval", type=float, default=15.0, show_default=True, help="Seconds; 0: never.")
 @click.option("--request-timeout", type=float, default=0.0, show_default=True, help="Seconds; 0: none.")
 @click.option("--allowed-origins", multiple=True, help="CORS origins; none: closed.")
+@click.option(
+    "--eplb-record-dir",
+    type=click.Path(exists=True, file_okay=False, writable=True),
+    help="Directory for recordings of the experts' loads (POST /eplb/record); default: none can be made.",
+)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True)
 @click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds until ready.")
@@ -61,6 +66,7 @@ def command(**options: Any) -> None:
 
 def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin: tuple[str, ...]) -> ServerConfig:
     template = options.pop("chat_template")
+    record_dir = options.pop("eplb_record_dir")
     return ServerConfig(
         host=options.pop("host"),
         port=options.pop("port"),
@@ -74,6 +80,7 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         keep_alive_interval=options.pop("sse_keep_alive_interval"),
         request_timeout=options.pop("request_timeout"),
         allowed_origins=options.pop("allowed_origins"),
+        eplb_record_dir=str(Path(record_dir).resolve()) if record_dir else None,
         log_format=options.pop("log_format"),
         log_requests=options.pop("log_requests"),
     )

@@ -1,0 +1,159 @@
+"""What all verbs share: options, output, progress, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import click
+import numpy as np
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from eplb.files import write_bytes
+from eplb.formats.registry import read_any_placement, read_any_trace
+from eplb.formats.source import Hints
+from eplb.placement_file import PlacementFile
+from eplb.trace import Trace
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Tell = Callable[[int, int], None]
+
+
+class Refused(click.ClickException):
+    """One line on stderr and an exit code of its own."""
+
+    def show(self, file: Any = None) -> None:
+        print(f"moesaic eplb: {self.message}", file=sys.stderr)
+
+
+class BalanceGate(Refused):
+    exit_code = 3
+
+
+class CoverageGate(Refused):
+    exit_code = 4
+
+
+class MoveBudget(Refused):
+    exit_code = 5
+
+
+class Infeasible(Refused):
+    """The message says the smallest number of slots per rank that would do."""
+
+    exit_code = 6
+
+
+@dataclass(frozen=True)
+class Output:
+    """How a verb answers: its result as JSON or as text, on stdout or in a file; progress unless quiet."""
+
+    as_json: bool
+    quiet: bool
+    path: Path | None
+
+    def result(self, value: Mapping[str, Any], *shown: RenderableType) -> None:
+        """The result of a verb that only looks: goes to --output when given, else to stdout."""
+        self._print(value, shown, self.path)
+
+    def written(self, value: Mapping[str, Any], *shown: RenderableType) -> None:
+        """The summary of a verb that wrote --output itself: goes to stdout; nothing when quiet without --json."""
+        if self.as_json or not self.quiet:
+            self._print(value, shown, None)
+
+    def _print(self, value: Mapping[str, Any], shown: tuple[RenderableType, ...], path: Path | None) -> None:
+        if self.as_json:
+            text = json.dumps(plain(value), allow_nan=False) + "\n"
+        else:
+            # A file, or a pipe, is given the width that the tables ask for.
+            console = Console(width=None if path is None and sys.stdout.isatty() else 160, record=True, quiet=True)
+            with console.capture() as capture:
+                console.quiet = False
+                for part in shown:
+                    console.print(part)
+            text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+        if path is None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            write_bytes(path, text.encode())
+
+    @contextlib.contextmanager
+    def progress(self, what: str) -> Iterator[Tell]:
+        """A function (done, total) that moves a bar on stderr; no bar when quiet or when stderr is no terminal."""
+        if self.quiet or not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def output_options(command: Command) -> Command:
+    """Adds --json, --quiet and --output; the command takes them as `out: Output`."""
+
+    @functools.wraps(command)
+    def gather(*args: Any, as_json: bool, quiet: bool, output: str | None, **options: Any) -> Any:
+        return command(*args, out=Output(as_json, quiet, Path(output) if output else None), **options)
+
+    for option in (
+        click.option("--output", "-o", metavar="PATH", help="Write to this file."),
+        click.option("--quiet", "-q", is_flag=True, help="No progress and no summary."),
+        click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
+    ):
+        gather = option(gather)
+    return cast(Command, gather)
+
+
+def grid(*columns: str, title: str = "") -> Table:
+    """A table without lines: the first column for names, numbers right-aligned."""
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left", overflow="fold")
+    return table
+
+
+def needed_output(out: Output) -> Path:
+    """The path of a verb that makes a file."""
+    if out.path is None:
+        raise click.UsageError("--output PATH is needed: this verb writes a file")
+    return out.path
+
+
+def plain(value: Any) -> Any:
+    """`value` with numpy's numbers and arrays as Python's, and what is no finite number as null (JSON has no NaN)."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return round(float(value), 6) if math.isfinite(value) else None
+    return value
+
+
+def trace_of(path: str, out: Output, hints: Hints | None = None) -> Trace:
+    """The loads in a file of any format, with a bar. ValueError naming the file when it cannot be read."""
+    with out.progress(f"reading {path}") as tell:
+        return read_any_trace(Path(path), dataclasses.replace(hints or Hints(), progress=tell))
+
+
+def placement_of(path: str, ranks: int = 0) -> PlacementFile:
+    """The placement in a file of any format. ranks: for formats that do not say it."""
+    return read_any_placement(Path(path), Hints(ranks=ranks))

@@ -1,0 +1,152 @@
+"""The options that describe a cluster, a model and a step, for the verbs that print milliseconds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import click
+import numpy as np
+import numpy.typing as npt
+
+from eplb.cluster import GPUS, Cluster, load_cluster, make_cluster
+from eplb.cost import ASSUMPTIONS, DEFAULT, Phase, StepCost, Workload, step_cost
+from eplb.shapes import MODELS, WEIGHT_BYTES, ModelShape, load_shape
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option(
+        "--gpu", type=click.Choice(list(GPUS)), help="Print milliseconds for GPUs of this kind, one per rank."
+    ),
+    click.option("--gpus-per-node", "--ranks-per-node", "gpus_per_node", type=click.IntRange(1), help="Default: 8."),
+    click.option("--nvlink-gbps", type=float, help="GB/s of one direction of a GPU's NVLink. Default: the table's."),
+    click.option("--rdma-gbps", type=float, help="GB/s of a GPU's network card. Default: the table's."),
+    click.option("--cluster", type=click.Path(), help="A JSON file that describes the cluster, in place of --gpu."),
+    click.option("--model", help=f"{', '.join(MODELS)}, or a config.json. Default: what the trace says or fits."),
+    click.option("--expert-dtype", type=click.Choice(list(WEIGHT_BYTES)), help="Default: the model's."),
+    click.option("--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True),
+    click.option("--tokens-per-gpu", type=int, help="Of a step. Default: 128 (decode), 16384 (prefill)."),
+    click.option("--context", type=int, default=4096, show_default=True, help="Cached tokens, or the prompt's length."),
+    click.option(
+        "--micro-batches", type=click.IntRange(1, 2), default=2, show_default=True, help="2: links overlapped."
+    ),
+    click.option("--fp8-cache", is_flag=True, help="KV cache and attention in FP8."),
+)
+_NAMES = ("gpu", "gpus_per_node", "nvlink_gbps", "rdma_gbps", "cluster", "model", "expert_dtype", "phase",
+          "tokens_per_gpu", "context", "micro_batches", "fp8_cache")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Described:
+    """What was said on the command line."""
+
+    model: str | None
+    expert_dtype: str | None
+    work: Workload
+    gpu: str | None
+    gpus_per_node: int | None
+    nvlink_gbps: float | None
+    rdma_gbps: float | None
+    cluster_file: Path | None
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.gpus_per_node or 8
+
+    def cluster(self, num_ranks: int | None) -> Cluster | None:
+        """None when no GPU was named. ValueError when the described cluster has another number of GPUs than there are ranks."""
+        if self.cluster_file is not None:
+            cluster = load_cluster(self.cluster_file)
+            if num_ranks is not None and cluster.num_gpus != num_ranks:
+                raise ValueError(
+                    f"{self.cluster_file}: gpus is {cluster.num_gpus}; the loads are for {num_ranks} ranks"
+                )
+            return cluster
+        if self.gpu is None or num_ranks is None:
+            return None
+        return make_cluster(self.gpu, num_ranks, self.ranks_per_node, self.nvlink_gbps, self.rdma_gbps)
+
+    def shape_of(self, num_experts: int, num_layers: int, model: str = "") -> ModelShape | None:
+        """The model of loads [num_layers, num_experts]: --model, else the one that the trace names, else the only known one
+        that fits. ValueError when --model has another number of experts."""
+        if self.model is not None:
+            shape = load_shape(self.model, self.expert_dtype)
+            if shape.num_experts != num_experts:
+                raise ValueError(
+                    f"--model {shape.name} has {shape.num_experts} experts a layer; the loads are of {num_experts}"
+                )
+            return shape
+        fits = [shape for shape in MODELS.values() if shape.num_experts == num_experts]
+        named = [shape for shape in fits if shape.name in model.lower()]
+        exact = [shape for shape in fits if shape.num_moe_layers == num_layers]
+        for found in (named, exact, fits):
+            if len(found) == 1:
+                return load_shape(found[0].name, self.expert_dtype)
+        return None
+
+    def costing(self, num_ranks: int, shape: ModelShape | None) -> Costing | None:
+        """What predicts a step, or None without a cluster. click.UsageError when the model is not known."""
+        cluster = self.cluster(num_ranks)
+        if cluster is None:
+            return None
+        if shape is None:
+            raise click.UsageError("milliseconds need the model's sizes: give --model NAME or its config.json")
+        return Costing(cluster, shape, self.work)
+
+
+@dataclass(frozen=True)
+class Costing:
+    """A cluster, a model and a step: all that turns loads into milliseconds."""
+
+    cluster: Cluster
+    shape: ModelShape
+    work: Workload
+
+    def step(self, slot_part: npt.NDArray[np.float64]) -> StepCost:
+        """slot_part [L, G, S]: the part of a layer's tokens that each slot receives."""
+        return step_cost(self.cluster, self.shape, self.work, slot_part)
+
+    def words(self) -> list[str]:
+        """What the numbers stand on, one line each."""
+        gpu, shape = self.cluster.gpu, self.shape
+        return [
+            f"{shape.name}, experts in {shape.expert_dtype} ({shape.expert_bytes / 1e6:.1f} MB each)",
+            self.cluster.describe(),
+            self.work.describe(),
+            f"peaks: {gpu.bf16_tflops:g} bfloat16 and {gpu.tflops(shape.expert_dtype):g} {shape.expert_dtype} TFLOP/s, "
+            f"{gpu.hbm_gbps:g} GB/s; reached: {gpu.reach:.0%} of the TFLOP/s, {DEFAULT.hbm:.0%} of the GB/s",
+            *ASSUMPTIONS,
+            "checked against published figures by `moesaic eplb cost --check`",
+        ]
+
+
+def described_options(command: Command) -> Command:
+    """Adds the options above; the command takes them as `described: Described`."""
+
+    @functools.wraps(command)
+    def gather(*args: Any, **options: Any) -> Any:
+        given = {name: options.pop(name) for name in _NAMES}
+        return command(*args, described=_described(given), **options)
+
+    for option in reversed(_OPTIONS):
+        gather = option(gather)
+    return cast(Command, gather)
+
+
+def _described(given: dict[str, Any]) -> Described:
+    phase: Phase = given["phase"]
+    tokens = given["tokens_per_gpu"] or (128 if phase == "decode" else 16384)
+    return Described(
+        model=given["model"],
+        expert_dtype=given["expert_dtype"],
+        work=Workload(phase, tokens, given["context"], given["micro_batches"], given["fp8_cache"]),
+        gpu=given["gpu"],
+        gpus_per_node=given["gpus_per_node"],
+        nvlink_gbps=given["nvlink_gbps"],
+        rdma_gbps=given["rdma_gbps"],
+        cluster_file=Path(given["cluster"]) if given["cluster"] else None,
+    )

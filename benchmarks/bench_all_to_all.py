@@ -5,7 +5,8 @@
 Operations (all ranks do each at once; a figure is the best block's mean):
     agreement   all_gather_ints of 8 numbers, the step's record
     exchange    the rows of so many tokens to every other rank, and nothing else
-    moe         AllToAll.dispatch and combine, each waited for, experts that do nothing: with sorting by slot and summing
+    moe         AllToAll.dispatch, experts and combine, each waited for; the experts are real but only --width wide, so that
+                sorting by slot and summing show; --isa none: the same in torch
 bytes: what one rank sends to all others (moe: there and back). pct_of_memcpy: the time of copying those bytes within every
 rank at once, over shm's; null where copying is not what takes the time.
 """
@@ -26,10 +27,12 @@ from typing import Any
 import torch
 
 from engine.memory import keep_freed_memory
+from ep.experts import Experts
 from ep.group import GlooGroup, Group
 from ep.protocol import Routing
 from ep.shm_group import ShmGroup
 from ep.table import make_groups, make_lanes
+from native import Isa, limit_isa
 
 SECONDS = 60.0  # the bound of every wait
 SLOTS = 32  # of a rank
@@ -43,6 +46,9 @@ def main() -> None:
     parser.add_argument("--moe-tokens", type=int, nargs="+", default=[8, 512], help="the same for moe")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--width", type=int, default=32, help="of the experts of moe")
+    parser.add_argument("--isa", choices=[isa.name.lower() for isa in Isa], help="the most that the experts may use")
+    parser.add_argument("--only", choices=("agreement", "exchange", "moe"), help="nothing but this operation")
     parser.add_argument("--block-ms", type=float, default=60.0, help="length of a block")
     parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--json", action="store_true", help="nothing but one JSON line per row")
@@ -83,18 +89,21 @@ def run_rank(
 ) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
+    if options.isa is not None:
+        limit_isa(Isa[options.isa.upper()])
     groups = {name: make_groups(name, folder, rank, size, SECONDS) for name in ("gloo", "shm")}
     meet = Meet(groups["shm"][0], options.block_ms / 1e3, options.blocks)
     result = []
     row_bytes = options.hidden * 2 + options.top_k * 12
-    agree = {name: gather(group) for name, (group, _) in groups.items()}
-    result.append(meet.row("agreement", (size - 1) * 64, agree, None))
-    for tokens in options.tokens:
+    if options.only in (None, "agreement"):
+        agree = {name: gather(group) for name, (group, _) in groups.items()}
+        result.append(meet.row("agreement", (size - 1) * 64, agree, None))
+    for tokens in options.tokens if options.only in (None, "exchange") else []:
         num_bytes = tokens * row_bytes
         raw = {name: exchange(group, num_bytes) for name, (_, group) in groups.items()}
         copies = memcpy((size - 1) * num_bytes)
         result.append(meet.row(f"exchange T={tokens}", (size - 1) * num_bytes, raw, copies))
-    for tokens in options.moe_tokens:
+    for tokens in options.moe_tokens if options.only in (None, "moe") else []:
         num_bytes = (size - 1) * tokens * (row_bytes + options.hidden * 2)
         moe = {name: there_and_back(group, tokens, options) for name, (_, group) in groups.items()}
         result.append(meet.row(f"moe T={tokens}", num_bytes, moe, None))
@@ -198,10 +207,17 @@ def there_and_back(group: Group, tokens: int, options: argparse.Namespace) -> Ca
     scores = torch.rand(tokens, group.size * SLOTS, generator=generator)
     routing = Routing(scores.topk(options.top_k).indices, torch.rand(tokens, options.top_k, generator=generator))
     out_TD = torch.empty_like(x_TD)
+    experts = Experts(SLOTS, options.hidden, options.width, torch.bfloat16)
+    wide_FD, down_DF = (
+        torch.full((options.width, options.hidden), 0.01),
+        torch.full((options.hidden, options.width), 0.01),
+    )
+    for slot in range(SLOTS):
+        experts.fill_slot(slot, wide_FD, wide_FD, down_DF)
 
     def act() -> None:
         arrived = lane.dispatch(x_TD, routing).wait()
-        lane.combine(arrived.batch.x, arrived.ticket, out_TD).wait()
+        lane.combine(experts(arrived.batch), arrived.ticket, out_TD).wait()
 
     return act
 

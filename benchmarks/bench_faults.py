@@ -1,7 +1,7 @@
 """Goodput under faults: a real server under load whose ranks are killed again and again.
 
     python benchmarks/bench_faults.py [--ranks 4] [--streams 64] [--kills 20] [--signal KILL|STOP] [--all2all shm|gloo]
-        [--spacing-ms N | --during load|repair] [--spare-ranks N] [--model DIR] [--json]
+        [--spacing-ms N | --during load|repair|rebalance] [--spare-ranks N] [--model DIR] [--json]
 
 Every stream asks for the same continuation again and again (half of them greedy, half with a seed), first without faults,
 then with. A request fails when it ends with an error or without its end; it mismatches when its tokens are not those
@@ -9,7 +9,7 @@ of the run without faults. 503 with Retry-After (too few ranks are left to hold 
 
 When the next kill comes: when all ranks serve again; with --spacing-ms so many milliseconds after the last one; with --during
 they come in pairs, the second one while the first rank loads again (load) or right after its loss is known, while the
-others repair (repair). The last rank that serves is never killed. A pause is the time between two pieces of a stream (or from
+others repair (repair); with --during rebalance, one at a time, while experts are being moved between ranks. The last rank that serves is never killed. A pause is the time between two pieces of a stream (or from
 its start to its first) in which a kill fell. orphans: processes of the server that are left when it has ended.
 
 --spare-ranks N: expert slots for the loss of N ranks at once (default: of one). overhead_pct: what surviving costs when nothing
@@ -47,11 +47,18 @@ from moesaic.http_client import Client, HttpError
 
 START_SECONDS = 180.0
 RETURN_SECONDS = 180.0
+MOVE_SECONDS = 10.0  # within which some expert is to be moved
+ADMIN_KEY = "bench-faults"
+# Moves by the operator's command only, few bytes per step, so that there is time for a kill.
+BALANCE = {"window_size": 100, "reweight_interval": 5, "move_interval": 0, "move_budget_mib": 0.25}
+BALANCING = ["--enable-eplb", "--eplb-config", json.dumps(BALANCE)]
 PHASES = ("detect", "agree", "repair", "first_token", "total")
 
 
 class Server:
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    """`moesaic serve` with these words behind it, on a free port, in a directory of its own."""
+
+    def __init__(self, words: list[str]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
@@ -59,10 +66,8 @@ class Server:
         self.root = Path(tempfile.mkdtemp(prefix="mf-"))
         self.log = (self.root / "log").open("w")
         command = [sys.executable, "-m", "moesaic", "serve", "--port", str(port), "--no-log-requests"]
-        command += ["-dp", str(arguments.ranks), "--all2all-backend", arguments.all2all]
-        command += ["--model", arguments.model] if arguments.model else []
-        command += spare_slots(arguments.ranks, arguments.spare_ranks, arguments.model) + arguments.options
-        environment = {**os.environ, "MOESAIC_RUNTIME_DIR": str(self.root)}
+        command += words
+        environment = {**os.environ, "MOESAIC_RUNTIME_DIR": str(self.root), "MOESAIC_ADMIN_KEY": ADMIN_KEY}
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environment)
         self.seen: set[int] = set()  # every process of it that was ever seen
 
@@ -82,6 +87,20 @@ class Server:
             if "engine.rank_process" in words:
                 found[int(words[words.index("--rank") + 1])] = pid
         return found
+
+    def experts_moving(self) -> int:
+        """How many wait to be moved; 0 also when nobody can say just now."""
+        url = f"{self.url}/eplb/status"
+        with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=10) as answer:
+            return int(json.loads(answer.read()).get("moving", 0))
+        return 0
+
+    def rebalance(self) -> None:
+        """Ask for the best placement of the loads so far; refused when nothing has been counted yet."""
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/eplb/rebalance", b"{}", headers)
+        with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(request, timeout=10):
+            pass
 
     def losses_known(self) -> int:
         """How often the log says that a rank is lost."""
@@ -117,6 +136,13 @@ class Server:
         self.log.close()
         shutil.rmtree(self.root)
         return len(left)
+
+
+def server_words(arguments: argparse.Namespace) -> list[str]:
+    words = ["-dp", str(arguments.ranks), "--all2all-backend", arguments.all2all]
+    words += ["--model", arguments.model] if arguments.model else []
+    words += BALANCING if arguments.during == "rebalance" else []
+    return words + spare_slots(arguments.ranks, arguments.spare_ranks, arguments.model) + arguments.options
 
 
 def spare_slots(num_ranks: int, spare: int | None, model: str | None) -> list[str]:
@@ -228,6 +254,7 @@ class Killer:
         self.arguments = arguments
         self.chance = random.Random(arguments.seed)
         self.times: list[float] = []
+        self.num_moving = 0  # of those signals, how many came while experts were being moved
         self._number = signal.Signals[f"SIG{arguments.signal}"]
         self._gone: set[int] = set()
 
@@ -241,8 +268,10 @@ class Killer:
             found = await self.serving(arguments.ranks)
             await asyncio.sleep(self.chance.uniform(0.0, 0.5))
             known = self.server.losses_known()
+            if arguments.during == "rebalance":
+                self.num_moving += await until_experts_move(self.server)
             first = self.strike(found)
-            if arguments.during is not None:
+            if arguments.during in MOMENTS:
                 await MOMENTS[arguments.during](self, first, known)
                 self.strike({rank: pid for rank, pid in found.items() if rank != first})
         await self.serving(arguments.ranks)
@@ -282,6 +311,16 @@ async def until(condition: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"nothing has happened for {RETURN_SECONDS:.0f} s after a kill")
         await asyncio.sleep(0.002)
+
+
+async def until_experts_move(server: Server) -> bool:
+    """False: nothing was to be moved."""
+    deadline = time.monotonic() + MOVE_SECONDS
+    await asyncio.to_thread(server.rebalance)
+    while not await asyncio.to_thread(server.experts_moving):
+        if time.monotonic() > deadline:
+            return False
+    return True
 
 
 async def while_it_loads(killer: Killer, first: int, losses_known: int) -> None:
@@ -330,6 +369,7 @@ async def measure(server: Server, arguments: argparse.Namespace) -> dict[str, An
         "p50_pause_s": round(statistics.median(pauses), 3) if pauses else None,
         "p95_pause_s": round(pauses[int(len(pauses) * 0.95)], 3) if pauses else None,
         "goodput_ratio": round(goodput / fault_free, 3),
+        **({"kills_while_moving": killer.num_moving} if arguments.during == "rebalance" else {}),
     }
 
 
@@ -342,7 +382,7 @@ def main() -> None:
     parser.add_argument("--all2all", choices=["shm", "gloo"], default="shm")
     when = parser.add_mutually_exclusive_group()
     when.add_argument("--spacing-ms", type=int)
-    when.add_argument("--during", choices=sorted(MOMENTS))
+    when.add_argument("--during", choices=["rebalance", *sorted(MOMENTS)])
     parser.add_argument("--spare-ranks", type=int, help="expert slots for the loss of so many ranks at once")
     parser.add_argument("--model", help="a checkpoint's directory; default: the embedded model")
     parser.add_argument("--overhead-rounds", type=int, default=3, help="of the measurement of overhead_pct; 0: none")
@@ -351,10 +391,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     parser.add_argument("options", nargs="*", help="more options of `moesaic serve`, after --")
     arguments = parser.parse_args()
-    if arguments.during and arguments.ranks < 3:
+    if arguments.during in MOMENTS and arguments.ranks < 3:
         parser.error("--during needs 3 ranks or more: two of them are killed")
     overhead = measure_overhead(arguments.overhead_rounds, 8, 2) if arguments.overhead_rounds else None
-    server = Server(arguments)
+    server = Server(server_words(arguments))
     orphans = -1
     try:
         server.wait_ready()

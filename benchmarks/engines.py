@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -25,9 +27,20 @@ def prompts(case: dict[str, Any], vocabulary: int) -> list[list[int]]:
 class Engine:
     """The parent's end of an engine process."""
 
-    def __init__(self, kind: str, model: str, options: list[str]) -> None:
-        command = [sys.executable, __file__, kind, "--model", model, *options]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(
+        self,
+        kind: str,
+        model: str,
+        options: list[str],
+        python: str = sys.executable,
+        script: str = __file__,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """python, script: what runs the engine; environment: added to this process's."""
+        command = [python, script, kind, "--model", model, *options]
+        pipe = subprocess.PIPE
+        env = {**os.environ, **(environment or {})}
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
         self.startup_s = self._answer()["startup_s"]
 
     def _answer(self) -> dict[str, Any]:

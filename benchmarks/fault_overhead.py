@@ -60,9 +60,9 @@ class Meter:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def steps(self, real: Any, schedule: Any) -> Any:
+    def steps(self, real: Any, schedule: Any, chores: Any) -> Any:
         """A generator's, over all its turns."""
-        inner = real(schedule)
+        inner = real(schedule, chores)
         while True:
             began = time.thread_time()
             try:

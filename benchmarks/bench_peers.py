@@ -1,0 +1,182 @@
+"""Whole engine beside vLLM (CPU) and llama.cpp: same models, same prompts, one run, repetitions taken in turn.
+
+    python benchmarks/bench_peers.py --models DIR [--vllm-python PATH] [--llama-python PATH] [--only MODEL ...] [--json]
+
+DIR: made by benchmarks/make_models.py; for llama.cpp it also holds MODEL.gguf (bfloat16) and MODEL-q8.gguf, made with
+llama.cpp's own converter. PATH: the Python of a virtual environment that has the peer (docs/benchmarks.md says how to make one).
+One line per case: `ours`, `peer`, `ratio` (above 1 we are better) and the memory bandwidth seen around the repetitions.
+
+A repetition during which others kept more than --max-foreign cores busy is taken again; when the machine does not get
+quiet the run ends with exit code 1 and no figures for that case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines import Engine
+from quiet import Bandwidth, Watch, await_quiet
+
+HERE = Path(__file__).resolve().parent
+Case = dict[str, int]
+
+CASES: dict[str, Case] = {
+    "first": {"prompts": 1, "input": 128, "output": 1},
+    "stream": {"prompts": 1, "input": 128, "output": 128},
+    "a1": {"prompts": 32, "input": 128, "output": 64},
+    "a2": {"prompts": 128, "input": 32, "output": 32},
+    "prefill": {"prompts": 1, "input": 1024, "output": 1},
+    "overhead": {"prompts": 256, "input": 16, "output": 32},
+}
+WHOLE = ("first", "stream", "a1", "a2", "prefill")
+MODELS = dict.fromkeys(("qwen3moe-small", "deepseek-small", "qwen3-0.6b-like"), WHOLE) | {
+    "tiny-qwen3moe": ("overhead",)
+}
+
+
+@dataclass
+class Runs:
+    """Of one engine: seconds of every clean repetition by case, and the bandwidth around each."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    gigabytes: dict[str, list[float]] = field(default_factory=dict)
+
+
+class TooNoisy(Exception):
+    """Others use the machine."""
+
+
+def start_engines(arguments: argparse.Namespace, model: str) -> dict[str, Engine]:
+    folder = Path(arguments.models) / model
+    ours = ["--dtype", "bfloat16", "--threads", str(arguments.threads)]
+    if arguments.quantization:
+        ours += ["--quantization", arguments.quantization]
+    engines = {"ours": Engine("ours", str(folder), ours)}
+    script, threads = str(HERE / "peer_engines.py"), ["--threads", str(arguments.threads)]
+    if arguments.vllm_python and not arguments.quantization:
+        engines["vllm"] = Engine(
+            "vllm", str(folder), threads, arguments.vllm_python, script, _vllm_environment(arguments)
+        )
+    gguf = folder.with_name(f"{model}-q8.gguf" if arguments.quantization else f"{model}.gguf")
+    if arguments.llama_python and gguf.exists():
+        engines["llama"] = Engine("llama", str(gguf), threads, arguments.llama_python, script)
+    return engines
+
+
+def _vllm_environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """vLLM's own advice: its OpenMP runtime, one thread per core."""
+    runtime = Path(arguments.vllm_python).parent.parent / "lib" / "libiomp5.so"
+    preload = {"LD_PRELOAD": str(runtime)} if runtime.exists() else {}
+    return preload | {"OMP_NUM_THREADS": str(arguments.threads)}
+
+
+def measure(engines: dict[str, Engine], cases: tuple[str, ...], arguments: argparse.Namespace) -> dict[str, Runs]:
+    """A warm-up first, then the engines take turns."""
+    bandwidth = Bandwidth()
+    runs = {name: Runs() for name in engines}
+    for case in cases:
+        for repeat in range(-1, arguments.repeats):
+            for name, engine in engines.items():
+                before = bandwidth.now()
+                seconds = one(engine, case, repeat, arguments)
+                if repeat >= 0:
+                    runs[name].seconds.setdefault(case, []).append(seconds)
+                    runs[name].gigabytes.setdefault(case, []).append((before + bandwidth.now()) / 2)
+    return runs
+
+
+def one(engine: Engine, case: str, repeat: int, arguments: argparse.Namespace) -> float:
+    for attempt in range(arguments.attempts):
+        with Watch() as watch:
+            took = engine.run({**CASES[case], "seed": repeat * 1000 + attempt})
+        if repeat < 0 or watch.foreign <= arguments.max_foreign:
+            return float(took["seconds"])
+        await_quiet(arguments.max_foreign, 20.0)
+    raise TooNoisy(
+        f"{case}: others kept {watch.foreign:.2f} cores busy, more than --max-foreign {arguments.max_foreign}"
+    )
+
+
+def figures(runs: Runs, cases: tuple[str, ...]) -> Iterator[tuple[str, str, float, bool]]:
+    """(row, case, value, whether more is better)."""
+    middle = {case: statistics.median(runs.seconds[case]) for case in cases}
+    if "stream" in middle:
+        yield "TTFT 128, ms", "first", middle["first"] * 1e3, False
+        yield "TPOT, ms", "stream", (middle["stream"] - middle["first"]) / (CASES["stream"]["output"] - 1) * 1e3, False
+    for case in ("a1", "a2"):
+        if case in middle:
+            yield f"{case}, out tok/s", case, CASES[case]["prompts"] * CASES[case]["output"] / middle[case], True
+    if "prefill" in middle:
+        yield "prefill 1024, tok/s", "prefill", CASES["prefill"]["input"] / middle["prefill"], True
+    if "overhead" in middle:
+        shape = CASES["overhead"]
+        yield "us per output token", "overhead", middle["overhead"] / (shape["prompts"] * shape["output"]) * 1e6, False
+
+
+def rows(model: str, runs: dict[str, Runs], cases: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    ours = {row: (value, more, case) for row, case, value, more in figures(runs["ours"], cases)}
+    for peer in runs:
+        if peer == "ours":
+            continue
+        for row, case, value, more in figures(runs[peer], cases):
+            mine = ours[row][0]
+            yield {
+                "model": model,
+                "case": row,
+                "peer_name": peer,
+                "ours": round(mine, 3),
+                "peer": round(value, 3),
+                "ratio": round(mine / value if more else value / mine, 3),
+                "ours_gb_s": round(statistics.median(runs["ours"].gigabytes[case]), 1),
+                "peer_gb_s": round(statistics.median(runs[peer].gigabytes[case]), 1),
+            }
+    if len(runs) == 1:
+        for row, (value, _, _) in ours.items():
+            yield {"model": model, "case": row, "ours": round(value, 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", required=True, metavar="DIR")
+    parser.add_argument("--vllm-python", metavar="PATH")
+    parser.add_argument("--llama-python", metavar="PATH")
+    parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--cases", nargs="*", choices=list(CASES))
+    parser.add_argument("--quantization", choices=["fp8", "int8"], help="8-bit weights, beside llama.cpp's Q8_0")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--max-foreign", type=float, default=0.15, help="cores that others may keep busy")
+    parser.add_argument("--attempts", type=int, default=5, help="to get a clean repetition")
+    parser.add_argument("--json", action="store_true", help="nothing but JSON lines")
+    arguments = parser.parse_args()
+    noisy = False
+    for model in arguments.only:
+        cases = tuple(case for case in MODELS[model] if not arguments.cases or case in arguments.cases)
+        if not cases:
+            continue
+        engines = start_engines(arguments, model)
+        try:
+            for row in rows(model, measure(engines, cases, arguments), cases):
+                print(json.dumps(row), flush=True)
+        except TooNoisy as error:
+            print(f"{model}: {error}", file=sys.stderr)
+            noisy = True
+        finally:
+            startups = {name: engine.startup_s for name, engine in engines.items()}
+            for engine in engines.values():
+                engine.close()
+        if not arguments.json:
+            print(f"{model}: start-up in seconds {startups}", file=sys.stderr)
+    sys.exit(1 if noisy else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""What serving over HTTP costs: a real server under load from a client on the same cores.
+
+    python benchmarks/bench_serving.py [--cases overhead,online] [--models DIR] [--repeats 5] [--url URL] [--json]
+
+overhead: 256 streams at once, 16 prompt and 32 output tokens, a tiny random model, so that the engine itself is what costs.
+online: 64 streams at once, 128 prompt and 64 output tokens, qwen3moe-small. start: seconds from the command to the first token.
+Costs are CPU time of the front, the ranks and the client divided by output tokens: unlike times on the clock they mean something
+while others use the machine. --url: measure this server instead (its costs are then not known). Each figure is the best repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+from bench_faults import Server, command_line, descendants
+from make_models import SHAPES, make
+
+READ_SECONDS = 120.0
+ROLES = {"server.process": "front", "engine.rank_process": "ranks"}
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: str
+    streams: int
+    num_prompt: int
+    num_output: int
+    options: list[str] = field(default_factory=list)
+
+
+CASES = {
+    "overhead": Case("tiny-qwen3moe", 256, 16, 32, ["--max-num-batched-tokens", "4096"]),
+    "online": Case("qwen3moe-small", 64, 128, 64),
+}
+
+
+class Stream(asyncio.Protocol):
+    """One request on a connection of its own. Only the end of the answer is parsed; before it, pieces are noted as they come."""
+
+    def __init__(self, request: bytes) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.first = self.last = 0.0
+        self.began = time.perf_counter()
+        self._request = request
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.first:
+            if b"data: " not in data and b" 200 " in data:  # the headers alone
+                return
+            self.first = time.perf_counter()
+        self._tail = (self._tail + data)[-1024:]
+        if b"data: [DONE]" in self._tail:
+            self.last = time.perf_counter()
+            self._transport.close()
+            self.done.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(f"the answer ended early: {self._tail[-300:]!r}"))
+
+    @property
+    def num_output(self) -> int:
+        """As the server counts: text may come in fewer pieces than there were tokens."""
+        return int(self._tail.rpartition(b'"completion_tokens":')[2].split(b",")[0].split(b"}")[0])
+
+
+def requests(case: Case, url: str, model: str, seed: int) -> list[bytes]:
+    host = urlsplit(url).netloc
+    draw = random.Random(seed)
+    found = []
+    for _ in range(case.streams):
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": [draw.randrange(100, 20000) for _ in range(case.num_prompt)],
+            "max_tokens": case.num_output,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        found.append(head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    return found
+
+
+async def load(url: str, bodies: list[bytes]) -> list[Stream]:
+    """All at once (rate inf)."""
+    loop = asyncio.get_running_loop()
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 80
+
+    async def one(body: bytes) -> Stream:
+        stream = Stream(body)
+        await loop.create_connection(lambda: stream, host, port)
+        await stream.done
+        return stream
+
+    async with asyncio.timeout(READ_SECONDS):
+        return list(await asyncio.gather(*map(one, bodies)))
+
+
+def cpu_seconds(server: Server | None) -> dict[str, float]:
+    """By role."""
+    used = {"front": 0.0, "ranks": 0.0, "client": time.process_time()}
+    for pid in descendants(server.process.pid) if server is not None else ():
+        role = next((name for module, name in ROLES.items() if module in command_line(pid)), None)
+        if role is not None:
+            used[role] += time.clock_gettime(~pid << 3 | 2)  # what clock_getcpuclockid(3) would answer
+    return used
+
+
+def measure(case: Case, url: str, model: str, server: Server | None, seed: int) -> dict[str, float]:
+    bodies = requests(case, url, model, seed)
+    before, began = cpu_seconds(server), time.perf_counter()
+    streams = uvloop.run(load(url, bodies))
+    seconds = time.perf_counter() - began
+    after = cpu_seconds(server)
+    tokens = sum(stream.num_output for stream in streams)
+    ttft = sorted((stream.first - stream.began) * 1e3 for stream in streams)
+    tpot = sorted((stream.last - stream.first) * 1e3 / (stream.num_output - 1) for stream in streams)
+    result = {
+        "requests_per_s": case.streams / seconds,
+        "output_tokens_per_s": tokens / seconds,
+        "us_per_token": seconds / tokens * 1e6,
+        "ttft_p50_ms": statistics.median(ttft),
+        "ttft_p99_ms": ttft[round(0.99 * (len(ttft) - 1))],
+        "tpot_p50_ms": statistics.median(tpot),
+        "tpot_p99_ms": tpot[round(0.99 * (len(tpot) - 1))],
+    }
+    roles = after if server is not None else ["client"]
+    return result | {f"cpu_us_per_token_{role}": (after[role] - before[role]) / tokens * 1e6 for role in roles}
+
+
+def best(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round((max if name.endswith("_s") else min)(row[name] for row in rows), 2) for name in rows[0]}
+
+
+def serve(model: str, options: list[str]) -> tuple[Server, float]:
+    """A server, and the seconds from its command to its first token."""
+    began = time.perf_counter()
+    server = Server(["-dp", "1", "--model", model, *options])
+    try:
+        server.wait_ready()
+        one = Case("", 1, 8, 2)
+        first = uvloop.run(load(server.url, requests(one, server.url, model, 0)))[0].first
+    except BaseException:
+        server.end()
+        raise
+    return server, first - began
+
+
+def run(name: str, arguments: argparse.Namespace, models: Path) -> dict[str, Any]:
+    case = CASES[name]
+    repeats = range(arguments.repeats + 1)  # the first warms up; each has prompts of its own, or they would be cached
+    if arguments.url:
+        rows = [measure(case, arguments.url, arguments.served_model, None, repeat) for repeat in repeats]
+        return {"case": name, "url": arguments.url} | best(rows[1:])
+    model = str(make(case.shape, models))
+    server, start = serve(model, [*case.options, *arguments.option])
+    try:
+        rows = [measure(case, server.url, model, server, repeat) for repeat in repeats]
+    finally:
+        left = server.end()
+    assert not left, f"{left} processes of the server are left"
+    return {"case": name, "start_s": round(start, 2)} | best(rows[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--models", type=Path, help=f"where made models are kept ({', '.join(sorted(SHAPES))})")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--url", help="a server that runs already, e.g. vLLM's")
+    parser.add_argument("--served-model", default="", help="the model's name there")
+    parser.add_argument("--option", action="append", default=[], help="one more word for `moesaic serve`; repeatable")
+    parser.add_argument("--json", action="store_true", help="nothing but the JSON lines")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in arguments.cases.split(","):
+            result = run(name, arguments, arguments.models or Path(scratch))
+            if not arguments.json:
+                for key, value in result.items():
+                    print(f"{key:28} {value}", file=sys.stderr)
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,9 @@ import time
 import pytest
 import torch
 
+from configs.env import read_env
+from native import Isa, limit_isa
+
 OUTCOMES = ("passed", "failed", "error", "skipped", "deselected")
 
 
@@ -28,5 +31,6 @@ class LastLine:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    limit_isa(Isa[read_env().isa.upper() or "AVX512_BF16"])  # MOESAIC_ISA=avx2 make test: a lesser machine
     torch.set_num_threads(1)  # the cores are shared with the processes that tests start
     config.pluginmanager.register(LastLine(), "last-line")

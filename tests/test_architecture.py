@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla": {"layers", "native"},
     "ep": {"moe_kernels", "eplb", "dbo"},
     "models": {"configs", "mla", "ep", "layers", "dbo"},
-    "engine": {"configs", "models", "layers", "dbo", "ep", "eplb"},
+    "engine": {"configs", "models", "layers", "dbo", "ep", "eplb", "native"},
     "server": {"configs", "engine"},
     "launch": {"configs", "server", "engine"},
     "moesaic": {"configs", "launch", "server", "engine", "eplb"},

@@ -100,8 +100,6 @@ class Hands:
     ) -> None:
         """max_steps: rows are told of so many steps at most; on_counts: called on the leading rank with every living rank's
         counts, for `sum_up`; prepare: on all."""
-        placement = team.placement
-        assert placement is not None
         self._team = team
         self._load = load
         self.rows = rows
@@ -110,8 +108,14 @@ class Hands:
         self._prepare = prepare
         self.parcels: Parcels | None = None
         self.size = self.index = 0
-        self.publish_bytes = placement.share.nbytes + placement.slot_to_expert.nbytes
         self.gather_bytes = 4 * (load.num_layers * load.num_experts + max_steps * load.num_layers)
+
+    @property
+    def publish_bytes(self) -> int:
+        """Of one packed placement; it grows with the number of ranks."""
+        placement = self._team.placement
+        assert placement is not None
+        return placement.share.nbytes + placement.slot_to_expert.nbytes
 
     def begin(self, parcels: Parcels, size: int, index: int) -> None:
         """A new epoch, in which this is rank `index` of `size` living ones."""

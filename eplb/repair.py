@@ -72,8 +72,8 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
         ids[:, back] = home.slot_to_expert[:, back]
     living = [rank for rank, lives in enumerate(alive) if lives]
     reads_G = np.zeros(ids.shape[1], dtype=np.int64)
-    for layer_GS in ids:
-        _cover(layer_GS, living, placement.num_experts, reads_G)
+    for layer_GS, share_GS in zip(ids, placement.share, strict=True):
+        _cover(layer_GS, share_GS, living, placement.num_experts, reads_G)
     return Placement(
         epoch=epoch,
         num_experts=placement.num_experts,
@@ -128,16 +128,24 @@ def diff(old: Placement, new: Placement) -> tuple[Load, ...]:
     )
 
 
-def _cover(ids_GS: Ids, living: Sequence[int], num_experts: int, reads_G: npt.NDArray[np.int64]) -> None:
+def _cover(
+    ids_GS: Ids,
+    share_GS: npt.NDArray[np.float32],
+    living: Sequence[int],
+    num_experts: int,
+    reads_G: npt.NDArray[np.int64],
+) -> None:
     """Write every expert without a slot into one of the living ranks' slots, and count in reads_G who has to read one.
 
-    Serving waits for the rank that reads most, so the reads are spread first, in the layer and over all layers.
+    Serving waits for the rank that reads most, so the reads are spread first, in the layer and over all layers. Nobody is
+    sure of the loads here; but what was a small part of its expert's tokens is missed least.
     """
     slots = ids_GS.shape[1]
     rank_N = np.repeat(np.array(living), slots)
     slot_N = np.tile(np.arange(slots), len(living))
     copies = np.bincount(ids_GS[ids_GS >= 0], minlength=num_experts)
     before_G = reads_G.copy()
+    share_N = share_GS[rank_N, slot_N]
     for expert in np.flatnonzero(copies == 0):
         held_N = ids_GS[rank_N, slot_N]
         used_N = held_N >= 0
@@ -145,8 +153,8 @@ def _cover(ids_GS: Ids, living: Sequence[int], num_experts: int, reads_G: npt.ND
         part_N = np.divide(1.0, copies_N, out=np.zeros(len(held_N)), where=used_N)
         load_N = np.bincount(rank_N, weights=part_N)[rank_N].round(6)
         here_N, reads_N = (reads_G - before_G)[rank_N], reads_G[rank_N]
-        # Then the least loaded rank, the expert with most copies, the first slot. A sole copy is never given up.
-        first = np.lexsort((-copies_N, load_N, reads_N, here_N, used_N, copies_N == 1))[0]
+        # Then the least loaded rank, the slot with the smallest share, the first. A sole copy is never given up.
+        first = np.lexsort((share_N, load_N, reads_N, here_N, used_N, copies_N == 1))[0]
         if used_N[first]:
             copies[held_N[first]] -= 1
         ids_GS[rank_N[first], slot_N[first]] = expert

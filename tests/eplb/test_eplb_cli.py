@@ -13,32 +13,18 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from verbs import answer, run
 
 from eplb.placement import Placement, linear_placement
 from eplb.placement_file import describe, read_placement, write_placement
 from eplb.planner import plan
 from eplb.trace import TraceMeta, make_trace, read_trace, write_trace
-from moesaic.cli import cli
 from moesaic.eplb import VERBS
 
 LAYERS, EXPERTS, RANKS = 3, 16, 4
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli, ["eplb", *map(str, arguments)])
-
-
-def answer(*arguments: str | Path) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    value = json.loads(result.stdout)
-    assert isinstance(value, dict)
-    return value
 
 
 @pytest.fixture

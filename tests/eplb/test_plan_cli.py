@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from verbs import answer, run
 
 from eplb.balance import placement_balance
 from eplb.placement_file import read_placement
 from eplb.trace import TraceMeta, make_trace, read_trace, write_trace
-from moesaic.cli import cli
 
 LAYERS, EXPERTS, RANKS = 3, 128, 8
 GPU = ("--gpu", "h800", "--model", "qwen3-235b")
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(cli, ["eplb", *map(str, arguments)])
-
-
-def answer(*arguments: str | Path) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    value = json.loads(result.stdout)
-    assert isinstance(value, dict)
-    return value
 
 
 def refused(code: int, *arguments: str | Path) -> str:

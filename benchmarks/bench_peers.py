@@ -1,6 +1,7 @@
 """Whole engine beside vLLM (CPU) and llama.cpp: same models, same prompts, one run, repetitions taken in turn.
 
     python benchmarks/bench_peers.py --models DIR [--vllm-python PATH] [--llama-python PATH] [--only MODEL ...] [--json]
+    python benchmarks/bench_peers.py --models DIR --own-ranks 2      two ranks of one thread beside one rank of two threads
 
 DIR: made by benchmarks/make_models.py; for llama.cpp it also holds MODEL.gguf (bfloat16) and MODEL-q8.gguf, made with
 llama.cpp's own converter. PATH: the Python of a virtual environment that has the peer (docs/benchmarks.md says how to make one).
@@ -44,8 +45,10 @@ MODELS = dict.fromkeys(("qwen3moe-small", "deepseek-small", "qwen3-0.6b-like"), 
 
 @dataclass
 class Runs:
-    """Of one engine: seconds of every clean repetition by case, and the bandwidth around each."""
+    """Of one engine: start-up, memory, seconds of every clean repetition by case, and the bandwidth around each."""
 
+    startup_s: float = 0.0  # from nothing to the first token
+    peak_mb: int = 0
     seconds: dict[str, list[float]] = field(default_factory=dict)
     gigabytes: dict[str, list[float]] = field(default_factory=dict)
 
@@ -56,10 +59,20 @@ class TooNoisy(Exception):
 
 def start_engines(arguments: argparse.Namespace, model: str) -> dict[str, Engine]:
     folder = Path(arguments.models) / model
-    ours = ["--dtype", "bfloat16", "--threads", str(arguments.threads)]
+    ours = ["--dtype", "bfloat16"]
     if arguments.quantization:
         ours += ["--quantization", arguments.quantization]
-    engines = {"ours": Engine("ours", str(folder), ours)}
+    single = [*ours, "--threads", str(arguments.threads)]
+    if arguments.own_ranks:
+        several = [
+            *ours,
+            "--ranks",
+            str(arguments.own_ranks),
+            "--threads",
+            str(arguments.threads // arguments.own_ranks),
+        ]
+        return {"ours": Engine("ours", str(folder), several), "one rank": Engine("ours", str(folder), single)}
+    engines = {"ours": Engine("ours", str(folder), single)}
     script, threads = str(HERE / "peer_engines.py"), ["--threads", str(arguments.threads)]
     if arguments.vllm_python and not arguments.quantization:
         engines["vllm"] = Engine(
@@ -82,23 +95,26 @@ def measure(engines: dict[str, Engine], cases: tuple[str, ...], arguments: argpa
     """A warm-up first, then the engines take turns."""
     bandwidth = Bandwidth()
     runs = {name: Runs() for name in engines}
+    for name, engine in engines.items():
+        runs[name].startup_s = engine.startup_s + float(engine.run({**CASES["first"], "seed": -1})["seconds"])
     for case in cases:
         for repeat in range(-1, arguments.repeats):
             for name, engine in engines.items():
                 before = bandwidth.now()
-                seconds = one(engine, case, repeat, arguments)
+                seconds, peak_mb = one(engine, case, repeat, arguments)
+                runs[name].peak_mb = max(runs[name].peak_mb, peak_mb)
                 if repeat >= 0:
                     runs[name].seconds.setdefault(case, []).append(seconds)
                     runs[name].gigabytes.setdefault(case, []).append((before + bandwidth.now()) / 2)
     return runs
 
 
-def one(engine: Engine, case: str, repeat: int, arguments: argparse.Namespace) -> float:
+def one(engine: Engine, case: str, repeat: int, arguments: argparse.Namespace) -> tuple[float, int]:
     for attempt in range(arguments.attempts):
         with Watch() as watch:
             took = engine.run({**CASES[case], "seed": repeat * 1000 + attempt})
         if repeat < 0 or watch.foreign <= arguments.max_foreign:
-            return float(took["seconds"])
+            return float(took["seconds"]), int(took["peak_rss_mb"])
         await_quiet(arguments.max_foreign, 20.0)
     raise TooNoisy(
         f"{case}: others kept {watch.foreign:.2f} cores busy, more than --max-foreign {arguments.max_foreign}"
@@ -107,6 +123,8 @@ def one(engine: Engine, case: str, repeat: int, arguments: argparse.Namespace) -
 
 def figures(runs: Runs, cases: tuple[str, ...]) -> Iterator[tuple[str, str, float, bool]]:
     """(row, case, value, whether more is better)."""
+    yield "start-up to first token, s", "", runs.startup_s, False
+    yield "peak memory, MB", "", float(runs.peak_mb), False
     middle = {case: statistics.median(runs.seconds[case]) for case in cases}
     if "stream" in middle:
         yield "TTFT 128, ms", "first", middle["first"] * 1e3, False
@@ -135,12 +153,19 @@ def rows(model: str, runs: dict[str, Runs], cases: tuple[str, ...]) -> Iterator[
                 "ours": round(mine, 3),
                 "peer": round(value, 3),
                 "ratio": round(mine / value if more else value / mine, 3),
-                "ours_gb_s": round(statistics.median(runs["ours"].gigabytes[case]), 1),
-                "peer_gb_s": round(statistics.median(runs[peer].gigabytes[case]), 1),
-            }
+            } | (
+                {f"{side}_gb_s": level(runs[name], case) for side, name in (("ours", "ours"), ("peer", peer))}
+                if case
+                else {}
+            )
     if len(runs) == 1:
         for row, (value, _, _) in ours.items():
             yield {"model": model, "case": row, "ours": round(value, 3)}
+
+
+def level(runs: Runs, case: str) -> float:
+    """GB/s that the memory gave around the repetitions."""
+    return round(statistics.median(runs.gigabytes[case]), 1)
 
 
 def main() -> None:
@@ -151,11 +176,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--cases", nargs="*", choices=list(CASES))
     parser.add_argument("--quantization", choices=["fp8", "int8"], help="8-bit weights, beside llama.cpp's Q8_0")
+    parser.add_argument(
+        "--own-ranks", type=int, metavar="N", help="N ranks that share the threads beside a single one; no peers"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--max-foreign", type=float, default=0.15, help="cores that others may keep busy")
     parser.add_argument("--attempts", type=int, default=5, help="to get a clean repetition")
-    parser.add_argument("--json", action="store_true", help="nothing but JSON lines")
+    parser.add_argument("--json", action="store_true", help="the lines are JSON in any case; for scripts that say it")
     arguments = parser.parse_args()
     noisy = False
     for model in arguments.only:
@@ -170,11 +198,8 @@ def main() -> None:
             print(f"{model}: {error}", file=sys.stderr)
             noisy = True
         finally:
-            startups = {name: engine.startup_s for name, engine in engines.items()}
             for engine in engines.values():
                 engine.close()
-        if not arguments.json:
-            print(f"{model}: start-up in seconds {startups}", file=sys.stderr)
     sys.exit(1 if noisy else 0)
 
 

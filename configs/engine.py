@@ -44,7 +44,7 @@ class EngineConfig:
     eplb: EplbConfig = field(default_factory=EplbConfig)  # taken when enable_eplb
     threads_per_rank: int | None = None
     mla_prefill: Literal["auto", "naive", "absorbed"] = "auto"
-    quantization: Literal["fp8", "int8"] | None = None  # of the experts, when they are loaded
+    quantization: Literal["fp8", "int8"] | None = None  # of all large matrices, when they are loaded
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
@@ -82,6 +82,7 @@ class Plan:
     eplb: EplbConfig | None = None  # how experts are balanced at run time; None: they are not
     native_kernels: str = "avx512_bf16"  # the most they may use (native/features.py); none: torch does everything
     expert_format: ExpertFormat = "plain"  # how experts are kept in memory; plain: in dtype
+    linear_format: ExpertFormat = "plain"  # the same for all other large matrices
     pin_ranks: bool = False  # each rank keeps to threads_per_rank cores of its own
     spin_threads: bool = False  # a rank's threads look for work for some microseconds before they sleep
     reasons: dict[str, str] = field(default_factory=dict)  # field -> why

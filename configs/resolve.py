@@ -12,6 +12,7 @@ from pathlib import Path
 
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
 from configs.eplb import EplbConfig, check_eplb
+from configs.formats import linear_format
 from configs.threads import pin_ranks, spin_threads
 
 MEBI = 1 << 20
@@ -23,11 +24,7 @@ WEIGHTS_PART = 2 / 3  # spare expert slots may not fill more of our memory than 
 SMALL_MODEL_BYTES = 64 * MEBI
 RANKS_PER_CORE = 4  # to which a server may grow: beyond, ranks only wait for each other
 QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as the native kernels keep them
-ALL2ALL_BACKENDS = (
-    "local",
-    "gloo",
-    "shm",
-)  # those that a server can be started with; names of ep/table.py
+ALL2ALL_BACKENDS = ("local", "gloo", "shm")  # those that a server can be started with; names of ep/table.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +125,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
         spin_threads=spin,
         native_kernels=machine.native_kernels,
         expert_format=expert_format,
+        linear_format=linear_format(config.quantization, machine.native_kernels, machine.native_reason, why),
         reasons=why,
     )
 
@@ -210,8 +208,6 @@ def _expert_format(config: EngineConfig, model: ModelNumbers, machine: Machine, 
     if not model.num_experts:
         why["expert_format"] = "a dense model"
     elif machine.native_kernels == "none":
-        if config.quantization is not None:
-            raise ValueError(f"quantization {config.quantization} needs native kernels: {machine.native_reason}")
         why["expert_format"] = f"the dtype of the model: {machine.native_reason}"
     elif config.quantization is not None:
         why["expert_format"] = "as asked"

@@ -58,6 +58,7 @@ def build_rank(
     parallel = Parallel(rank, size, placement, _no_lanes)
     model = build(facts, parallel, DTYPES[plan.dtype], device, plan.mla_prefill)
     model.keep_experts(WeightFormat(plan.expert_format))
+    model.keep_linears(WeightFormat(plan.linear_format))
     fingerprint = zlib.crc32(f"{plan.dtype} {facts}".encode())
 
     def lanes(group: Group, num_slots: int, hidden_size: int) -> Sequence[AllToAll]:

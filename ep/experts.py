@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import ExpertBatch, ScaledMatrix, TokenBatch, WeightFormat, expert_weights
+from moe_kernels.matrix import SCALE_ROWS, quantize
 
-__all__ = ["Experts", "ScaledMatrix", "WeightFormat"]
+__all__ = ["SCALE_ROWS", "Experts", "ScaledMatrix", "WeightFormat", "quantize"]
 
 
 class Experts(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from native.linear import linear, use_large_pages
+from native.packed_linear import PackedLinear, can_pack
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -21,9 +22,10 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. weight [O, I]; bias [O] or None."""
+    """y = x W^T + b. weight [O, I]; bias [O] or None. packed: the weights in 8 bits; then `weight` is empty."""
 
     bias: nn.Parameter | None
+    packed: PackedLinear | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
@@ -33,7 +35,19 @@ class Linear(nn.Module):
         self.bias = parameter((out_features,), dtype, device) if bias else None
 
     def forward(self, x_TI: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed(x_TI, self.bias)
         return linear(x_TI, self.weight, self.bias)
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether the native kernels can keep this layer in 8 bits."""
+        return can_pack(self.weight)
+
+    def pack(self, weight_OI: Tensor, scale: Tensor, scale_rows: int) -> None:
+        """Keep these 8-bit weights (PackedLinear) instead of `weight`, whose memory is given back."""
+        self.packed = PackedLinear(weight_OI, scale, scale_rows)
+        self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 
 
 class MergedLinear(Linear):

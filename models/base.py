@@ -53,6 +53,10 @@ class CausalLM(Protocol):
         """How experts are kept in memory; before `load`."""
         ...
 
+    def keep_linears(self, form: WeightFormat) -> None:
+        """How the matrices outside the experts are kept in memory; before `load`."""
+        ...
+
     def load(self, source: WeightSource) -> None:
         """Fill every parameter from the checkpoint; reads only the experts that this rank owns."""
         ...

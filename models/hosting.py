@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ep.experts import WeightFormat
+from ep.experts import SCALE_ROWS, WeightFormat, quantize
 from ep.moe import MoE
 from ep.parallel import Parallel
 from ep.place import SlotTable, slot_tables
+from layers.linear import Linear
 from models.base import Recorder, WeightSource
 from models.loading import read_expert
 
@@ -23,6 +24,7 @@ class ExpertHost(nn.Module):
         self.parallel = parallel
         self._hidden_size = hidden_size
         self._device = device
+        self._linear_form = WeightFormat.PLAIN
         self._moe_layer_ids: tuple[int, ...] = ()
         self._hosts: list[tuple[str, MoE]] = []  # the keys of a layer's experts begin with the first
 
@@ -35,6 +37,20 @@ class ExpertHost(nn.Module):
         """How experts are kept in memory; before they are loaded."""
         for _, moe in self._hosts:
             moe.experts.keep_as(form)
+
+    def keep_linears(self, form: WeightFormat) -> None:
+        """How the matrices outside the experts are kept in memory; before they are loaded. Embeddings, routers and what the
+        native kernels cannot keep so stay as they are."""
+        self._linear_form = form
+
+    def settle(self, part: nn.Module) -> None:
+        """Bring the linear layers of a loaded part into the form in which they are kept."""
+        if self._linear_form is WeightFormat.PLAIN:
+            return
+        for module in part.modules():
+            if isinstance(module, Linear) and module.can_pack:
+                scaled = quantize(module.weight, self._linear_form)
+                module.pack(scaled.weight_OI, scaled.scale, SCALE_ROWS[self._linear_form])
 
     def rehost(self, parallel: Parallel) -> None:
         """Exchange in the ranks and by the placement of `parallel` from now on; between steps only.

@@ -69,7 +69,7 @@ OPTIONS = [
         + ".",
     ),
     click.option(
-        "--quantization", type=click.Choice(["fp8", "int8"]), help="Keep the experts in 8 bits (native kernels)."
+        "--quantization", type=click.Choice(["fp8", "int8"]), help="Keep all large matrices in 8 bits (native kernels)."
     ),
     click.option("--threads-per-rank", type=int, help="CPU threads of each rank."),
     click.option("--mla-prefill", type=click.Choice(["auto", "naive", "absorbed"]), default="auto", show_default=True),

@@ -15,8 +15,7 @@ from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.router import DeepseekV2Router, DeepseekV3Router
 from layers.embed import Embedding
-from layers.greedy import best_tokens
-from layers.linear import logits, parameter
+from layers.head import Head
 from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
 from layers.paged_kv import KVSpec, PagedKV
@@ -71,8 +70,8 @@ class DeepseekForCausalLM(ExpertHost):
         self.decoders = [DecoderLayer(config, mlp, dtype, device) for mlp in mlps]
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        head = (config.vocab_size, config.hidden_size)
-        self.head = self.embed.weight if config.tie_word_embeddings else parameter(head, dtype, device)
+        tied = self.embed.weight if config.tie_word_embeddings else None
+        self.head = Head(config.hidden_size, config.vocab_size, tied, dtype, device)
         self.rope = Rope(config.rope, dtype, device)
         self.mla: MlaBackend = make_backend(mla_shape(config), config.attention_scale, mla_prefill, dtype, device)
 
@@ -97,15 +96,17 @@ class DeepseekForCausalLM(ExpertHost):
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, D] -> [P, V], in the model's dtype."""
-        return logits(hidden_PD, self.head)
+        values_PV: Tensor = self.head(hidden_PD)
+        return values_PV
 
     def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
-        return best_tokens(hidden_PD, self.head, num_valid_tokens)
+        return self.head.best_tokens(hidden_PD, num_valid_tokens)
 
     def load(self, source: WeightSource) -> None:
         """Fill every parameter; of the experts only those that this rank hosts are read."""
-        read_ends(source, self.embed.weight, self.norm, self.head, self.config.tie_word_embeddings)
+        read_ends(source, self.embed.weight, self.norm, self.head.matrix, self.config.tie_word_embeddings)
+        self.settle(self.head)
         for index, layer in enumerate(self.decoders):
             prefix = f"model.layers.{index}."
             weights.load_attention(source, prefix, layer.attention, self.config)
@@ -117,6 +118,7 @@ class DeepseekForCausalLM(ExpertHost):
                 assert placement is not None
                 hosted = placement.experts_of(index - self.config.first_moe_layer, self.parallel.rank)
                 weights.load_moe(source, prefix, layer.mlp, hosted, self.config.num_experts)
+            self.settle(layer)
         weights.skip_mtp(source, self.config)
 
 

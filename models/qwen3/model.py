@@ -17,8 +17,8 @@ from ep.place import SlotTable
 from ep.router import SoftmaxRouter
 from layers.attention import AttentionPlan, Heads, paged_attention, place_heads
 from layers.embed import Embedding
-from layers.greedy import best_tokens
-from layers.linear import Linear, MergedLinear, logits, parameter
+from layers.head import Head
+from layers.linear import Linear, MergedLinear, parameter
 from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
 from layers.paged_kv import KVSpec, PagedKV
@@ -96,8 +96,8 @@ class Qwen3ForCausalLM(ExpertHost):
         self.decoders = [DecoderLayer(config, mlp, dtype, device) for mlp in mlps]
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        head = (config.vocab_size, config.hidden_size)
-        self.head = self.embed.weight if config.tie_word_embeddings else parameter(head, dtype, device)
+        tied = self.embed.weight if config.tie_word_embeddings else None
+        self.head = Head(config.hidden_size, config.vocab_size, tied, dtype, device)
         self.rope = Rope(config.rope, dtype, device)
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
 
@@ -122,16 +122,18 @@ class Qwen3ForCausalLM(ExpertHost):
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, D] -> [P, V], in the model's dtype."""
-        return logits(hidden_PD, self.head)
+        values_PV: Tensor = self.head(hidden_PD)
+        return values_PV
 
     def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
-        return best_tokens(hidden_PD, self.head, num_valid_tokens)
+        return self.head.best_tokens(hidden_PD, num_valid_tokens)
 
     def load(self, source: WeightSource) -> None:
         """Fill every parameter; of the experts only those that this rank hosts are read."""
         tied = self.config.tie_word_embeddings
-        read_ends(source, self.embed.weight, self.norm, self.head, tied)
+        read_ends(source, self.embed.weight, self.norm, self.head.matrix, tied)
+        self.settle(self.head)
         moe_layer = 0
         for index, layer in enumerate(self.decoders):
             prefix = f"model.layers.{index}."
@@ -143,6 +145,7 @@ class Qwen3ForCausalLM(ExpertHost):
             )
             if isinstance(layer.mlp, GatedMLP):
                 read_mlp(source, f"{prefix}mlp.", layer.mlp)
+                self.settle(layer)
                 continue
             placement = self.parallel.placement
             assert placement is not None
@@ -151,6 +154,7 @@ class Qwen3ForCausalLM(ExpertHost):
             source.read(f"{prefix}mlp.gate.weight", router.weight)
             hosted = placement.experts_of(moe_layer, self.parallel.rank)
             read_experts(source, f"{prefix}mlp.experts.", layer.mlp.experts, hosted, self.config.num_experts)
+            self.settle(layer)
             moe_layer += 1
 
 

@@ -25,16 +25,16 @@ NATIVE_API void experts_shape(ExpertShape *s) {
   s->hidden_stride = s->up_panels * 32;
 }
 
-static const ExpertOps *ops_for(const ExpertShape *s) {
+const ExpertOps *experts_ops(int64_t x_type) {
 #if defined(__x86_64__)
   int isa = native_isa();
   switch (isa ? isa : native_best_isa()) {  // what is packed runs whatever the limit has become
-    case ISA_AVX512_BF16: return s->x_type == X_BF16 ? experts_avx512_bf16 : experts_avx512[s->x_type];
-    case ISA_AVX512: return experts_avx512[s->x_type];
-    case ISA_AVX2: return experts_avx2[s->x_type];
+    case ISA_AVX512_BF16: return x_type == X_BF16 ? experts_avx512_bf16 : experts_avx512[x_type];
+    case ISA_AVX512: return experts_avx512[x_type];
+    case ISA_AVX2: return experts_avx2[x_type];
   }
 #endif
-  (void)s;
+  (void)x_type;
   return nullptr;
 }
 
@@ -232,7 +232,7 @@ Plan lay_out(Job *job, int64_t entries, int threads) {
 NATIVE_API void experts_rows(const ExpertShape *s, const uint8_t *weights, const void *x, const int32_t *rows, int64_t stride,
                              void *y, int threads) {
   Job job = {};
-  job.s = s, job.ops = ops_for(s), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = (int)s->x_type;
+  job.s = s, job.ops = experts_ops(s->x_type), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = (int)s->x_type;
   int64_t entries = 0;
   for (int64_t slot = 0; slot < s->num_slots; slot++) entries += rows[slot];
   if (entries == 0) return;
@@ -254,7 +254,7 @@ NATIVE_API void experts_tokens(const ExpertShape *s, const uint8_t *weights, con
                                const float *weight, int64_t first_slot, int64_t num_tokens, int64_t top_k, void *y, int y_type,
                                int threads) {
   Job job = {};
-  job.s = s, job.ops = ops_for(s), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = y_type;
+  job.s = s, job.ops = experts_ops(s->x_type), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = y_type;
   job.num_tokens = num_tokens, job.sums = true;
   if (num_tokens == 0) return;
   int64_t pairs = num_tokens * top_k;

@@ -44,3 +44,4 @@ struct ExpertOps {
 
 extern const ExpertOps *const experts_avx2[2], *const experts_avx512[2];  // by XType
 extern const ExpertOps *const experts_avx512_bf16;                        // of bfloat16 x only
+const ExpertOps *experts_ops(int64_t x_type);  // those of the instruction set in use

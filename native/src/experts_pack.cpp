@@ -92,3 +92,14 @@ NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *ga
       else pack_group(s, of[2], scale_rows, d * PANEL + group * 16, group, s->down_depth, panel);
   }
 }
+
+// One matrix of 8-bit weights [outputs, inputs] (inputs even) with its scales, into panels of 64 outputs one after another.
+NATIVE_API void linear_packed_fill(int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
+                                   int64_t inputs, int64_t outputs, int threads) {
+  Matrix w = {(const uint8_t *)weight, scale, outputs, inputs};
+  int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = (inputs + K_BLOCK - 1) / K_BLOCK * PANEL * 4 + inputs * PANEL;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t n = 0; n < panels; n++)
+    for (int group = 0; group < 4; group++)
+      byte_group(w, (int)format, scale_rows, n * PANEL + group * 16, group, inputs, packed + n * bytes);
+}

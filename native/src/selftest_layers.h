@@ -13,6 +13,10 @@ NATIVE_API void linear_bf16(const void *x, int64_t x_stride, const void *w, int6
                             int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int threads);
 NATIVE_API void linear_bf16_best(const void *x, int64_t x_stride, const void *w, int64_t w_stride, int64_t *place, int64_t rows,
                                  int64_t inputs, int64_t outputs, int threads);
+NATIVE_API void linear_packed_fill(int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
+                                   int64_t inputs, int64_t outputs, int threads);
+NATIVE_API void linear_packed(int64_t x_type, int64_t format, const uint8_t *packed, const void *x, int64_t x_stride, const void *bias,
+                              void *y, int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int threads);
 NATIVE_API void rows_norm(int x_type, const void *x, void *residual, int64_t stride, const void *weight, void *y, int64_t rows,
                           int64_t dim, float eps, int threads);
 NATIVE_API void rows_heads(const HeadsCall *call, int64_t rows, int threads);
@@ -98,6 +102,15 @@ void test_linear(int64_t rows, int64_t inputs, int64_t outputs, int threads) {
 }
 
 // Numbers are compared in tests/native; here only memory is.
+void test_linear_packed(int x_type, int format, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
+  const int64_t blocks = (inputs + 127) / 128, scale_rows = format == W_INT8 ? 1 : 128;
+  Rows x(x_type, rows, inputs, inputs), bias(x_type, 1, outputs, outputs), scale(X_F32, (outputs + scale_rows - 1) / scale_rows, blocks, blocks);
+  std::vector<uint8_t> weight(outputs * inputs, 3), y(rows * outputs * (x_type == X_F32 ? 4 : 2));
+  std::vector<uint8_t> packed((outputs + 63) / 64 * (blocks * 256 + inputs * 64));
+  linear_packed_fill(format, packed.data(), weight.data(), (const float *)scale.bytes.data(), scale_rows, inputs, outputs, threads);
+  linear_packed(x_type, format, packed.data(), x.bytes.data(), inputs, bias.bytes.data(), y.data(), outputs, rows, inputs, outputs, threads);
+}
+
 void test_rows(int x_type, int64_t rows, int64_t dim, int threads) {
   const int64_t heads = 3, kv_heads = 2, nope = 4;
   Rows x(x_type, rows, dim, dim), residual(x_type, rows, dim, dim), weight(x_type, kv_heads + heads, dim, dim), y(x_type, rows, dim, dim);
@@ -143,6 +156,11 @@ int test_layers(int isa) {
       for (int64_t rows : {0, 1, 5, 2000})
         for (int64_t dim : {1, 2, 7, 32, 66}) test_rows(x_type, rows, dim, threads), count++;
     }
+    for (int x_type : {X_F32, X_BF16})
+      for (int format : {W_FP8, W_INT8})
+        for (int64_t rows : {0, 1, 5, 13, 40})
+          for (int64_t inputs : {2, 130, 256})
+            for (int64_t outputs : {1, 64, 150}) test_linear_packed(x_type, format, rows, inputs, outputs, threads), count++;
     if (isa < ISA_AVX512_BF16) continue;
     for (int64_t rows : {0, 1, 2, 3, 4, 6, 23, 24, 31, 60})
       for (int64_t inputs : {1, 2, 31, 64, 130})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from drive import single_rank
 from hf_tiny import (
     CPU,
     VOCAB,
@@ -26,8 +28,11 @@ from ep.experts import WeightFormat
 from ep.local import LocalAllToAll
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
+from layers.linear import Linear
 from layers.weights import Checkpoint, CheckpointError
+from models.base import CausalLM
 from models.registry import build, read_config
+from moe_kernels.matrix import dequantize, quantize
 from native import Isa, isa
 
 TOKENS = [(7 * i) % VOCAB for i in range(24)]
@@ -103,6 +108,36 @@ def test_experts_of_a_plain_checkpoint_can_be_kept_in_8_bits(tmp_path: Path) -> 
     assert errors[WeightFormat.FP8] < 0.3 and errors[WeightFormat.INT8] < 0.03
     assert min(errors.values()) > 1e-4 or isa() == Isa.NONE
     assert error(hf) < 1e-4
+
+
+@pytest.mark.parametrize("make", [make_qwen3, make_qwen3_moe])
+@pytest.mark.parametrize("tied", [False, True])
+def test_linear_layers_can_be_kept_in_8_bits(tmp_path: Path, make: Callable[..., HfModel], tied: bool) -> None:
+    """The same as weights that were rounded to 8 bits before they were loaded."""
+    hf = make(tmp_path / "plain", hidden_size=160, intermediate_size=200, head_dim=40, tie_word_embeddings=tied)
+    kept = load_kept(hf.path, WeightFormat.INT8)
+    assert any(isinstance(part, Linear) and part.packed is not None for part in kept.modules()) or isa() == Isa.NONE
+
+    def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        def one(key: str, tensor: Tensor) -> Tensor:
+            kept_so = isa() > Isa.NONE and (
+                (key.endswith("_proj.weight") and ".experts." not in key) or "lm_head" in key
+            )
+            return dequantize(quantize(tensor, WeightFormat.INT8), torch.float32) if kept_so else tensor
+
+        return {key: one(key, tensor) for key, tensor in tensors.items()}
+
+    rewrite(hf.path, rounded)
+    expected_TV = chunked_logits(load_ours(hf.path), TOKENS, [20, 4])
+    assert relative_error(chunked_logits(kept, TOKENS, [20, 4]), expected_TV) < 1e-4
+
+
+def load_kept(path: Path, form: WeightFormat) -> CausalLM:
+    """With all linear layers in `form`, and experts as they are."""
+    model = build(read_config(path), single_rank(path), torch.float32, CPU)
+    model.keep_linears(form)
+    model.load(Checkpoint(path))
+    return model
 
 
 def test_keys_that_repeat_what_is_known(tmp_path: Path) -> None:

@@ -1,0 +1,18 @@
+"""How matrices are kept in memory. Standard library only."""
+
+from __future__ import annotations
+
+from configs.engine import ExpertFormat
+
+
+def linear_format(
+    quantization: ExpertFormat | None, native_kernels: str, native_reason: str, why: dict[str, str]
+) -> ExpertFormat:
+    """Of the matrices outside the experts."""
+    if quantization is None:
+        why["linear_format"] = "the dtype of the model"
+        return "plain"
+    if native_kernels == "none":
+        raise ValueError(f"quantization {quantization} needs native kernels: {native_reason}")
+    why["linear_format"] = "as asked; embeddings, norms and routers stay as they are"
+    return quantization

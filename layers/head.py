@@ -1,0 +1,43 @@
+"""The head of a language model: from hidden states to the vocabulary.
+
+Legend: P rows sampled, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layers.greedy import best_tokens, greedy
+from layers.linear import Linear, logits
+
+
+class Head(Linear):
+    """weight [V, D], or another layer's (the embedding's), which stays as it is."""
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, tied: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(hidden_size, 0 if tied is not None else vocab_size, False, dtype, device)
+        self.tied = tied
+
+    @property
+    def matrix(self) -> Tensor:
+        """[V, D], while it is not packed."""
+        return self.weight if self.tied is None else self.tied
+
+    @property
+    def can_pack(self) -> bool:
+        return self.tied is None and super().can_pack
+
+    def forward(self, hidden_PD: Tensor) -> Tensor:
+        """Logits [P, V], in the weights' dtype, as in the originals."""
+        if self.packed is not None:
+            return self.packed(hidden_PD)
+        return logits(hidden_PD, self.matrix)
+
+    def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
+        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
+        if self.packed is not None:
+            return greedy(self.packed(hidden_PD)[:, :num_valid_tokens])
+        return best_tokens(hidden_PD, self.matrix, num_valid_tokens)

@@ -1,0 +1,55 @@
+"""Linear layers kept in 8 bits equal torch's with the weights that those bits stand for.
+
+Legend: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_kernels.matrix import SCALE_ROWS, WeightFormat, dequantize, quantize
+from native import Isa, best_isa, isa, limit_isa
+from native.packed_linear import PackedLinear
+
+ISAS = [level for level in Isa if Isa.NONE < level <= best_isa()]
+ROWS = [0, 1, 2, 3, 4, 5, 9, 12, 13, 24, 31, 300]
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")
+
+
+@pytest.fixture(params=ISAS)
+def level(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = isa()
+    limit_isa(request.param)
+    yield
+    limit_isa(before)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("sizes", [(64, 64), (2, 1), (34, 7), (130, 200), (1000, 515)])
+@pytest.mark.parametrize("form", [WeightFormat.FP8, WeightFormat.INT8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_torch(
+    level: None, sizes: tuple[int, int], form: WeightFormat, dtype: torch.dtype, threads: int
+) -> None:
+    num_inputs, num_outputs = sizes
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    scaled = quantize(torch.randn((num_outputs, num_inputs), generator=generator), form)
+    layer = PackedLinear(scaled.weight_OI, scaled.scale, SCALE_ROWS[form])
+    weight = dequantize(scaled, torch.float32)
+    bias = torch.randn(num_outputs, generator=generator).to(dtype)
+    for rows in ROWS:
+        # Rows lie apart, and what is between them is NaN.
+        x = torch.full((rows, num_inputs + 5), torch.nan, dtype=dtype)[:, 2 : 2 + num_inputs]
+        x[:] = torch.randn((rows, num_inputs), generator=generator)
+        for b in (None, bias):
+            ours = layer(x, b)
+            wanted = F.linear(x.float(), weight, None if b is None else b.float())
+            rounding = 2**-8 if dtype is torch.bfloat16 else 1e-5
+            torch.testing.assert_close(ours.float(), wanted, rtol=rounding, atol=1e-4 * num_inputs**0.5)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from layer_ops import attention_ops, linear_ops, row_ops
 from op_clock import Machine, Op, be_preferred, measure
+from prompt_ops import prompt_ops, sampling_ops
 
 from moe_kernels import TokenBatch, WeightFormat
 from moe_kernels.packed import PackedExperts
@@ -73,6 +74,8 @@ BUILDERS: dict[str, Callable[[Sequence[int]], list[Op]]] = {
     "linear": linear_ops,
     "attention": attention_ops,
     "rows": row_ops,
+    "prompts": prompt_ops,
+    "sampling": sampling_ops,
 }
 
 
@@ -100,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512])
-    parser.add_argument("--only", default="", help="only operations whose name contains this")
+    parser.add_argument("--only", default="", help="only this group of operations, or those whose name contains this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each operation")
     parser.add_argument("--no-torch", action="store_true", help="do not run the torch path")
     parser.add_argument("--json", action="store_true", help="nothing but one JSON line per row")
@@ -113,9 +116,10 @@ def main() -> None:
         print(
             f"{'op':16} {'shape':34} {'ms':>8} {'% limit':>8} {'bound':9} {'GB/s':>6} {'GFLOP/s':>8} {'torch ms':>9} {'ratio':>6}"
         )
-    for build in BUILDERS.values():
+    group = BUILDERS.get(options.only)
+    for build in BUILDERS.values() if group is None else [group]:
         for op in build(options.tokens):
-            if options.only not in op.name:
+            if group is None and options.only not in op.name:
                 continue
             got = row(replace(op, reference=None) if options.no_torch else op, machine, options.seconds)
             if options.json:

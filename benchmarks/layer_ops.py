@@ -26,7 +26,8 @@ BLOCK_SIZE = 16
 CONTEXTS = ((1, 256), (1, 4096), (32, 192), (128, 64))  # sequences, tokens of each
 
 
-def _in_torch(make: Callable[[], Any]) -> Any:
+def in_torch(make: Callable[[], Any]) -> Any:
+    """What `make` returns where no native kernel runs."""
     before = isa()
     limit_isa(Isa.NONE)
     made = make()
@@ -90,7 +91,7 @@ def attention_ops(_: Sequence[int]) -> list[Op]:
         kv = [[c.view(-1, 4, 64) for c in layer] for layer in _caches(step, 256, 2)]
         q = torch.randn(num_sequences, 16, 64).bfloat16()
         plan = AttentionPlan(step, heads, torch.bfloat16)
-        slow = _in_torch(lambda step=step: AttentionPlan(step, heads, torch.bfloat16))
+        slow = in_torch(lambda step=step: AttentionPlan(step, heads, torch.bfloat16))
         ops.append(
             Op(
                 "attention", f"{name} H=16/4 D=64", keys * 256 * 2 * 2, keys * 16 * 64 * 4,
@@ -101,7 +102,7 @@ def attention_ops(_: Sequence[int]) -> list[Op]:
         latents = [layer[0] for layer in _caches(step, 576, 1)]
         q_nope, q_pe = torch.randn(num_sequences, 16, 128).bfloat16(), torch.randn(num_sequences, 16, 64).bfloat16()
         backend = TorchMla(shape, 0.1, "auto", torch.bfloat16)
-        ours, theirs = backend.prepare(step), _in_torch(lambda backend=backend, step=step: backend.prepare(step))
+        ours, theirs = backend.prepare(step), in_torch(lambda backend=backend, step=step: backend.prepare(step))
         ops.append(
             Op(
                 "mla", f"{name} H=16 C=512 P=64", keys * 576 * 2 + 4 * w_uk.numel(),

@@ -6,10 +6,13 @@ B stretches of W vocabulary entries.
 Order: raw log-probabilities are taken; then the edits that any row may have (allowed_token_ids, bad_words, min_tokens,
 logit_bias, penalties), after which greedy rows take the best; then temperature, min_p, top_k, top_p and the draw.
 A draw inverts the cumulative distribution of the kept tokens in vocabulary order at one uniform number (engine/noise.py).
+What is written here in torch is the specification, and what runs on other devices; on the CPU the native kernel does the
+same (native/sampling.py), but for the modes of log-probabilities that want the processed logits of the whole vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +23,9 @@ from engine.logprobs import pick_logprobs, reported_values
 from engine.messages import Logprobs, LogprobsMode
 from engine.noise import uniform
 from engine.sampling_table import EDITS, LOGPROBS, MIN_P, RANDOM, TOP_K, TOP_P, Ints, Pairs, SamplingBatch
+from layers import choice
 from layers.greedy import greedy
+from native import sampling
 
 _NUM_CANDIDATES = 512  # looked at first when only top_p is asked for; a full sort follows where they are not enough
 _STRETCH = 128
@@ -43,38 +48,62 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
     needs = batch.needs
     if not needs:
         return Sampled(greedy(logits_PV), None)
-    logits_PV = logits_PV.float()
-    device = logits_PV.device
-    raw = logprobs_mode.startswith("raw")
-    keep_logits = bool(needs & LOGPROBS) and not raw
+    keep_logits = bool(needs & LOGPROBS) and not logprobs_mode.startswith("raw")
+    if keep_logits or not sampling.can_run(logits_PV):
+        logits_PV = logits_PV.float()
     asked_R = np.flatnonzero(batch.needs_P & LOGPROBS)
-    if needs & LOGPROBS and raw:
-        values_RV = reported_values(logits_PV[_to(asked_R, device)], logprobs_mode)
-    if needs & EDITS:
-        _edit(logits_PV, batch)
-    if needs & RANDOM:
-        random_R = np.flatnonzero(batch.needs_P & RANDOM)
-        if len(random_R) == batch.num_rows:
-            token_ids_P = _sample_rows(logits_PV, batch, random_R, keep_logits)
-        else:
-            token_ids_P = greedy(logits_PV)
-            rows_R = _to(random_R, device)
-            some_RV = logits_PV[rows_R]
-            token_ids_P[rows_R] = _sample_rows(some_RV, batch, random_R, keep_logits)
-            if keep_logits:
-                logits_PV[rows_R] = some_RV
+    if needs & LOGPROBS and not keep_logits:
+        values_RV = reported_values(logits_PV[_to(asked_R, logits_PV.device)].float(), logprobs_mode)
+    if needs & (EDITS | RANDOM) and not keep_logits and sampling.can_run(logits_PV):
+        token_ids_P = _natively(logits_PV, batch)
     else:
-        token_ids_P = greedy(logits_PV)
+        token_ids_P = _in_torch(logits_PV, batch, keep_logits)
     if not needs & LOGPROBS:
         return Sampled(token_ids_P, None)
-    rows_R = _to(asked_R, device)
-    if not raw:
-        values_RV = reported_values(logits_PV[rows_R], logprobs_mode)
+    if keep_logits:
+        values_RV = reported_values(logits_PV[_to(asked_R, logits_PV.device)], logprobs_mode)
     logprobs: list[Logprobs | None] = [None] * batch.num_rows
-    picked = pick_logprobs(values_RV, token_ids_P[rows_R], batch.num_logprobs_P[asked_R].tolist())
+    chosen_R = token_ids_P[_to(asked_R, logits_PV.device)]
+    picked = pick_logprobs(values_RV, chosen_R, batch.num_logprobs_P[asked_R].tolist())
     for p, entry in zip(asked_R.tolist(), picked, strict=True):
         logprobs[p] = entry
     return Sampled(token_ids_P, logprobs)
+
+
+def _natively(logits_PV: Tensor, batch: SamplingBatch) -> Tensor:
+    """Tokens of all rows, int64 [P]."""
+    edits = sampling.Edits(
+        batch.allowed,
+        None if batch.forbidden is None else (batch.forbidden.p_N, batch.forbidden.ids_N),
+        *(
+            None if pairs is None else (pairs.p_N, pairs.ids_N, pairs.values_MN)
+            for pairs in (batch.bias, batch.penalties)
+        ),
+    )
+    draws = sampling.Draws(
+        batch.needs_P & RANDOM, batch.temperature_P, batch.top_p_P, batch.min_p_P, batch.top_k_P, batch.seed_keys_P,
+        batch.positions_P,
+    )  # fmt: skip
+    return sampling.draw_tokens(logits_PV, draws, edits)
+
+
+def _in_torch(logits_PV: Tensor, batch: SamplingBatch, keep_logits: bool) -> Tensor:
+    """The same; float32 logits are edited in place. keep_logits: also to what they are after temperature and limits."""
+    needs, device = batch.needs, logits_PV.device
+    if needs & EDITS:
+        _edit(logits_PV, batch)
+    if not needs & RANDOM:
+        return greedy(logits_PV)
+    random_R = np.flatnonzero(batch.needs_P & RANDOM)
+    if len(random_R) == batch.num_rows:
+        return _sample_rows(logits_PV, batch, random_R, keep_logits)
+    token_ids_P = greedy(logits_PV)
+    rows_R = _to(random_R, device)
+    some_RV = logits_PV[rows_R]
+    token_ids_P[rows_R] = _sample_rows(some_RV, batch, random_R, keep_logits)
+    if keep_logits:
+        logits_PV[rows_R] = some_RV
+    return token_ids_P
 
 
 def _to(array: Ints, device: torch.device) -> Tensor:
@@ -107,6 +136,8 @@ def _penalise(logits_PV: Tensor, pairs: Pairs) -> None:
 def _sample_rows(logits_RV: Tensor, batch: SamplingBatch, rows_R: Ints, keep_logits: bool) -> Tensor:
     """Tokens of the rows with a temperature, int64 [R]. keep_logits: leave the processed logits behind."""
     device = logits_RV.device
+    if choice.on_gpu(device) and not keep_logits:
+        return _sample_on_gpu(logits_RV, batch, rows_R)
     needs_R = batch.needs_P[rows_R]
     logits_RV /= torch.from_numpy(batch.temperature_P[rows_R]).to(device)[:, None]
     # From here on with probabilities: torch's softmax takes minus infinity in its stride, its exp is slow there.
@@ -129,6 +160,19 @@ def _sample_rows(logits_RV: Tensor, batch: SamplingBatch, rows_R: Ints, keep_log
         _drop(probs_RV, least_R, logits_RV if keep_logits else None)
     uniform_R = torch.from_numpy(uniform(batch.seed_keys_P[rows_R], batch.positions_P[rows_R])).to(device)
     return _draw(probs_RV, uniform_R)
+
+
+def _sample_on_gpu(logits_RV: Tensor, batch: SamplingBatch, rows_R: Ints) -> Tensor:
+    columns = (
+        batch.temperature_P,
+        batch.top_k_P,
+        batch.top_p_P,
+        batch.min_p_P,
+        batch.seed_keys_P.view(np.int64),
+        batch.positions_P,
+    )
+    sample_rows: Callable[..., Tensor] = choice.triton_form("layers.triton_sampling", "sample")
+    return sample_rows(logits_RV, *(torch.from_numpy(column[rows_R]).to(logits_RV.device) for column in columns))
 
 
 def _drop(probs_RV: Tensor, least_R: Tensor, logits_RV: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 How to add a kernel
  1. native/src/NAME.cpp: `NATIVE_API void name(...)`, plain C types and pointers, all sizes as int64_t, the number of threads
-    as its last argument (`#pragma omp parallel num_threads(threads)`; callers pass torch.get_num_threads()). No link against
+    as its last argument (`team`, src/team.h, shares work among them; callers pass torch.get_num_threads()). No link against
     torch. Nothing is allocated per call but from `scratch` (src/scratch.h), which keeps its memory.
  2. One file per instruction set, NAME_avx2.cpp and so on, each with `#pragma GCC target(...)` before its includes (see
     src/experts_*.cpp); shared text goes into a header that all include inside an anonymous namespace. NAME.cpp chooses by

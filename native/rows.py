@@ -172,14 +172,34 @@ def grouped_sigmoid_topk(
     logits_TE: Tensor, bias_E: Tensor, top_k: int, num_groups: int, topk_groups: int, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """As moe_kernels.grouped_sigmoid_topk, of float32 logits: (expert int64 [T, K], weight float32 [T, K])."""
-    logits_TE, bias_E = logits_TE.contiguous(), bias_E.contiguous()
-    assert logits_TE.dtype is bias_E.dtype is torch.float32
+    assert bias_E.dtype is torch.float32
+    return _grouped_topk(logits_TE, bias_E.contiguous(), top_k, num_groups, topk_groups, renormalize, scale)
+
+
+def grouped_softmax_topk(
+    logits_TE: Tensor, top_k: int, num_groups: int, topk_groups: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As moe_kernels.grouped_softmax_topk, of float32 logits: (expert int64 [T, K], weight float32 [T, K])."""
+    return _grouped_topk(logits_TE, None, top_k, num_groups, topk_groups, False, scale)
+
+
+def _grouped_topk(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    logits_TE = logits_TE.contiguous()
+    assert logits_TE.dtype is torch.float32
     num_rows, num_experts = logits_TE.shape
     expert_TK = torch.empty((num_rows, top_k), dtype=torch.int64)
     weight_TK = torch.empty((num_rows, top_k), dtype=torch.float32)
     call = _GroupedCall(
-        num_experts, num_groups, topk_groups, top_k, logits_TE.data_ptr(), bias_E.data_ptr(), expert_TK.data_ptr(),
-        weight_TK.data_ptr(), renormalize, scale,
+        num_experts, num_groups, topk_groups, top_k, logits_TE.data_ptr(),
+        None if bias_E is None else bias_E.data_ptr(), expert_TK.data_ptr(), weight_TK.data_ptr(), renormalize, scale,
     )  # fmt: skip
     _rows_grouped_topk(ctypes.byref(call), num_rows, torch.get_num_threads())
     return expert_TK, weight_TK

@@ -2,10 +2,10 @@
 #include "attention.h"
 
 #include <math.h>
-#include <omp.h>
 #include <string.h>
 
 #include "scratch.h"
+#include "team.h"
 
 static const AttentionOps *ops_for(int64_t x_type) {
 #if defined(__x86_64__)
@@ -182,16 +182,15 @@ NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t
         job.items[job.num_items++] = {(int32_t)b, (int32_t)c, (int32_t)head, (int32_t)heads};
       }
   }
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < job.num_items; i++) job.run(job.items[i], i + 1 < job.num_items ? &job.items[i + 1] : nullptr, omp_get_thread_num());
-    if (num_parts) {
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < s->num_sequences * s->num_heads; i++)
-        if (job.first_part[i / s->num_heads] >= 0) job.merge(i / s->num_heads, i % s->num_heads);
-    }
-  }
+  int64_t pieces = team_pieces(threads, job.num_items);
+  team(threads, pieces, [&](int64_t piece, int worker) {
+    int64_t last = job.num_items * (piece + 1) / pieces;
+    for (int64_t i = job.num_items * piece / pieces; i < last; i++) job.run(job.items[i], i + 1 < last ? &job.items[i + 1] : nullptr, worker);
+  });
+  if (num_parts)
+    team(threads, s->num_sequences, [&](int64_t b, int) {
+      for (int64_t head = 0; head < s->num_heads && job.first_part[b] >= 0; head++) job.merge(b, head);
+    });
 }
 
 // Queries into the latent's space: out[t, h] = [q_nope[t, h] w[h] | q_pe[t, h]]. q_nope [T, heads, nope] and q_pe [T, heads, rope], each
@@ -201,9 +200,8 @@ NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_p
   const AttentionOps *ops = ops_for(x_type);
   int64_t item = x_type == ATTENTION_F32 ? 4 : 2, width = latent + rope, each = up_to_64(tokens * latent * 4 + nope * 8);
   uint8_t *work = scratch(threads * each);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int64_t h = 0; h < heads; h++) {
-    float *acc = (float *)(work + omp_get_thread_num() * each);
+  team(threads, heads, [&](int64_t h, int worker) {
+    float *acc = (float *)(work + worker * each);
     const uint8_t **row = (const uint8_t **)(acc + (tokens * latent + 1) / 2 * 2);
     for (int64_t n = 0; n < nope; n++) row[n] = (const uint8_t *)w + (h * nope + n) * latent * item;
     memset(acc, 0, tokens * latent * 4);
@@ -215,7 +213,7 @@ NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_p
       ops->finish(acc + t * latent, latent, 1, to);
       memcpy(to + latent * item, (const uint8_t *)q_pe + (t * q_strides[2] + h * q_strides[3]) * item, rope * item);
     }
-  }
+  });
 }
 
 // Out of the latent's space: out[t, h, v] = x[t, h] . w[h, v]. x [T, heads, latent], w [heads, values, latent], out [T, heads, values].
@@ -224,9 +222,8 @@ NATIVE_API void attention_expand(int x_type, const void *x, const void *w, void 
   const AttentionOps *ops = ops_for(x_type);
   int64_t item = x_type == ATTENTION_F32 ? 4 : 2, each = up_to_64(tokens * values * 4);
   uint8_t *work = scratch(threads * each);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int64_t h = 0; h < heads; h++) {
-    float *sum = (float *)(work + omp_get_thread_num() * each);
+  team(threads, heads, [&](int64_t h, int worker) {
+    float *sum = (float *)(work + worker * each);
     const uint8_t *row[KEY_TILE];
     for (int64_t v = 0; v < values; v += KEY_TILE) {
       int n = values - v < KEY_TILE ? (int)(values - v) : (int)KEY_TILE;
@@ -234,5 +231,5 @@ NATIVE_API void attention_expand(int x_type, const void *x, const void *w, void 
       ops->scores((const uint8_t *)x + h * latent * item, heads * latent, tokens, row, n, latent, 1, sum + v, values);
     }
     for (int64_t t = 0; t < tokens; t++) ops->finish(sum + t * values, values, 1, (uint8_t *)out + (t * heads + h) * values * item);
-  }
+  });
 }

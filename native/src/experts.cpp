@@ -1,10 +1,10 @@
 // Fused experts: rows sorted by expert, work shared among threads, tiles by instruction set (experts.h has the layout).
 #include "experts.h"
 
-#include <omp.h>
 #include <string.h>
 
 #include "scratch.h"
+#include "team.h"
 
 static int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -115,11 +115,12 @@ struct Job {
     return rows < 12 ? 12 : rows;
   }
 
-  void up(int thread, int threads) const {
+  // Part `part` of `parts`, worked on by one thread.
+  void up(int64_t part, int64_t parts, int thread) const {
     int64_t total = 0, at = 0, row_bytes = s->up_depth * item(), stride = s->hidden_stride * item();
     for (int64_t j = 0; j < num_active; j++) total += cost(j) * s->up_panels;
     const uint8_t *near = nullptr;
-    int64_t low = total * thread / threads, high = total * (thread + 1) / threads;
+    int64_t low = total * part / parts, high = total * (part + 1) / parts;
     for (int64_t j = 0; j < num_active; j++) {
       int64_t each = cost(j);
       if (at + each * s->up_panels <= low || at >= high) {
@@ -140,12 +141,12 @@ struct Job {
     }
   }
 
-  // A thread owns columns of y: nothing is added up between threads.
-  void down(int thread, int threads) const {
+  // A part has columns of y to itself: nothing is added up between threads.
+  void down(int64_t part, int64_t parts, int thread) const {
     int64_t stride = s->hidden_stride * item(), y_item = y_type == X_F32 ? 4 : 2;
     const uint8_t *near = nullptr;
     float *sums_of = sum + thread * num_tokens * PANEL;
-    for (int64_t n = s->down_panels * thread / threads; n < s->down_panels * (thread + 1) / threads; n++) {
+    for (int64_t n = s->down_panels * part / parts; n < s->down_panels * (part + 1) / parts; n++) {
       int columns = (int)(s->hidden - n * PANEL < PANEL ? s->hidden - n * PANEL : PANEL);
       uint8_t *out = y + n * PANEL * y_item;
       if (sums) memset(sums_of, 0, num_tokens * PANEL * sizeof(float));
@@ -177,17 +178,9 @@ struct Job {
   }
 
   void run(int threads) const {
-    if (threads == 1) {
-      up(0, 1);
-      down(0, 1);
-      return;
-    }
-#pragma omp parallel num_threads(threads)
-    {
-      up(omp_get_thread_num(), omp_get_num_threads());
-#pragma omp barrier
-      down(omp_get_thread_num(), omp_get_num_threads());
-    }
+    int64_t ups = team_pieces(threads, num_active * s->up_panels), downs = team_pieces(threads, s->down_panels);
+    team(threads, ups, [&](int64_t part, int worker) { up(part, ups, worker); });
+    team(threads, downs, [&](int64_t part, int worker) { down(part, downs, worker); });
   }
 };
 

@@ -1,9 +1,8 @@
 // Linear layers: outputs shared among threads, ways by the number of rows.
 #include "linear.h"
 
-#include <omp.h>
-
 #include "scratch.h"
+#include "team.h"
 
 enum { SMALL = 1 << 16 };  // weights below which one thread is faster
 
@@ -26,9 +25,11 @@ struct Work {
   }
 };
 
-// The outputs of a thread.
-int64_t first_of(int64_t outputs, int64_t thread, int64_t threads) {
-  int64_t blocks = (outputs + OUTPUTS_AT_ONCE - 1) / OUTPUTS_AT_ONCE, first = blocks * thread / threads * OUTPUTS_AT_ONCE;
+int64_t blocks_of(int64_t outputs) { return (outputs + OUTPUTS_AT_ONCE - 1) / OUTPUTS_AT_ONCE; }
+
+// The first output of a piece.
+int64_t first_of(int64_t outputs, int64_t piece, int64_t pieces) {
+  int64_t first = blocks_of(outputs) * piece / pieces * OUTPUTS_AT_ONCE;
   return first < outputs ? first : outputs;
 }
 }  // namespace
@@ -41,9 +42,8 @@ NATIVE_API void linear_bf16(const void *x, int64_t x_stride, const void *w, int6
   if (rows == 0) return;
   if (inputs * outputs <= SMALL && rows < MANY_ROWS) threads = 1;
   Work work(call, 0, threads);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int64_t thread = 0; thread < threads; thread++)
-    work.multiply(call, first_of(outputs, thread, threads), first_of(outputs, thread + 1, threads), omp_get_thread_num());
+  int64_t pieces = team_pieces(threads, blocks_of(outputs));
+  team(threads, pieces, [&](int64_t i, int worker) { work.multiply(call, first_of(outputs, i, pieces), first_of(outputs, i + 1, pieces), worker); });
 #endif
 }
 
@@ -55,20 +55,23 @@ NATIVE_API void linear_bf16_best(const void *x, int64_t x_stride, const void *w,
   if (rows == 0) return;
   int64_t best_bytes = (rows * 2 + 7) / 8 * 8;
   Work work(call, best_bytes + rows * 8, threads);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int64_t thread = 0; thread < threads; thread++) {
+  auto best_of = [&](int worker) { return (int16_t *)(work.of(worker) + work.panel_bytes); };
+  auto place_of = [&](int worker) { return (int64_t *)((uint8_t *)best_of(worker) + best_bytes); };
+  for (int worker = 0; worker < threads; worker++)
+    for (int64_t m = 0; m < rows; m++) best_of(worker)[m] = INT16_MIN, place_of(worker)[m] = 0;
+  int64_t pieces = team_pieces(threads, blocks_of(outputs));
+  team(threads, pieces, [&](int64_t i, int worker) {
     LinearCall own = call;
-    own.best = (int16_t *)(work.of((int)thread) + work.panel_bytes), own.place = (int64_t *)((uint8_t *)own.best + best_bytes);
-    for (int64_t m = 0; m < rows; m++) own.best[m] = INT16_MIN, own.place[m] = 0;
-    work.multiply(own, first_of(outputs, thread, threads), first_of(outputs, thread + 1, threads), (int)thread);
-  }
+    own.best = best_of(worker), own.place = place_of(worker);
+    work.multiply(own, first_of(outputs, i, pieces), first_of(outputs, i + 1, pieces), worker);
+  });
   for (int64_t m = 0; m < rows; m++) {
     int16_t most = INT16_MIN;
     place[m] = 0;
-    for (int thread = 0; thread < threads; thread++) {
-      const uint8_t *own = work.of(thread) + work.panel_bytes;
-      int16_t best = ((const int16_t *)own)[m];
-      if (best > most) most = best, place[m] = ((const int64_t *)(own + best_bytes))[m];
+    for (int worker = 0; worker < threads; worker++) {
+      int16_t best = best_of(worker)[m];
+      int64_t own = place_of(worker)[m];
+      if (best > most || (best == most && own < place[m])) most = best, place[m] = own;
     }
   }
 #endif

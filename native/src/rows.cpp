@@ -1,9 +1,8 @@
 // Operations on the rows of a step: rows shared among threads where there are many, arithmetic by instruction set (rows.h).
 #include "rows.h"
 
-#include <omp.h>
-
 #include "scratch.h"
+#include "team.h"
 
 static const RowOps *ops_for(int64_t x_type) {
 #if defined(__x86_64__)
@@ -18,12 +17,10 @@ static const RowOps *ops_for(int64_t x_type) {
 enum { FEW = 1 << 15 };  // numbers below which one thread is faster
 
 template <class Row> static void each_row(int64_t rows, int64_t numbers, int threads, Row row) {
-  if (threads == 1 || rows * numbers < FEW) {
-    for (int64_t i = 0; i < rows; i++) row(i);
-    return;
-  }
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t i = 0; i < rows; i++) row(i);
+  int64_t pieces = rows * numbers < FEW ? 1 : team_pieces(threads, rows);
+  team(threads, pieces, [&](int64_t piece, int worker) {
+    for (int64_t i = rows * piece / pieces; i < rows * (piece + 1) / pieces; i++) row(i, worker);
+  });
 }
 
 // residual += x (x may be null); y = residual / rms(residual) * weight. x, residual, y [rows, dim]; weight [dim]. stride: numbers
@@ -32,7 +29,7 @@ NATIVE_API void rows_norm(int x_type, const void *x, void *residual, int64_t str
                           int64_t dim, float eps, int threads) {
   const RowOps *ops = ops_for(x_type);
   int64_t item = x_type == ROWS_F32 ? 4 : 2, bytes = dim * item;
-  each_row(rows, dim, threads, [&](int64_t i) {
+  each_row(rows, dim, threads, [&](int64_t i, int) {
     ops->norm(x ? (const uint8_t *)x + i * bytes : nullptr, (uint8_t *)residual + i * stride * item, weight, (uint8_t *)y + i * bytes, dim, eps);
   });
 }
@@ -40,20 +37,20 @@ NATIVE_API void rows_norm(int x_type, const void *x, void *residual, int64_t str
 // Queries and keys are normed and rotated; keys and values go to the caches.
 NATIVE_API void rows_heads(const HeadsCall *call, int64_t rows, int threads) {
   const RowOps *ops = ops_for(call->x_type);
-  each_row(rows, (call->num_heads + 2 * call->num_kv_heads) * call->dim, threads, [&](int64_t i) { ops->heads(*call, i); });
+  each_row(rows, (call->num_heads + 2 * call->num_kv_heads) * call->dim, threads, [&](int64_t i, int) { ops->heads(*call, i); });
 }
 
 // The same for MLA: the latent is normed, its key and the queries are rotated, and the cache gets latent and key.
 NATIVE_API void rows_latent(const LatentCall *call, int64_t rows, int threads) {
   const RowOps *ops = ops_for(call->x_type);
-  each_row(rows, call->num_heads * call->rope_dim + call->latent_dim, threads, [&](int64_t i) { ops->latent(*call, i); });
+  each_row(rows, call->num_heads * call->rope_dim + call->latent_dim, threads, [&](int64_t i, int) { ops->latent(*call, i); });
 }
 
 // gate_up [rows, 2 * width] -> y [rows, width].
 NATIVE_API void rows_silu_mul(int x_type, const void *gate_up, void *y, int64_t rows, int64_t width, int threads) {
   const RowOps *ops = ops_for(x_type);
   int64_t bytes = width * (x_type == ROWS_F32 ? 4 : 2);
-  each_row(rows, width, threads, [&](int64_t i) {
+  each_row(rows, width, threads, [&](int64_t i, int) {
     ops->silu_mul((const uint8_t *)gate_up + 2 * i * bytes, (uint8_t *)y + i * bytes, width);
   });
 }
@@ -64,16 +61,15 @@ NATIVE_API void rows_softmax_topk(int x_type, const void *logits, int64_t rows, 
   const RowOps *ops = ops_for(x_type);
   int64_t bytes = n * (x_type == ROWS_F32 ? 4 : 2), room = (n + 15) / 16 * 16;
   float *work = (float *)scratch(threads * room * sizeof(float));
-  each_row(rows, n * k, threads, [&](int64_t i) {
-    ops->softmax_topk((const uint8_t *)logits + i * bytes, n, k, renormalize, index + i * k, weight + i * k,
-                      work + omp_get_thread_num() * room);
+  each_row(rows, n * k, threads, [&](int64_t i, int worker) {
+    ops->softmax_topk((const uint8_t *)logits + i * bytes, n, k, renormalize, index + i * k, weight + i * k, work + worker * room);
   });
 }
 
-// DeepSeek-V3's choice of experts; a group has at least two where groups are left out.
+// DeepSeek-V3's choice of experts (a group has at least two where groups are left out); without a bias DeepSeek-V2's.
 NATIVE_API void rows_grouped_topk(const GroupedCall *call, int64_t rows, int threads) {
   const RowOps *ops = ops_for(ROWS_F32);
   int64_t room = 2 * call->experts + call->groups;
   float *work = (float *)scratch(threads * room * sizeof(float));
-  each_row(rows, call->experts * 4, threads, [&](int64_t i) { ops->grouped_topk(*call, i, work + omp_get_thread_num() * room); });
+  each_row(rows, call->experts * 4, threads, [&](int64_t i, int worker) { ops->grouped_topk(*call, i, work + worker * room); });
 }

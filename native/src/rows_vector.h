@@ -133,14 +133,23 @@ static void grouped_topk(const GroupedCall &call, int64_t row, float *work) {
   const float *logits = call.logits + row * call.experts;
   int64_t n = call.experts, each = n / call.groups, i = 0, count = 0, *index = call.index + row * call.k;
   float *score = work, *biased = work + n, *group = work + 2 * n, *weight = call.weight + row * call.k;
-  for (; i + LANES <= n; i += LANES) store(score + i, 1.f / (1.f + exp_of(-load(logits + i))));
-  for (; i < n; i++) score[i] = (1.f / (1.f + exp_of(splat(-logits[i]))))[0];
-  for (i = 0; i < n; i++) biased[i] = score[i] + call.bias[i];
+  if (call.bias) {
+    for (; i + LANES <= n; i += LANES) store(score + i, 1.f / (1.f + exp_of(-load(logits + i))));
+    for (; i < n; i++) score[i] = (1.f / (1.f + exp_of(splat(-logits[i]))))[0];
+  } else {
+    float largest = logits[0];
+    for (i = 1; i < n; i++) largest = logits[i] > largest ? logits[i] : largest;
+    float sum = exponentials(logits, n, largest);
+    for (i = 0; i + LANES <= n; i += LANES) store(score + i, exp_of(load(logits + i) - largest) / sum);
+    for (; i < n; i++) score[i] = exp_of(splat(logits[i] - largest))[0] / sum;
+  }
+  for (i = 0; i < n; i++) biased[i] = call.bias ? score[i] + call.bias[i] : score[i];
+  int64_t counted = call.bias ? 2 : 1;  // of a group's best
   for (int64_t g = 0; g < call.groups && call.kept < call.groups; g++) {
     float best[2];
     int64_t unused[2], found = 0;
-    for (i = 0; i < each; i++) insert(biased[g * each + i], i, 2, &found, unused, best);
-    group[g] = best[0] + best[1];
+    for (i = 0; i < each; i++) insert(biased[g * each + i], i, counted, &found, unused, best);
+    group[g] = best[0] + (counted > 1 ? best[1] : 0);
   }
   for (int64_t g = 0; g < call.groups; g++) {
     int64_t better = 0;  // groups that come before this one

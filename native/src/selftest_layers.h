@@ -123,9 +123,12 @@ void test_rows(int x_type, int64_t rows, int64_t dim, int threads) {
   for (int64_t kept : {1, 3}) {
     GroupedCall grouped = {3 * dim + 3, 3, kept, dim / 2 + 1, (const float *)scores.bytes.data(), (const float *)bias.bytes.data(), index.data(),
                            weights.data(), 1, 2.5f};
-    rows_grouped_topk(&grouped, rows, threads);
-    for (int64_t i : index)
-      if (i < 0 || i >= 3 * dim + 3) failures++, printf("grouped topk: %d\n", (int)i);
+    for (const float *with : {grouped.bias, (const float *)nullptr}) {
+      grouped.bias = with;
+      rows_grouped_topk(&grouped, rows, threads);
+      for (int64_t i : index)
+        if (i < 0 || i >= 3 * dim + 3) failures++, printf("grouped topk: %d\n", (int)i);
+    }
   }
   for (int renormalize : {0, 1})
     rows_softmax_topk(x_type, x.bytes.data(), rows, dim, dim / 2 + 1, renormalize, index.data(), weights.data(), threads);

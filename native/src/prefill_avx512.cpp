@@ -1,0 +1,11 @@
+// Kernels for the attention of prompts with AVX512, without bfloat16 arithmetic.
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#include "experts.h"
+#include "prefill.h"
+namespace {
+enum { LANES = 16 };
+#include "prefill_vector.h"
+}  // namespace
+const PrefillOps *const prefill_avx512[2] = {&Ops<float>::table, &Ops<bf16>::table};
+#endif

@@ -1,0 +1,10 @@
+// Sampling kernels with AVX512, without bfloat16 arithmetic.
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#include "sampling.h"
+namespace {
+enum { LANES = 16 };
+#include "sampling_vector.h"
+}  // namespace
+const SampleOps *const sampling_avx512[2] = {&Ops<float>::table, &Ops<bf16>::table};
+#endif

@@ -1,0 +1,87 @@
+// Sampling in GCC's vector types. Included inside a namespace of one instruction set, after `enum { LANES = ... }`.
+#include "vector.h"
+
+INLINE float largest_of(vf x) {
+  float most = x[0];
+  for (int j = 1; j < LANES; j++) most = x[j] > most ? x[j] : most;
+  return most;
+}
+
+template <class X> static void largest(const void *logits, int64_t n, float *most) {
+  const X *x = (const X *)logits;
+  const float least = -__builtin_inff();
+  for (int64_t at = 0; at < n; at += STRETCH, most++) {
+    int64_t end = at + STRETCH < n ? at + STRETCH : n, i = at;
+    vf best = splat(least);
+    for (; i + LANES <= end; i += LANES) {
+      vf a = load(x + i);
+      best = a > best ? a : best;
+    }
+    float found = largest_of(best);
+    for (; i < end; i++) {
+      float a = number(x + i);
+      found = a > found ? a : found;
+    }
+    *most = found;
+  }
+}
+
+INLINE vf power(vf x) {
+  vf y = exp_of(x);
+  return x >= -87.f ? y : splat(0.f);  // NaN is 0 too
+}
+
+template <class X> static void powers(const void *logits, int64_t n, float temperature, float shift, float *p, float *most) {
+  const X *x = (const X *)logits;
+  for (int64_t at = 0; at < n; at += STRETCH, most++) {
+    int64_t end = at + STRETCH < n ? at + STRETCH : n, i = at;
+    vf best = {};
+    for (; i + LANES <= end; i += LANES) {
+      vf y = power(load(x + i) / temperature - shift);
+      best = y > best ? y : best;
+      store(p + i, y);
+    }
+    float found = largest_of(best);
+    for (; i < end; i++) {
+      p[i] = power(splat(number(x + i) / temperature - shift))[0];
+      found = p[i] > found ? p[i] : found;
+    }
+    *most = found;
+  }
+}
+
+static void limit(float *p, int64_t n, float least, float *sum) {
+  for (int64_t at = 0; at < n; at += STRETCH, sum++) {
+    int64_t end = at + STRETCH < n ? at + STRETCH : n, i = at;
+    vf sums = {};
+    for (; i + LANES <= end; i += LANES) {
+      vf a = load(p + i);
+      a = a >= least ? a : splat(0.f);
+      store(p + i, a);
+      sums += a;
+    }
+    float found = total(sums);
+    for (; i < end; i++) {
+      p[i] = p[i] >= least ? p[i] : 0.f;
+      found += p[i];
+    }
+    *sum = found;
+  }
+}
+
+template <class X> static int64_t find(const void *logits, int64_t n, float x) {
+  int64_t i = 0;
+  while (i < n && number((const X *)logits + i) != x) i++;
+  return i;
+}
+
+template <class X> static void widen(const void *logits, int64_t n, float *out) {
+  const X *x = (const X *)logits;
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) store(out + i, load(x + i));
+  for (; i < n; i++) out[i] = number(x + i);
+}
+
+template <class X> struct Ops {
+  static constexpr SampleOps table = {largest<X>, powers<X>, limit, find<X>, widen<X>};
+};

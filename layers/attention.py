@@ -1,9 +1,9 @@
 """Grouped-query attention over the paged cache.
 
 Everything that depends on the step alone (which rows, which blocks, which mask) is worked out once per step in
-`AttentionPlan` and shared by all layers. Decodes run in the native kernel where it is there, and read the cache in place.
-Otherwise sequences with few queries (decodes above all) are gathered into padded batches of similar length, one call each;
-longer prefills go one by one, without padding.
+`AttentionPlan` and shared by all layers. Where the native kernels are there, decodes and prompts run in them, and read the
+cache in place. Otherwise sequences with few queries (decodes above all) are gathered into padded batches of similar length,
+one call each; longer prefills go one by one, without padding.
 
 Legend: T tokens of the step, B sequences, b sequences of a batch, Q queries per sequence (padded), N blocks per sequence,
 L keys per sequence (padded), H query heads, Hkv key/value heads, G query heads per key head, D head size.
@@ -11,15 +11,18 @@ L keys per sequence (padded), H query heads, Hkv key/value heads, G query heads 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layers import choice
 from layers.norm import rms_norm
 from layers.paged_decode import PagedDecode, can_decode
+from layers.paged_prefill import PagedPrefill, can_prefill
 from layers.rope import apply_rope
 from layers.step import StepInput
 from native import rows
@@ -65,6 +68,12 @@ class _Single:
     kv_len: int
 
 
+class WholeStep(Protocol):
+    """The attention of a whole step elsewhere (layers/triton_attention.py)."""
+
+    def __call__(self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor: ...
+
+
 class AttentionPlan:
     """How the attention of one step is cut into calls."""
 
@@ -75,16 +84,25 @@ class AttentionPlan:
         starts, lens = step.query_starts, step.kv_lens
         decodes = range(step.num_decodes)
         self.decode: PagedDecode | None = None
+        self.whole: WholeStep | None = None
+        if choice.on_gpu(step.slots_T.device):
+            self.whole = choice.triton_form("layers.triton_attention", "TritonAttentionPlan")(step, heads, dtype)
+            return
         if step.num_decodes and can_decode(dtype, step.kv_lens_B.device):
             sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
             self.decode = PagedDecode(step, *sizes, dtype)
             decodes = range(0)
+        prefills = range(step.num_decodes, step.num_sequences)
+        self.prefill: PagedPrefill | None = None
+        if prefills and can_prefill(dtype, step.kv_lens_B.device, heads.head_dim):
+            self.prefill = PagedPrefill.behind_decodes(step)
+            prefills = range(0)
         self.num_tokens = step.num_tokens
         counts = [1] * step.num_decodes
         counts += [starts[b + 1] - starts[b] for b in range(step.num_decodes, step.num_sequences)]
         short: list[int] = []
         long: list[int] = []
-        for b in range(step.num_decodes, step.num_sequences):
+        for b in prefills:
             fits = counts[b] <= MAX_BATCHED_QUERIES and counts[b] * lens[b] * heads.group <= MAX_MASK_ELEMENTS
             (short if fits else long).append(b)
         self.batches = [
@@ -203,6 +221,9 @@ def place_heads(
     if rows.can_run(qkv_THD) and qkv_THD.is_contiguous():
         rows.place_heads(qkv_THD, num_heads, norm_HD, eps, rope, k_cache, v_cache, slots_T)
         return qkv_THD[:, :num_heads]
+    if choice.on_gpu(qkv_THD.device):
+        place: Callable[..., Tensor] = choice.triton_form("layers.triton_heads", "place_heads")
+        return place(qkv_THD, num_heads, norm_HD, eps, rope, cache, slots_T)
     num_qk = num_heads + k_cache.shape[1]
     # Queries and keys lie side by side, so one norm and one rotation serve both.
     qk = qkv_THD[:, :num_qk] if norm_HD is None else rms_norm(qkv_THD[:, :num_qk], norm_HD, eps)
@@ -217,16 +238,22 @@ def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Atten
 
     k_cache, v_cache: [rows, Hkv, D], this step's keys and values already written; rows past a sequence's end must be finite.
     """
+    if plan.whole is not None:
+        return plan.whole(q_THD, k_cache, v_cache, scale)
     if plan.decode is not None:
         num_decodes = plan.decode.num_sequences
         out_THD = plan.decode(q_THD[:num_decodes], k_cache, v_cache, scale)
         if num_decodes == plan.num_tokens:
             return out_THD
         out_THD = torch.cat((out_THD, q_THD[num_decodes:]))
-    elif not plan.singles and len(plan.batches) == 1 and isinstance(plan.batches[0].rows, slice):
+    elif (
+        plan.prefill is None and not plan.singles and len(plan.batches) == 1 and isinstance(plan.batches[0].rows, slice)
+    ):
         return _attend_batch(q_THD, k_cache, v_cache, plan.batches[0], plan, scale)
     else:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    if plan.prefill is not None:
+        plan.prefill(q_THD, k_cache, v_cache, scale, out_THD)
     for batch in plan.batches:
         if isinstance(batch.rows, slice):
             out_THD[batch.rows] = _attend_batch(q_THD[batch.rows], k_cache, v_cache, batch, plan, scale)

@@ -5,10 +5,13 @@ Legend: T tokens, D hidden size, F width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layers import choice
 from layers.linear import Linear, MergedLinear
 from native import rows
 
@@ -17,6 +20,9 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(first half) * second half: [T, F]."""
     if rows.can_run(gate_up_T2F):
         return rows.silu_mul(gate_up_T2F)
+    if choice.on_gpu(gate_up_T2F.device):
+        fused: Callable[[Tensor], Tensor] = choice.triton_form("layers.triton_silu_mul", "silu_mul")
+        return fused(gate_up_T2F)
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF).mul_(up_TF)
 

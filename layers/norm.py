@@ -5,10 +5,13 @@ Legend: T tokens, D the normalised dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layers import choice
 from layers.linear import parameter
 from native import rows
 
@@ -19,6 +22,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     The quotient is computed in float32 and rounded to x's dtype before the weight is applied: giving the weight to
     F.rms_norm rounds once less and differs from the originals in bfloat16.
     """
+    if choice.on_gpu(x.device):
+        norm: Callable[..., Tensor] = choice.triton_form("layers.triton_norm", "rms_norm")
+        return norm(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
 
 
@@ -39,4 +45,7 @@ class RMSNorm(nn.Module):
         """Add x to the residual stream *in place*, and return the norm of the sum."""
         if rows.can_run(residual_TD):
             return rows.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+        if choice.on_gpu(x_TD.device):
+            add: Callable[..., Tensor] = choice.triton_form("layers.triton_norm", "add_rms_norm")
+            return add(x_TD, residual_TD, self.weight, self.eps)
         return rms_norm(residual_TD.add_(x_TD), self.weight, self.eps)

@@ -6,10 +6,12 @@ Legend: T tokens, H heads, D rotated dimensions of a head, R = D / 2 rotation pl
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from layers import choice
 from layers.rope_parameters import RopeParameters
 
 
@@ -84,6 +86,9 @@ def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     Plane r is the pair of dimensions (r, r + R). Checkpoints whose pairs are (2r, 2r + 1) have their rows put in this
     order when they are loaded.
     """
+    if choice.on_gpu(x_THD.device):
+        rotate: Callable[..., Tensor] = choice.triton_form("layers.triton_rope", "apply_rope")
+        return rotate(x_THD, cos_T1D, sin_T1D)
     half = x_THD.shape[-1] // 2
     partner_THD = torch.cat((x_THD[..., half:], x_THD[..., :half]), -1)
     return partner_THD.mul_(sin_T1D).addcmul_(x_THD, cos_T1D)

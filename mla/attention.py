@@ -1,5 +1,5 @@
-"""MLA in PyTorch operations, on any device: decodes absorbed, prefills naive or absorbed. Decodes run in the native kernels
-where those are there (mla/native_decode.py).
+"""MLA in PyTorch operations, on any device: decodes absorbed, prefills naive or absorbed. Where the native kernels are there,
+both run in those (mla/native_decode.py, mla/native_prefill.py).
 
 Legend: T tokens of the step, U padded query rows of a side, b sequences of a group, Q queries of each, q queries of a
 tile, S keys of a piece, H heads; N, P, C, X, V widths (mla/protocol.py), R rows of the cache.
@@ -12,60 +12,96 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layers.step import StepInput
-from mla import latent_kv
+from mla import latent_kv, native_decode, native_prefill
 from mla.merge import merge
-from mla.native_decode import NativeDecode, can_run
+from mla.native_decode import NativeDecode
+from mla.native_prefill import NativePrefill
 from mla.plan import Group, Limits, Piece, Plan, Side, Tile, make_plan
 from mla.protocol import MlaShape, PrefillMode
 
 
 class TorchMla:
-    """Implements mla.protocol.MlaBackend. scale: what scores are multiplied by."""
+    """Implements mla.protocol.MlaBackend. scale: what scores are multiplied by; fp8_cache: its rows are bytes
+    (mla/latent_fp8.py)."""
 
     def __init__(
-        self, shape: MlaShape, scale: float, prefill: PrefillMode, dtype: torch.dtype, limits: Limits | None = None
+        self,
+        shape: MlaShape,
+        scale: float,
+        prefill: PrefillMode,
+        dtype: torch.dtype,
+        limits: Limits | None = None,
+        fp8_cache: bool = False,
     ) -> None:
         self.shape = shape
         self.scale = scale
         self.prefill: PrefillMode = prefill
         self.dtype = dtype
         self.limits = Limits.of(shape, dtype.itemsize) if limits is None else limits
+        self.fp8_cache = fp8_cache
 
-    def prepare(self, step: StepInput) -> TorchMlaStep:
-        decode = None
-        if step.num_decodes and can_run(self.shape, self.dtype, step.slots_T.device):
+    def prepare(self, step: StepInput) -> TorchMlaStep | NativeMlaStep:
+        device = step.slots_T.device
+        decode, first_token = None, 0
+        if step.num_decodes and not self.fp8_cache and native_decode.can_run(self.shape, self.dtype, device):
             decode = NativeDecode(step, self.shape, self.scale, self.dtype)
-        first_token = step.num_decodes if decode else 0
-        plan = make_plan(step, self.shape, self.prefill, self.limits, first_token)
-        return TorchMlaStep(self.shape, self.scale, step.block_size, plan, decode)
+            first_token = step.num_decodes
+        others: TorchMlaStep | NativePrefill | None = None
+        if step.num_tokens > first_token:
+            native = not self.fp8_cache and native_prefill.can_run(self.shape, self.dtype, device)
+            if native and first_token == step.num_decodes:
+                others = NativePrefill(step, self.shape, self.scale, self.prefill, self.limits)
+            else:
+                plan = make_plan(step, self.shape, self.prefill, self.limits, first_token)
+                others = TorchMlaStep(self.shape, self.scale, step.block_size, plan)
+        if isinstance(others, TorchMlaStep) and decode is None:
+            return others
+        return NativeMlaStep(self.shape, decode, others)
+
+
+class NativeMlaStep:
+    """Implements mla.protocol.PreparedStep: decodes, which are the first tokens, and all others."""
+
+    def __init__(
+        self, shape: MlaShape, decode: NativeDecode | None, others: NativePrefill | TorchMlaStep | None
+    ) -> None:
+        self._shape, self._decode, self._others = shape, decode, others
+
+    def __call__(
+        self, q_nope_THN: Tensor, q_pe_THP: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor
+    ) -> Tensor:
+        operands = (cache_RX, w_uk_HNC, w_uv_HVC)
+        num_tokens, num = q_nope_THN.shape[0], 0
+        out_THV: Tensor | None = None
+        if self._decode is not None:
+            num = self._decode.num_sequences
+            out_THV = self._decode(q_nope_THN[:num], q_pe_THP[:num], *operands)
+            if num == num_tokens:
+                return out_THV
+        if isinstance(self._others, TorchMlaStep):
+            assert out_THV is not None
+            return torch.cat((out_THV, self._others(q_nope_THN, q_pe_THP, *operands)))
+        all_THV = q_nope_THN.new_empty((num_tokens, self._shape.num_heads, self._shape.value_dim))
+        if out_THV is not None:
+            all_THV[:num] = out_THV
+        if self._others is not None:
+            self._others(q_nope_THN, q_pe_THP, *operands, all_THV)
+        return all_THV
 
 
 class TorchMlaStep:
     """Implements mla.protocol.PreparedStep."""
 
-    def __init__(
-        self, shape: MlaShape, scale: float, block_size: int, plan: Plan, decode: NativeDecode | None = None
-    ) -> None:
+    def __init__(self, shape: MlaShape, scale: float, block_size: int, plan: Plan) -> None:
         self.shape = shape
         self.scale = scale
         self.block_size = block_size
         self.plan = plan
-        self.decode = decode  # of the first sequences; the plan has the others
 
     def __call__(
         self, q_nope_THN: Tensor, q_pe_THP: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor
     ) -> Tensor:
-        if self.decode is None:
-            return self._in_torch(q_nope_THN, q_pe_THP, cache_RX, w_uk_HNC, w_uv_HVC)
-        num = self.decode.num_sequences
-        out_BHV = self.decode(q_nope_THN[:num], q_pe_THP[:num], cache_RX, w_uk_HNC, w_uv_HVC)
-        if num == q_nope_THN.shape[0]:
-            return out_BHV
-        return torch.cat((out_BHV, self._in_torch(q_nope_THN, q_pe_THP, cache_RX, w_uk_HNC, w_uv_HVC)))
-
-    def _in_torch(
-        self, q_nope_THN: Tensor, q_pe_THP: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor
-    ) -> Tensor:
+        """Of the tokens that the plan has."""
         plan, parts = self.plan, []
         if plan.absorbed.num_rows:
             q_nope, q_pe = _rows(plan.absorbed, q_nope_THN), _rows(plan.absorbed, q_pe_THP)
@@ -98,7 +134,7 @@ class TorchMlaStep:
         q_bQHX = q_UHX[rows].view(b, num_queries, heads, width)
         outputs = _Outputs(group, q_bQHX, self.shape.latent_dim)
         for piece in group.pieces:
-            rows_X = latent_kv.gather(cache_RX, piece.blocks, self.block_size)
+            rows_X = self._gather(cache_RX, piece, q_UHX.dtype)
             for tile in piece.tiles:
                 q_bqX = q_bQHX[:, tile.first : tile.last].reshape(b, -1, width)
                 # Latents and rotated keys together are the values too: cutting the result is cheaper than cutting them.
@@ -139,7 +175,7 @@ class TorchMlaStep:
     ) -> tuple[Tensor, Tensor]:
         """Keys [b * H, S, N + P] and values [b * H, S, V] of a piece."""
         heads, nope, latent = w_uk_HNC.shape
-        rows_X = latent_kv.gather(cache_RX, piece.blocks, self.block_size)[: b * piece.num_keys]
+        rows_X = self._gather(cache_RX, piece, w_uk_HNC.dtype)[: b * piece.num_keys]
         latent_C, k_pe_P = rows_X[:, :latent], rows_X[:, latent:]
         k_nope = F.linear(latent_C, w_uk_HNC.flatten(0, 1)).view(b, -1, heads, nope)
         k = rows_X.new_empty((b, heads, k_nope.shape[1], self.shape.key_dim))
@@ -149,6 +185,10 @@ class TorchMlaStep:
         return k.flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
 
     # ---- both ----
+
+    def _gather(self, cache_RX: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+        rows_X = latent_kv.gather(cache_RX, piece.blocks, self.block_size)
+        return latent_kv.widen(rows_X, self.shape.latent_dim, self.shape.rope_dim, dtype)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """scale * q k^T, for [B, q, K] and [B, S, K]."""

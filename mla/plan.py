@@ -130,18 +130,21 @@ def prefers_absorbed(shape: MlaShape, num_queries: int, num_keys: int) -> bool:
     return flops.absorbed * ABSORBED_COST < flops.naive
 
 
+def absorbs(shape: MlaShape, mode: PrefillMode, num_queries: int, num_keys: int) -> bool:
+    """Whether such a prefill runs the absorbed way."""
+    return mode == "absorbed" or (mode == "auto" and prefers_absorbed(shape, num_queries, num_keys))
+
+
 def make_plan(step: StepInput, shape: MlaShape, prefill: PrefillMode, limits: Limits, first_token: int = 0) -> Plan:
     """Cut a step into groups. Sequences without queries are left out. first_token: num_decodes, if decodes are left out too."""
     counts = [last - first for first, last in zip(step.query_starts, step.query_starts[1:], strict=False)]
     decodes = [] if first_token else list(_cut_decodes(step, limits.absorbed_keys))
-    absorbed, naive = [], []
+    absorbed: list[int] = []
+    naive: list[int] = []
     for b in range(step.num_decodes, len(counts)):
         if counts[b] == 0:
             continue
-        if prefill == "absorbed" or (prefill == "auto" and prefers_absorbed(shape, counts[b], step.kv_lens[b])):
-            absorbed.append(b)
-        else:
-            naive.append(b)
+        (absorbed if absorbs(shape, prefill, counts[b], step.kv_lens[b]) else naive).append(b)
     order = [-1] * step.num_tokens
     absorbed_groups = [*decodes, *_cut_prefills(step, absorbed, counts, limits.absorbed_keys)]
     absorbed_side = _side(step, absorbed_groups, counts, limits.absorbed_piece, limits.absorbed_tile, order, 0)

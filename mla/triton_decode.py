@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment,misc"
 """Absorbed MLA decode in Triton: every head of a sequence attends to the paged latents, which are keys and values at once.
 
 Keys are cut into splits, so that few long sequences fill the chip too; layers/triton_merge.py joins them. Same results as
@@ -15,40 +15,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from layers.triton_attention import rows_of, split_of
 from layers.triton_device import chip_of
 from layers.triton_merge import merge_splits
 from layers.triton_softmax import LOG2_E, finish, fold
 from mla import latent_fp8
-from mla.triton_configs import DECODE, DECODE_F32, DECODE_FP8, DecodeConfig, choose
-
-
-@triton.jit
-def _read_latents(
-    latent_ptr, scale_ptr, row, seen, column, stride, scale_stride, num_blocks, LATENT_DIM: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK_S: tl.constexpr, LATENT: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_S, LATENT] in the dtype of the queries; 0 where nothing is."""
-    mask = seen[:, None] & (column < LATENT_DIM)[None, :]
-    latent = tl.load(latent_ptr + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
-    if SCALED:
-        BLOCKS: tl.constexpr = (LATENT + 127) // 128
-        block = tl.arange(0, BLOCKS)
-        scale_mask = seen[:, None] & (block < num_blocks)[None, :]
-        scale = tl.load(scale_ptr + row[:, None] * scale_stride + block[None, :], mask=scale_mask, other=0.0)
-        blocked = tl.reshape(latent.to(tl.float32), (BLOCK_S, BLOCKS, LATENT // BLOCKS)) * scale[:, :, None]
-        latent = tl.reshape(blocked, (BLOCK_S, LATENT)).to(dtype)
-    return latent
+from mla.triton_configs import DecodeConfig, choose
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def _decode_kernel(
-    q_ptr, q_pe_ptr, latent_ptr, scale_ptr, k_pe_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr, q_stride_b, q_stride_h,
-    q_pe_stride_b, q_pe_stride_h, latent_stride, scale_stride, k_pe_stride, table_stride, num_heads, num_splits,
-    keys_per_split, block_size, num_blocks, scale, LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
-    SCALED: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    q_ptr, q_pe_ptr, latent_ptr, k_pe_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr, q_stride_b, q_stride_h,
+    q_pe_stride_b, q_pe_stride_h, latent_stride, k_pe_stride, table_stride, num_heads, num_splits, block_size, scale,
+    LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """out [B, G, H, C], lse [B, G, H] (natural logarithm)."""
     b, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    first, last = split_of(tl.load(lens_ptr + b).to(tl.int32), split, num_splits, BLOCK_S)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column, place, line = tl.arange(0, LATENT), tl.arange(0, ROPE), tl.arange(0, BLOCK_S)
     real_head = head < num_heads
@@ -58,20 +42,15 @@ def _decode_kernel(
     q_pe = tl.load(
         q_pe_ptr + b * q_pe_stride_b + head[:, None] * q_pe_stride_h + place[None, :], mask=pe_mask, other=0.0
     )
-    first = split * keys_per_split
-    last = tl.minimum(first + keys_per_split, tl.load(lens_ptr + b).to(tl.int32))
     acc = tl.zeros((BLOCK_H, LATENT), tl.float32)
     highest = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     for at in range(first, last, BLOCK_S):
         position = at + line
         seen = position < last
-        block = tl.load(table_ptr + b * table_stride + position // block_size, mask=seen, other=0).to(tl.int64)
-        row = block * block_size + position % block_size
-        latent = _read_latents(
-            latent_ptr, scale_ptr, row, seen, column, latent_stride, scale_stride, num_blocks, LATENT_DIM, SCALED,
-            BLOCK_S, LATENT, q.dtype,
-        )  # fmt: skip
+        row = rows_of(position, seen, table_ptr + b * table_stride, block_size)
+        latent_mask = seen[:, None] & (column < LATENT_DIM)[None, :]
+        latent = tl.load(latent_ptr + row[:, None] * latent_stride + column[None, :], mask=latent_mask, other=0.0)
         k_pe_mask = seen[:, None] & (place < ROPE_DIM)[None, :]
         k_pe = tl.load(k_pe_ptr + row[:, None] * k_pe_stride + place[None, :], mask=k_pe_mask, other=0.0)
         score = tl.dot(q, tl.trans(latent), input_precision="ieee")
@@ -81,6 +60,65 @@ def _decode_kernel(
     out, lse = finish(acc, highest, total)
     here = (b * num_splits + split) * num_heads + head
     tl.store(out_ptr + here[:, None] * LATENT_DIM + column[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
+    tl.store(lse_ptr + here, lse, mask=real_head)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+def _decode_fp8_kernel(
+    q_ptr, q_pe_ptr, latent_ptr, scale_ptr, k_pe_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr, q_stride_b, q_stride_h,
+    q_pe_stride_b, q_pe_stride_h, latent_stride, scale_stride, k_pe_stride, table_stride, num_heads, num_splits,
+    block_size, scale, LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_decode_kernel`, latents in FP8 in BLOCKS blocks. A block's scales, one per key, are applied to its part of the scores and
+    to the weights, not to the latents: 8 bits become 16 exactly, and no latent in 32 bits takes room."""
+    b, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    first, last = split_of(tl.load(lens_ptr + b).to(tl.int32), split, num_splits, BLOCK_S)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    column, place, line = tl.arange(0, BLOCK), tl.arange(0, ROPE), tl.arange(0, BLOCK_S)
+    real_head = head < num_heads
+    pe_mask = real_head[:, None] & (place < ROPE_DIM)[None, :]
+    q_pe = tl.load(
+        q_pe_ptr + b * q_pe_stride_b + head[:, None] * q_pe_stride_h + place[None, :], mask=pe_mask, other=0.0
+    )
+    q_ptrs = q_ptr + b * q_stride_b + head[:, None] * q_stride_h + column[None, :]
+    qs, accs = (), ()
+    for i in tl.static_range(BLOCKS):
+        q_mask = real_head[:, None] & (i * BLOCK + column < LATENT_DIM)[None, :]
+        qs = qs + (tl.load(q_ptrs + i * BLOCK, mask=q_mask, other=0.0),)  # noqa: RUF005 (Triton has no unpacking)
+        accs = accs + (tl.zeros((BLOCK_H, BLOCK), tl.float32),)  # noqa: RUF005
+    highest = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    for at in range(first, last, BLOCK_S):
+        position = at + line
+        seen = position < last
+        row = rows_of(position, seen, table_ptr + b * table_stride, block_size)
+        k_pe_mask = seen[:, None] & (place < ROPE_DIM)[None, :]
+        k_pe = tl.load(k_pe_ptr + row[:, None] * k_pe_stride + place[None, :], mask=k_pe_mask, other=0.0)
+        score = tl.dot(q_pe, tl.trans(k_pe.to(q_pe.dtype)), input_precision="ieee")
+        latents, scales = (), ()
+        for i in tl.static_range(BLOCKS):
+            mask = seen[:, None] & (i * BLOCK + column < LATENT_DIM)[None, :]
+            latent_ptrs = latent_ptr + row[:, None] * latent_stride + i * BLOCK + column[None, :]
+            latents = latents + (tl.load(latent_ptrs, mask=mask, other=0.0).to(q_pe.dtype),)  # noqa: RUF005
+            scales = scales + (tl.load(scale_ptr + row * scale_stride + i, mask=seen, other=0.0),)  # noqa: RUF005
+            score += tl.dot(qs[i], tl.trans(latents[i]), input_precision="ieee") * scales[i][None, :]
+        score = tl.where(seen[None, :], score * (scale * LOG2_E), float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, 1))
+        weight, shrink = tl.exp2(score - higher[:, None]), tl.exp2(highest - higher)
+        highest, total = higher, total * shrink + tl.sum(weight, 1)
+        sums = ()
+        for i in tl.static_range(BLOCKS):
+            scaled = (weight * scales[i][None, :]).to(q_pe.dtype)
+            sums = sums + (tl.dot(scaled, latents[i], accs[i] * shrink[:, None], input_precision="ieee"),)  # noqa: RUF005
+        accs = sums
+    here = (b * num_splits + split) * num_heads + head
+    out_ptrs = out_ptr + here[:, None] * LATENT_DIM + column[None, :]
+    for i in tl.static_range(BLOCKS):
+        out, _ = finish(accs[i], highest, total)
+        out_mask = real_head[:, None] & (i * BLOCK + column < LATENT_DIM)[None, :]
+        tl.store(out_ptrs + i * BLOCK, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+    _, lse = finish(accs[0], highest, total)
     tl.store(lse_ptr + here, lse, mask=real_head)
 
 
@@ -105,25 +143,34 @@ def decode(
     if num_sequences == 0:
         return torch.empty(q_latent_BHC.shape, dtype=q_latent_BHC.dtype, device=device)
     scaled = cache.dtype == torch.uint8
-    if scaled:
-        latent, row_scale, k_pe = latent_fp8.views(cache, latent_dim, rope_dim)
-    else:
-        latent, row_scale, k_pe = cache, None, cache[:, latent_dim:]
-    table = DECODE_F32 if q_latent_BHC.dtype == torch.float32 else DECODE_FP8 if scaled else DECODE
-    config = config or choose(table, chip_of(device), heads)
+    if config is None:
+        kernel = "mla_decode_fp8" if scaled else "mla_decode"
+        config = choose("mla_decode_f32" if q_pe_BHP.dtype == torch.float32 else kernel, chip_of(device), heads)
     splits = num_splits(config, num_sequences, heads, longest)
-    per_split = -(-longest // (splits * config.block_s)) * config.block_s
     # One split needs no merging: its result is the result.
     dtype = torch.float32 if splits > 1 else q_latent_BHC.dtype
     part = torch.empty(num_sequences, splits, heads, latent_dim, dtype=dtype, device=device)
     lse = torch.empty(num_sequences, splits, heads, dtype=torch.float32, device=device)
-    _decode_kernel[(num_sequences, triton.cdiv(heads, config.block_h), splits)](
-        q_latent_BHC, q_pe_BHP, latent, row_scale, k_pe, block_table_BN, kv_lens_B, part, lse,
-        q_latent_BHC.stride(0), q_latent_BHC.stride(1), q_pe_BHP.stride(0), q_pe_BHP.stride(1), latent.stride(0),
-        0 if row_scale is None else row_scale.stride(0), k_pe.stride(0), block_table_BN.stride(0), heads, splits,
-        per_split, block_size, latent_fp8.num_blocks(latent_dim), scale, LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
-        SCALED=scaled, LATENT=max(16, triton.next_power_of_2(latent_dim)),
-        ROPE=max(16, triton.next_power_of_2(rope_dim)),
-        BLOCK_H=config.block_h, BLOCK_S=config.block_s, num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    grid = (num_sequences, triton.cdiv(heads, config.block_h), splits)
+    queries = q_latent_BHC, q_pe_BHP
+    q_strides = *q_latent_BHC.stride()[:2], *q_pe_BHP.stride()[:2]
+    results = block_table_BN, kv_lens_B, part, lse
+    sizes = block_table_BN.stride(0), heads, splits, block_size, scale
+    options = {
+        "LATENT_DIM": latent_dim, "ROPE_DIM": rope_dim, "ROPE": max(16, triton.next_power_of_2(rope_dim)),
+        "BLOCK_H": config.block_h, "BLOCK_S": config.block_s, "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }  # fmt: skip
+    if scaled:
+        latent, row_scale, k_pe = latent_fp8.views(cache, latent_dim, rope_dim)
+        strides = latent.stride(0), row_scale.stride(0), k_pe.stride(0)
+        _decode_fp8_kernel[grid](
+            *queries, latent, row_scale, k_pe, *results, *q_strides, *strides, *sizes,
+            BLOCKS=latent_fp8.num_blocks(latent_dim), BLOCK=latent_fp8.BLOCK, **options,
+        )  # fmt: skip
+    else:
+        _decode_kernel[grid](
+            *queries, cache, cache[:, latent_dim:], *results, *q_strides, cache.stride(0), cache.stride(0), *sizes,
+            LATENT=max(16, triton.next_power_of_2(latent_dim)), **options,
+        )  # fmt: skip
     return part[:, 0] if splits == 1 else merge_splits(part, lse, q_latent_BHC.dtype)

@@ -1,4 +1,5 @@
 """Which implementation of an operation runs: Triton's for tensors on a GPU where triton is installed, torch's otherwise.
+Which one multiplies by the experts' weights is in moe_kernels/backends.py.
 
 Triton is imported when the first tensor on a GPU arrives.
 """
@@ -11,6 +12,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from moe_kernels.grouped_gemm import run_experts as torch_run_experts
@@ -21,7 +23,10 @@ from moe_kernels.permute import sum_rows as torch_sum_rows
 from moe_kernels.permute import unpermute as torch_unpermute
 from moe_kernels.quant import dequantize_rows as torch_dequantize_rows
 from moe_kernels.quant import quantize_rows as torch_quantize_rows
+from moe_kernels.quant import silu_mul_quantize as torch_silu_mul_quantize
 from moe_kernels.silu_mul import silu_mul as torch_silu_mul
+from moe_kernels.tokens import sum_pairs as torch_sum_pairs
+from moe_kernels.tokens import take_rows as torch_take_rows
 from moe_kernels.topk import grouped_sigmoid_topk as torch_grouped_sigmoid_topk
 from moe_kernels.topk import grouped_softmax_topk as torch_grouped_softmax_topk
 from moe_kernels.topk import softmax_topk as torch_softmax_topk
@@ -31,8 +36,13 @@ Result = TypeVar("Result")
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether Triton's kernels run on tensors of this device."""
+    return device.type == "cuda" and has_triton()
 
 
 @functools.cache
@@ -52,8 +62,7 @@ def _by_device(torch_form: Callable[P, Result], module: str) -> Callable[P, Resu
     def chosen(*args: P.args, **kwargs: P.kwargs) -> Result:
         x = args[0]
         assert isinstance(x, Tensor | ExpertBatch)
-        on_gpu = x.is_cuda if isinstance(x, Tensor) else x.x.is_cuda
-        if not on_gpu or not _has_triton():
+        if not on_gpu(x.device if isinstance(x, Tensor) else x.x.device):
             return torch_form(*args, **kwargs)
         return cast(Result, triton_form(module, torch_form.__name__)(*args, **kwargs))
 
@@ -68,6 +77,9 @@ permute_some = _by_device(torch_permute_some, "permute")
 quantize_rows = _by_device(torch_quantize_rows, "quant")
 run_experts = _by_device(torch_run_experts, "grouped_gemm")
 silu_mul = _by_device(torch_silu_mul, "silu_mul")
+silu_mul_quantize = _by_device(torch_silu_mul_quantize, "quant")
 softmax_topk = _by_device(torch_softmax_topk, "topk")
+sum_pairs = _by_device(torch_sum_pairs, "permute")
 sum_rows = _by_device(torch_sum_rows, "permute")
+take_rows = _by_device(torch_take_rows, "permute")
 unpermute = _by_device(torch_unpermute, "permute")

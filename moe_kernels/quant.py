@@ -35,3 +35,12 @@ def dequantize_rows(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """value float8_e4m3fn [..., D], scale float32 [..., B] -> value * scale, in `dtype`."""
     scale_D = scale.repeat_interleave(BLOCK, -1)[..., : value.shape[-1]]
     return value.float().mul_(scale_D).to(dtype)
+
+
+def silu_mul_quantize(gate_up: Tensor, rows_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[..., 2F] -> (float8_e4m3fn [..., F], scale float32 [..., B]): `quantize_rows` of silu(first half) * second half, rounded
+    in between to gate_up's dtype. rows_S: of [S, C, 2F], how many rows of each slot count; the others may hold anything."""
+    width = gate_up.shape[-1] // 2
+    hidden = F.silu(gate_up[..., :width]) * gate_up[..., width:]
+    value, scale = quantize_rows(hidden.flatten(0, -2))
+    return value.view(hidden.shape), scale.view(*hidden.shape[:-1], scale.shape[-1])

@@ -38,6 +38,8 @@ def grouped_softmax_topk(
 ) -> tuple[Tensor, Tensor]:
     """DeepSeek-V2: as softmax_topk without renormalisation, from the `topk_groups` groups with the highest best
     probability; weights times `scale`. num_groups 1: no groups."""
+    if logits_TE.dtype is torch.float32 and rows.can_run(logits_TE):
+        return rows.grouped_softmax_topk(logits_TE, top_k, num_groups, topk_groups, scale)
     probability_TE = logits_TE.softmax(-1, dtype=torch.float32)
     if topk_groups < num_groups:
         probability_TGE = probability_TE.view(-1, num_groups, logits_TE.shape[1] // num_groups)

@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_kernels import triton_tma_gemm as tma
 from moe_kernels.layout import ExpertBatch
 from moe_kernels.quant import BLOCK, num_blocks
-from moe_kernels.triton_configs import DOWN_FP8, GATE_UP_FP8, GemmConfig
-from moe_kernels.triton_grouped_gemm import Tiles, load_step, locate
+from moe_kernels.triton_configs import GemmConfig
 from moe_kernels.triton_quant import quantize_rows, to_fp8
+from moe_kernels.triton_tiles import Tiles, load_step, locate, store_sums
 
 
 @triton.jit(do_not_specialize=["capacity", "num_tiles"])
@@ -28,7 +29,7 @@ def _gate_up_fp8_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """(out [R, F], its scales [R, N]) = FP8 of silu(x gate^T) * (x up^T)."""
-    busy, slot, row, here, n, column, wide = locate(
+    busy, slot, _, row, here, n, column, wide = locate(
         rows_ptr, num_slots, capacity, num_tiles, width, SLOTS, BLOCK_M, BLOCK_N, BAND, PADDED
     )
     if not busy:
@@ -65,7 +66,7 @@ def _down_fp8_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """out [R, D] = x down^T, times the row's weight."""
-    busy, slot, row, here, n, column, wide = locate(
+    busy, slot, _, row, here, n, column, wide = locate(
         rows_ptr, num_slots, capacity, num_tiles, num_outputs, SLOTS, BLOCK_M, BLOCK_N, BAND, PADDED
     )
     if not busy:
@@ -84,10 +85,51 @@ def _down_fp8_kernel(
         acc += tl.dot(x, w) * (x_scale * tl.load(w_scale_ptr + block))[:, None]
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
-    if WEIGHTED:
-        acc *= tl.load(row_weight_ptr + row, mask=here, other=0.0)[:, None]
-    out_ptrs = out_ptr + row[:, None] * num_outputs + column[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=here[:, None] & wide[None, :])
+    store_sums(acc, row_weight_ptr, out_ptr, row, here, column, wide, num_outputs, WEIGHTED)
+
+
+def multiply_gate_up_fp8(
+    batch: ExpertBatch, gate_up_S2FD: Tensor, scale_S2NB: Tensor, config: GemmConfig | None = None
+) -> ExpertBatch:
+    """Rows in FP8 -> silu(x gate^T) * (x up^T) of each, in FP8 too."""
+    num_slots, width2, hidden = gate_up_S2FD.shape
+    width = width2 // 2
+    assert gate_up_S2FD.is_contiguous() and scale_S2NB.is_contiguous() and batch.scale is not None
+    assert scale_S2NB.shape == (num_slots, 2 * num_blocks(width), num_blocks(hidden))
+    x, x_scale = batch.x.contiguous(), batch.scale.contiguous()
+    tiles = Tiles(batch, 1, "gate_up_fp8", (hidden, width), config)
+    assert tiles.config.block_n == tiles.config.block_k == BLOCK
+    mid = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    mid_scale = torch.empty(*x.shape[:-1], num_blocks(width), dtype=torch.float32, device=x.device)
+    if tiles.num_rows and tma.can_run(tiles.config, x, gate_up_S2FD):
+        tma.gate_up(tiles, x, x_scale, gate_up_S2FD, scale_S2NB, mid, mid_scale)
+    elif tiles.num_rows:
+        _gate_up_fp8_kernel[tiles.grid(width)](
+            x, x_scale, gate_up_S2FD, scale_S2NB, mid, mid_scale, tiles.rows_S, num_slots, tiles.capacity,
+            tiles.num_tiles, hidden, width, **tiles.options(hidden),
+        )  # fmt: skip
+    return ExpertBatch(batch.layout, mid, batch.rows_S, mid_scale)
+
+
+def multiply_down_fp8(
+    mid: ExpertBatch, down_SDF: Tensor, scale_SBN: Tensor, row_weight: Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """x down^T of every row, times its weight: bfloat16."""
+    num_slots, hidden, width = down_SDF.shape
+    assert down_SDF.is_contiguous() and scale_SBN.is_contiguous()
+    assert scale_SBN.shape == (num_slots, num_blocks(hidden), num_blocks(width))
+    tiles = Tiles(mid, 1, "down_fp8", (width, hidden), config)
+    assert tiles.config.block_n == tiles.config.block_k == BLOCK
+    out = torch.empty(*mid.x.shape[:-1], hidden, dtype=torch.bfloat16, device=mid.x.device)
+    if tiles.num_rows and tma.can_run(tiles.config, mid.x, down_SDF):
+        tma.down(tiles, mid.x, mid.scale, down_SDF, scale_SBN, row_weight, out)
+    elif tiles.num_rows:
+        _down_fp8_kernel[tiles.grid(hidden)](
+            mid.x, mid.scale, down_SDF, scale_SBN, row_weight, out, tiles.rows_S, num_slots, tiles.capacity,
+            tiles.num_tiles, width, hidden, WEIGHTED=row_weight is not None, **tiles.options(width),
+        )  # fmt: skip
+    return out
 
 
 def run_experts_fp8(
@@ -106,28 +148,10 @@ def run_experts_fp8(
     contiguous. row_weight and configs: as moe_kernels.triton_grouped_gemm.run_experts.
     """
     num_slots, width2, hidden = gate_up_S2FD.shape
-    width = width2 // 2
-    assert gate_up_S2FD.is_contiguous() and down_SDF.is_contiguous() and down_SDF.shape == (num_slots, hidden, width)
-    assert gate_up_scale_S2NB.is_contiguous() and down_scale_SBN.is_contiguous()
-    assert gate_up_scale_S2NB.shape == (num_slots, 2 * num_blocks(width), num_blocks(hidden))
-    assert down_scale_SBN.shape == (num_slots, num_blocks(hidden), num_blocks(width))
-    up, down = Tiles(batch, 1, GATE_UP_FP8, gate_up_config), Tiles(batch, 1, DOWN_FP8, down_config)
-    assert all(size == BLOCK for config in (up.config, down.config) for size in (config.block_n, config.block_k))
-    out = torch.empty(batch.x.shape, dtype=torch.bfloat16, device=batch.x.device)
-    if up.num_rows == 0:
-        return out
+    assert down_SDF.shape == (num_slots, hidden, width2 // 2)
     if batch.scale is None:
         x, scale = quantize_rows(batch.x.reshape(-1, hidden))
-    else:
-        x, scale = batch.x.contiguous(), batch.scale.contiguous()
-    mid = torch.empty(up.num_rows, width, dtype=x.dtype, device=x.device)
-    mid_scale = torch.empty(up.num_rows, num_blocks(width), dtype=torch.float32, device=x.device)
-    _gate_up_fp8_kernel[up.grid(width)](
-        x, scale, gate_up_S2FD, gate_up_scale_S2NB, mid, mid_scale, up.rows_S, num_slots, up.capacity, up.num_tiles,
-        hidden, width, **up.options(hidden),
-    )  # fmt: skip
-    _down_fp8_kernel[down.grid(hidden)](
-        mid, mid_scale, down_SDF, down_scale_SBN, row_weight, out, down.rows_S, num_slots, down.capacity,
-        down.num_tiles, width, hidden, WEIGHTED=row_weight is not None, **down.options(width),
-    )  # fmt: skip
-    return out
+        scale = scale.view(*batch.x.shape[:-1], num_blocks(hidden))
+        batch = ExpertBatch(batch.layout, x.view(batch.x.shape), batch.rows_S, scale)
+    mid = multiply_gate_up_fp8(batch, gate_up_S2FD, gate_up_scale_S2NB, gate_up_config)
+    return multiply_down_fp8(mid, down_SDF, down_scale_SBN, row_weight, down_config)

@@ -15,49 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.layout import ExpertBatch, Layout
+from moe_kernels import triton_tma_gemm as tma
+from moe_kernels.layout import ExpertBatch
 from moe_kernels.quant import num_blocks
-from moe_kernels.triton_configs import DOWN, GATE_UP, GemmConfig, Table, choose
-from moe_kernels.triton_device import chip_of
-
-
-@triton.jit
-def locate(
-    rows_ptr, num_slots, capacity, num_tiles, num_outputs, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BAND: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """This program's tile: (has it rows, slot int64, rows int64 [M], which of them count, n tile, columns [N], which of them
-    there are)."""
-    num_n = tl.cdiv(num_outputs, BLOCK_N)
-    pid, per_band = tl.program_id(0), BAND * num_n
-    first_m = pid // per_band * BAND
-    height = tl.minimum(num_tiles - first_m, BAND)
-    tile = first_m + pid % per_band % height
-    n = pid % per_band // height
-    if PADDED:
-        tiles_per_slot = tl.cdiv(capacity, BLOCK_M)
-        slot = tile // tiles_per_slot
-        count = tl.load(rows_ptr + slot)
-        first = slot.to(tl.int64) * capacity
-        start = tile % tiles_per_slot * BLOCK_M
-    else:
-        index = tl.arange(0, SLOTS)
-        rows = tl.load(rows_ptr + index, mask=index < num_slots, other=0)
-        tiles = (rows + BLOCK_M - 1) // BLOCK_M
-        slot = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
-        before = index < slot
-        first = tl.sum(tl.where(before, rows, 0), 0).to(tl.int64)
-        count = tl.sum(tl.where(index == slot, rows, 0), 0)
-        start = (tile - tl.sum(tl.where(before, tiles, 0), 0)) * BLOCK_M
-    m = start + tl.arange(0, BLOCK_M)
-    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-    return start < count, slot.to(tl.int64), first + m, m < count, n, column, column < num_outputs
-
-
-@triton.jit
-def load_step(ptrs, there, inside, EVEN: tl.constexpr):
-    """[M, K] (there [M, 1], inside [1, K]) or [K, N]; EVEN: all inputs are inside."""
-    return tl.load(ptrs, mask=there if EVEN else there & inside, other=0.0)
+from moe_kernels.triton_configs import GemmConfig
+from moe_kernels.triton_tiles import Tiles, load_step, locate, store_sums
 
 
 @triton.jit(do_not_specialize=["capacity", "num_tiles"])
@@ -67,7 +29,7 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """out [R, F] = silu(x gate^T) * (x up^T)."""
-    busy, slot, row, here, _, column, wide = locate(
+    busy, slot, _, row, here, _, column, wide = locate(
         rows_ptr, num_slots, capacity, num_tiles, width, SLOTS, BLOCK_M, BLOCK_N, BAND, PADDED
     )
     if not busy:
@@ -102,7 +64,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """out [R, D] = x down^T, times the row's weight."""
-    busy, slot, row, here, _, column, wide = locate(
+    busy, slot, _, row, here, _, column, wide = locate(
         rows_ptr, num_slots, capacity, num_tiles, num_outputs, SLOTS, BLOCK_M, BLOCK_N, BAND, PADDED
     )
     if not busy:
@@ -118,44 +80,43 @@ def _down_kernel(
         acc = tl.dot(x, w, acc, input_precision="ieee")
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
-    if WEIGHTED:
-        acc *= tl.load(row_weight_ptr + row, mask=here, other=0.0)[:, None]
-    out_ptrs = out_ptr + row[:, None] * num_outputs + column[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=here[:, None] & wide[None, :])
+    store_sums(acc, row_weight_ptr, out_ptr, row, here, column, wide, num_outputs, WEIGHTED)
 
 
-class Tiles:
-    """How many programs the tiles of a batch need at most, and the arguments that all kernels here share."""
+def multiply_gate_up(batch: ExpertBatch, gate_up_S2FD: Tensor, config: GemmConfig | None = None) -> Tensor:
+    """silu(x gate^T) * (x up^T) of every row: [R, F] or [S, C, F], in the weights' dtype."""
+    num_slots, width2, hidden = gate_up_S2FD.shape
+    width, x = width2 // 2, batch.x.contiguous()
+    assert gate_up_S2FD.is_contiguous()
+    scale = None if batch.scale is None else batch.scale.contiguous()
+    tiles = Tiles(batch, gate_up_S2FD.dtype.itemsize, "gate_up", (hidden, width), config)
+    mid = torch.empty(*x.shape[:-1], width, dtype=gate_up_S2FD.dtype, device=x.device)
+    if tiles.num_rows and scale is None and tma.can_run(tiles.config, x, gate_up_S2FD):
+        tma.gate_up(tiles, x, None, gate_up_S2FD, None, mid, None)
+    elif tiles.num_rows:
+        _gate_up_kernel[tiles.grid(width)](
+            x, scale, gate_up_S2FD, mid, tiles.rows_S, num_slots, tiles.capacity, tiles.num_tiles, hidden, width,
+            num_blocks(hidden), SCALED=scale is not None, **tiles.options(hidden),
+        )  # fmt: skip
+    return mid
 
-    def __init__(self, batch: ExpertBatch, weight_bytes: int, table: Table, config: GemmConfig | None) -> None:
-        self.padded = batch.layout is Layout.PADDED
-        self.num_slots = batch.rows_S.shape[0]
-        self.rows_S = batch.rows_S
-        self.num_rows = batch.x.shape[0] * (batch.x.shape[1] if self.padded else 1)
-        self.capacity = batch.x.shape[1] if self.padded else 0
-        per_slot = -(-self.num_rows // max(1, self.num_slots))
-        if weight_bytes > 2:  # float32 has no matrix unit: small tiles, whatever the number of rows
-            per_slot = 1
-        self.config = config or choose(table, chip_of(batch.x.device), per_slot)
-        size = self.config.block_m
-        # Ragged: a slot's last tile may be partly filled; how many there are is known on the device only.
-        self.num_tiles = (
-            self.num_slots * -(-self.capacity // size)
-            if self.padded
-            else self.num_rows // size + min(self.num_slots, self.num_rows)
-        )
 
-    def options(self, num_inputs: int) -> dict[str, int | bool]:
-        config = self.config
-        return {
-            "EVEN": num_inputs % config.block_k == 0, "PADDED": self.padded,
-            "SLOTS": triton.next_power_of_2(self.num_slots), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k, "BAND": config.band, "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-        }  # fmt: skip
-
-    def grid(self, num_outputs: int) -> tuple[int]:
-        return (self.num_tiles * -(-num_outputs // self.config.block_n),)
+def multiply_down(
+    mid: ExpertBatch, down_SDF: Tensor, row_weight: Tensor | None = None, config: GemmConfig | None = None
+) -> Tensor:
+    """x down^T of every row, times its weight: [R, D] or [S, C, D]."""
+    num_slots, hidden, width = down_SDF.shape
+    assert down_SDF.is_contiguous()
+    tiles = Tiles(mid, down_SDF.dtype.itemsize, "down", (width, hidden), config)
+    out = torch.empty(*mid.x.shape[:-1], hidden, dtype=down_SDF.dtype, device=mid.x.device)
+    if tiles.num_rows and tma.can_run(tiles.config, mid.x, down_SDF):
+        tma.down(tiles, mid.x, None, down_SDF, None, row_weight, out)
+    elif tiles.num_rows:
+        _down_kernel[tiles.grid(hidden)](
+            mid.x, down_SDF, row_weight, out, tiles.rows_S, num_slots, tiles.capacity, tiles.num_tiles, width, hidden,
+            WEIGHTED=row_weight is not None, **tiles.options(width),
+        )  # fmt: skip
+    return out
 
 
 def run_experts(
@@ -169,21 +130,6 @@ def run_experts(
     """As moe_kernels.grouped_gemm.run_experts. row_weight: float32 [R] or [S, C], what each row's result is multiplied by
     (for an exchange whose combine only sums). The configs replace what the table says."""
     num_slots, width2, hidden = gate_up_S2FD.shape
-    width = width2 // 2
-    assert gate_up_S2FD.is_contiguous() and down_SDF.is_contiguous() and down_SDF.shape == (num_slots, hidden, width)
-    x, dtype = batch.x.contiguous(), gate_up_S2FD.dtype
-    scale = None if batch.scale is None else batch.scale.contiguous()
-    up, down = Tiles(batch, dtype.itemsize, GATE_UP, gate_up_config), Tiles(batch, dtype.itemsize, DOWN, down_config)
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if up.num_rows == 0:
-        return out
-    mid = torch.empty(*x.shape[:-1], width, dtype=dtype, device=x.device)
-    _gate_up_kernel[up.grid(width)](
-        x, scale, gate_up_S2FD, mid, up.rows_S, num_slots, up.capacity, up.num_tiles, hidden, width, num_blocks(hidden),
-        SCALED=scale is not None, **up.options(hidden),
-    )  # fmt: skip
-    _down_kernel[down.grid(hidden)](
-        mid, down_SDF, row_weight, out, down.rows_S, num_slots, down.capacity, down.num_tiles, width, hidden,
-        WEIGHTED=row_weight is not None, **down.options(width),
-    )  # fmt: skip
-    return out
+    assert down_SDF.shape == (num_slots, hidden, width2 // 2)
+    mid = ExpertBatch(batch.layout, multiply_gate_up(batch, gate_up_S2FD, gate_up_config), batch.rows_S)
+    return multiply_down(mid, down_SDF, row_weight, down_config)

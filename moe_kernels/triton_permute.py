@@ -122,6 +122,23 @@ def _sum_kernel(
     tl.store(out_ptr + token * out_stride + column, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _sum_pairs_kernel(
+    y_ptr, row_n_ptr, weight_ptr, out_ptr, weight_stride_t, weight_stride_k, out_stride, size, top_k,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < size
+    acc = tl.zeros((COLUMNS,), tl.float32)
+    for k in range(top_k):
+        row = tl.load(row_n_ptr + token * top_k + k).to(tl.int64)
+        weight = tl.load(weight_ptr + token * weight_stride_t + k * weight_stride_k)
+        y = tl.load(y_ptr + row * size + column, mask=mask & (row >= 0), other=0.0).to(tl.float32)
+        acc += tl.where(row >= 0, weight, 0.0) * y
+    tl.store(out_ptr + token * out_stride + column, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 class _Places:
     """Where the pairs of a step go; the number of rows is known on the device only."""
 
@@ -192,4 +209,23 @@ def unpermute(y_RD: Tensor, bags: Bags, out_TD: Tensor) -> Tensor:
             y_RD.contiguous(), bags.row_P, bags.weight_P, bags.starts_T, out_TD, bags.starts_T.stride(0),
             out_TD.stride(0), num_tokens, bags.row_P.shape[0], size, COLUMNS=_COLUMNS,
         )  # fmt: skip
+    return out_TD
+
+
+def take_rows(x_TD: Tensor, slot_TK: Tensor, first_slot: int, num_slots: int) -> tuple[ExpertBatch, Tensor]:
+    """As moe_kernels.tokens.take_rows."""
+    weight_TK = torch.empty(slot_TK.shape, dtype=torch.float32, device=slot_TK.device)  # not looked at again
+    places = _Places(slot_TK, weight_TK, first_slot, num_slots)
+    batch = ExpertBatch(Layout.RAGGED, places.rows(x_TD, slot_TK.numel()), places.rows_S)
+    return batch, places.row_N
+
+
+def sum_pairs(y_ND: Tensor, row_N: Tensor, weight_TK: Tensor, out_TD: Tensor) -> Tensor:
+    """As moe_kernels.tokens.sum_pairs. out [T, D]: rows of any stride."""
+    (num_tokens, size), top_k = out_TD.shape, weight_TK.shape[1]
+    assert out_TD.stride(1) == 1 and y_ND.shape[1] == size and y_ND.is_contiguous()
+    if out_TD.numel():
+        _sum_pairs_kernel[(num_tokens, triton.cdiv(size, _COLUMNS))](
+            y_ND, row_N, weight_TK, out_TD, *weight_TK.stride(), out_TD.stride(0), size, top_k, COLUMNS=_COLUMNS
+        )
     return out_TD

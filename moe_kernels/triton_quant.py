@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Rows as FP8 with one scale per block of 128, in Triton: the bits of moe_kernels/quant.py.
 
-Legend: R rows, D hidden size, B = ceil(D / 128) blocks of a row.
+Legend: R rows, D hidden size, F expert width, B = ceil(D / 128) blocks of a row, S slots, C rows per padded slot.
 """
 
 from __future__ import annotations
@@ -77,3 +77,43 @@ def dequantize_rows(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
             value, scale, x, num_rows, size, blocks, ROWS=_ROWS, SIZE=BLOCK
         )
     return x
+
+
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
+def _silu_mul_quantize_kernel(
+    x_ptr, value_ptr, scale_ptr, rows_ptr, num_rows, capacity, size, blocks, COUNTED: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = row < num_rows
+    if COUNTED:
+        here &= row % capacity < tl.load(rows_ptr + row // capacity, mask=here, other=0)
+        if tl.sum(here.to(tl.int32), 0) == 0:
+            return
+    block = tl.program_id(1)
+    column = block * SIZE + tl.arange(0, SIZE)
+    mask = here[:, None] & (column < size)[None, :]
+    x_ptrs = x_ptr + row[:, None] * 2 * size + column[None, :]
+    gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptrs + size, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    value, scale = to_fp8((silu * up).to(dtype).to(tl.float32))
+    tl.store(value_ptr + row[:, None] * size + column[None, :], value, mask=mask)
+    tl.store(scale_ptr + row * blocks + block, scale, mask=here)
+
+
+def silu_mul_quantize(gate_up: Tensor, rows_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As moe_kernels.quant.silu_mul_quantize."""
+    gate_up = gate_up.contiguous()
+    *shape, width2 = gate_up.shape
+    size, blocks = width2 // 2, num_blocks(width2 // 2)
+    value = torch.empty(*shape, size, dtype=torch.float8_e4m3fn, device=gate_up.device)
+    scale = torch.empty(*shape, blocks, dtype=torch.float32, device=gate_up.device)
+    num_rows = gate_up.numel() // max(1, width2)
+    if num_rows:
+        _silu_mul_quantize_kernel[(triton.cdiv(num_rows, _ROWS), blocks)](
+            gate_up, value, scale, rows_S, num_rows, shape[-1], size, blocks, COUNTED=rows_S is not None, ROWS=_ROWS,
+            SIZE=BLOCK,
+        )  # fmt: skip
+    return value, scale

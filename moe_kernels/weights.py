@@ -6,15 +6,20 @@ Legend: S slots, D hidden size, F expert width, T tokens, R rows arrived, C rows
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moe_kernels.choice import permute_some, run_experts, sum_rows
+from moe_kernels.backends import choose_experts, facts_of
+from moe_kernels.choice import run_experts, triton_form
+from moe_kernels.fp8_experts import Fp8Experts
 from moe_kernels.layout import ExpertBatch, TokenBatch
 from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize
-from moe_kernels.packed import PackedExperts, can_pack
+from moe_kernels.packed import PackedExperts
+from moe_kernels.token_sums import run_tokens
 
 
 class ExpertWeights(Protocol):
@@ -55,12 +60,34 @@ class ExpertWeights(Protocol):
 
 
 def expert_weights(
-    num_slots: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device, form: WeightFormat
+    num_slots: int,
+    hidden: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    form: WeightFormat,
+    backend: str = "auto",
 ) -> ExpertWeights:
-    """Uninitialised. Where the native kernels cannot run, weights are kept in dtype whatever the form."""
-    if can_pack(dtype, device):
-        return PackedExperts(num_slots, hidden, width, dtype, form)
-    return PlainExperts(num_slots, hidden, width, dtype, device)
+    """Uninitialised. Where nothing multiplies by weights in `form`, they are kept in dtype.
+
+    Raises ValueError when `backend` (moe_kernels/backends.py) cannot run.
+    """
+    facts = facts_of(hidden, width, dtype, device, form)
+    chosen = choose_experts(backend, facts)
+    sizes = num_slots, hidden, width, dtype
+    if chosen == "native":
+        return PackedExperts(*sizes, form)
+    if chosen == "flashinfer":
+        made: ExpertWeights = importlib.import_module("moe_kernels.flashinfer").FlashInferExperts(*sizes, device, form)
+        return made
+    library = (
+        importlib.import_module("moe_kernels.deepgemm").DeepGemm(facts.capability) if chosen == "deepgemm" else None
+    )
+    if form is WeightFormat.FP8 and library is not None:
+        return Fp8Experts(*sizes, device, library.run_experts_fp8, library.power_of_two_scales)
+    if form is WeightFormat.FP8 and chosen == "triton":
+        return Fp8Experts(*sizes, device, triton_form("fp8_experts", "run_experts_fp8"))
+    return PlainExperts(*sizes, device, run_experts if library is None else library.run_experts)
 
 
 class PlainExperts:
@@ -68,8 +95,16 @@ class PlainExperts:
 
     format = WeightFormat.PLAIN
 
-    def __init__(self, num_slots: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_slots = num_slots
+    def __init__(
+        self,
+        num_slots: int,
+        hidden: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        product: Callable[[ExpertBatch, Tensor, Tensor], Tensor] = run_experts,
+    ) -> None:
+        self.num_slots, self._product = num_slots, product
         self.gate_up_S2FD = torch.empty(num_slots, 2 * width, hidden, dtype=dtype, device=device)
         self.down_SDF = torch.empty(num_slots, hidden, width, dtype=dtype, device=device)
 
@@ -92,8 +127,7 @@ class PlainExperts:
         return gate_FD, up_FD, self.down_SDF[slot]
 
     def run_rows(self, batch: ExpertBatch) -> Tensor:
-        return run_experts(batch, self.gate_up_S2FD, self.down_SDF)
+        return self._product(batch, self.gate_up_S2FD, self.down_SDF)
 
     def run_tokens(self, batch: TokenBatch) -> Tensor:
-        rows, bags = permute_some(batch.x_TD, batch.slot_TK, batch.weight_TK, batch.first_slot, self.num_slots)
-        return sum_rows(self.run_rows(rows), bags).to(batch.sum_dtype)
+        return run_tokens(batch, self.num_slots, self.run_rows)

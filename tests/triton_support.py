@@ -11,6 +11,7 @@ of the mantissa. Arithmetic on bfloat16 stays wrong: kernels convert to float32 
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import tempfile
@@ -30,6 +31,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, interpreter
 from triton.runtime.jit import JITFunction
 
+import layers.choice
+import moe_kernels.backends
+import moe_kernels.choice
+import moe_kernels.token_sums
+from native import Isa, isa, limit_isa
+
+ROOT = Path(__file__).resolve().parent.parent
 _FLOATS = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -139,6 +147,29 @@ def running(*modules: ModuleType) -> Iterator[None]:
         _replaced((*modules, tl, tl.standard, tl.math), lambda kernel: interpreter.InterpretedFunction(kernel.fn)),
     ):
         yield
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Every room takes its Triton forms, for tensors of the CPU; they run as in `running`. The native kernels rest."""
+    names = [
+        f"{room}.{path.stem}" for room in ("layers", "mla", "moe_kernels") for path in (ROOT / room).glob("triton_*.py")
+    ]
+    modules = [importlib.import_module(name) for name in names]
+    with_kernels = [m for m in modules if any(isinstance(k, JITFunction) for k in vars(m).values())]
+    rooms: list[Any] = [layers.choice, moe_kernels.choice, moe_kernels.backends, moe_kernels.token_sums]
+    asked = [(room, room.on_gpu) for room in rooms]
+    before = isa()
+    limit_isa(Isa.NONE)
+    for room in rooms:
+        room.on_gpu = lambda device: True
+    try:
+        with running(*with_kernels):
+            yield
+    finally:
+        limit_isa(before)
+        for room, ask in asked:
+            room.on_gpu = ask
 
 
 @dataclass(frozen=True)

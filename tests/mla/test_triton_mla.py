@@ -1,4 +1,4 @@
-"""MLA decode in Triton equals the reference, and compiles for Hopper and Blackwell."""
+"""MLA in Triton equals the reference, and compiles for Hopper and Blackwell."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from triton_support import compiling, report, running
 from layers import triton_merge, triton_norm, triton_rope, triton_softmax
 from layers.norm import rms_norm
 from layers.rope import apply_rope
-from mla import latent_fp8, reference, triton_cache, triton_decode
+from mla import latent_fp8, reference, triton_cache, triton_decode, triton_prefill
 from mla.merge import merge
-from mla.protocol import MlaShape
-from mla.triton_configs import DecodeConfig
+from mla.protocol import MlaShape, PrefillMode
+from mla.triton_configs import DecodeConfig, PrefillConfig
 from mla.triton_mla import TritonMla
 
 pytestmark = pytest.mark.triton
 
 SMALL = DecodeConfig(16, 16, 4, 2, programs=16, keys=16)  # several splits, several tiles of each
 WHOLE = DecodeConfig(16, 16, 4, 2, programs=1)
+PROMPTS = PrefillConfig(16, 16, 4, 2)
+KERNELS = (triton_decode, triton_merge, triton_softmax, triton_prefill)
 STEPS = {
     "decodes": [(1, 5), (1, 1), (1, 70), (1, 16)],
     "mixed": [(1, 11), (1, 40), (5, 5), (3, 20)],
@@ -35,17 +37,48 @@ def test_equals_the_reference(name: str, config: DecodeConfig) -> None:
     """Rows of the cache that belong to no token of a sequence hold large numbers."""
     case = make_case(STEPS[name], garbage=1e30)
     q_nope, q_pe, cache, w_uk, w_uv = case.tensors
-    with running(triton_decode, triton_merge, triton_softmax), torch.inference_mode():
+    with running(*KERNELS), torch.inference_mode():
         ours = TritonMla(case.shape, SCALE, "auto", torch.float32, config).prepare(case.step)(*case.tensors)
     expected = reference.naive(q_nope, q_pe, cache, case.step, w_uk, w_uv, SCALE)
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prefill", ["naive", "absorbed", "auto"])
+@pytest.mark.parametrize(
+    "lengths", [[(1, 9), (20, 20), (2, 30)], [(3, 3), (18, 70), (0, 5), (9, 40)]], ids=["first", "later"]
+)
+def test_prompts(lengths: list[tuple[int, int]], prefill: PrefillMode, dtype: torch.dtype) -> None:
+    """Contexts in one piece, and cut in the middle of sequences."""
+    case = make_case(lengths, dtype=dtype)
+    q_nope, q_pe, cache, w_uk, w_uv = case.tensors
+    expected = reference.naive(q_nope, q_pe, cache, case.step, w_uk, w_uv, SCALE)
+    for max_keys in (1000, 33) if prefill == "naive" else (50,):
+        backend = TritonMla(case.shape, SCALE, prefill, dtype, SMALL, PROMPTS, max_keys)
+        with running(*KERNELS), torch.inference_mode():
+            ours = backend.prepare(case.step)(*case.tensors)
+        tolerance = 2e-5 if dtype is torch.float32 else 0.03
+        torch.testing.assert_close(ours.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_prompts_over_an_fp8_cache() -> None:
+    shape = MlaShape(num_heads=2, nope_dim=16, rope_dim=4, latent_dim=40, value_dim=12)
+    case = make_case([(12, 12), (9, 40)], shape=shape, dtype=torch.bfloat16)
+    q_nope, q_pe, cache, w_uk, w_uv = case.tensors
+    stored = latent_fp8.pack(cache, 40)
+    with running(*KERNELS), torch.inference_mode():
+        prepared = TritonMla(shape, SCALE, "naive", torch.bfloat16, SMALL, PROMPTS, 30).prepare(case.step)
+        ours = prepared(q_nope, q_pe, stored, w_uk, w_uv)
+    widened = latent_fp8.unpack(stored, 40, 4)
+    expected = reference.naive(q_nope, q_pe, widened, case.step, w_uk, w_uv, SCALE)
+    torch.testing.assert_close(ours.float(), expected.float(), rtol=0.03, atol=0.03)
 
 
 def test_more_heads_than_a_program_takes() -> None:
     shape = MlaShape(num_heads=20, nope_dim=8, rope_dim=4, latent_dim=32, value_dim=8)
     case = make_case([(1, 20)], shape=shape)
     q_nope, q_pe, cache, w_uk, w_uv = case.tensors
-    with running(triton_decode, triton_merge, triton_softmax), torch.inference_mode():
+    with running(*KERNELS), torch.inference_mode():
         ours = TritonMla(shape, SCALE, "auto", torch.float32, SMALL).prepare(case.step)(*case.tensors)
     expected = reference.absorbed(q_nope, q_pe, cache, case.step, w_uk, w_uv, SCALE)
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-5)
@@ -64,7 +97,7 @@ def test_bfloat16_and_fp8_cache(latent_dim: int, cache_format: str) -> None:
         cache = latent_fp8.unpack(stored, latent_dim, 6)
     else:
         stored = cache
-    with running(triton_decode, triton_merge, triton_softmax), torch.inference_mode():
+    with running(*KERNELS), torch.inference_mode():
         prepared = TritonMla(shape, SCALE, "auto", torch.bfloat16, SMALL).prepare(case.step)
         ours = prepared(q_nope, q_pe, stored, w_uk, w_uv)
     expected = reference.naive(q_nope, q_pe, cache, case.step, w_uk, w_uv, SCALE)
@@ -121,7 +154,7 @@ def test_merge_is_the_fold_of_merge() -> None:
     out, lse = part_BGHY[:, 0].clone(), lse_BGH[:, 0].clone()
     for split in (1, 2):
         merge(out, lse, part_BGHY[:, split], lse_BGH[:, split])
-    with running(triton_decode, triton_merge, triton_softmax):
+    with running(*KERNELS):
         torch.testing.assert_close(triton_merge.merge_splits(part_BGHY, lse_BGH, torch.float32), out)
         none = triton_merge.merge_splits(torch.zeros(1, 2, 1, 3), torch.full((1, 2, 1), -torch.inf), torch.float32)
     assert not none.any()
@@ -141,10 +174,26 @@ def test_compiles_for_deepseek_v3(capability: int, heads: int) -> None:
             triton_decode.decode(*q, cache, *step)
     report(found)
     assert len(found) == 3
-    plain, merging, fp8 = found
-    assert plain.spills == merging.spills == 0
-    # Latents of many heads do not fit beside their FP8 form: that is known (mla/triton_configs.py), more would be news.
-    assert fp8.spills <= (0 if heads == 16 else 400)
+    assert all(item.spills == 0 for item in found)
+    if heads == 128:
+        assert found[0].matrix_unit == {90: "wgmma", 100: "tcgen05.mma"}[capability]
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_prompts_compile_for_deepseek_v3(capability: int) -> None:
+    """128 heads, keys of 128 + 64 and values of 128, with and without more than one piece of the context."""
+    case = make_case([(300, 900)], 64)
+    q = meta(300, 128, 192), meta(300, 128, 64)
+    with compiling(capability, triton_prefill) as found:
+        for max_keys in (1000, 500):
+            plan = triton_prefill.PrefillPlan(case.step, [0], 128, max_keys, torch.bfloat16)
+            k, k_pe = meta(max_keys, 128 * 128), meta(max_keys, 576)[:, 512:]
+            out = meta(300, 128, 128, dtype=torch.float32 if len(plan.pieces) > 1 else torch.bfloat16)
+            lse = meta(300, 128, dtype=torch.float32)
+            plan._launch(q[0][..., :128], q[1], k, k_pe, k, plan.pieces[0].tiles, 0.1, out, lse)
+    report(found)
+    assert len(found) == 2 and all(item.spills == 0 for item in found)
+    assert found[0].matrix_unit == {90: "wgmma", 100: "tcgen05.mma"}[capability]
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -162,5 +211,12 @@ def test_float32_compiles() -> None:
     with compiling(90, triton_decode, triton_merge) as found:
         q = meta(4, 128, 512, dtype=torch.float32), meta(4, 128, 64, dtype=torch.float32)
         triton_decode.decode(*q, meta(6400, 576, dtype=torch.float32), *step)
-    report(found)
-    assert all(item.spills == 0 for item in found)
+    case = make_case([(300, 900)], 64)
+    with compiling(90, triton_prefill) as prompts:
+        f32 = {"dtype": torch.float32}
+        plan = triton_prefill.PrefillPlan(case.step, [0], 128, 1000, torch.float32)
+        q, k, out = meta(300, 128, 192, **f32), meta(900, 128 * 128, **f32), meta(300, 128, 128, **f32)
+        k_pe, tiles = meta(900, 576, **f32)[:, 512:], plan.pieces[0].tiles
+        plan._launch(q[..., :128], q[..., 128:], k, k_pe, k, tiles, 0.1, out, meta(300, 128, **f32))
+    report(found + prompts)
+    assert all(item.spills == 0 for item in found + prompts)

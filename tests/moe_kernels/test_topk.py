@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import grouped_sigmoid_topk, grouped_softmax_topk, reference, softmax_topk
+from native import Isa, best_isa, limit_isa
 
 
 def assert_same_choice(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> None:
@@ -37,10 +38,13 @@ def test_softmax(num_experts: int, top_k: int, renormalize: bool, dtype: torch.d
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "top_k", "num_groups", "topk_groups"), [(16, 4, 4, 2), (64, 6, 8, 3), (64, 6, 1, 1), (8, 8, 2, 2)]
+    ("num_experts", "top_k", "num_groups", "topk_groups"),
+    [(16, 4, 4, 2), (64, 6, 8, 3), (64, 6, 1, 1), (8, 8, 2, 2), (15, 2, 5, 2)],
 )
 @pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_grouped(num_experts: int, top_k: int, num_groups: int, topk_groups: int, scale: float) -> None:
+@pytest.mark.parametrize("level", [level for level in Isa if level <= best_isa()], ids=lambda level: level.name)
+def test_grouped(level: Isa, num_experts: int, top_k: int, num_groups: int, topk_groups: int, scale: float) -> None:
+    limit_isa(level)
     logits_TE = distinct_logits(33, num_experts, torch.float32)
     softmax_args = (logits_TE, top_k, num_groups, topk_groups, scale)
     assert_same_choice(grouped_softmax_topk(*softmax_args), reference.grouped_softmax_topk(*softmax_args))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ from triton_support import compiling, report, running
 from moe_kernels import ExpertBatch, Layout, dequantize_rows, quantize_rows, reference, triton_quant
 from moe_kernels import triton_fp8_experts as fp8
 from moe_kernels import triton_grouped_gemm as gemm
+from moe_kernels import triton_tiles as tiles
+from moe_kernels import triton_tma_gemm as tma
 from moe_kernels.quant import num_blocks
 from moe_kernels.triton_configs import GemmConfig
 
@@ -17,6 +21,7 @@ pytestmark = pytest.mark.triton
 
 SMALL = GemmConfig(16, 16, 32, 4, 2, band=2)  # several tiles of everything, also of small matrices
 SMALL_FP8 = GemmConfig(16, 128, 128, 4, 2, band=2)
+BY_TMA = [False, True]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
@@ -46,9 +51,12 @@ def valid(batch: ExpertBatch, y: Tensor) -> Tensor:
     return y[torch.arange(y.shape[1]) < batch.rows_S[:, None]]
 
 
-def run(batch: ExpertBatch, gate_up: Tensor, down: Tensor, row_weight: Tensor | None = None) -> Tensor:
-    with running(gemm):
-        return gemm.run_experts(batch, gate_up, down, row_weight, SMALL, SMALL)
+def run(
+    batch: ExpertBatch, gate_up: Tensor, down: Tensor, row_weight: Tensor | None = None, by_tma: bool = False
+) -> Tensor:
+    config = replace(SMALL, tma=int(by_tma))
+    with running(gemm, tma):
+        return gemm.run_experts(batch, gate_up, down, row_weight, config, config)
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
@@ -56,9 +64,13 @@ def run(batch: ExpertBatch, gate_up: Tensor, down: Tensor, row_weight: Tensor | 
 @pytest.mark.parametrize(
     ("rows", "hidden", "width"), [([3, 0, 18, 1], 40, 24), ([0, 0, 0, 1], 64, 32), ([0, 20, 16], 48, 17)]
 )
-def test_equals_the_reference(layout: Layout, dtype: torch.dtype, rows: list[int], hidden: int, width: int) -> None:
+@pytest.mark.parametrize("by_tma", BY_TMA)
+def test_equals_the_reference(
+    layout: Layout, dtype: torch.dtype, rows: list[int], hidden: int, width: int, by_tma: bool
+) -> None:
+    """By TMA: where it can (float32 and odd widths cannot)."""
     batch, matrices = make_batch(layout, rows, hidden, dtype), weights(len(rows), hidden, width, dtype)
-    y = run(batch, *matrices)
+    y = run(batch, *matrices, None, by_tma)
     assert y.dtype == dtype and y.shape == batch.x.shape
     expected = reference.experts(batch, *matrices)
     torch.testing.assert_close(valid(batch, y), valid(batch, expected), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -103,15 +115,19 @@ def fp8_matrices(num_slots: int, hidden: int, width: int) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16 rows", "fp8 rows"])
 @pytest.mark.parametrize(("rows", "hidden", "width"), [([3, 0, 18], 256, 128), ([1, 17], 160, 144)])
-def test_weights_in_fp8(layout: Layout, quantized: bool, rows: list[int], hidden: int, width: int) -> None:
+@pytest.mark.parametrize("by_tma", BY_TMA)
+def test_weights_in_fp8(
+    layout: Layout, quantized: bool, rows: list[int], hidden: int, width: int, by_tma: bool
+) -> None:
     batch, matrices = make_batch(layout, rows, hidden, torch.bfloat16), fp8_matrices(len(rows), hidden, width)
     if quantized:
         value, scale = quantize_rows(batch.x.flatten(0, -2))
         scale = scale.view(*batch.x.shape[:-1], -1)
         batch = ExpertBatch(layout, value.view(batch.x.shape), batch.rows_S, scale)
     row_weight = torch.rand(batch.x.shape[:-1], generator=torch.Generator().manual_seed(5))
-    with running(gemm, fp8, triton_quant):
-        y = fp8.run_experts_fp8(batch, *matrices, row_weight, SMALL_FP8, SMALL_FP8)
+    config = replace(SMALL_FP8, tma=int(by_tma))
+    with running(gemm, fp8, tma, triton_quant):
+        y = fp8.run_experts_fp8(batch, *matrices, row_weight, config, config)
     assert y.dtype == torch.bfloat16
     expected = reference.experts_fp8(batch, *matrices).float() * row_weight[..., None]
     # A number between the products that lies between two of FP8's may be rounded to either: 1/16 of it.
@@ -126,7 +142,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 @pytest.mark.parametrize("num_rows", [512, 32768], ids=["decode", "prefill"])
 def test_compiles_for_published_shapes(capability: int, num_rows: int) -> None:
     """DeepSeek-V3's experts, 64 of them on a rank."""
-    with compiling(capability, gemm) as found:
+    with compiling(capability, gemm, tiles) as found:
         for rows in (num_rows, num_rows - 3):  # share what was compiled
             batch = ExpertBatch(Layout.RAGGED, meta(rows, 7168), meta(64, dtype=torch.int32))
             gemm.run_experts(batch, meta(64, 4096, 7168), meta(64, 7168, 2048))
@@ -143,7 +159,7 @@ def test_fp8_compiles_for_published_shapes(capability: int, num_rows: int) -> No
     rows_S = meta(64, dtype=torch.int32)
     batch = ExpertBatch(Layout.RAGGED, meta(num_rows, 7168, dtype=f8), rows_S, meta(num_rows, 56, dtype=f32))
     gate_up, down = meta(64, 4096, 7168, dtype=f8), meta(64, 7168, 2048, dtype=f8)
-    with compiling(capability, gemm, fp8, triton_quant) as found:
+    with compiling(capability, gemm, tiles, fp8, triton_quant) as found:
         fp8.run_experts_fp8(batch, gate_up, meta(64, 32, 56, dtype=f32), down, meta(64, 56, 16, dtype=f32))
     report(found)
     assert len(found) == 2 and all(item.spills == 0 for item in found)
@@ -152,11 +168,33 @@ def test_fp8_compiles_for_published_shapes(capability: int, num_rows: int) -> No
 
 
 @pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
+def test_tiles_fetched_by_the_copy_engine_compile(capability: int, is_fp8: bool) -> None:
+    """DeepSeek-V3's prompts. What is measured will say whether they are the faster ones (benchmarks/tune_triton.py)."""
+    f8, f32 = torch.float8_e4m3fn, torch.float32
+    dtype, k = (f8, 128) if is_fp8 else (torch.bfloat16, 64)
+    config = GemmConfig(64 if is_fp8 else 128, 128, k, 8, 3, tma=1)
+    scale = meta(32768, 56, dtype=f32) if is_fp8 else None
+    batch = ExpertBatch(Layout.RAGGED, meta(32768, 7168, dtype=dtype), meta(64, dtype=torch.int32), scale)
+    gate_up, down = meta(64, 4096, 7168, dtype=dtype), meta(64, 7168, 2048, dtype=dtype)
+    with compiling(capability, tma, tiles) as found:
+        if is_fp8:
+            scales = meta(64, 32, 56, dtype=f32), meta(64, 56, 16, dtype=f32)
+            fp8.run_experts_fp8(batch, gate_up, scales[0], down, scales[1], None, config, config)
+        else:
+            gemm.run_experts(batch, gate_up, down, None, config, config)
+    report(found)
+    assert [item.kernel for item in found] == ["_gate_up_tma_kernel", "_down_tma_kernel"]
+    assert all(item.spills == 0 for item in found)
+    assert [item.matrix_unit for item in found] == [{90: "wgmma", 100: "tcgen05.mma"}[capability]] * 2
+
+
+@pytest.mark.parametrize("capability", [90, 100])
 def test_padded_rows_in_fp8_compile(capability: int) -> None:
     """What a low-latency exchange brings: 64 slots with room for 1,024 rows, weighted here because its sum is not."""
     x, scale = meta(64, 1024, 7168, dtype=torch.float8_e4m3fn), meta(64, 1024, 56, dtype=torch.float32)
     batch = ExpertBatch(Layout.PADDED, x, meta(64, dtype=torch.int32), scale)
-    with compiling(capability, gemm) as found:
+    with compiling(capability, gemm, tiles) as found:
         row_weight = meta(64, 1024, dtype=torch.float32)
         gemm.run_experts(batch, meta(64, 4096, 7168), meta(64, 7168, 2048), row_weight)
     report(found)
@@ -165,7 +203,7 @@ def test_padded_rows_in_fp8_compile(capability: int) -> None:
 
 def test_float32_compiles() -> None:
     batch = ExpertBatch(Layout.RAGGED, meta(32768, 7168, dtype=torch.float32), meta(64, dtype=torch.int32))
-    with compiling(90, gemm) as found:
+    with compiling(90, gemm, tiles) as found:
         gemm.run_experts(batch, *(meta(*shape, dtype=torch.float32) for shape in [(64, 4096, 7168), (64, 7168, 2048)]))
     report(found)
     assert all(item.spills <= 64 for item in found)

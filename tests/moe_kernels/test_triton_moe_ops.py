@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton_support import compiling, report, running
 
-from moe_kernels import Layout, quant, reference, triton_permute, triton_quant, triton_silu_mul, triton_topk
+from moe_kernels import Layout, quant, reference, tokens, triton_permute, triton_quant, triton_silu_mul, triton_topk
 
 pytestmark = pytest.mark.triton
 
@@ -145,6 +145,46 @@ def test_quantize_what_is_not_finite() -> None:
     assert back_RD[0, 200].isnan() and not back_RD[0, :128].any() and back_RD[1, 0].isnan()
 
 
+@pytest.mark.parametrize("width", [128, 300])
+def test_silu_mul_quantize(width: int) -> None:
+    """Rows past a padded slot's count are NaN, and their results not looked at."""
+    gate_up = normal(3, 20, 2 * width, seed=4).bfloat16()
+    rows_S = torch.tensor([20, 0, 7], dtype=torch.int32)
+    here = torch.arange(20) < rows_S[:, None]
+    expected_value, expected_scale = quant.silu_mul_quantize(gate_up)
+    with running(triton_quant):
+        for counts, rows in ((None, torch.ones_like(here)), (rows_S, here)):
+            gate_up[~rows] = float("nan")
+            value, scale = triton_quant.silu_mul_quantize(gate_up, counts)
+            torch.testing.assert_close(scale[rows], expected_scale[rows], rtol=1e-2, atol=0)
+            wide, expected = (
+                quant.dequantize_rows(v[rows], s[rows], torch.float32)
+                for v, s in ((value, scale), (expected_value, expected_scale))
+            )
+            # A number between two of FP8's may be rounded to either.
+            torch.testing.assert_close(wide, expected, rtol=0.13, atol=1e-3)
+
+
+@pytest.mark.parametrize("first_slot", [0, 3])
+def test_tokens_take_rows_without_asking_how_many(first_slot: int) -> None:
+    slot_TK, weight_TK = routing(7, 3, 9)
+    x_TD = normal(7, 40)
+    expected, row_N = tokens.take_rows(x_TD, slot_TK, first_slot, 4)
+    y_ND = normal(21, 40, seed=2)
+    want_TD = tokens.sum_pairs(y_ND, row_N, weight_TK, torch.empty(7, 40))
+    reference_rows, rows_S, pair_R = reference.permute(x_TD, slot_TK - first_slot, 4)
+    assert torch.equal(expected.rows_S, rows_S) and torch.equal(expected.x[: len(pair_R)], reference_rows)
+    torch.testing.assert_close(want_TD, reference.unpermute(y_ND, pair_R, weight_TK, torch.empty(7, 40)))
+    with running(triton_permute):
+        batch, ours_N = triton_permute.take_rows(x_TD, slot_TK, first_slot, 4)
+        y_ND[len(pair_R) :] = float("nan")  # what no pair names
+        out_TD = triton_permute.sum_pairs(y_ND, ours_N, weight_TK, torch.empty(7, 40))
+        assert triton_permute.take_rows(x_TD[:0], slot_TK[:0], 0, 4)[0].x.shape == (0, 40)
+    assert torch.equal(batch.rows_S, rows_S) and torch.equal(ours_N, row_N)
+    assert torch.equal(batch.x[: len(pair_R)], reference_rows)
+    torch.testing.assert_close(out_TD, want_TD)
+
+
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -165,5 +205,8 @@ def test_compiles_for_published_shapes(capability: int) -> None:
             triton_permute.unpermute(batch.x, bags, meta(num_tokens, 7168))
             triton_silu_mul.silu_mul(meta(num_tokens, 4096))
             triton_quant.dequantize_rows(*triton_quant.quantize_rows(x_TD), torch.bfloat16)
+            triton_quant.silu_mul_quantize(meta(8, num_tokens, 4096), meta(8, dtype=torch.int32))
+            rows, row_N = triton_permute.take_rows(x_TD, slot_TK, 0, 256)
+            triton_permute.sum_pairs(rows.x, row_N, weight_TK, meta(num_tokens, 7168))
     report(found)
-    assert len(found) == 10 and all(item.spills == 0 for item in found)
+    assert len(found) == 12 and all(item.spills == 0 for item in found)

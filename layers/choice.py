@@ -1,0 +1,32 @@
+"""The one place of layers and mla where the device is asked for: Triton's kernels for tensors on a GPU where triton is installed.
+
+Triton is imported when the first tensor on a GPU arrives.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether Triton's kernels run on tensors of this device."""
+    return device.type == "cuda" and has_triton()
+
+
+@functools.cache
+def triton_form(module: str, name: str) -> Any:
+    """What has this name in <module>, such as "layers.triton_norm"."""
+    try:
+        return vars(importlib.import_module(module))[name]
+    except ModuleNotFoundError as error:
+        raise ImportError("the Triton kernels need triton: pip install triton") from error

@@ -8,9 +8,10 @@ A token travels once to each rank that has some of its experts: its hidden state
 weights, in one row. The experts take what has arrived as tokens, and sort, weight and sum for themselves (TokenBatch); one row
 goes back, and the sender adds up the ranks' rows in float32.
 
-One all-to-all carries the rows to a rank, led by a row that says how many there are. The receiver gives a fixed room before
-it knows that number; when some message of any rank is longer, a second all-to-all carries what is left. A rank's own rows
-are not sent.
+One all-to-all carries the rows to a rank, led by a row that says how many there are. The receiver gives a room before it
+knows that number; when some message of any rank is longer, a second all-to-all carries what is left. That one begins when
+the first has been waited for, so nothing hides it; therefore rooms grow to the longest message of any rank, of which all ranks
+are told alike. A rank's own rows are not sent.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ep.group import GlooGroup
+from ep.group import LARGE_BYTES, GlooGroup
 from ep.protocol import Arrived, Pending, Routing
 from ep.rows import make_rows
 from moe_kernels import Bags, Layout, TokenBatch, unpermute
 
-_ROOM_BYTES = 1 << 18  # of a first message, per peer and lane
+_ROOM_BYTES = 1 << 18  # of a first message, per peer and lane, to begin with
+_MOST_BYTES = 1 << 26  # of all rooms of a lane
 _WORD = 8
 
 
@@ -34,6 +36,7 @@ class _Ticket:
     arrived: list[int]  # rows that came from each other rank
     sent: list[int]  # rows that went to each other rank
     own: int  # rows that stayed
+    longest: int  # rows of the longest message of any rank
     back: Bags  # from the M rows sent to the T tokens
 
 
@@ -53,7 +56,8 @@ class CollectiveAllToAll:
         self._num_slots = num_slots
         self._hidden_size, self._dtype = hidden_size, dtype
         self._rows = make_rows(rows, hidden_size, dtype)
-        self._room: dict[int, Tensor] = {}
+        self._room: dict[int, Tensor] = {}  # by K
+        self._longest = 0  # message of the last dispatch, of any rank: the next one is most often alike
         # Messages lie in the order of ranks, this rank's own rows last: the column of a slot is its place in that order.
         ranks = [*range(group.rank), *range(group.rank + 1, group.size), group.rank]
         column_G = torch.empty(group.size, dtype=torch.int64)
@@ -84,6 +88,7 @@ class CollectiveAllToAll:
             first_MB,
             self._by_rank([room.shape[1]] * num_peers),
             self._by_rank([min(count, room.shape[1]) for count in counts[:num_peers]]),
+            self._is_large(self._longest),
         )
         row_M = goes_TG.t().nonzero()[:, 1].argsort(stable=True)
         copies_T = goes_TG.sum(1)
@@ -97,15 +102,17 @@ class CollectiveAllToAll:
         num_peers, limit = room.shape[0], room.shape[1]
         heads: list[list[int]] = room[:, 0, :2].tolist()
         coming = [count for count, _ in heads]
+        longest = self._longest = max(dispatch.longest, *(longest for _, longest in heads))
         pieces = [room[i, 1:count] for i, count in enumerate(coming)]
-        if max(dispatch.longest, *(longest for _, longest in heads)) > limit:
+        if longest > limit:
             left = [max(0, count - limit) for count in coming]
             rest_NB = room.new_empty(sum(left), room.shape[2])
             empty_MB = rest_NB[:0] if dispatch.rest is None else dispatch.rest
             going = [max(0, count - limit) for count in counts[:num_peers]]
-            self._group.all_to_all(rest_NB, empty_MB, self._by_rank(left), self._by_rank(going)).wait()
+            self._group.all_to_all(rest_NB, empty_MB, self._by_rank(left), self._by_rank(going), large=True).wait()
             rests = torch.split(rest_NB, left)
             pieces = [part for pair in zip(pieces, rests, strict=True) for part in pair]
+            self._grow(room, longest)
         pieces.append(dispatch.rows_MB[dispatch.rows_MB.shape[0] - counts[num_peers] :])
         x_NW, slot_NK, weight_NK = self._fields(torch.cat(pieces))
         first_slot = self._group.rank * self._num_slots
@@ -116,6 +123,7 @@ class CollectiveAllToAll:
             [count - 1 for count in coming],
             [count - 1 for count in counts[:num_peers]],
             counts[num_peers],
+            longest,
             dispatch.back,
         )
         return Arrived(tokens, ticket)
@@ -127,12 +135,19 @@ class CollectiveAllToAll:
         back_MD = sum_ND.new_empty(coming + ticket.own, self._hidden_size)
         back_MD[coming:] = sum_ND[leaving:]
         exchange = self._group.all_to_all(
-            back_MD[:coming], sum_ND[:leaving], self._by_rank(ticket.sent), self._by_rank(ticket.arrived)
+            back_MD[:coming],
+            sum_ND[:leaving],
+            self._by_rank(ticket.sent),
+            self._by_rank(ticket.arrived),
+            self._is_large(ticket.longest),
         )
         return _Combine(exchange, back_MD, ticket.back, out_TD)
 
     def close(self) -> None:
         """Nothing is held; the group is closed by whoever opened it."""
+
+    def _is_large(self, num_rows: int) -> bool:
+        return num_rows * self._hidden_size * self._dtype.itemsize >= LARGE_BYTES
 
     def _by_rank(self, of_peers: list[int]) -> list[int]:
         """The same with 0 for this rank."""
@@ -150,6 +165,16 @@ class CollectiveAllToAll:
             rows = max(2, _ROOM_BYTES // (words * _WORD))
             self._room[top_k] = torch.empty(self._group.size - 1, rows, words, dtype=torch.int64)
         return self._room[top_k]
+
+    def _grow(self, room: Tensor, longest: int) -> None:
+        """From the next dispatch on messages of so many rows fit, at most _MOST_BYTES. All ranks do this in the same exchange."""
+        num_peers, _, words = room.shape
+        top_k = words - self._words()
+        most = _MOST_BYTES // (num_peers * words * _WORD)
+        # Another exchange may have grown it meanwhile.
+        grown = max(self._room[top_k].shape[1], min(most, 1 << (longest - 1).bit_length()))
+        if grown > self._room[top_k].shape[1]:
+            self._room[top_k] = room.new_empty(num_peers, grown, words)
 
     def _fields(self, rows_NB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of rows: x [N, W], slot int32 [N, K], weight float32 [N, K] (the last two share K words)."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import ExpertBatch, ScaledMatrix, TokenBatch, WeightFormat, expert_weights
+from moe_kernels import ExpertBatch, ExpertWeights, ScaledMatrix, TokenBatch, WeightFormat, expert_weights
+from moe_kernels.backends import choose_experts, facts_of
 from moe_kernels.matrix import SCALE_ROWS, quantize
 
 __all__ = ["SCALE_ROWS", "Experts", "ScaledMatrix", "WeightFormat", "quantize"]
@@ -29,16 +30,34 @@ class Experts(nn.Module):
         super().__init__()
         self.hidden_size, self.width = hidden_size, intermediate_size
         self._sizes = (num_slots, hidden_size, intermediate_size, dtype, torch.device(device or "cpu"))
-        self.weights = expert_weights(*self._sizes, WeightFormat.PLAIN)
+        self.num_slots = num_slots
+        self._form, self._backend = WeightFormat.PLAIN, "auto"
+        self._weights: ExpertWeights | None = None
 
     @property
-    def num_slots(self) -> int:
-        return self.weights.num_slots
+    def weights(self) -> ExpertWeights:
+        """Made when they are first asked for: until then it may be said in what format (`keep_as`)."""
+        if self._weights is None:
+            self._weights = expert_weights(*self._sizes, self._form, self._backend)
+        return self._weights
 
-    def keep_as(self, form: WeightFormat) -> None:
-        """From now on weights are kept in this format, if they can be; what was loaded before is lost."""
-        if form is not self.weights.format:
-            self.weights = expert_weights(*self._sizes, form)
+    @weights.setter
+    def weights(self, weights: ExpertWeights) -> None:
+        self._weights = weights
+
+    @property
+    def format(self) -> WeightFormat:
+        """In which weights are, or are to be, kept."""
+        return self._form if self._weights is None else self._weights.format
+
+    def keep_as(self, form: WeightFormat, backend: str | None = None) -> None:
+        """From now on weights are kept in this format, if they can be; what was loaded before is lost. backend: a name of
+        moe_kernels/backends.py; None: as before. Raises ValueError where it cannot run."""
+        chosen = self._backend if backend is None else backend
+        if form is self.format and chosen == self._backend:
+            return
+        choose_experts(chosen, facts_of(*self._sizes[1:], form))
+        self._form, self._backend, self._weights = form, chosen, None
 
     def forward(self, batch: ExpertBatch | TokenBatch) -> Tensor:
         """Rows: each slot's expert on its rows, in the layout of batch.x (RAGGED [R, D], PADDED [S, C, D]). Tokens: the

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dbo.steps import Steps
 from ep.experts import Experts
+from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
 from moe_kernels import TokenBatch
@@ -75,3 +76,28 @@ class MoE(nn.Module):
         if self.load is not None:
             self.load(expert_TK)
         return Routing(expert_TK if self.table is None else self.table(expert_TK), weight_TK)
+
+
+class MoELayers:
+    """Makes the MoE layers of a model, in their order, on one rank: it hosts its part of their experts, and all of them exchange
+    through the same lanes."""
+
+    def __init__(self, parallel: Parallel, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """ValueError when nobody has said which experts the rank hosts."""
+        placement = parallel.placement
+        if placement is None:
+            raise ValueError("a model with routed experts needs a placement of them")
+        self._parallel = parallel
+        self._placement = placement
+        self._sizes = (placement.slots_per_rank, hidden_size)
+        self._lanes = parallel.make_lanes(*self._sizes)
+        self._dtype = dtype
+        self._device = device
+        self._num_made = 0
+
+    def make(self, router: nn.Module, expert_width: int, shared: nn.Module | None = None) -> MoE:
+        """The next layer; see MoE."""
+        experts = Experts(*self._sizes, expert_width, self._dtype, self._device)
+        table = SlotTable(self._placement, self._num_made, self._parallel.rank, self._device)
+        self._num_made += 1
+        return MoE(router, experts, self._lanes, table, shared)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ep.group import GlooGroup, MailboxWorld
+from ep.group import LARGE_BYTES, GlooGroup, MailboxWorld
 from ep.heap import Signals, SymmetricHeap
 from ep.protocol import Pending, Ready
 
@@ -89,13 +89,14 @@ class CollectiveParcels:
 
     def send(self, sizes_GG: Ints, parcels: Mapping[int, Sequence[Tensor]]) -> Pending[list[Tensor]]:
         rank, size = self._group.rank, self._group.size
-        pieces = [piece for peer in range(size) for piece in parcels.get(peer, ())]
+        pieces = [piece.cpu() for peer in range(size) for piece in parcels.get(peer, ())]  # gloo carries the host's
         rows = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
         going: list[int] = sizes_GG[rank].tolist()
         coming: list[int] = sizes_GG[:, rank].tolist()
         assert rows.numel() == sum(going), f"{rows.numel()} bytes given, {sum(going)} announced"
         out = torch.empty(sum(coming), dtype=torch.uint8)
-        return _Collected(self._group.all_to_all(out, rows, coming, going), out, coming)
+        large = int(sizes_GG.max()) >= LARGE_BYTES
+        return _Collected(self._group.all_to_all(out, rows, coming, going, large), out, coming)
 
     def release(self) -> None:
         """Nothing is held."""

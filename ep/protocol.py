@@ -69,7 +69,8 @@ class AllToAll(Protocol):
     Both raise PeerLost out of `wait()` (or at once) when a peer is gone; no wait is without a bound.
     """
 
-    layout: Layout
+    @property
+    def layout(self) -> Layout: ...
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Arrived]: ...
 

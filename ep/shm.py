@@ -27,7 +27,19 @@ from torch import Tensor
 from ep.heap import Signals, SymmetricHeap
 from ep.protocol import Arrived, Routing
 from ep.rows import make_rows, padding
-from ep.shm_room import SLOT_BYTES, SMALL_BYTES, WEIGHT_BYTES, Chunks, Fields, Floats, Ints, Room
+from ep.shm_room import (
+    SLOT_BYTES,
+    SMALL_BYTES,
+    WEIGHT_BYTES,
+    Array,
+    Chunks,
+    Fields,
+    Floats,
+    Form,
+    HostForm,
+    Ints,
+    Room,
+)
 from moe_kernels import Bags, ExpertBatch, Layout, TokenBatch, sum_rows
 
 _ROOM_ROWS = 2048  # a rank's tokens of one step, usually
@@ -47,17 +59,18 @@ class _Ticket:
 class _Sent:
     """What a dispatch sends. token: for each rank the tokens that go to it; None: all go to every rank."""
 
+    form: Form
     x_TW: Tensor
-    slot_TK: Ints
-    weight_TK: Floats
-    token: list[Ints] | None
+    slot_TK: Array
+    weight_TK: Array
+    token: list[Array] | None
     counts: list[int]  # rows to each rank
 
     def rows(self, peer: int, start: int, stop: int) -> Fields:
         if self.token is None:
             return self.x_TW[start:stop], self.slot_TK[start:stop], self.weight_TK[start:stop]
         token = self.token[peer][start:stop]
-        return self.x_TW.index_select(0, torch.from_numpy(token)), self.slot_TK[token], self.weight_TK[token]
+        return self.x_TW.index_select(0, self.form.tensor(token)), self.slot_TK[token], self.weight_TK[token]
 
 
 class ShmAllToAll:
@@ -76,11 +89,15 @@ class ShmAllToAll:
         layout: Layout = Layout.RAGGED,
         room_rows: int | None = None,
         rows: str = "plain",
+        form: Form | None = None,
     ) -> None:
         """num_slots: of each rank, less than 32768; dtype: of what experts give back; room_rows: rows of a room (a multiple of
-        64); None: as many as a large step has; rows: how they travel to the experts (ep/rows.py)."""
+        64); None: as many as a large step has; rows: how they travel to the experts (ep/rows.py). form: of a heap that is
+        not in the host's memory, RAGGED only."""
         assert num_slots < 1 << 15, "slots are sorted as 16-bit numbers"
+        assert form is None or layout is Layout.RAGGED
         self.layout = layout
+        self._form = form = form or HostForm()
         self._rank = heap.rank
         self._size = heap.size
         self._peers = [peer for peer in range(heap.size) if peer != heap.rank]
@@ -101,10 +118,10 @@ class ShmAllToAll:
         # By sender or receiver: rooms that lie at `of`, for what `sender` puts there.
         def to_experts(of: int, sender: int) -> Room:
             window = heap.window(of, here + sender * here_bytes, here_bytes)
-            return Room(window, self._rows.width, self._rows.dtype)
+            return form.room(window, self._rows.width, self._rows.dtype)
 
         def back(of: int, sender: int) -> Room:
-            return Room(heap.window(of, there + sender * there_bytes, there_bytes), hidden_size, dtype)
+            return form.room(heap.window(of, there + sender * there_bytes, there_bytes), hidden_size, dtype)
 
         own, ranks = heap.rank, range(heap.size)
         self._arriving = [to_experts(own, peer) for peer in ranks]
@@ -125,16 +142,18 @@ class ShmAllToAll:
         assert self._stage == _IDLE, "the lane's last exchange is not over"
         self._stage = _SENT
         self._number += 1
-        slot_TK: Ints = routing.slot_TK.numpy()
+        form = self._form
+        slot_TK = form.array(routing.slot_TK)
         num_tokens, top_k = slot_TK.shape
         token = self._choose(num_tokens, slot_TK)
         counts = [num_tokens] * self._size if token is None else [rows.shape[0] for rows in token]
         x_TW = self._rows.pack(x_TD)
-        sent = _Sent(x_TW, slot_TK, routing.weight_TK.numpy(), token, counts)
+        sent = _Sent(form, x_TW, slot_TK, form.array(routing.weight_TK), token, counts)
         capacity = self.capacity(top_k)
-        first = self._peers[0]
+        first = self._peers[0] if self._peers else -1
+        alike = token is None and num_tokens <= capacity and form.reads_peers
         for peer in self._peers:
-            if peer != first and token is None and num_tokens <= capacity:
+            if peer != first and alike:
                 self._leaving[peer].copy(self._leaving[first], num_tokens, top_k)
             else:
                 self._leaving[peer].fill(sent.rows(peer, 0, min(counts[peer], capacity)))
@@ -155,15 +174,15 @@ class ShmAllToAll:
         else:
             fields = self._receive_chunks(sent, counts, capacity)
         x_NW = torch.cat([field[0] for field in fields])
-        slot_NK = np.concatenate([field[1] for field in fields])
-        weight_NK = np.concatenate([field[2] for field in fields])
+        slot_NK = self._form.join([field[1] for field in fields])
+        weight_NK = self._form.join([field[2] for field in fields])
         if self.layout is Layout.PADDED:
             batch, bags = self._pad(x_NW, slot_NK, weight_NK)
             return Arrived(batch, _Ticket(bags, counts, sent))
         tokens = TokenBatch(
             self._rows.tokens(x_NW),
-            torch.from_numpy(slot_NK),
-            torch.from_numpy(weight_NK),
+            self._form.tensor(slot_NK),
+            self._form.tensor(weight_NK),
             self._rank * self._num_slots,
             torch.float32,
         )
@@ -193,7 +212,7 @@ class ShmAllToAll:
             if sent.token is None:
                 sum_TD[start:stop].add_(back)
             else:
-                sum_TD.index_add_(0, torch.from_numpy(sent.token[peer][start:stop]), back.float())
+                sum_TD.index_add_(0, self._form.tensor(sent.token[peer][start:stop]), back.float())
 
         def put(peer: int, start: int, stop: int) -> None:
             self._going[peer].rows(stop - start).copy_(sums[peer][start:stop])
@@ -207,7 +226,7 @@ class ShmAllToAll:
     def close(self) -> None:
         """Nothing is held; the group is closed by whoever opened it."""
 
-    def _choose(self, num_tokens: int, slot_TK: Ints) -> list[Ints] | None:
+    def _choose(self, num_tokens: int, slot_TK: Array) -> list[Array] | None:
         """For each rank the tokens that go there; None: all, which costs nothing to find out.
 
         Nearly every token has an expert on every one of a few ranks. The others travel for nothing, and their sums are
@@ -216,9 +235,7 @@ class ShmAllToAll:
         saved = (1 - 1 / self._size) ** slot_TK.shape[1]
         if saved < 0.2 or num_tokens * self._row_bytes < SMALL_BYTES:
             return None
-        goes_TG = np.zeros((num_tokens, self._size), dtype=np.bool_)
-        goes_TG[np.arange(num_tokens)[:, None], slot_TK // self._num_slots] = True
-        return [np.flatnonzero(goes_TG[:, rank]) for rank in range(self._size)]
+        return self._form.choose(slot_TK, self._num_slots, self._size)
 
     def _pad(self, x_NW: Tensor, slot_NK: Ints, weight_NK: Floats) -> tuple[ExpertBatch, Bags]:
         """The rows of the local experts, sorted into padded slots, and which of them make up each of the N."""
@@ -246,7 +263,7 @@ class ShmAllToAll:
 
         def take(peer: int, start: int, stop: int) -> None:
             x, slot, weight = self._arriving[peer].views(stop - start, top_k)
-            pieces[peer].append((x.clone(), slot.copy(), weight.copy()))
+            pieces[peer].append((x.clone(), self._form.join([slot]), self._form.join([weight])))
 
         def put(peer: int, start: int, stop: int) -> None:
             self._leaving[peer].fill(sent.rows(peer, start, stop))
@@ -258,8 +275,8 @@ class ShmAllToAll:
         return [
             (
                 torch.cat([piece[0] for piece in of_rank]),
-                np.concatenate([piece[1] for piece in of_rank]),
-                np.concatenate([piece[2] for piece in of_rank]),
+                self._form.join([piece[1] for piece in of_rank]),
+                self._form.join([piece[2] for piece in of_rank]),
             )
             for of_rank in pieces
         ]

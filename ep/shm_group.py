@@ -61,6 +61,10 @@ class ShmGroup:
         """Whether some rank's process is no more; does not wait."""
         return self.signals.anybody_ended()
 
+    def anybody_left(self) -> bool:
+        """Whether some rank has closed its group, or found that another is lost; does not wait."""
+        return self.signals.anybody_left()
+
     def abort(self, ranks: Sequence[int]) -> None:
         """End all waits of all ranks of this group: they raise PeerLost naming `ranks`. Any thread may call it."""
         self.signals.abort(ranks)

@@ -190,6 +190,13 @@ class ShmSignals:
     def anybody_ended(self) -> bool:
         return bool(self._watch.ended())
 
+    def anybody_left(self) -> bool:
+        return any(self._of_rank[peer][_STATE] == _LEFT for peer in self._peers)
+
+    def anybody_reached(self, word: int, number: int) -> bool:
+        """Whether some peer's word has; does not wait."""
+        return any(not self._own[self._index(word, peer)] - number & _BEHIND for peer in self._peers)
+
     def close(self) -> None:
         """`leave`, and stop watching the others. Not while a thread waits."""
         self.leave((), f"rank {self._rank} has left its group")

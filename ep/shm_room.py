@@ -6,6 +6,7 @@ Legend: D hidden size, K experts per token, n rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,8 @@ from ep.heap import Signals
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-Fields = tuple[Tensor, Ints, Floats]  # x [n, D], slot [n, K], weight [n, K]
+Array = Any  # slots, weights and numbers of tokens in the form's own kind: numpy's on the host, tensors on a device
+Fields = tuple[Tensor, Array, Array]  # x [n, D], slot [n, K], weight [n, K]
 
 SLOT_BYTES, WEIGHT_BYTES = 8, 4
 SMALL_BYTES = 1 << 16  # copied without leaving the interpreter
@@ -28,7 +30,7 @@ class Room:
 
     def __init__(self, window: Tensor, hidden_size: int, dtype: torch.dtype) -> None:
         self._bytes = window
-        self._memory: npt.NDArray[np.uint8] = window.numpy()
+        self._memory: npt.NDArray[np.uint8] = window.numpy() if window.is_cpu else np.empty(0, dtype=np.uint8)
         self._dtype = dtype
         self._hidden_size = hidden_size
         self._row_bytes = hidden_size * dtype.itemsize
@@ -79,6 +81,50 @@ class Room:
         slots = -(-count * self._row_bytes // SLOT_BYTES) * SLOT_BYTES
         weights = slots + count * top_k * SLOT_BYTES
         return slots, weights, weights + count * top_k * WEIGHT_BYTES
+
+
+class Form(Protocol):
+    """What the algorithm of ep/shm.py does to slots and weights: on the host here, on a device in ep/nvshmem.py."""
+
+    reads_peers: bool  # reading a peer's memory costs no more than reading one's own
+
+    def room(self, window: Tensor, hidden_size: int, dtype: torch.dtype) -> Room: ...
+
+    def array(self, x: Tensor) -> Array: ...
+
+    def tensor(self, array: Array) -> Tensor: ...
+
+    def join(self, arrays: Sequence[Array]) -> Array:
+        """One after another, in new memory."""
+        ...
+
+    def choose(self, slot_TK: Array, num_slots: int, size: int) -> list[Array]:
+        """For each rank the tokens that have a slot there."""
+        ...
+
+
+class HostForm:
+    """numpy does so little in a fraction of torch's time."""
+
+    reads_peers = True
+
+    def room(self, window: Tensor, hidden_size: int, dtype: torch.dtype) -> Room:
+        return Room(window, hidden_size, dtype)
+
+    def array(self, x: Tensor) -> Array:
+        return x.numpy()
+
+    def tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(array)
+
+    def join(self, arrays: Sequence[Array]) -> Array:
+        return np.concatenate(arrays)
+
+    def choose(self, slot_TK: Array, num_slots: int, size: int) -> list[Array]:
+        num_tokens = slot_TK.shape[0]
+        goes_TG = np.zeros((num_tokens, size), dtype=np.bool_)
+        goes_TG[np.arange(num_tokens)[:, None], slot_TK // num_slots] = True
+        return [np.flatnonzero(goes_TG[:, rank]) for rank in range(size)]
 
 
 class Chunks:

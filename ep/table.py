@@ -1,17 +1,30 @@
-"""The all-to-all backends by name. What is heavy or optional is imported by the backend's own file when it is made."""
+"""The all-to-all backends by name (ep/backends.py has their limits). What is optional is imported by the backend's own file
+when it is made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from ep.backends import NAMES, PADDED, Situation, family, missing, refusal, split_pair
 from ep.collective import CollectiveAllToAll
+from ep.deepep import DeepEpBuffer
+from ep.deepep_ht import HighThroughput
+from ep.deepep_ll import LowLatency, confirm
+from ep.deepep_v2 import Elastic, ElasticBuffers
+from ep.device_group import DeviceGroup, device_group
+from ep.dispatchers import PairedLane, StepState
+from ep.flashinfer import OneSided
 from ep.group import GlooGroup, Group, LocalGroup, MailboxGroup, gloo_group
 from ep.local import LocalAllToAll
 from ep.mailbox import Mailbox
+from ep.nccl import NcclAllToAll
+from ep.nvshmem import nvshmem_lanes
 from ep.parcels import CollectiveParcels, LocalParcels, MailboxParcels, Parcels, ShmParcels
+from ep.pplx import Pplx
 from ep.protocol import AllToAll
 from ep.rows import make_rows
 from ep.shm import ShmAllToAll
@@ -20,32 +33,29 @@ from ep.shm_group import ShmGroup, shm_group
 from ep.shm_meeting import Watch, await_sign_ins, sign_in
 from moe_kernels import Layout
 
-NAMES = ("local", "shm", "gloo", "mailbox")  # "auto" takes the first that can serve
+AUTO = ("local", "shm", "gloo")  # "auto" takes the first that can serve, where there is no GPU
+MANY_TOKENS, FEW_TOKENS = 2048, 256  # of a rank in one exchange, unless said otherwise
 
 
-def explain(size: int) -> dict[str, str]:
-    """For each backend "ok", or why it cannot serve `size` ranks in processes of their own."""
-    alone = "one rank has nobody to exchange with"
-    return {
-        "local": "ok" if size == 1 else f"serves one rank; there are {size}",
-        "shm": unsupported() or "ok" if size > 1 else alone,
-        "gloo": "ok" if size > 1 else alone,
-        "mailbox": "ranks inside one process, for tests",
-    }
+def explain(size: int, situation: Situation | None = None) -> dict[str, str]:
+    """For each backend "ok", or why it cannot serve `size` ranks in processes of their own. situation: what else is known;
+    None: the ranks are on this machine, without a GPU."""
+    known = situation or Situation(size, shared_memory=unsupported() or "")
+    return {name: refusal(name, known) or missing(name, known) or "ok" for name in NAMES}
 
 
 def choose(name: str, size: int) -> str:
-    """The backend for `size` ranks: `name` itself, or with "auto" the first that can.
+    """The backend for `size` ranks on the CPUs of this machine: `name` itself, or with "auto" the first that can.
 
     Raises ValueError when there is no such backend, or it cannot serve so many ranks.
     """
-    verdicts = explain(size)
+    known = Situation(size, shared_memory=unsupported() or "", one_process=True)
     if name == "auto":
-        return next(backend for backend in NAMES if verdicts[backend] == "ok")
-    if name not in verdicts:
-        raise ValueError(f"all2all backend {name!r} is unknown; it must be auto, {', '.join(NAMES)}")
-    if name != "mailbox" and verdicts[name] != "ok":
-        raise ValueError(f"all2all backend {name!r}: {verdicts[name]}")
+        return next(backend for backend in AUTO if not refusal(backend, known))
+    _check_names(name)
+    reason = refusal(name, known)
+    if reason:
+        raise ValueError(f"all2all backend {name!r}: {reason}")
     return name
 
 
@@ -58,29 +68,116 @@ def make_lanes(
     num_lanes: int = 1,
     layout: Layout = Layout.RAGGED,
     rows: str = "plain",
+    max_tokens: int = MANY_TOKENS,
+    few_tokens: int = FEW_TOKENS,
+    state: StepState | None = None,
 ) -> Sequence[AllToAll]:
     """One all-to-all per lane of overlap. Every rank of the group calls this in the same order.
 
     num_slots: expert slots of each rank; dtype: of hidden states and results. layout: of the experts' rows (PADDED: shm and
     mailbox). rows: "plain", or "fp8": rows travel to the experts in half the bytes (ep/rows.py; one rank alone sends
     nothing, and leaves them as they are). name: with "auto" the backend that the group belongs to
-    (size 1: local; ShmGroup: shm; GlooGroup: gloo; MailboxGroup: mailbox). Raises ValueError as `choose`, and for another
-    backend's group.
+    (size 1: local, whatever the name; ShmGroup: shm; GlooGroup: gloo; MailboxGroup: mailbox; DeviceGroup: nccl), or "a+b": a
+    for steps with many tokens, b for those in which no rank has more than few_tokens. max_tokens: of a rank in one
+    exchange. state: of the steps of this rank; a pair needs it.
+    Raises ValueError as `choose`, and for another backend's group.
     """
-    chosen = choose(_of_group(group) if name == "auto" else name, group.size)
-    if layout is Layout.PADDED and chosen not in ("shm", "mailbox"):
-        raise ValueError(f"all2all backend {chosen!r} gives experts ragged rows only; padded ones: shm, mailbox")
-    if chosen == "local":
+    if isinstance(group, LocalGroup):
         return [LocalAllToAll(num_slots) for _ in range(num_lanes)]
-    if chosen == "shm" and isinstance(group, ShmGroup):
-        heap, signals = group.heap, group.signals
-        return [ShmAllToAll(heap, signals, num_slots, hidden_size, dtype, layout, rows=rows) for _ in range(num_lanes)]
-    if chosen == "gloo" and isinstance(group, GlooGroup):
-        return [CollectiveAllToAll(group, num_slots, hidden_size, dtype, rows) for _ in range(num_lanes)]
-    if chosen == "mailbox" and isinstance(group, MailboxGroup):
-        form = make_rows(rows, hidden_size, dtype)
-        return [Mailbox(group.world, group.rank, num_slots, lane, layout, form) for lane in range(num_lanes)]
-    raise ValueError(f"all2all backend {chosen!r} cannot use a {type(group).__name__}")
+    chosen = _of_group(group) if name == "auto" else name
+    _check_names(chosen)
+    few = min(few_tokens, max_tokens)
+    one = _Order(group, num_slots, hidden_size, dtype, num_lanes, layout, rows, max_tokens, few, state)
+    large, small = split_pair(chosen)
+    if large == small:
+        return _lanes(large, one)
+    if state is None:
+        raise ValueError(f"all2all backend {chosen!r}: a pair needs to be told the size of every step")
+    many_lanes = _lanes(large, one, others_need=few if small == "deepep_low_latency" else 0)
+    few_lanes = _lanes(small, replace(one, max_tokens=few))
+    pairs = zip(many_lanes, few_lanes, strict=True)
+    return [PairedLane(state, of_many, of_few, few) for of_many, of_few in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """make_lanes' arguments."""
+
+    group: Group
+    num_slots: int
+    hidden_size: int
+    dtype: torch.dtype
+    num_lanes: int
+    layout: Layout
+    rows: str
+    max_tokens: int
+    few_tokens: int
+    state: StepState | None
+
+
+def _lanes(name: str, order: _Order, others_need: int = 0) -> Sequence[AllToAll]:
+    """others_need: the few tokens for which a low-latency backend shares this one's buffer."""
+    group, sizes, lanes = order.group, (order.num_slots, order.hidden_size, order.dtype), range(order.num_lanes)
+    padded = order.layout is Layout.PADDED or name in PADDED
+    if padded and name not in ("mailbox", "shm", *PADDED):
+        raise ValueError(f"all2all backend {name!r} gives experts ragged rows only; padded ones: shm, mailbox")
+    layout = Layout.PADDED if padded else Layout.RAGGED
+    if name in ("shm", "shm_padded") and isinstance(group, ShmGroup):
+        return [ShmAllToAll(group.heap, group.signals, *sizes, layout, rows=order.rows) for _ in lanes]
+    if name == "gloo" and isinstance(group, GlooGroup):
+        return [CollectiveAllToAll(group, *sizes, order.rows) for _ in lanes]
+    if name == "mailbox" and isinstance(group, MailboxGroup):
+        form = make_rows(order.rows, order.hidden_size, order.dtype)
+        return [Mailbox(group.world, group.rank, order.num_slots, lane, layout, form) for lane in lanes]
+    if family(name) == "device" and isinstance(group, DeviceGroup):
+        return _on_devices(name, group, order, others_need)
+    raise ValueError(f"all2all backend {name!r} cannot use a {type(group).__name__}")
+
+
+def _on_devices(name: str, group: DeviceGroup, order: _Order, others_need: int) -> Sequence[AllToAll]:
+    num_slots, hidden_size, dtype = sizes = (order.num_slots, order.hidden_size, order.dtype)
+    fp8, max_tokens, state, lanes = order.rows == "fp8", order.max_tokens, order.state, range(order.num_lanes)
+    reason = refusal(
+        name,
+        Situation(
+            group.size,
+            "cuda",
+            dtype=str(dtype).removeprefix("torch."),
+            hidden_size=hidden_size,
+            max_tokens=max_tokens,
+            rows=order.rows,
+            num_parts=order.num_lanes,
+        ),
+    )
+    if reason:
+        raise ValueError(f"all2all backend {name!r}: {reason}")
+    if state is not None:
+        group.once("confirm", lambda: state.watch(after=group.confirm))
+    if name in ("deepep_high_throughput", "deepep_low_latency"):
+        throughput = name == "deepep_high_throughput"
+        few = others_need if throughput else max_tokens
+        shared = group.once("deepep", lambda: DeepEpBuffer(group, hidden_size, num_slots, throughput, few))
+        if throughput:
+            return [HighThroughput(shared, fp8) for _ in lanes]
+        if state is not None:
+            state.watch(lambda: shared.clean() if state.largest <= max_tokens else None, confirm(shared, group))
+        return [LowLatency(shared, fp8) for _ in lanes]
+    if name == "deepep_v2":
+        elastic = ElasticBuffers(group, num_slots, hidden_size, max_tokens, fp8, order.few_tokens, state)
+        return [Elastic(elastic) for _ in lanes]
+    if name == "flashinfer_nvlink_one_sided":
+        return [OneSided(group, *sizes, max_tokens, fp8, lane, order.few_tokens, state) for lane in lanes]
+    if name == "pplx":
+        return [Pplx(group, *sizes, max_tokens, fp8) for _ in lanes]
+    if name == "nvshmem":
+        return nvshmem_lanes(group, *sizes, order.num_lanes, order.rows)
+    return [NcclAllToAll(group, *sizes, order.rows) for _ in lanes]
+
+
+def _check_names(name: str) -> None:
+    for part in split_pair(name):
+        if part not in NAMES:
+            raise ValueError(f"all2all backend {part!r} is unknown; it must be auto, {', '.join(NAMES)}, or two as a+b")
 
 
 def make_parcels(group: Group, room_bytes: int) -> Parcels:
@@ -90,6 +187,8 @@ def make_parcels(group: Group, room_bytes: int) -> Parcels:
         return MailboxParcels(group.world, group.rank)
     if isinstance(group, ShmGroup):
         return ShmParcels(group.heap, group.signals, room_bytes)
+    if isinstance(group, DeviceGroup):
+        return make_parcels(group.control, room_bytes)
     return CollectiveParcels(group) if isinstance(group, GlooGroup) else LocalParcels()
 
 
@@ -98,6 +197,8 @@ def _of_group(group: Group) -> str:
         return "mailbox"
     if isinstance(group, ShmGroup):
         return "shm"
+    if isinstance(group, DeviceGroup):
+        return "nccl"
     return "gloo" if isinstance(group, GlooGroup) else "local"
 
 
@@ -112,19 +213,24 @@ def make_groups(
 ) -> tuple[Group, Group]:
     """The two groups of a rank: where the ranks agree, and where tokens travel to experts (make_lanes wants that one).
 
-    Two, because the next step is agreed on while the last one's tokens still travel. backend: "shm" or "gloo"; with
-    size 1 any name gives LocalGroups. rank: 0 to size - 1, that is among the living. folder: exists, on this machine;
+    Two, because the next step is agreed on while the last one's tokens still travel. backend: one that joins processes, or
+    a pair; with size 1 any name gives LocalGroups. rank: 0 to size - 1, that is among the living. folder: exists, on this machine;
     epoch: new for every membership. timeout: seconds, the bound of every wait of the groups, joining included.
     stop: asked every few milliseconds while others have not come yet; True (this membership is out of date) ends that.
     Raises PeerLost when others do not come, have ended, or `stop` said so; ValueError for numbers out of range.
     """
     if size == 1:
         return LocalGroup(), LocalGroup()
-    if backend == "shm":
-        return _shm_groups(folder, rank, size, timeout, epoch, stop)
-    if backend == "gloo":
-        return _gloo_groups(folder, rank, size, timeout, epoch, stop)
-    raise ValueError(f"all2all backend {backend!r} does not join processes; it must be shm or gloo")
+    _check_names(backend)
+    kind = family(split_pair(backend)[0])
+    join = _shm_groups if kind == "shm" or (kind == "device" and not unsupported()) else _gloo_groups
+    if kind in ("shm", "gloo"):
+        return join(folder, rank, size, timeout, epoch, stop)
+    if kind == "device":
+        agreement, hosts = join(folder, rank, size, timeout, epoch, stop)
+        store = str(folder / f"devices-{epoch}")
+        return agreement, device_group(hosts, store, timeout, epoch, torch.device("cuda"))
+    raise ValueError(f"all2all backend {backend!r} does not join processes; it must be shm or gloo, or one for GPUs")
 
 
 def _shm_groups(

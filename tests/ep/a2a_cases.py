@@ -135,11 +135,11 @@ def rows_done(batch: ExpertBatch, case: Case, rank: int, size: int) -> Tensor:
 def tokens_done(batch: TokenBatch, case: Case, rank: int, size: int) -> Tensor:
     """Every token of which a slot is here has arrived, with its choices; the weighted sums of what the slots here make of
     them."""
-    first = batch.first_slot
-    assert first == rank * case.num_slots and batch.x_TD.dtype is case.dtype
+    first, number = batch.first_slot, rank * case.num_slots
+    assert first in (0, number) and batch.x_TD.dtype is case.dtype
     assert batch.slot_TK.shape == batch.weight_TK.shape and batch.slot_TK.shape[0] == batch.x_TD.shape[0]
     for slot in range(case.num_slots):
-        expected_RD = torch.cat([rows_for(case, peer, size, first + slot) for peer in range(size)])
+        expected_RD = torch.cat([rows_for(case, peer, size, number + slot) for peer in range(size)])
         rows_RD = batch.x_TD[(batch.slot_TK == first + slot).any(1)]
         assert rows_RD.shape == expected_RD.shape, (case.name, slot)
         assert torch.equal(rows_RD[rows_RD[:, 0].argsort()], expected_RD[expected_RD[:, 0].argsort()]), (
@@ -148,8 +148,10 @@ def tokens_done(batch: TokenBatch, case: Case, rank: int, size: int) -> Tensor:
         )
         assert int(batch.rows_of(case.num_slots)[slot]) == expected_RD.shape[0]
     here_TK = (batch.slot_TK >= first) & (batch.slot_TK < first + case.num_slots)
-    x_TKD, slot_TK1 = batch.x_TD.double().unsqueeze(1), batch.slot_TK.unsqueeze(2)
-    weight_TK1 = (batch.weight_TK * here_TK).unsqueeze(2)
+    # What stands where no token came, and the weights of slots that are elsewhere, may be anything.
+    x_TD = batch.x_TD.double().masked_fill(~here_TK.any(1, keepdim=True), 0.0)
+    x_TKD, slot_TK1 = x_TD.unsqueeze(1), batch.slot_TK.unsqueeze(2) + (number - first)
+    weight_TK1 = batch.weight_TK.masked_fill(~here_TK, 0.0).unsqueeze(2)
     return (weight_TK1 * (x_TKD * (slot_TK1 + 1) + slot_TK1)).sum(1).to(batch.sum_dtype)
 
 

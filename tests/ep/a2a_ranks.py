@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from a2a_cases import CASES, HIDDEN, Case, anything, exchange, moe_answer, moe_input, moe_placement, sharded_moe
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dbo.steps import drain, weave
 from ep.group import Group
 from ep.protocol import PeerLost, Routing
+from ep.remote import remote_groups
 from ep.table import make_groups, make_lanes, make_parcels
 
+REMOTE = "gloo of several machines"  # that is, by another address than the loopback's first
 Results = dict[tuple[str, int], str]  # (what, rank) -> "ok" or what went wrong
 BOUND = 40.0  # seconds: the timeout of the group that works
 STALL = 1.0  # seconds: the timeout of the group that one rank leaves waiting
@@ -33,7 +36,8 @@ def run_ranks(backend: str, size: int) -> Results:
     reports: multiprocessing.queues.Queue[tuple[str, int, str]] = context.Queue()
     results: Results = {}
     with tempfile.TemporaryDirectory() as folder:
-        args = [(backend, rank, size, Path(folder), reports) for rank in range(size)]
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        args = [(backend, rank, size, Path(folder), store.port, reports) for rank in range(size)]
         processes = [context.Process(target=_rank, args=arg, daemon=True) for arg in args]
         for process in processes:
             process.start()
@@ -48,9 +52,19 @@ def run_ranks(backend: str, size: int) -> Results:
 
 
 def _rank(
-    backend: str, rank: int, size: int, folder: Path, reports: multiprocessing.queues.Queue[tuple[str, int, str]]
+    backend: str,
+    rank: int,
+    size: int,
+    folder: Path,
+    port: int,
+    reports: multiprocessing.queues.Queue[tuple[str, int, str]],
 ) -> None:
     torch.set_num_threads(1)
+
+    def groups(timeout: float, epoch: int = 0) -> tuple[Group, Group]:
+        if backend == REMOTE:
+            return remote_groups(("127.0.0.1", port), "127.0.0.2", rank, size, timeout, epoch)
+        return make_groups(backend, folder, rank, size, timeout, epoch)
 
     def report(what: str, check: Callable[[], None]) -> None:
         try:
@@ -61,14 +75,14 @@ def _rank(
         reports.put((what, rank, outcome))
 
     with torch.inference_mode():
-        agreement, group = make_groups(backend, folder, rank, size, BOUND)
+        agreement, group = groups(BOUND)
         for case in CASES:
             report(case.name, lambda case=case: _case(group, case))
-        report("moe", lambda: _moe(backend, group))
+        report("moe", lambda: _moe("gloo" if backend == REMOTE else backend, group))
         report("gather", lambda: _gather(agreement))
         report("parcels", lambda: _parcels(group))
         agreement.close()
-        short, unused = make_groups(backend, folder, rank, size, STALL, epoch=3)
+        short, unused = groups(STALL, epoch=3)
         unused.close()
         report("stall", lambda: _stall(group, short))
         report("death", lambda: _death(group, reports))

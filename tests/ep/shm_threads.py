@@ -4,46 +4,19 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import multiprocessing.connection
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from a2a_cases import HIDDEN, Case, anything
+from rank_threads import together
 
 from ep.protocol import PeerLost
 from ep.shm import ShmAllToAll
 from ep.shm_group import ShmGroup, shm_group
 
-T = TypeVar("T")
-
-
-def together(size: int, act: Callable[[int], T]) -> list[T | PeerLost]:
-    """act(rank) in one thread per rank; what each returned, or the PeerLost that it raised."""
-    results: dict[int, T | PeerLost | Exception] = {}
-
-    def run(rank: int) -> None:
-        try:
-            with torch.inference_mode():
-                results[rank] = act(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive(), "a rank hangs"
-    values: list[T | PeerLost] = []
-    for rank in range(size):
-        value = results[rank]
-        if isinstance(value, Exception) and not isinstance(value, PeerLost):
-            raise value
-        values.append(value)
-    return values
+__all__ = ["Processes", "team", "together"]
 
 
 def team(folder: Path, size: int, timeout: float = 20.0, epoch: int = 0) -> list[ShmGroup]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from a2a_cases import CASES, Case, exchange
-from a2a_ranks import Results, run_ranks
+from a2a_ranks import REMOTE, Results, run_ranks
+from device_ranks import case_on, fitted
+from rank_threads import on_ranks
+from use_fakes import use_fakes
 
 from dbo.steps import drain, weave
+from ep.backends import DEVICE_NAMES
 from ep.group import LocalGroup, MailboxGroup, MailboxWorld
 from ep.mailbox import Mailbox
 from ep.protocol import AllToAll
@@ -19,7 +25,7 @@ between_processes = pytest.mark.parametrize(
     "results",
     [
         pytest.param((name, size), id=f"{name} {size} ranks", marks=[pytest.mark.slow] if size > 2 else [])
-        for name in ("shm", "gloo")
+        for name in ("shm", "gloo", REMOTE)
         for size in (2, 4)
     ],
     indirect=True,
@@ -88,6 +94,23 @@ def test_between_processes_also(what: str, results: Results) -> None:
 @between_processes
 def test_survivors_of_a_killed_rank_learn_of_it(results: Results) -> None:
     assert_all_ok(results, "death", num_dead=1)
+
+
+@pytest.mark.fakes
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, fits, id=f"{name}-{fits.name}")
+        for name in DEVICE_NAMES
+        for fits in (fitted(case, name) for case in CASES)
+        if fits is not None
+    ],
+)
+def test_between_devices(name: str, size: int, case: Case, tmp_path: Path) -> None:
+    """The libraries are fakes, NCCL is gloo, and the devices are threads with tensors of the CPU."""
+    with use_fakes():
+        on_ranks(tmp_path, size, lambda group: case_on(group, name, case))
 
 
 def assert_all_ok(results: Results, what: str, num_dead: int = 0) -> None:

@@ -126,7 +126,7 @@ def test_choosing_a_backend() -> None:
     assert set(explain(1)) == set(explain(2)) == set(NAMES)
     assert explain(1)["local"] == "ok" and explain(1)["gloo"] != "ok" and explain(1)["shm"] != "ok"
     assert explain(2)["gloo"] == explain(2)["shm"] == "ok" and "2" in explain(2)["local"]
-    with pytest.raises(ValueError, match="'deepep' is unknown; it must be auto, local, shm, gloo, mailbox"):
+    with pytest.raises(ValueError, match="'deepep' is unknown; it must be auto, local, shm, shm_padded, gloo, mailbox"):
         choose("deepep", 2)
     with pytest.raises(ValueError, match="'local': serves one rank; there are 2"):
         choose("local", 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from a2a_cases import HIDDEN, MOE_EXPERTS, moe_answer, moe_input, moe_placement, sharded_moe
@@ -11,6 +13,7 @@ from ep.group import LocalGroup, MailboxWorld
 from ep.local import LocalAllToAll
 from ep.mailbox import Mailbox
 from ep.moe import MoE
+from ep.protocol import Pending, Routing
 from ep.table import make_lanes
 from eplb.load import ExpertLoad
 from moe_kernels import Layout
@@ -76,6 +79,46 @@ def test_mailbox_of_two_lanes_equals_unsharded(size: int, num_extra: int, layout
     for x_TD, out_TD in zip(inputs, outputs, strict=True):
         torch.testing.assert_close(out_TD, moe_answer(moe_answer(x_TD)), rtol=1e-4, atol=1e-4)
     assert world.num_waiting == 0
+
+
+class Told:
+    """An exchange that says when it is waited for."""
+
+    def __init__(self, log: list[str], kind: str, pending: Pending[Any]) -> None:
+        self.log, self.kind, self.pending = log, kind, pending
+
+    def wait(self) -> Any:
+        self.log.append(f"wait for {self.kind}")
+        return self.pending.wait()
+
+
+class Telling(LocalAllToAll):
+    """What is done in which order."""
+
+    def __init__(self, num_slots: int, log: list[str]) -> None:
+        super().__init__(num_slots)
+        self.log = log
+
+    def dispatch(self, x_TD: torch.Tensor, routing: Routing) -> Any:
+        self.log.append("dispatch")
+        return Told(self.log, "dispatch", super().dispatch(x_TD, routing))
+
+    def combine(self, y: torch.Tensor, ticket: object, out_TD: torch.Tensor) -> Any:
+        self.log.append("combine")
+        return Told(self.log, "combine", super().combine(y, ticket, out_TD))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_the_shared_expert_and_the_other_lane_fill_the_flight(num_lanes: int) -> None:
+    """Split or not, nothing is waited for before there is nothing else to do."""
+    log: list[str] = []
+    placement = moe_placement(1, 0)
+    moe = sharded_moe([Telling(placement.slots_per_rank, log) for _ in range(num_lanes)], placement, 0)
+    moe.shared.register_forward_hook(lambda *_: log.append("shared"))
+    drain(weave(*(moe.steps(moe_input(0, 3), lane) for lane in range(num_lanes))))
+    one = [["dispatch", "shared"], ["wait for dispatch", "combine"], ["wait for combine"]]
+    assert log == [what for turn in one for _ in range(num_lanes) for what in turn]
 
 
 @torch.inference_mode()

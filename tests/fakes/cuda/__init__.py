@@ -1,0 +1,1 @@
+"""A fake of cuda.core on the CPU: the names that the fake of nvshmem4py wants."""

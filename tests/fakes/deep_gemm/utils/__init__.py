@@ -1,0 +1,5 @@
+"""A fake of deep_gemm.utils."""
+
+from . import math
+
+__all__ = ["math"]

@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from configs.dbo import DboMode, DboPlan
 from configs.eplb import EplbConfig
+from configs.kernels import KvCacheDtype
 
 MAX_RANKS = 62  # those that can share memory (ep/shm_group.py)
 
 Dtype = Literal["float32", "bfloat16"]
 ExpertFormat = Literal["plain", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
+GraphMode = Literal["none", "piecewise", "full", "full_and_piecewise"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -25,6 +28,7 @@ class EngineConfig:
 
     model: str | None = None  # a Hugging Face directory; None: the embedded model
     served_model_name: tuple[str, ...] = ()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -38,12 +42,22 @@ class EngineConfig:
     scheduling_policy: Policy = "fcfs"
     async_scheduling: bool | None = None
     data_parallel_size: int = 1
-    all2all_backend: str = "auto"
+    all2all_backend: str = "auto"  # or two as a+b: for steps with many tokens and for those with few
+    dispatch_dtype: Literal["auto", "bf16", "fp8"] = "auto"  # of rows on their way to the experts; bf16: as they are
     num_redundant_experts: int | None = None  # slots beyond one per expert, in all; None: enough to lose one rank
     enable_eplb: bool = False
     eplb: EplbConfig = field(default_factory=EplbConfig)  # taken when enable_eplb
+    enable_dbo: DboMode = "auto"
+    dbo_decode_token_threshold: int | None = None  # None: measured, or with enable_dbo "on" vLLM's default
+    dbo_prefill_token_threshold: int | None = None
+    ubatch_size: int = 2  # parts of a step that is split
     threads_per_rank: int | None = None
     mla_prefill: Literal["auto", "naive", "absorbed"] = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"  # fp8: latents in 8 bits
+    attention_backend: str = "auto"  # of latent attention: a name of mla/backend.py
+    moe_backend: str = "auto"  # a name of moe_kernels/backends.py
+    cudagraph_mode: Literal["auto", "none", "piecewise", "full", "full_and_piecewise"] = "auto"
+    cudagraph_capture_sizes: tuple[int, ...] = ()  # rows; (): decided
     quantization: Literal["fp8", "int8"] | None = None  # of all large matrices, when they are loaded
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
@@ -77,12 +91,21 @@ class Plan:
     logprobs_mode: LogprobsMode
     max_logprobs: int
     exchange_timeout: float
+    data_parallel_size_local: int = 0  # ranks on this machine; 0: all
     max_ranks: int = MAX_RANKS  # to which a running server may grow
     rank_bytes: int = 0  # what the weights and the cache of one rank take
     eplb: EplbConfig | None = None  # how experts are balanced at run time; None: they are not
+    dbo: DboPlan | None = None  # whether and when steps are split; None: never
     native_kernels: str = "avx512_bf16"  # the most they may use (native/features.py); none: torch does everything
+    dispatch_rows: Literal["plain", "fp8"] = "plain"  # how rows travel to the experts (ep/rows.py)
     expert_format: ExpertFormat = "plain"  # how experts are kept in memory; plain: in dtype
     linear_format: ExpertFormat = "plain"  # the same for all other large matrices
+    kv_cache_dtype: KvCacheDtype = "auto"  # auto: in dtype
+    attention_backend: str = "auto"
+    moe_backend: str = "auto"
     pin_ranks: bool = False  # each rank keeps to threads_per_rank cores of its own
     spin_threads: bool = False  # a rank's threads look for work for some microseconds before they sleep
+    cudagraph_mode: GraphMode = "none"
+    cudagraph_capture_sizes: tuple[int, ...] = ()  # rows of the graphs, ascending
+    ranks_per_machine: int = 0  # GPUs of one machine; 0: on CPUs
     reasons: dict[str, str] = field(default_factory=dict)  # field -> why

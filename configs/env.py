@@ -12,14 +12,18 @@ class Env:
     """MOESAIC_API_KEY, MOESAIC_ADMIN_KEY: keys (comma-separated) that must not show in `ps`.
     MOESAIC_RUNTIME_DIR: where sockets and stores of a running server live (default: the temporary directory).
     MOESAIC_URL: the server that `chat`, `ranks` and `bench serve` talk to.
+    MOESAIC_CACHE_DIR: where measurements are remembered (default: moesaic in the user's cache directory).
     MOESAIC_ISA: the most that native CPU kernels may use: none, avx2, avx512, avx512_bf16 (default: all that the CPU has).
+    CUDA_VISIBLE_DEVICES: the GPUs that this process may use, as CUDA reads it.
     """
 
     api_keys: tuple[str, ...]
     admin_keys: tuple[str, ...]
     runtime_root: Path
+    cache_root: Path
     url: str
     isa: str
+    visible_gpus: str | None = None
 
 
 def read_env() -> Env:
@@ -27,9 +31,15 @@ def read_env() -> Env:
         api_keys=_split(os.environ.get("MOESAIC_API_KEY", "")),
         admin_keys=_split(os.environ.get("MOESAIC_ADMIN_KEY", "")),
         runtime_root=Path(os.environ.get("MOESAIC_RUNTIME_DIR", os.environ.get("TMPDIR", "/tmp"))),
+        cache_root=Path(os.environ.get("MOESAIC_CACHE_DIR") or _user_cache() / "moesaic"),
         url=os.environ.get("MOESAIC_URL", "http://127.0.0.1:8000"),
         isa=os.environ.get("MOESAIC_ISA", ""),
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
 _SPINS = 10_000  # about 100 microseconds: from one operation to the next, and nothing while a rank is idle

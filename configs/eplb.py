@@ -100,5 +100,25 @@ def check_eplb(config: EplbConfig, where: str = "eplb_config") -> None:
         raise ValueError(f"{where}: log_balancedness must be true or false, not {config.log_balancedness!r:.100}")
 
 
+def plan_eplb(
+    config: EplbConfig, enabled: bool, num_experts: int, num_ranks: int, slots_per_rank: int
+) -> tuple[EplbConfig | None, str]:
+    """How experts are balanced (None: they are not), and why. A wish that has no meaning for this model is no error: launch
+    scripts carry it from one to the next."""
+    ignored = " (--enable-eplb is ignored)" if enabled else ""
+    if not num_experts:
+        return None, f"a dense model has no experts to balance{ignored}"
+    if num_ranks == 1:
+        return None, f"one rank holds every expert: there is nothing to balance{ignored}"
+    if not enabled:
+        return None, "off unless asked for (--enable-eplb)"
+    spare = slots_per_rank * num_ranks - num_experts
+    why = f"as asked; {spare} spare slot(s) in each layer let the ranks share hot experts"
+    if not spare:
+        why = "as asked; without spare slots experts can only change places (--num-redundant-experts)"
+    placement = config.placement
+    return dataclasses.replace(config, placement=str(Path(placement).absolute())) if placement else config, why
+
+
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

@@ -6,11 +6,14 @@ from configs.engine import ExpertFormat
 
 
 def linear_format(
-    quantization: ExpertFormat | None, native_kernels: str, native_reason: str, why: dict[str, str]
+    quantization: ExpertFormat | None, device: str, native_kernels: str, native_reason: str, why: dict[str, str]
 ) -> ExpertFormat:
     """Of the matrices outside the experts."""
     if quantization is None:
         why["linear_format"] = "the dtype of the model"
+        return "plain"
+    if device == "cuda":
+        why["linear_format"] = "the dtype of the model: on a GPU only experts are kept in 8 bits"
         return "plain"
     if native_kernels == "none":
         raise ValueError(f"quantization {quantization} needs native kernels: {native_reason}")

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
+from configs.dbo import plan_dbo
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
-from configs.eplb import EplbConfig, check_eplb
+from configs.eplb import EplbConfig, check_eplb, plan_eplb
+from configs.exchange import check_host_backend, with_dispatch
 from configs.formats import linear_format
+from configs.gpu import GPU_MEMORY_PART, Gpu, gpu_expert_format, with_graphs
+from configs.kernels import kept_cache
+from configs.machine import Machine, ModelNumbers
 from configs.threads import pin_ranks, spin_threads
 
 MEBI = 1 << 20
@@ -24,84 +26,36 @@ WEIGHTS_PART = 2 / 3  # spare expert slots may not fill more of our memory than 
 SMALL_MODEL_BYTES = 64 * MEBI
 RANKS_PER_CORE = 4  # to which a server may grow: beyond, ranks only wait for each other
 QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as the native kernels keep them
-ALL2ALL_BACKENDS = ("local", "gloo", "shm")  # those that a server can be started with; names of ep/table.py
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What this machine offers. memory in bytes, free when asked."""
-
-    device: str
-    cores: int
-    free_memory: int
-    fast_bfloat16: bool
-    shared_memory: bool  # its ranks can exchange through it (ep/shm_futex.py)
-    native_kernels: str = "none"  # the instruction set that the CPU kernels may use
-    native_reason: str = "nobody has looked for native kernels"
-    restricted: bool = False  # this process may not run on all cores that there are
-
-
-@dataclass(frozen=True, slots=True)
-class ModelNumbers:
-    """What a choice needs to know of a model. kv_numbers_per_token: times the item size gives bytes."""
-
-    path: str
-    name: str  # what the server calls it unless told otherwise
-    architecture: str
-    max_position_embeddings: int
-    num_experts: int
-    num_moe_layers: int
-    kv_numbers_per_token: int
-    weight_bytes: int
-    expert_bytes: int  # part of weight_bytes that the ranks share among them
-    dtype: Dtype
-    fp8_experts: bool = False  # the checkpoint has them in FP8; expert_bytes counts them widened
-
-
-def this_machine() -> Machine:
-    """Reads /proc; the cores are those that this process may run on."""
-    flags, free = "", 0
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            flags = line
-            break
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    fast = "avx512_bf16" in flags or "amx_bf16" in flags
-    system = os.uname()
-    shared = system.sysname == "Linux" and system.machine == "x86_64"
-    cores = len(os.sched_getaffinity(0))
-    return Machine("cpu", cores, free, fast, shared, restricted=cores < (os.cpu_count() or cores))
-
-
-def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan:
-    """Decide everything. ValueError names the field and the limit when a wish cannot be met."""
-    _check(config, model)
+def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool = False) -> Plan:
+    """ValueError names field and limit when a wish cannot be met. alone: in the caller's process, without a front."""
+    _check(config, model, machine.gpu)
     why: dict[str, str] = {}
     ranks = config.data_parallel_size
     dtype = _dtype(config, model, machine, why)
     expert_format = _expert_format(config, model, machine, why)
-    model = _as_kept(model, dtype, expert_format)
-    why["native_kernels"] = machine.native_reason
+    model = _with_cache(config, _as_kept(model, dtype, expert_format), dtype, why)
+    kernels = machine.native_kernels, machine.native_reason
+    why["native_kernels"], why["device"] = machine.native_reason, machine.device_reason
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     slots = _slots(config, model, machine, dtype, why)
     max_model_len, num_blocks = _cache(config, model, machine, dtype, block_size, max_num_seqs, slots, why)
-    max_batched = _batched_tokens(config, max_model_len, why)
-    threads = _threads(config, model, machine, why)
-    small, cores = _is_small(model, machine), machine.cores
-    pin, why["pin_ranks"] = pin_ranks(ranks, threads, cores, small, machine.restricted)
-    spin, why["spin_threads"] = spin_threads(ranks, threads, cores)
-    return Plan(
+    threads = _threads(config, model, machine, alone and dtype == "bfloat16", why)
+    dbo = config.enable_dbo, config.ubatch_size, config.dbo_decode_token_threshold, config.dbo_prefill_token_threshold
+    eplb, why["eplb"] = plan_eplb(config.eplb, config.enable_eplb, model.num_experts, ranks, slots)
+    pin, why["pin_ranks"] = pin_ranks(ranks, threads, machine.cores, _is_small(model, machine), machine.restricted)
+    spin, why["spin_threads"] = spin_threads(ranks, threads, machine.cores)
+    plan = Plan(
         model_path=model.path,
         served_model_names=config.served_model_name or (model.name,),
         architecture=model.architecture,
-        device="cpu",
+        device=machine.device,
         dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_batched,
+        max_num_batched_tokens=_batched_tokens(config, max_model_len, why),
         block_size=block_size,
         num_kv_blocks=num_blocks,
         enable_prefix_caching=config.enable_prefix_caching,
@@ -112,7 +66,8 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
         all2all_backend=_backend(config, model, machine, why),
         num_experts=model.num_experts,
         slots_per_rank=slots,
-        eplb=_eplb(config, model, slots, why),
+        eplb=eplb,
+        dbo=plan_dbo(*dbo, model.num_experts, ranks, why),
         threads_per_rank=threads,
         mla_prefill=config.mla_prefill,
         logprobs_mode=config.logprobs_mode,
@@ -121,19 +76,29 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Plan
         max_ranks=_max_ranks(config, machine, why),
         rank_bytes=_weights(model, dtype, ranks, slots) // ranks
         + num_blocks * block_size * model.kv_numbers_per_token * _item_size(dtype),
+        ranks_per_machine=0 if machine.gpu is None else machine.gpu.count,
         pin_ranks=pin,
         spin_threads=spin,
         native_kernels=machine.native_kernels,
         expert_format=expert_format,
-        linear_format=linear_format(config.quantization, machine.native_kernels, machine.native_reason, why),
+        linear_format=linear_format(config.quantization, machine.device, *kernels, why),
+        kv_cache_dtype=config.kv_cache_dtype,
+        attention_backend=config.attention_backend,
+        moe_backend=config.moe_backend,
         reasons=why,
     )
+    return with_graphs(with_dispatch(plan, config), config, machine.exchange)
 
 
 def _max_ranks(config: EngineConfig, machine: Machine, why: dict[str, str]) -> int:
+    why["rank_bytes"] = "its weights and its cache"
+    if machine.gpu is not None:
+        why["max_ranks"] = why["ranks_per_machine"] = (
+            f"each rank has a GPU of its own; a machine has {machine.gpu.count}"
+        )
+        return max(config.data_parallel_size, machine.gpu.count)
     by_cores = RANKS_PER_CORE * machine.cores
     why["max_ranks"] = f"{RANKS_PER_CORE} ranks per core on {machine.cores} core(s), and no more than {MAX_RANKS}"
-    why["rank_bytes"] = "its weights and its cache"
     return max(config.data_parallel_size, min(by_cores, MAX_RANKS))
 
 
@@ -141,7 +106,7 @@ def _item_size(dtype: Dtype) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def _check(config: EngineConfig, model: ModelNumbers) -> None:
+def _check(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> None:
     positive = {
         "data_parallel_size": config.data_parallel_size,
         "max_model_len": config.max_model_len,
@@ -167,14 +132,8 @@ def _check(config: EngineConfig, model: ModelNumbers) -> None:
     part = config.gpu_memory_utilization
     if part is not None and not 0 < part <= 1:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {part}")
-    if config.all2all_backend != "auto" and config.all2all_backend not in ALL2ALL_BACKENDS:
-        raise ValueError(
-            f"all2all_backend {config.all2all_backend!r} is unknown; one of auto, {', '.join(ALL2ALL_BACKENDS)}"
-        )
-    if config.all2all_backend == "local" and config.data_parallel_size > 1 and model.num_experts:
-        raise ValueError(
-            f"all2all_backend 'local' serves one rank, but data_parallel_size is {config.data_parallel_size}"
-        )
+    if gpu is None:
+        check_host_backend(config.all2all_backend, config.data_parallel_size, model.num_experts)
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's max_position_embeddings {limit}")
@@ -207,6 +166,9 @@ def _dtype(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dic
 def _expert_format(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dict[str, str]) -> ExpertFormat:
     if not model.num_experts:
         why["expert_format"] = "a dense model"
+    elif machine.gpu is not None:
+        found, why["expert_format"] = gpu_expert_format(config.quantization, model.fp8_experts)
+        return found
     elif machine.native_kernels == "none":
         why["expert_format"] = f"the dtype of the model: {machine.native_reason}"
     elif config.quantization is not None:
@@ -226,6 +188,12 @@ def _as_kept(model: ModelNumbers, dtype: Dtype, expert_format: ExpertFormat) -> 
         return model
     experts = int(model.expert_bytes / (4 if dtype == "float32" else 2) * QUANTIZED_BYTES)
     return replace(model, weight_bytes=model.weight_bytes - model.expert_bytes + experts, expert_bytes=experts)
+
+
+def _with_cache(config: EngineConfig, model: ModelNumbers, dtype: Dtype, why: dict[str, str]) -> ModelNumbers:
+    kinds = model.architecture, model.kv_numbers_per_token, model.kv_fp8_bytes_per_token
+    numbers, why["kv_cache_dtype"] = kept_cache(config.kv_cache_dtype, *kinds, _item_size(dtype))
+    return replace(model, kv_numbers_per_token=numbers)
 
 
 def _cache(
@@ -250,7 +218,7 @@ def _cache(
             f"{config.kv_cache_memory_bytes} bytes as asked",
         )
     else:
-        part = config.gpu_memory_utilization or CPU_MEMORY_PART
+        part = config.gpu_memory_utilization or _memory_part(machine)
         ranks = config.data_parallel_size
         weights = _weights(model, dtype, ranks, slots)
         free = max(0, int(machine.free_memory * part) - weights) // ranks
@@ -276,6 +244,10 @@ def _cache(
     return wanted_len, blocks
 
 
+def _memory_part(machine: Machine) -> float:
+    return CPU_MEMORY_PART if machine.gpu is None else GPU_MEMORY_PART
+
+
 def _batched_tokens(config: EngineConfig, max_model_len: int, why: dict[str, str]) -> int:
     if config.enable_chunked_prefill:
         return _choose(
@@ -296,11 +268,12 @@ def _is_small(model: ModelNumbers, machine: Machine) -> bool:
     return machine.device == "cpu" and model.weight_bytes < SMALL_MODEL_BYTES
 
 
-def _threads(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dict[str, str]) -> int:
+def _threads(config: EngineConfig, model: ModelNumbers, machine: Machine, share: bool, why: dict[str, str]) -> int:
+    """share: also a small model's operations, as far as they are long: its head is (native kernels decide by size)."""
     ranks = config.data_parallel_size
     default, reason = max(1, machine.cores // ranks), f"{machine.cores} core(s) over {ranks} rank(s)"
-    if _is_small(model, machine):
-        default, reason = 1, "the model is small: its operations are too short to share"
+    if _is_small(model, machine) and not share:
+        default, reason = 1, "the model is small: what a second thread would save is less than the front needs"
     return _choose(why, "threads_per_rank", config.threads_per_rank, default, reason)
 
 
@@ -308,6 +281,9 @@ def _backend(config: EngineConfig, model: ModelNumbers, machine: Machine, why: d
     if not model.num_experts or config.data_parallel_size == 1:
         why["all2all_backend"] = "no expert lives on another rank"
         return "local"
+    if machine.exchange is not None:
+        why["all2all_backend"] = machine.exchange.why
+        return machine.exchange.name
     if config.all2all_backend != "auto":
         why["all2all_backend"] = "as asked"
         return config.all2all_backend
@@ -340,7 +316,7 @@ def _slots(config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: D
         return fewest
     spare = -(-experts // (ranks - 1))
     needed = _weights(model, dtype, ranks, spare)
-    room = int(machine.free_memory * (config.gpu_memory_utilization or CPU_MEMORY_PART) * WEIGHTS_PART)
+    room = int(machine.free_memory * (config.gpu_memory_utilization or _memory_part(machine)) * WEIGHTS_PART)
     if needed > room:
         why["slots_per_rank"] = (
             f"{experts} experts over {ranks} ranks; that one rank may be lost would take {spare} slots and "
@@ -352,27 +328,6 @@ def _slots(config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: D
         return fewest
     why["slots_per_rank"] = f"one rank may be lost: {ranks - 1} can hold all {experts} experts"
     return spare
-
-
-def _eplb(config: EngineConfig, model: ModelNumbers, slots: int, why: dict[str, str]) -> EplbConfig | None:
-    """A wish that has no meaning for this model is no error: launch scripts carry it from one to the next."""
-    ignored = " (--enable-eplb is ignored)" if config.enable_eplb else ""
-    if not model.num_experts:
-        why["eplb"] = f"a dense model has no experts to balance{ignored}"
-        return None
-    if config.data_parallel_size == 1:
-        why["eplb"] = f"one rank holds every expert: there is nothing to balance{ignored}"
-        return None
-    if not config.enable_eplb:
-        why["eplb"] = "off unless asked for (--enable-eplb)"
-        return None
-    spare = slots * config.data_parallel_size - model.num_experts
-    if spare:
-        why["eplb"] = f"as asked; {spare} spare slot(s) in each layer let the ranks share hot experts"
-    else:
-        why["eplb"] = "as asked; without spare slots experts can only change places (--num-redundant-experts)"
-    placement = config.eplb.placement
-    return dataclasses.replace(config.eplb, placement=str(Path(placement).absolute())) if placement else config.eplb
 
 
 def _async_scheduling(

@@ -26,5 +26,6 @@ class ServerConfig:
     request_timeout: float = 0.0  # 0: none
     allowed_origins: tuple[str, ...] = ()  # CORS; none: closed
     eplb_record_dir: str | None = None  # where loads may be recorded; None: nowhere
+    profile_dir: str | None = None  # where profiles may be written (POST /start_profile); None: nowhere
     log_format: str = "text"  # or "json"
     log_requests: bool = True  # one line per finished request; prompts are never logged

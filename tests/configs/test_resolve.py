@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from configs.engine import EngineConfig
-from configs.resolve import ALL2ALL_BACKENDS, MEBI, Machine, ModelNumbers, resolve
+from configs.exchange import HOST_BACKENDS
+from configs.machine import Machine, ModelNumbers
+from configs.resolve import MEBI, resolve
 from ep.table import NAMES
 
 MACHINE = Machine(device="cpu", cores=4, free_memory=8192 * MEBI, fast_bfloat16=True, shared_memory=True)
@@ -155,7 +157,7 @@ def test_a_context_that_does_not_fit_is_refused_when_asked_for() -> None:
 
 
 def test_every_backend_exists() -> None:
-    assert set(ALL2ALL_BACKENDS) <= set(NAMES)
+    assert set(HOST_BACKENDS) <= set(NAMES)
 
 
 def test_gloo_where_shared_memory_is_not_sure() -> None:
@@ -173,7 +175,27 @@ def test_small_models_get_one_thread_and_plain_scheduling() -> None:
     assert (plan.threads_per_rank, plan.async_scheduling) == (1, False)
 
 
+def test_a_small_model_in_the_callers_process_shares_its_long_operations() -> None:
+    small = dataclasses.replace(MODEL, weight_bytes=MEBI, expert_bytes=0)
+    plan = resolve(EngineConfig(dtype="bfloat16"), small, MACHINE, alone=True)
+    assert (plan.threads_per_rank, plan.async_scheduling) == (MACHINE.cores, False)
+    assert resolve(EngineConfig(dtype="float32"), small, MACHINE, alone=True).threads_per_rank == 1
+
+
 def test_scheduling_runs_beside_the_step_where_a_core_is_left() -> None:
     assert not resolve(EngineConfig(), MODEL, MACHINE).async_scheduling
     assert resolve(EngineConfig(threads_per_rank=3), MODEL, MACHINE).async_scheduling
     assert resolve(EngineConfig(async_scheduling=True), MODEL, MACHINE).async_scheduling
+
+
+def test_a_cache_in_fp8() -> None:
+    """Latents of 512 numbers: 656 bytes a token and layer instead of 1,152; more blocks in the same memory."""
+    model = dataclasses.replace(MODEL, kv_numbers_per_token=576, kv_fp8_bytes_per_token=656)
+    wish = EngineConfig(kv_cache_dtype="fp8", kv_cache_memory_bytes=656 * 16 * 1000)
+    plan = resolve(wish, model, MACHINE)
+    assert (plan.kv_cache_dtype, plan.num_kv_blocks) == ("fp8", 1000)
+    assert "as asked" in plan.reasons["kv_cache_dtype"]
+    plain = resolve(dataclasses.replace(wish, kv_cache_dtype="auto"), model, MACHINE)
+    assert plain.num_kv_blocks == 656 * 1000 // 1152
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8: only latents"):
+        resolve(wish, MODEL, MACHINE)

@@ -1,0 +1,115 @@
+"""A server on several machines: which ranks are where, and how they reach each other. Standard library only.
+
+One machine is the head: it has the front (HTTP), the first ranks, and the ports below. The others are headless: they have
+ranks and nothing else. On the head, at --data-parallel-rpc-port and the ports after it:
+
+    + 0  the supervisors of the other machines (launch/link.py)
+    + 1  front to ranks, + 2 ranks to front (engine/wire.py)
+    + 3  the store where ranks meet, epoch after epoch (engine/store_process.py)
+
+and on each machine + 4 + R: the doorbell of its rank R. Exchanges between ranks take any free port.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from configs.machine import Machine
+
+DEFAULT_PORT = 29550
+_FRONT, _STORE, _BELLS = 1, 3, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """The part of this machine: `local` of `size` ranks, from `first` on. head: its address; port: the first of its ports."""
+
+    head: str
+    port: int
+    size: int
+    first: int
+    local: int
+
+    @property
+    def headless(self) -> bool:
+        return self.first > 0
+
+    @property
+    def store_port(self) -> int:
+        return self.port + _STORE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """addresses: for each rank that of its machine. Sent to the ranks as JSON."""
+
+    head: str
+    port: int
+    addresses: tuple[str, ...]
+
+    @property
+    def front(self) -> str:
+        return front_endpoint(self.head, self.port)
+
+    @property
+    def store(self) -> tuple[str, int]:
+        return self.head, self.port + _STORE
+
+    def bell(self, rank: int) -> str:
+        return f"tcp://{self.addresses[rank]}:{self.port + _BELLS + rank}"
+
+    def place(self, rank: int) -> int:
+        """The how manyth rank of its machine it is, from 0."""
+        return rank - self.addresses.index(self.addresses[rank])
+
+
+def front_endpoint(head: str, port: int) -> str:
+    return f"tcp://{head}:{port + _FRONT}"
+
+
+def hosts_of(
+    size: int, local: int | None, address: str | None, port: int, first: int | None, headless: bool
+) -> Hosts | None:
+    """The command line's values; None: everything is on this machine. ValueError names the option."""
+    if headless and not first:
+        raise ValueError("--headless needs --data-parallel-start-rank: the first rank of this machine (1 or more)")
+    if first and not headless:
+        raise ValueError(f"--data-parallel-start-rank {first} needs --headless: the head has the ranks from 0 on")
+    first = first or 0
+    if first >= size:
+        raise ValueError(f"--data-parallel-start-rank must be below --data-parallel-size {size}, not {first}")
+    if local is None:
+        local = size - first
+    if not 1 <= local <= size - first:
+        where = f" from rank {first} on" if first else ""
+        raise ValueError(f"--data-parallel-size-local must be 1 to {size - first}, not {local}: of {size} ranks{where}")
+    if not headless and local == size:
+        return None
+    if address is None:
+        raise ValueError(f"--data-parallel-address is needed: {local} of {size} ranks are here; the head's address")
+    if not 1 <= port <= 65535 - _BELLS - size:
+        raise ValueError(f"--data-parallel-rpc-port must be 1 to {65535 - _BELLS - size}, not {port}")
+    try:
+        head = socket.gethostbyname(address)
+    except OSError as error:
+        raise ValueError(f"--data-parallel-address {address}: {error.strerror}") from None
+    return Hosts(head=head, port=port, size=size, first=first, local=local)
+
+
+def as_one(machine: Machine, hosts: Hosts) -> Machine:
+    """The machine that all would be together if the others are like this one: what is decided for a rank is then right
+    for those that are here. They share no memory."""
+    return dataclasses.replace(
+        machine,
+        cores=machine.cores * hosts.size // hosts.local,
+        free_memory=machine.free_memory * hosts.size // hosts.local,
+        shared_memory=False,
+    )
+
+
+def overlap(first: int, local: int, others: Sequence[tuple[int, int]]) -> bool:
+    """Whether ranks first to first + local - 1 are among the others' (first, local)."""
+    return any(first < other + number and other < first + local for other, number in others)

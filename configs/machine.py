@@ -1,0 +1,63 @@
+"""What a choice depends on: the machine, and the sizes of the model. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from configs.engine import Dtype
+from configs.gpu import Exchange, Gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this machine offers. memory in bytes, free when asked."""
+
+    device: Literal["cpu", "cuda"]
+    cores: int
+    free_memory: int
+    fast_bfloat16: bool
+    shared_memory: bool  # its ranks can exchange through it (ep/shm_futex.py)
+    native_kernels: str = "none"  # the instruction set that the CPU kernels may use
+    native_reason: str = "nobody has looked for native kernels"
+    restricted: bool = False  # this process may not run on all cores that there are
+    gpu: Gpu | None = None  # with device "cuda"; free_memory is then that of the GPUs of all ranks
+    exchange: Exchange | None = None  # between them
+    device_reason: str = "nobody has looked for a GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNumbers:
+    """What a choice needs to know of a model. kv_numbers_per_token: times the item size gives bytes."""
+
+    path: str
+    name: str  # what the server calls it unless told otherwise
+    architecture: str
+    max_position_embeddings: int
+    num_experts: int
+    num_moe_layers: int
+    kv_numbers_per_token: int
+    weight_bytes: int
+    expert_bytes: int  # part of weight_bytes that the ranks share among them
+    dtype: Dtype
+    fp8_experts: bool = False  # the checkpoint has them in FP8; expert_bytes counts them widened
+    kv_fp8_bytes_per_token: int = 0  # of a cache kept in FP8; 0: there is none
+
+
+def this_machine() -> Machine:
+    """Reads /proc; the cores are those that this process may run on."""
+    flags, free = "", 0
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            flags = line
+            break
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    fast = "avx512_bf16" in flags or "amx_bf16" in flags
+    system = os.uname()
+    shared = system.sysname == "Linux" and system.machine == "x86_64"
+    cores = len(os.sched_getaffinity(0))
+    return Machine("cpu", cores, free, fast, shared, restricted=cores < (os.cpu_count() or cores))

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from dbo.steps import Steps
 from ep.experts import WeightFormat
+from ep.moe import MoE
 from ep.parallel import Parallel
 from ep.place import SlotTable
 from layers.paged_kv import KVSpec, PagedKV
 from layers.step import StepInput
 from layers.weights import StoredWeight
+from models.cuts import UNCUT, Cuts
 from models.facts import ModelFacts
 
 Recorder = Callable[[Tensor], None]
@@ -37,7 +39,7 @@ class CausalLM(Protocol):
         """The paged cache that this model reads and writes, in its own dtype."""
         ...
 
-    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0) -> Steps[Tensor]:
+    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0, cuts: Cuts = UNCUT) -> Steps[Tensor]:
         """Forward pass as a generator; its value is the hidden state after the last norm, [T, D]."""
         ...
 
@@ -49,8 +51,8 @@ class CausalLM(Protocol):
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
         ...
 
-    def keep_experts(self, form: WeightFormat) -> None:
-        """How experts are kept in memory; before `load`."""
+    def keep_experts(self, form: WeightFormat, backend: str = "auto") -> None:
+        """How experts are kept in memory, and what multiplies by them; before `load`."""
         ...
 
     def keep_linears(self, form: WeightFormat) -> None:
@@ -71,6 +73,11 @@ class CausalLM(Protocol):
 
     def reroute(self, parallel: Parallel, tables: Sequence[SlotTable]) -> None:
         """Route by the placement of `parallel` from now on, between the same ranks; tables: one per MoE layer."""
+        ...
+
+    @property
+    def moe_layers(self) -> Sequence[tuple[int, MoE]]:
+        """The layers with routed experts, each with its number among all layers."""
         ...
 
     def expert_storage(self, layer: int, slot: int) -> tuple[Tensor, ...]:

@@ -25,3 +25,7 @@ class ModelFacts(Protocol):
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of cache that one token costs over all layers, with elements of `itemsize` bytes."""
         ...
+
+    def kv_fp8_bytes_per_token(self) -> int:
+        """The same of a cache kept in FP8; 0 where there is none."""
+        ...

@@ -33,10 +33,10 @@ class ExpertHost(nn.Module):
         self._moe_layer_ids = tuple(i for i, mlp in enumerate(mlps) if isinstance(mlp, MoE))
         self._hosts = [(f"model.layers.{i}.mlp.experts.", mlp) for i, mlp in enumerate(mlps) if isinstance(mlp, MoE)]
 
-    def keep_experts(self, form: WeightFormat) -> None:
-        """How experts are kept in memory; before they are loaded."""
+    def keep_experts(self, form: WeightFormat, backend: str = "auto") -> None:
+        """How experts are kept in memory, and what multiplies by them (moe_kernels/backends.py); before they are loaded."""
         for _, moe in self._hosts:
-            moe.experts.keep_as(form)
+            moe.experts.keep_as(form, backend)
 
     def keep_linears(self, form: WeightFormat) -> None:
         """How the matrices outside the experts are kept in memory; before they are loaded. Embeddings, routers and what the
@@ -87,6 +87,11 @@ class ExpertHost(nn.Module):
             if moe.table is not None:
                 table.follow(moe.table)
             moe.table = table
+
+    @property
+    def moe_layers(self) -> Sequence[tuple[int, MoE]]:
+        """The layers with routed experts, each with its number among all layers."""
+        return [(layer, moe) for layer, (_, moe) in zip(self._moe_layer_ids, self._hosts, strict=True)]
 
     def expert_storage(self, layer: int, slot: int) -> tuple[Tensor, ...]:
         """Everything that makes up the expert in `slot` of this rank, in the layer-th MoE layer: contiguous views."""

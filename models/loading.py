@@ -93,7 +93,7 @@ def read_experts(
     """
     fused = source.has(f"{prefix}gate_up_proj")
     first = f"{prefix}gate_up_proj" if fused else f"{prefix}0.gate_proj.weight"
-    if source.is_scaled(first) and experts.weights.format is WeightFormat.PLAIN:
+    if source.is_scaled(first) and experts.format is WeightFormat.PLAIN:
         experts.keep_as(WeightFormat.FP8)
     for slot, expert in enumerate(slot_to_expert):
         if expert >= 0:

@@ -52,6 +52,12 @@ def read_config(path: str | Path) -> ModelFacts:
     Raises ConfigError: one line that names the file and, where there is one, the field.
     """
     fields = Fields.from_file(Path(path) / "config.json")
+    return parse_config(fields.raw, fields.source)
+
+
+def parse_config(raw: dict[str, Any], source: str) -> ModelFacts:
+    """The same of the fields themselves; source: what errors name."""
+    fields = Fields(raw, source)
     architecture = fields.first_of("architectures")
     family = FAMILIES.get(architecture)
     if family is None:
@@ -66,10 +72,19 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
     mla_prefill: MlaPrefill = "auto",
+    mla_backend: str = "auto",
+    fp8_cache: bool = False,
 ) -> CausalLM:
-    """The model that `read_config` described, with uninitialised weights: call its `load` next."""
+    """The model that `read_config` described, with uninitialised weights: call its `load` next. mla_backend: a name of
+    mla/backend.py; fp8_cache: the cache is kept in FP8. Raises ValueError where that cannot be."""
     family = FAMILIES[config.architecture]
     model_class = vars(importlib.import_module(family.module))[family.name]
-    choices = {"mla_prefill": mla_prefill} if family.has_mla else {}
+    choices: dict[str, Any] = {}
+    if family.has_mla:
+        choices = {"mla_prefill": mla_prefill, "mla_backend": mla_backend, "fp8_cache": fp8_cache}
+    elif fp8_cache:
+        raise ValueError(
+            f"kv_cache_dtype fp8: {config.architecture} has no latent cache, which is what there is in FP8"
+        )
     model: CausalLM = model_class(config, parallel, dtype, device, **choices)
     return model

@@ -77,6 +77,12 @@ class DeepseekConfig:
     def kv_bytes_per_token(self, itemsize: int) -> int:
         return self.num_layers * (self.kv_lora_rank + self.rope_dim) * itemsize
 
+    def kv_fp8_bytes_per_token(self) -> int:
+        """The rows of mla/latent_fp8.py; widths that they cannot have: none."""
+        if self.kv_lora_rank % 4 or self.rope_dim % 2:
+            return 0
+        return self.num_layers * (self.kv_lora_rank + 4 * -(-self.kv_lora_rank // 128) + 2 * self.rope_dim)
+
 
 def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
     """config.json, as transformers 4 or 5 (or DeepSeek) writes it -> DeepseekConfig.

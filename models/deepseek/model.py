@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dbo.steps import Steps
-from ep.experts import Experts
-from ep.moe import MoE
+from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
-from ep.place import SlotTable
 from ep.router import DeepseekV2Router, DeepseekV3Router
 from layers.embed import Embedding
 from layers.head import Head
@@ -22,8 +20,10 @@ from layers.paged_kv import KVSpec, PagedKV
 from layers.rope import Rope
 from layers.step import StepInput
 from mla.backend import make_backend
+from mla.latent_fp8 import row_bytes
 from mla.protocol import MlaBackend, PrefillMode
 from models.base import WeightSource
+from models.cuts import UNCUT, Cuts
 from models.deepseek import weights
 from models.deepseek.attention import Attention, mla_shape
 from models.deepseek.config import DeepseekConfig
@@ -41,16 +41,17 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.mlp = mlp
 
-    def mlp_steps(self, x_TD: Tensor, lane: int) -> Steps[Tensor]:
+    def mlp_steps(self, x_TD: Tensor, lane: int, cuts: Cuts) -> Steps[Tensor]:
         """The feed-forward layer; only routed experts yield."""
         if isinstance(self.mlp, GatedMLP):
             out_TD: Tensor = self.mlp(x_TD)
             return out_TD
-        return (yield from self.mlp.steps(x_TD, lane))
+        return (yield from cuts.experts(self.mlp.steps, x_TD, lane))
 
 
 class DeepseekForCausalLM(ExpertHost):
-    """Implements models.base.CausalLM. mla_prefill: how prompts attend (mla/protocol.py); results are the same."""
+    """Implements models.base.CausalLM. mla_prefill: how prompts attend (mla/protocol.py); results are the same. mla_backend:
+    a name of mla/backend.py. fp8_cache: the cache has latents in FP8 (mla/latent_fp8.py)."""
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class DeepseekForCausalLM(ExpertHost):
         dtype: torch.dtype,
         device: torch.device,
         mla_prefill: PrefillMode = "auto",
+        mla_backend: str = "auto",
+        fp8_cache: bool = False,
     ) -> None:
         super().__init__(parallel, config.hidden_size, device)
         self.config = config
@@ -73,23 +76,29 @@ class DeepseekForCausalLM(ExpertHost):
         tied = self.embed.weight if config.tie_word_embeddings else None
         self.head = Head(config.hidden_size, config.vocab_size, tied, dtype, device)
         self.rope = Rope(config.rope, dtype, device)
-        self.mla: MlaBackend = make_backend(mla_shape(config), config.attention_scale, mla_prefill, dtype, device)
+        self.fp8_cache = fp8_cache
+        self.mla: MlaBackend = make_backend(
+            mla_shape(config), config.attention_scale, mla_prefill, dtype, device, mla_backend, fp8_cache
+        )
 
     def kv_spec(self) -> KVSpec:
         """One row per token and layer: the latent, then the rotated key."""
+        if self.fp8_cache:
+            width = row_bytes(self.config.kv_lora_rank, self.config.rope_dim)
+            return KVSpec(self.config.num_layers, ((width,),), torch.uint8)
         return KVSpec(self.config.num_layers, ((self.config.kv_lora_rank + self.config.rope_dim,),), self.dtype)
 
-    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0) -> Steps[Tensor]:
+    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0, cuts: Cuts = UNCUT) -> Steps[Tensor]:
         """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
         residual_TD = self.embed(step.token_ids_T)
         rope = self.rope(step.positions_T)
-        attend = self.mla.prepare(step)
+        attend = cuts.attention(self.mla.prepare, step, 2)
         x_TD: Tensor = self.decoders[0].input_norm(residual_TD)
         for index, layer in enumerate(self.decoders):
             (cache_RX,) = kv.layers[index]
             attended_TD = layer.attention(x_TD, rope, cache_RX, step.slots_T, attend)
             x_TD = layer.post_norm.add(attended_TD, residual_TD)
-            mlp_TD = yield from layer.mlp_steps(x_TD, lane)
+            mlp_TD = yield from layer.mlp_steps(x_TD, lane, cuts)
             following = self.decoders[index + 1].input_norm if index + 1 < len(self.decoders) else self.norm
             x_TD = following.add(mlp_TD, residual_TD)
         return x_TD
@@ -123,21 +132,16 @@ class DeepseekForCausalLM(ExpertHost):
 
 
 def _moe_layers(config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[MoE]:
-    """The layers with routed experts; they share the lanes of this rank."""
+    """The layers with routed experts."""
     if config.num_moe_layers == 0:
         return []
-    placement = parallel.placement
-    if placement is None:
-        raise ValueError(f"placement: a model with {config.num_experts} experts needs one, got None")
-    lanes = parallel.make_lanes(placement.slots_per_rank, config.hidden_size)
-    layers = []
-    for layer in range(config.num_moe_layers):
-        experts = Experts(placement.slots_per_rank, config.hidden_size, config.expert_width, dtype, device)
-        shared_width = config.num_shared_experts * config.expert_width
+    layers = MoELayers(parallel, config.hidden_size, dtype, device)
+    shared_width = config.num_shared_experts * config.expert_width
+    made = []
+    for _ in range(config.num_moe_layers):
         shared = GatedMLP(config.hidden_size, shared_width, dtype, device) if shared_width else None
-        table = SlotTable(placement, layer, parallel.rank, device)
-        layers.append(MoE(_router(config, device), experts, lanes, table, shared))
-    return layers
+        made.append(layers.make(_router(config, device), config.expert_width, shared))
+    return made
 
 
 def _router(config: DeepseekConfig, device: torch.device) -> DeepseekV2Router | DeepseekV3Router:

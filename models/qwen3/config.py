@@ -64,6 +64,9 @@ class Qwen3Config:
     def kv_bytes_per_token(self, itemsize: int) -> int:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
+    def kv_fp8_bytes_per_token(self) -> int:
+        return 0
+
 
 def parse(raw: dict[str, Any], source: str) -> Qwen3Config:
     """config.json of a supported architecture -> Qwen3Config.

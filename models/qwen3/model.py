@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dbo.steps import Steps
-from ep.experts import Experts
-from ep.moe import MoE
+from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
-from ep.place import SlotTable
 from ep.router import SoftmaxRouter
 from layers.attention import AttentionPlan, Heads, paged_attention, place_heads
 from layers.embed import Embedding
@@ -25,6 +23,7 @@ from layers.paged_kv import KVSpec, PagedKV
 from layers.rope import Rope
 from layers.step import StepInput
 from models.base import WeightSource
+from models.cuts import UNCUT, Attend, Cuts
 from models.hosting import ExpertHost
 from models.loading import read_ends, read_experts, read_mlp
 from models.qwen3 import weights
@@ -54,13 +53,13 @@ class Attention(nn.Module):
         rope: tuple[Tensor, Tensor],
         cache: tuple[Tensor, ...],
         slots_T: Tensor,
-        plan: AttentionPlan,
+        attend: Attend,
     ) -> Tensor:
         """Writes the step's keys and values to `cache`, then attends over it."""
         qkv = self.qkv(x_TD).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         q_THD = place_heads(qkv, self.num_heads, self.qk_norm, self.eps, rope, cache, slots_T)
         k_cache, v_cache = cache
-        attended = paged_attention(q_THD, k_cache, v_cache, plan, self.scale)
+        attended = attend(q_THD, k_cache, v_cache, self.scale)
         out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
         return out_TD
 
@@ -75,12 +74,12 @@ class DecoderLayer(nn.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.mlp = mlp
 
-    def mlp_steps(self, x_TD: Tensor, lane: int) -> Steps[Tensor]:
+    def mlp_steps(self, x_TD: Tensor, lane: int, cuts: Cuts) -> Steps[Tensor]:
         """The feed-forward layer; only routed experts yield."""
         if isinstance(self.mlp, GatedMLP):
             out_TD: Tensor = self.mlp(x_TD)
             return out_TD
-        return (yield from self.mlp.steps(x_TD, lane))
+        return (yield from cuts.experts(self.mlp.steps, x_TD, lane))
 
 
 class Qwen3ForCausalLM(ExpertHost):
@@ -106,19 +105,23 @@ class Qwen3ForCausalLM(ExpertHost):
         entry = (self.config.num_kv_heads, self.config.head_dim)
         return KVSpec(self.config.num_layers, (entry, entry), self.dtype)
 
-    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0) -> Steps[Tensor]:
+    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0, cuts: Cuts = UNCUT) -> Steps[Tensor]:
         """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
         residual_TD = self.embed(step.token_ids_T)
         rope = self.rope(step.positions_T)
-        plan = AttentionPlan(step, self.heads, self.dtype)
+        attend = cuts.attention(self._prepare, step, 1)
         x_TD: Tensor = self.decoders[0].input_norm(residual_TD)
         for index, layer in enumerate(self.decoders):
-            attended_TD = layer.attention(x_TD, rope, kv.layers[index], step.slots_T, plan)
+            attended_TD = layer.attention(x_TD, rope, kv.layers[index], step.slots_T, attend)
             x_TD = layer.post_norm.add(attended_TD, residual_TD)
-            mlp_TD = yield from layer.mlp_steps(x_TD, lane)
+            mlp_TD = yield from layer.mlp_steps(x_TD, lane, cuts)
             following = self.decoders[index + 1].input_norm if index + 1 < len(self.decoders) else self.norm
             x_TD = following.add(mlp_TD, residual_TD)
         return x_TD
+
+    def _prepare(self, step: StepInput) -> Attend:
+        plan = AttentionPlan(step, self.heads, self.dtype)
+        return lambda q_THD, k_cache, v_cache, scale: paged_attention(q_THD, k_cache, v_cache, plan, scale)
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, D] -> [P, V], in the model's dtype."""
@@ -159,22 +162,15 @@ class Qwen3ForCausalLM(ExpertHost):
 
 
 def _mlps(config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[GatedMLP | MoE]:
-    """The feed-forward layer of each decoder layer. All MoE layers share one set of all-to-alls."""
-    placement = parallel.placement
-    if config.moe_layers and placement is None:
-        raise ValueError(f"{config.architecture} has {config.num_experts} routed experts: it needs a placement")
-    lanes = parallel.make_lanes(placement.slots_per_rank, config.hidden_size) if config.moe_layers and placement else ()
+    """The feed-forward layer of each decoder layer."""
+    moe_layers = MoELayers(parallel, config.hidden_size, dtype, device) if config.moe_layers else None
     mlps: list[GatedMLP | MoE] = []
-    moe_layer = 0
     for layer in range(config.num_layers):
-        if layer not in config.moe_layers:
+        if moe_layers is None or layer not in config.moe_layers:
             mlps.append(GatedMLP(config.hidden_size, config.mlp_width, dtype, device, config.mlp_bias))
             continue
-        assert placement is not None
         router = SoftmaxRouter(
             config.hidden_size, config.num_experts, config.experts_per_token, config.norm_topk_prob, dtype, device
         )
-        experts = Experts(placement.slots_per_rank, config.hidden_size, config.expert_width, dtype, device)
-        mlps.append(MoE(router, experts, lanes, SlotTable(placement, moe_layer, parallel.rank, device)))
-        moe_layer += 1
+        mlps.append(moe_layers.make(router, config.expert_width))
     return mlps

@@ -1,0 +1,34 @@
+"""Which attention a model gets on a chip, and why not the others: for `moesaic explain`, which has no GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from mla.backend import MlaFacts, choose_mla, explain_mla
+from models.deepseek.attention import mla_shape
+from models.deepseek.config import DeepseekConfig
+from models.facts import ModelFacts
+from models.qwen3.config import Qwen3Config
+
+
+def explain_attention(
+    facts: ModelFacts,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    installed: frozenset[str],
+    block_size: int,
+    name: str = "auto",
+    fp8_cache: bool = False,
+) -> tuple[str, dict[str, str]]:
+    """What is taken, and for each backend "ok" or why it cannot run. Arguments as ep.explain.explain_experts; fp8_cache: of
+    latents."""
+    if not isinstance(facts, DeepseekConfig):
+        return "triton", {"triton": "ok"}
+    shape = mla_shape(facts)
+    known = MlaFacts(shape, dtype, True, capability, installed | {"triton"}, fp8_cache, block_size)
+    return choose_mla(name, known), explain_mla(known)
+
+
+def expert_width(facts: ModelFacts) -> int:
+    """Of a routed expert; 0 for a dense model."""
+    return facts.expert_width if isinstance(facts, DeepseekConfig | Qwen3Config) and facts.num_experts else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dbo.gate import agree
 from ep.group import Group
 from ep.protocol import Pending
 
@@ -15,7 +16,8 @@ from ep.protocol import Pending
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What one rank says of its next step. has_work: it has requests, or results not yet taken. known_epoch: the highest
-    epoch of which it has heard. order, ready: of moving experts (engine/balance.py)."""
+    epoch of which it has heard. order, ready: of moving experts (engine/balance.py). parts: in how many it would compute its
+    tokens."""
 
     num_tokens: int
     has_work: bool
@@ -24,6 +26,7 @@ class Wish:
     known_epoch: int = 0
     order: int = 0
     ready: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class StepPlan:
     known_epoch: int = 0  # all have heard of this one: they change over to it instead of taking this step
     order: int = 0  # what the first rank wants done for the balancer in this step
     ready: int = 0  # how far all ranks have come with the change of placement under way
+    parts: int = 1  # in how many all ranks compute the step
 
     @property
     def runs(self) -> bool:
@@ -69,6 +73,7 @@ class Agreement:
             wish.known_epoch,
             wish.order,
             wish.ready,
+            wish.parts,
         ]
         return _PendingPlan(self._group.all_gather_ints(record))
 
@@ -87,7 +92,8 @@ def _plan(records: list[list[int]]) -> StepPlan:
         if len(set(values)) > 1:
             said = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise RuntimeError(f"the ranks disagree on the {name} ({said})")
-    _, step, _, num_tokens, has_work, shutdown, free_blocks, known_epochs, orders, ready = zip(*records, strict=True)
+    columns = zip(*records, strict=True)
+    _, step, _, num_tokens, has_work, shutdown, free_blocks, known_epochs, orders, ready, parts = columns
     return StepPlan(
         step=step[0],
         busy=any(has_work) or any(num_tokens),
@@ -97,4 +103,5 @@ def _plan(records: list[list[int]]) -> StepPlan:
         known_epoch=min(known_epochs),
         order=orders[0],
         ready=min(ready),
+        parts=agree(num_tokens, parts),
     )

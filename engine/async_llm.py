@@ -11,9 +11,11 @@ One wake-up of the ranks' socket takes everything that has come; each request th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -23,9 +25,11 @@ from engine.front import EngineBusy, EngineDraining, EngineFailed, Front, Work, 
 from engine.members import Members, Recovery, State
 from engine.messages import FrontToRank, Outputs, RankLost, RankReady, RankStats, RankToFront, ResetPrefixCache
 from engine.outputs import Prompt, RequestOutput
+from engine.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
 from engine.request_stream import RequestStream
 from engine.sequences import FinishedRequest
 from engine.text import Tokenizer
+from engine.trace_file import Summary, write_trace
 from engine.wire import ElasticRanks, NotConnected
 
 __all__ = ["AsyncLLM", "AsyncRanks", "EngineBusy", "EngineDraining", "EngineFailed", "RequestStream"]
@@ -134,6 +138,34 @@ class AsyncLLM:
         log.info("event=resized before=%d count=%d epoch=%d", before, count, self.front.members.epoch)
         self._do(work)
         self._changed.set()
+
+    def start_profile(self, path: Path, capacity: int = EVENTS_PER_RANK) -> list[int]:
+        """Record from now on what every rank does when, at most `capacity` events each; the ranks that do.
+
+        ProfileRefused: one is being taken already, or `path` cannot be written.
+        """
+        messages = self.front.profiling.start(path, self.front.members.up, capacity)
+        for rank, message in messages:
+            self._send(rank, message)
+        return [rank for rank, _ in messages]
+
+    async def stop_profile(self) -> Summary:
+        """Write it as a trace (engine/trace_file.py). A rank that was lost meanwhile is missing from it.
+
+        ProfileRefused: none is being taken; OSError.
+        """
+        profiling = self.front.profiling
+        messages = profiling.stop()
+        try:
+            for rank, message in messages:
+                self._send(rank, message)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    while not profiling.complete and self._failed is None and not self._closed:
+                        await self._change()
+        finally:  # when nobody waits for it any more, another one may begin
+            profile = profiling.finish()
+        return await asyncio.to_thread(write_trace, profile)
 
     # ---- state ----
 

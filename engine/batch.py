@@ -4,28 +4,37 @@ It keeps, for every row, the tokens of its sequence and the table of its KV bloc
 so the token that a row samples in step n stands here when step n+1 is prepared, though the scheduler, which made step
 n+1 in the meantime, has not seen it.
 
+A step may be laid out in parts, which the device computes in turn (dbo/split.py says where it is cut).
+
 Legend: T tokens of the step, B sequences, N blocks per sequence, P rows whose logits are wanted, S sequences sampled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dbo.split import Cut, cut
+from engine.device import make_upload
 from engine.schedule import NewRow, Schedule
 from layers.step import StepInput
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
     """Prompt tokens whose log-probabilities were asked for and whose predecessors are computed in this step.
 
-    Their logits are rows first_logit : first_logit + len(target_ids) of `StepInput.logits_rows_P`.
+    Their logits are rows first_logit : first_logit + len(target_ids) of `PreparedStep.logits_rows_P`. A prompt that is cut
+    has several of these, in the order of its tokens.
     """
 
     entry: int  # index into the schedule's lists
@@ -36,9 +45,14 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """The first S of `input.logits_rows_P` are to be sampled; the rest belong to `prompt_parts`."""
+    """inputs: one per part; their tokens one after another are those of the step. A part may have none.
 
-    input: StepInput
+    logits_rows_P: rows of all parts' hidden states, one after another. The first S are to be sampled; the rest belong to
+    `prompt_parts`.
+    """
+
+    inputs: tuple[StepInput, ...]
+    logits_rows_P: torch.Tensor  # int64
     num_entries: int  # of the schedule
     entries_S: list[int]  # schedule entry of each sampled sequence
     rows_S: Ints  # its row of the batch
@@ -50,12 +64,89 @@ class PreparedStep:
         return len(self.entries_S)
 
 
-class Batch:
-    """max_model_len bounds a sequence, its sampled tokens included. Memory: 4 bytes per row and position."""
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Entries of a schedule, or pieces of them; entry_B: which."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    entry_B: Ints
+    rows_B: Ints
+    starts_B: Ints
+    counts_B: Ints
+    samples_B: Bools
+
+    def between(self, first: Cut, last: Cut) -> _Work:
+        """A part of it."""
+        chosen = slice(first.entry, last.entry + (last.tokens > 0))
+        starts_B, counts_B, samples_B = (
+            self.starts_B[chosen].copy(),
+            self.counts_B[chosen].copy(),
+            self.samples_B[chosen],
+        )
+        if last.tokens:
+            samples_B = samples_B.copy()
+            counts_B[-1], samples_B[-1] = last.tokens, False
+        if first.tokens and len(counts_B):
+            starts_B[0] += first.tokens
+            counts_B[0] -= first.tokens
+        part = _Work(self.entry_B[chosen], self.rows_B[chosen], starts_B, counts_B, samples_B)
+        filled_B = counts_B > 0
+        return part if filled_B.all() else part.take(filled_B)
+
+    def ordered(self) -> tuple[_Work, int]:
+        """Entries of one token first, and how many those are."""
+        one_B = self.counts_B == 1
+        num_decodes = int(np.count_nonzero(one_B))
+        if one_B[:num_decodes].all():
+            return self, num_decodes
+        return self.take(np.argsort(~one_B, kind="stable")), num_decodes
+
+    def take(self, which_B: Ints | Bools) -> _Work:
+        """These entries, in this order."""
+        return _Work(
+            self.entry_B[which_B],
+            self.rows_B[which_B],
+            self.starts_B[which_B],
+            self.counts_B[which_B],
+            self.samples_B[which_B],
+        )
+
+
+class _Asked(NamedTuple):
+    """A piece of a prompt whose logits are wanted."""
+
+    entry: int
+    num_logprobs: int
+    target_ids: list[int]
+
+
+class _Part(NamedTuple):
+    """One part of a step. logits_P: `step.logits_rows_P` on the host."""
+
+    step: StepInput
+    entries_S: Ints
+    rows_S: Ints
+    positions_S: Ints
+    logits_P: Ints
+    asked: list[_Asked]
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.entries_S)
+
+
+class Batch:
+    """max_model_len bounds a sequence, its sampled tokens included. Memory: 4 bytes per row and position.
+
+    context_cost: of a token's work, for cutting steps (dbo/split.py).
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, context_cost: float = 0.0
+    ) -> None:
+        self._context_cost = context_cost
         self._block_size = block_size
-        self._device = device
+        # Tokens of a step, and what a row has besides.
+        self._upload = make_upload(device, 8 * max_num_seqs + 4 * max_model_len)
         # One more column: the last step of a full sequence still writes the token that it samples.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
@@ -73,8 +164,9 @@ class Batch:
         """int64 [max_num_seqs]: how many tokens of each row are known, sampled ones included."""
         return self._known
 
-    def apply(self, schedule: Schedule) -> PreparedStep:
-        """Take over the schedule's rows and blocks, and lay its work out as tensors (zero tokens are fine)."""
+    def apply(self, schedule: Schedule, num_parts: int = 1) -> PreparedStep:
+        """Take over the schedule's rows and blocks, and lay its work out as tensors, in so many parts (zero tokens are
+        fine)."""
         for row in schedule.freed_rows:
             self._free(row)
         for new in schedule.new_rows:
@@ -83,7 +175,9 @@ class Batch:
             start = int(self._num_blocks[row])
             self._block_table[row, start : start + len(blocks)] = blocks
             self._num_blocks[row] = start + len(blocks)
-        return self._layout(schedule)
+        prepared = self._layout(schedule, num_parts)
+        self._upload.send()
+        return prepared
 
     def note_sampled(self, prepared: PreparedStep, token_ids_S: Ints) -> None:
         """Write the sampled tokens (int64 [S]) behind their sequences, where the next step finds them."""
@@ -104,71 +198,101 @@ class Batch:
         if new.params.prompt_logprobs is not None:
             self._asking[new.row] = (new.prompt_len, new.params.prompt_logprobs)
 
-    def _layout(self, schedule: Schedule) -> PreparedStep:
+    def _layout(self, schedule: Schedule, num_parts: int) -> PreparedStep:
         num_entries = len(schedule.rows)
-        rows_B = np.array(schedule.rows, dtype=np.int64)
-        starts_B = np.array(schedule.starts, dtype=np.int64)
-        counts_B = np.array(schedule.counts, dtype=np.int64)
-        samples_B = np.array(schedule.samples, dtype=bool)
-        one_B = counts_B == 1
-        num_decodes = int(np.count_nonzero(one_B))
-        entry_B: Ints | None = None  # None: the schedule's own order
-        if not one_B[:num_decodes].all():
-            entry_B = np.argsort(~one_B, kind="stable")
-            rows_B, starts_B, counts_B, samples_B = (a[entry_B] for a in (rows_B, starts_B, counts_B, samples_B))
-        ends_B = starts_B + counts_B
-        assert (ends_B <= self._known[rows_B]).all(), "a schedule computes tokens that are not known yet"
+        whole = _Work(
+            np.arange(num_entries),
+            np.array(schedule.rows, dtype=np.int64),
+            np.array(schedule.starts, dtype=np.int64),
+            np.array(schedule.counts, dtype=np.int64),
+            np.array(schedule.samples, dtype=bool),
+        )
+        if num_parts == 1:
+            part = self._part(whole)
+            step = part.step
+            asked = _prompt_parts(part.asked, part.num_sampled)
+            entries_S, rows_S, positions_S = part.entries_S, part.rows_S, part.positions_S
+            return PreparedStep(
+                (step,), step.logits_rows_P, num_entries, entries_S.tolist(), rows_S, positions_S, asked
+            )
+        cuts = cut(schedule.starts, schedule.counts, num_parts, self._context_cost)
+        bounds = [Cut(0, 0), *cuts, Cut(num_entries, 0)]
+        return self._join(
+            [self._part(whole.between(first, last)) for first, last in pairwise(bounds)],
+            num_entries,
+        )
 
-        row_T, position_T, query_ends_B = _spread(rows_B, starts_B, counts_B, num_decodes)
+    def _join(self, parts: list[_Part], num_entries: int) -> PreparedStep:
+        first_T = np.cumsum([0, *(part.step.num_tokens for part in parts[:-1])])
+        sampled = [part.logits_P[: part.num_sampled] + first for part, first in zip(parts, first_T, strict=True)]
+        prompts = [part.logits_P[part.num_sampled :] + first for part, first in zip(parts, first_T, strict=True)]
+        entries_S = np.concatenate([part.entries_S for part in parts])
+        return PreparedStep(
+            tuple(part.step for part in parts),
+            self._tensor(np.concatenate(sampled + prompts)),
+            num_entries,
+            entries_S.tolist(),
+            np.concatenate([part.rows_S for part in parts]),
+            np.concatenate([part.positions_S for part in parts]),
+            _prompt_parts([one for part in parts for one in part.asked], len(entries_S)),
+        )
+
+    def _part(self, work: _Work) -> _Part:
+        work, num_decodes = work.ordered()
+        rows_B, starts_B = work.rows_B, work.starts_B
+        ends_B = starts_B + work.counts_B
+        assert (ends_B <= self._known[rows_B]).all(), "a schedule computes tokens that are not known yet"
+        row_T, position_T, query_ends_B = _spread(rows_B, starts_B, work.counts_B, num_decodes)
         slots_T = self._block_table[row_T, position_T // self._block_size] * self._block_size
         slots_T += position_T % self._block_size
-        num_columns = int(-(-ends_B.max() // self._block_size)) if num_entries else 0
-        sampled = np.flatnonzero(samples_B)
-        last_S = query_ends_B[sampled] - 1
-        entries_S = sampled if entry_B is None else entry_B[sampled]
-        parts, logits_rows_P = self._prompt_parts(rows_B, starts_B, ends_B, query_ends_B, entry_B, last_S)
-        kv_lens = ends_B.tolist()
+        num_columns = int(-(-ends_B.max() // self._block_size)) if len(rows_B) else 0
+        sampled = np.flatnonzero(work.samples_B)
+        asked, logits_P = self._ask(work, ends_B, query_ends_B, query_ends_B[sampled] - 1)
         step = StepInput(
             token_ids_T=self._tensor(self._token_ids[row_T, position_T].astype(np.int64)),
             positions_T=self._tensor(position_T),
             slots_T=self._tensor(slots_T),
             query_starts=(0, *query_ends_B.tolist()),
-            kv_lens=tuple(kv_lens),
+            kv_lens=tuple(ends_B.tolist()),
             kv_lens_B=self._tensor(ends_B),
             block_table_BN=self._tensor(self._block_table[rows_B, :num_columns]),
             num_decodes=num_decodes,
             block_size=self._block_size,
-            logits_rows_P=self._tensor(logits_rows_P),
+            logits_rows_P=self._tensor(logits_P),
         )
-        return PreparedStep(step, num_entries, entries_S.tolist(), rows_B[sampled], ends_B[sampled], parts)
+        return _Part(step, work.entry_B[sampled], rows_B[sampled], ends_B[sampled], logits_P, asked)
 
-    def _prompt_parts(
-        self, rows_B: Ints, starts_B: Ints, ends_B: Ints, query_ends_B: Ints, entry_B: Ints | None, last_S: Ints
-    ) -> tuple[tuple[PromptPart, ...], Ints]:
-        """The parts of prompts whose logits are wanted, and all rows of the hidden state to make logits of."""
+    def _ask(self, work: _Work, ends_B: Ints, query_ends_B: Ints, last_S: Ints) -> tuple[list[_Asked], Ints]:
+        """The prompts whose logits are wanted, and all rows of the hidden state to make logits of."""
         if not self._asking:
-            return (), last_S
-        parts: list[PromptPart] = []
+            return [], last_S
+        asked: list[_Asked] = []
         pieces = [last_S]
-        first_logit = len(last_S)
-        for index, row in enumerate(rows_B.tolist()):
+        for index, row in enumerate(work.rows_B.tolist()):
             if row not in self._asking:
                 continue
             prompt_len, num_logprobs = self._asking[row]
-            start, end = int(starts_B[index]), int(ends_B[index])
+            start, end = int(work.starts_B[index]), int(ends_B[index])
             count = min(end, prompt_len - 1) - start  # the last prompt token predicts output, not prompt
             if count <= 0:
                 continue
             first_T = int(query_ends_B[index]) - (end - start)
             targets = self._token_ids[row, start + 1 : start + 1 + count].tolist()
-            entry = index if entry_B is None else int(entry_B[index])
-            parts.append(PromptPart(entry, num_logprobs, first_logit, targets))
+            asked.append(_Asked(int(work.entry_B[index]), num_logprobs, targets))
             pieces.append(np.arange(first_T, first_T + count, dtype=np.int64))
-            first_logit += count
-        return tuple(parts), np.concatenate(pieces)
+        return asked, np.concatenate(pieces)
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return self._upload.tensor(array)
+
+
+def _prompt_parts(asked: Sequence[_Asked], num_sampled: int) -> tuple[PromptPart, ...]:
+    """Their logits come one after another, behind the sampled ones."""
+    parts = []
+    for entry, num_logprobs, targets in asked:
+        parts.append(PromptPart(entry, num_logprobs, num_sampled, targets))
+        num_sampled += len(targets)
+    return tuple(parts)
 
 
 def _spread(rows_B: Ints, starts_B: Ints, counts_B: Ints, num_decodes: int) -> tuple[Ints, Ints, Ints]:

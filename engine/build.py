@@ -5,28 +5,42 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from configs.engine import Plan
+from dbo.split import context_cost
+from dbo.steps import Steps
 from engine.balance import Balance
 from engine.balance_start import start_placement
 from engine.batch import Batch
+from engine.device import check_room, graph_library, open_device
+from engine.graphs import MANY, GraphLibrary, Graphs, GraphSizes
+from engine.measure import Measure
 from engine.messages import RankReady
+from engine.overlap import Overlap
 from engine.rank import Doorbell, Rank, SharedDoorbell
 from engine.runner import Runner
 from engine.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
 from engine.team import Meet, Opening, Team
+from engine.timeline import Timeline
+from ep.dispatchers import StepState
 from ep.experts import WeightFormat
 from ep.group import Group
 from ep.parallel import Parallel
 from ep.protocol import AllToAll
-from ep.table import make_lanes
+from ep.table import FEW_TOKENS, make_lanes
+from ep.timed import Flights
 from eplb.placement import Placement, linear_placement
 from layers.paged_kv import PagedKV
+from layers.step import StepInput
 from layers.weights import Checkpoint
 from models.base import CausalLM
+from models.cuts import Cuts
 from models.facts import ModelFacts
 from models.registry import build, read_config
 from native import Isa, isa, limit_isa
@@ -51,19 +65,20 @@ def build_rank(
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
     limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
-    device = torch.device(plan.device)
+    device = open_device(plan.device, rank, plan.ranks_per_machine)
+    check_room(device, plan.rank_bytes)
     facts = read_config(plan.model_path)
     size = plan.data_parallel_size
     placement = _placement(plan, facts, join) if facts.num_moe_layers else None
     parallel = Parallel(rank, size, placement, _no_lanes)
-    model = build(facts, parallel, DTYPES[plan.dtype], device, plan.mla_prefill)
-    model.keep_experts(WeightFormat(plan.expert_format))
+    kernels = plan.mla_prefill, plan.attention_backend, plan.kv_cache_dtype == "fp8"
+    model = build(facts, parallel, DTYPES[plan.dtype], device, *kernels)
+    model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
     model.keep_linears(WeightFormat(plan.linear_format))
+    exchange = StepState()
     fingerprint = zlib.crc32(f"{plan.dtype} {facts}".encode())
-
-    def lanes(group: Group, num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
-        return make_lanes("auto", group, num_slots, hidden_size, DTYPES[plan.dtype])
-
+    flights = Flights()
+    lanes = partial(_lanes, plan, exchange, flights)
     team = Team(rank, size, placement, model, fingerprint, meet or _nobody, lanes, plan.model_path)
     if not join:
         team.begin(0, (True,) * size)
@@ -71,22 +86,71 @@ def build_rank(
     model.load(checkpoint)
     checkpoint.finish()
     scheduler = _scheduler(plan)
-    ready = RankReady(
+    ready = _ready(plan, rank, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read)
+    timeline = Timeline(rank, model)
+    kv = _cache(plan, model, device)
+    runner = _runner(plan, model, kv, facts, device, exchange, timeline)
+    return Rank(
+        scheduler,
+        team,
+        runner,
+        bell or SharedDoorbell(),
+        ready,
+        plan.exchange_timeout,
+        balance=_balance(plan, team, model, device),
+        timeline=timeline,
+        overlap=_overlap(plan, model, flights, runner, device),
+        # A rank that took so much memory for its weights soon takes as much again for its cache.
+        preparation=kv.bring_in(checkpoint.bytes_read),
+    )
+
+
+def _ready(
+    plan: Plan, rank: int, scheduler: Scheduler, facts: ModelFacts, load_seconds: float, bytes_read: int
+) -> RankReady:
+    return RankReady(
         rank=rank,
         num_blocks=plan.num_kv_blocks,
         block_size=plan.block_size,
         max_model_len=scheduler.max_length,
         vocab_size=facts.vocab_size,
-        load_seconds=time.monotonic() - began,
-        bytes_read=checkpoint.bytes_read,
+        load_seconds=load_seconds,
+        bytes_read=bytes_read,
         reasons=plan.reasons,
     )
-    runner = _runner(plan, model, facts.vocab_size, device)
-    balance = None
-    if plan.eplb is not None and placement is not None:
-        name = next(iter(plan.served_model_names), "")
-        balance = Balance(team, model, plan.eplb, name, device, threaded=plan.all2all_backend != "mailbox")
-    return Rank(scheduler, team, runner, bell or SharedDoorbell(), ready, plan.exchange_timeout, balance=balance)
+
+
+def _balance(plan: Plan, team: Team, model: CausalLM, device: torch.device) -> Balance | None:
+    if plan.eplb is None or team.placement is None:
+        return None
+    name = next(iter(plan.served_model_names), "")
+    return Balance(team, model, plan.eplb, name, device, threaded=plan.all2all_backend != "mailbox")
+
+
+def _overlap(plan: Plan, model: CausalLM, flights: Flights, runner: Runner, device: torch.device) -> Overlap | None:
+    dbo = plan.dbo
+    if dbo is None:
+        return None
+
+    def measure() -> Measure:
+        sizes = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, plan.block_size
+        return Measure(model, flights, device, *sizes, context_cost(model.config.hidden_size))
+
+    memory = Path(dbo.memory) if dbo.memory else None
+    return Overlap(runner, flights, dbo.num_parts, dbo.decode_tokens, dbo.prefill_tokens, measure, memory)
+
+
+def _lanes(
+    plan: Plan, exchange: StepState, flights: Flights, group: Group, num_slots: int, hidden_size: int
+) -> Sequence[AllToAll]:
+    """Those of an epoch. exchange: of all epochs. flights: of steps that may be split."""
+    exchange.forget()
+    name = "auto" if plan.all2all_backend == "local" else plan.all2all_backend  # it began alone, and has grown
+    many, few = plan.max_num_batched_tokens, _few_tokens(plan)
+    sizes, dtype, rows = (num_slots, hidden_size), DTYPES[plan.dtype], plan.dispatch_rows
+    num_lanes = 1 if plan.dbo is None else plan.dbo.num_parts
+    made = make_lanes(name, group, *sizes, dtype, num_lanes, rows=rows, max_tokens=many, few_tokens=few, state=exchange)
+    return made if plan.dbo is None else flights.timed(made)
 
 
 def _placement(plan: Plan, facts: ModelFacts, join: bool) -> Placement:
@@ -112,15 +176,68 @@ def _scheduler(plan: Plan) -> Scheduler:
     )
 
 
-def _runner(plan: Plan, model: CausalLM, vocab_size: int, device: torch.device) -> Runner:
+def _cache(plan: Plan, model: CausalLM, device: torch.device) -> PagedKV:
+    """With graphs there is one block more, to which they write what is padding."""
+    num_blocks = plan.num_kv_blocks + (plan.cudagraph_mode != "none")
+    return PagedKV.allocate(model.kv_spec(), num_blocks, plan.block_size, device)
+
+
+def _runner(
+    plan: Plan,
+    model: CausalLM,
+    kv: PagedKV,
+    facts: ModelFacts,
+    device: torch.device,
+    exchange: StepState,
+    timeline: Timeline,
+) -> Runner:
+    captured = plan.cudagraph_mode != "none"
+    cost = context_cost(facts.hidden_size)
     return Runner(
         model,
-        PagedKV.allocate(model.kv_spec(), plan.num_kv_blocks, plan.block_size, device),
-        Batch(plan.max_num_seqs, plan.max_model_len, plan.block_size, device),
-        SamplingTable(plan.max_num_seqs, vocab_size, device),
+        kv,
+        Batch(plan.max_num_seqs, plan.max_model_len, plan.block_size, device, cost),
+        SamplingTable(plan.max_num_seqs, facts.vocab_size, device),
         plan.logprobs_mode,
         # Ranks that share one thread take turns within a step, so it cannot run on another.
         threaded=plan.async_scheduling and plan.all2all_backend != "mailbox",
+        timeline=timeline,
+        graphs=make_graphs(plan, model, kv, graph_library(device), exchange) if captured else None,
+        exchange=exchange,
+    )
+
+
+def _few_tokens(plan: Plan) -> int:
+    """Tokens of a rank in a step, up to which the backend for few of them is taken: those of decodes."""
+    return min(plan.max_num_seqs, plan.max_num_batched_tokens, FEW_TOKENS)
+
+
+def make_graphs(plan: Plan, model: CausalLM, kv: PagedKV, library: GraphLibrary, exchange: StepState) -> Graphs:
+    """Those that the plan wants captured; padding goes to the last block of the cache."""
+
+    def forward(step: StepInput, cuts: Cuts, lane: int) -> Steps[Tensor]:
+        return model.steps(step, kv, lane, cuts)
+
+    rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
+    alone = plan.all2all_backend == "local"
+    most = plan.max_num_seqs if alone else _few_tokens(plan)
+    sizes = GraphSizes(
+        full=sorted({min(size, most) for size in rows}) if "full" in mode else (),
+        piecewise=rows if "piecewise" in mode else (),
+    )
+    return Graphs(
+        forward,
+        library,
+        sizes,
+        plan.max_model_len,
+        plan.block_size,
+        kv.num_blocks - 1,
+        kv.device,
+        plan.eplb is not None,
+        exchange,
+        MANY if alone else most,
+        together=not alone,  # alone: the plan has not asked whether an exchange could be captured
+        num_parts=1 if plan.dbo is None else plan.dbo.num_parts,
     )
 
 

@@ -25,6 +25,7 @@ from engine.messages import (
     Logprobs,
     Membership,
     Outputs,
+    ProfilePart,
     RankFailed,
     RankLost,
     RankReady,
@@ -33,6 +34,7 @@ from engine.messages import (
     TokenOutput,
 )
 from engine.outputs import Delta, PositionLogprobs, Prompt, TokenLogprob
+from engine.profiling import Profiling
 from engine.routing import Router
 from engine.sampling_params import seeds
 from engine.sequences import FinishedRequest, LiveRequest, Sequence
@@ -90,6 +92,7 @@ class Front:
         self.members = Members(num_ranks, num_experts, slots_per_rank, clock)
         self.num_replayed = 0  # requests moved from a rank that was lost or has left to another one
         self.balance: BalanceStatus | None = None  # the newest
+        self.profiling = Profiling(clock)
         self._clock = clock
         self._requests: dict[str, LiveRequest] = {}
         self._held: dict[str, LiveRequest] = {}  # those of them that no rank has now
@@ -217,7 +220,9 @@ class Front:
             return Work([], [])
         if isinstance(message, BalanceReport):
             self.balance = message.status
-        if isinstance(message, BalanceReport | BalanceReply):  # whoever asked takes the reply (engine/balancing.py)
+        if isinstance(message, ProfilePart):
+            self.profiling.take(message)
+        if isinstance(message, BalanceReport | BalanceReply | ProfilePart):  # whoever asked takes the reply
             return Work([], [])
         assert isinstance(message, RankLost | RankFailed)
         lost = self.members.on_lost(message) if isinstance(message, RankLost) else self.members.on_failed(message)
@@ -243,6 +248,7 @@ class Front:
         """Nothing that this rank has is to be expected any more; how many requests that are. What it had released stays
         released."""
         self.stats[rank] = RankStats()
+        self.profiling.lose(rank)
         self.router.forget_rank(rank)
         moved = [
             item for item in self._requests.values() if item.rank == rank and item.prompt.request_id not in self._held

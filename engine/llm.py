@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -12,8 +13,10 @@ from engine.collector import Collector
 from engine.front import EngineFailed, Front, Work, losses_last
 from engine.messages import BalanceStatus, FrontToRank, RankToFront, SamplingParams
 from engine.outputs import Prompt, RequestOutput
+from engine.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
 from engine.sampling_params import resolve, validate
 from engine.text import Tokenizer
+from engine.trace_file import Summary, write_trace
 from engine.wire import NotConnected, Ranks
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
@@ -110,6 +113,34 @@ class LLM:
         token_ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return self._run(self._prompts(texts, token_ids, params), progress)
 
+    def start_profile(self, path: str | Path, capacity: int = EVENTS_PER_RANK) -> None:
+        """Record from now on what every rank does when, at most `capacity` events each.
+
+        ValueError: a profile is being taken already, or `path` cannot be written.
+        """
+        self._catch_up()
+        for rank, message in self._front.profiling.start(Path(path), self._front.members.up, capacity):
+            self._send(rank, message)
+
+    def stop_profile(self) -> Summary:
+        """Write it, as JSON that ui.perfetto.dev and chrome://tracing open. A rank lost meanwhile is missing from it.
+
+        ValueError: none is being taken; OSError.
+        """
+        self._catch_up()
+        profiling = self._front.profiling
+        messages = profiling.stop()
+        try:
+            for rank, message in messages:
+                self._send(rank, message)
+            deadline = time.monotonic() + ANSWER_SECONDS
+            while not profiling.complete and self._front.failed is None and time.monotonic() < deadline:
+                for received in losses_last(self._ranks.receive(_LOOK_SECONDS)):
+                    self._send_all(self._front.on_message(received))
+        finally:  # also after an interrupt another one may begin
+            profile = profiling.finish()
+        return write_trace(profile)
+
     def close(self) -> None:
         """Close the ranks. May be called again."""
         if not self._closed:
@@ -179,10 +210,7 @@ class LLM:
     # ---- running ----
 
     def _run(self, prompts: list[Prompt], progress: Callable[[Progress], None] | None) -> list[RequestOutput]:
-        if self._closed:
-            raise EngineFailed("the engine is closed")
-        for received in losses_last(self._ranks.receive(0.0)):  # what happened since the last call
-            self._send_all(self._front.on_message(received))
+        self._catch_up()
         if self._front.failed is not None:
             raise EngineFailed(self._front.failed)
         collectors = {prompt.request_id: Collector(prompt) for prompt in prompts}
@@ -209,6 +237,13 @@ class LLM:
             raise
         self._front.take_finished()
         return [collectors[prompt.request_id].output() for prompt in prompts]
+
+    def _catch_up(self) -> None:
+        """Take what has happened since the last call."""
+        if self._closed:
+            raise EngineFailed("the engine is closed")
+        for received in losses_last(self._ranks.receive(0.0)):
+            self._send_all(self._front.on_message(received))
 
     def _wait_ready(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

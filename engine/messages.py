@@ -99,13 +99,22 @@ class BalanceCommand(msgspec.Struct, tag="balance", frozen=True, kw_only=True):
     path: str | None = None
 
 
-FrontToRank = AddRequest | Abort | ResetPrefixCache | Shutdown | Membership | BalanceCommand
+class ProfileCommand(msgspec.Struct, tag="profile", frozen=True, kw_only=True, omit_defaults=True):
+    """start: record what this rank does when, from the next step on, at most `capacity` events (engine/timeline.py).
+    stop: answered by one ProfilePart."""
+
+    profile_id: int
+    kind: Literal["start", "stop"]
+    capacity: int = 0
+
+
+FrontToRank = AddRequest | Abort | ResetPrefixCache | Shutdown | Membership | BalanceCommand | ProfileCommand
 
 
 # ---- rank -> front -----------------------------------------------------------------------------------------------
 
 
-class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """For one position. ids/values: the chosen token first, then the top alternatives in falling order (the chosen one
     is not repeated away: it may appear twice). rank: the chosen token's place in the vocabulary, 1 is the most likely."""
 
@@ -114,7 +123,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
-class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sequence. stop_reason: the stop token id that ended it (None for EOS or length).
 
     prompt_logprobs comes once, with the first output: one entry per prompt token, None for the first.
@@ -142,6 +151,8 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    dbo_steps: int = 0  # split in parts
+    dbo_overlap: float = 0.0  # of the time that tokens were lately under way, the part not spent waiting for them
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):
@@ -229,7 +240,24 @@ class BalanceReply(msgspec.Struct, tag="balance_reply", frozen=True, kw_only=Tru
     again: bool = False
 
 
-RankToFront = Outputs | RankReady | RankFailed | RankLost | Joined | BalanceReport | BalanceReply
+class ProfilePart(msgspec.Struct, tag="profile_part", frozen=True, kw_only=True):
+    """One rank's part of a profile. started False: it was not there when the profile began.
+
+    events: as ep/recorder.py packs them; num_dropped: those that found no place. clock: equal for all that read the same
+    one; host, network: of which machine, and of which network namespace on it.
+    """
+
+    profile_id: int
+    rank: int
+    started: bool
+    events: bytes = b""
+    num_dropped: int = 0
+    host: str = ""
+    clock: str = ""
+    network: str = ""
+
+
+RankToFront = Outputs | RankReady | RankFailed | RankLost | Joined | BalanceReport | BalanceReply | ProfilePart
 
 encoder = msgspec.msgpack.Encoder()
 front_decoder = msgspec.msgpack.Decoder(RankToFront)

@@ -21,7 +21,7 @@ class Prompt(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):
     """token: its text as one piece; raw: its bytes, also where they are only part of a character."""
 
     token_id: int
@@ -31,14 +31,14 @@ class TokenLogprob(msgspec.Struct):
     raw: bytes
 
 
-class PositionLogprobs(msgspec.Struct):
+class PositionLogprobs(msgspec.Struct, gc=False):
     """chosen: the token that stands at this position; top: the most likely ones, best first (may include chosen)."""
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """What one step added to one choice. text never ends inside a UTF-8 character nor holds part of a stop string.
 
     prompt_logprobs and num_cached_tokens come with the first delta of choice 0 (None / 0 otherwise).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,20 @@ from safetensors import SafetensorError, safe_open
 
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.env import read_env
-from configs.resolve import Machine, ModelNumbers, resolve, this_machine
+from configs.gpu import Exchange, Gpu, chosen_device, find_gpus
+from configs.hosts import Hosts, as_one
+from configs.machine import Machine, ModelNumbers, this_machine
+from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
+from engine.overlap_memory import with_memory
+from ep.backends import (
+    DEVICE_NAMES,
+    Situation,
+    best_on_devices,
+    is_installed,
+    not_captured,
+    refusal,
+    split_pair,
+)
 from models.facts import ModelFacts
 from models.registry import read_config
 from models.tiny import CHECKPOINT
@@ -20,13 +34,84 @@ EMBEDDED_NAME = "moesaic-tiny"
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 
 
-def make_plan(config: EngineConfig, machine: Machine | None = None) -> Plan:
-    """Raises ValueError, one line that names the file or the field, for whatever cannot be served."""
+def make_plan(
+    config: EngineConfig, machine: Machine | None = None, hosts: Hosts | None = None, alone: bool = False
+) -> Plan:
+    """hosts: some of the ranks are on other machines. alone: as for `resolve`. Raises ValueError, one line that names the file
+    or the field, for whatever cannot be served."""
     path = Path(config.model) if config.model else CHECKPOINT
     if not path.is_dir():
         raise ValueError(f"model {config.model!r} is not a directory (models are read from disk; there is no download)")
     name = config.model or EMBEDDED_NAME
-    return resolve(config, model_numbers(path, name, read_config(path)), machine or _with_kernels(this_machine()))
+    facts = read_config(path)
+    machine = machine or machine_for(config, facts)
+    numbers = model_numbers(path, name, facts)
+    if hosts is not None:
+        if config.all2all_backend not in ("auto", "gloo"):
+            raise ValueError(f"all2all_backend {config.all2all_backend!r} does not reach other machines; gloo does")
+        plan = resolve(config, numbers, as_one(machine, hosts))
+        why = {"all2all_backend": "ranks of several machines", "data_parallel_size_local": "as asked"}
+        plan = replace(plan, data_parallel_size_local=hosts.local, reasons={**plan.reasons, **why})
+        return with_memory(plan, read_env().cache_root)
+    if machine.gpu is not None and config.data_parallel_size > machine.gpu.count:
+        raise ValueError(
+            f"data_parallel_size {config.data_parallel_size} exceeds the {machine.gpu.count} GPU(s) of this machine"
+        )
+    return with_memory(resolve(config, numbers, machine, alone), read_env().cache_root)
+
+
+def machine_for(
+    config: EngineConfig, facts: ModelFacts, gpu: Gpu | None = None, installed: Callable[[str], bool] = is_installed
+) -> Machine:
+    """This machine as the config uses it: its CPU, or its GPUs. gpu: what every rank of a cluster has; None: look for one.
+    installed: whether a module is there."""
+    machine = _with_kernels(this_machine())
+    reason = f"a cluster with {gpu.count} {gpu.name} in each machine" if gpu is not None else "as asked"
+    if gpu is None and config.device != "cpu":
+        gpu, reason = find_gpus(read_env().visible_gpus)
+    device, why = chosen_device(config.device, gpu, reason)
+    if gpu is None or device == "cpu":
+        return replace(machine, device_reason=why)
+    return replace(
+        machine,
+        device="cuda",
+        gpu=gpu,
+        exchange=_exchange(config, facts, gpu, installed),
+        device_reason=reason,
+        free_memory=gpu.memory * config.data_parallel_size,
+        fast_bfloat16=True,
+        native_kernels="none",
+        native_reason="tensors are on a GPU",
+    )
+
+
+def _exchange(config: EngineConfig, facts: ModelFacts, gpu: Gpu, installed: Callable[[str], bool]) -> Exchange | None:
+    """None: no tokens travel. Raises ValueError for a backend that cannot serve."""
+    if config.data_parallel_size == 1 or not facts.num_experts:
+        return None
+    asked, dtype = config.all2all_backend, "float32" if config.dtype == "float32" else "bfloat16"
+    situation = Situation(
+        config.data_parallel_size,
+        "cuda",
+        gpu.count,
+        dtype=dtype,
+        hidden_size=facts.hidden_size,
+        max_tokens=config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+        rows="fp8" if config.dispatch_dtype == "fp8" else "plain",
+        num_parts=1 if config.enable_dbo == "off" else config.ubatch_size,
+        installed=installed,
+    )
+    if asked == "auto":
+        name = best_on_devices(situation)
+        why = "the first that can serve and is installed (explain --gpu lists them)"
+    else:
+        name, why = asked, "as asked"
+        if any(part not in DEVICE_NAMES for part in split_pair(asked)):
+            raise ValueError(f"all2all_backend {asked!r} does not connect GPUs; one of auto, {', '.join(DEVICE_NAMES)}")
+        reason = refusal(asked, situation)
+        if reason:
+            raise ValueError(f"all2all_backend {asked!r}: {reason}")
+    return Exchange(name, why, not_captured(split_pair(name)[1]))
 
 
 def _with_kernels(machine: Machine) -> Machine:
@@ -74,6 +159,7 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
         expert_bytes=experts * widened,
         dtype=held,
         fp8_experts=fp8_experts > experts // 2,
+        kv_fp8_bytes_per_token=facts.kv_fp8_bytes_per_token(),
     )
 
 

@@ -12,9 +12,9 @@ Epochs: see engine/team.py, and docs/surviving.md for the whole.
 from __future__ import annotations
 
 import logging
-import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -29,17 +29,19 @@ from engine.messages import (
     FrontToRank,
     Joined,
     Membership,
-    Outputs,
+    ProfileCommand,
     RankReady,
     RankStats,
     RankToFront,
     ResetPrefixCache,
     TokenOutput,
 )
+from engine.overlap import Overlap
 from engine.runner import Flight, Runner
 from engine.schedule import Schedule
 from engine.scheduler import Scheduler
 from engine.team import Team
+from engine.timeline import Timeline
 from ep.protocol import PeerLost
 
 log = logging.getLogger("moesaic.rank")
@@ -87,8 +89,12 @@ class Rank:
         patience: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         balance: Balance | None = None,
+        timeline: Timeline | None = None,
+        overlap: Overlap | None = None,
+        preparation: Iterator[int] | None = None,
     ) -> None:
-        """patience: seconds that a rank which has lost a peer waits to be told who is left. balance: None: experts stay."""
+        """patience: seconds that a rank which has lost a peer waits to be told who is left. balance: None: experts stay.
+        overlap: None: no step is split. preparation: what `prepare` does, a little with each number that it gives."""
         self.ready = ready
         self._scheduler = scheduler
         self._team = team
@@ -97,6 +103,9 @@ class Rank:
         self._patience = patience
         self._clock = clock
         self._balance = balance
+        self._timeline = timeline or Timeline(ready.rank)
+        self._overlap = overlap
+        self._preparation = iter(()) if preparation is None else preparation
         self._pipelined = scheduler.async_depth > 0
         self._flight: Flight | None = None  # the step that runs while the next one is scheduled (pipelined only)
         self._early: list[TokenOutput] = []  # outputs that need no step
@@ -128,7 +137,8 @@ class Rank:
 
     @property
     def stats(self) -> RankStats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        return stats if self._overlap is None else self._overlap.add_to(stats)
 
     def pause(self, longest: float) -> float:
         """Seconds for which there is nothing to do, unless a message or a ring comes; at most `longest`."""
@@ -143,6 +153,10 @@ class Rank:
         if not self._asleep or self.has_work:
             return 0.0
         return min(longest, LOOK_SECONDS) if self._balance is not None and self._balance.busy else longest
+
+    def prepare(self) -> bool:
+        """A moment's work for requests to come, to be done while there is nothing else to do. False: none was left."""
+        return next(self._preparation, 0) > 0
 
     def submit(self, message: FrontToRank) -> None:
         """Takes effect with the next step. A request that cannot run is an output with finish_reason "error"."""
@@ -166,6 +180,8 @@ class Rank:
                 self._news.append(refuse(message, "experts are not balanced (--enable-eplb)"))
             else:
                 self._balance.ask(message)
+        elif isinstance(message, ProfileCommand):
+            self._news += self._runner.between(partial(self._timeline.obey, message))
         else:
             self._shutdown = True
 
@@ -214,15 +230,20 @@ class Rank:
             if not self.has_work and not self._bell.heard(self._sleep):
                 return self._take_early()
             self._asleep = False
+        self._timeline.schedule_begins()
         schedule = self._scheduler.schedule()
+        self._timeline.schedule_ends(schedule.step_id, schedule.num_tokens)
         known_epoch = self._team.epoch if self._wanted is None else self._wanted.epoch
         free_blocks = self._scheduler.kv.num_free_blocks
         order, ready = (0, 0) if self._balance is None else self._balance.wish()
+        num_tokens = schedule.num_tokens
+        parts = 1 if self._overlap is None else self._overlap.wish(schedule, num_tokens)
         agreed = self._team.agreement.propose(
-            Wish(schedule.num_tokens, self.has_work, self._shutdown, free_blocks, known_epoch, order, ready)
+            Wish(num_tokens, self.has_work, self._shutdown, free_blocks, known_epoch, order, ready, parts)
         )
         yield
         plan = agreed.wait()
+        self._timeline.agreement_ends(self._team.epoch, plan.step)
         if self._formed is not None:
             self._joined, self._formed = self._formed, None
         if plan.shutdown:
@@ -272,6 +293,10 @@ class Rank:
         if not self._team.opened:
             return False
         joined = yield from self._team.form()
+        self._runner.warm_up()
+        if self._overlap is not None:
+            yield from self._overlap.begin(self._team.experts_group)
+        self._timeline.attach()
         if self._balance is not None:
             self._balance.begin()
         if joined.epoch > 0:
@@ -303,7 +328,10 @@ class Rank:
 
     def _compute(self, schedule: Schedule, plan: StepPlan) -> Steps[list[TokenOutput]]:
         chores = None if self._balance is None else self._balance.agreed(plan)
-        flight = self._runner.launch(schedule, chores) if plan.runs or chores is not None else None
+        schedule.most_tokens = max(plan.num_tokens)
+        if self._overlap is not None:
+            self._overlap.num_steps += plan.parts > 1
+        flight = self._runner.launch(schedule, chores, plan.parts) if plan.runs or chores is not None else None
         if self._pipelined:
             flight, self._flight = self._flight, flight
         outputs = [] if flight is None else (yield from self._result(flight))
@@ -323,57 +351,3 @@ class Rank:
     def _take_early(self) -> list[TokenOutput]:
         outputs, self._early = self._early, []
         return outputs
-
-
-class LocalRanks:
-    """engine.wire.Ranks for one rank in this process: `receive` runs its steps. `send` may come from another thread."""
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-        self._inbox: queue.SimpleQueue[FrontToRank] = queue.SimpleQueue()
-        self._said_ready = False
-
-    @property
-    def size(self) -> int:
-        return 1
-
-    def send(self, rank: int, message: FrontToRank) -> None:
-        if rank != 0:
-            raise ValueError(f"rank {rank} is not in 0..0")
-        self._inbox.put(message)
-
-    def receive(self, timeout: float) -> list[RankToFront]:
-        """RankReady at first. Then the outputs of the next step that has any; an idle rank waits for a message, at most
-        `timeout` seconds. Errors of the rank pass through."""
-        if not self._said_ready:
-            self._said_ready = True
-            return [self._rank.ready]
-        deadline = time.monotonic() + timeout
-        while not self._rank.done:
-            self._drain_inbox()
-            outputs = self._rank.step()
-            news = self._rank.take_news()
-            if outputs:
-                news.append(Outputs(0, outputs, self._rank.stats, time.monotonic()))
-            if news:
-                return news
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            if self._rank.pause(left) > 0:
-                try:
-                    self._rank.submit(self._inbox.get(timeout=left))
-                except queue.Empty:
-                    break
-        return []
-
-    def close(self) -> None:
-        self._rank.close()
-
-    def _drain_inbox(self) -> None:
-        while True:
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            self._rank.submit(message)

@@ -6,22 +6,30 @@ Legend: T tokens of the step, D hidden size, P rows whose logits are wanted, S s
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from dbo.steps import Steps, drain
+from dbo.steps import Steps, drain, weave
 from engine.batch import Batch, PreparedStep
+from engine.device import use_device
+from engine.graphs import Graphs
 from engine.logprobs import prompt_logprobs
 from engine.messages import Logprobs, LogprobsMode
 from engine.sampler import Sampled, sample
 from engine.sampling_table import SamplingTable
 from engine.schedule import Schedule
+from engine.timeline import Timeline
+from ep.dispatchers import StepState
 from ep.protocol import PeerLost
+from ep.recorder import Kind
 from layers.paged_kv import PagedKV
+from layers.step import StepInput
 from models.base import CausalLM
 
 V = TypeVar("V")
@@ -72,30 +80,60 @@ class Runner:
         table: SamplingTable,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         threaded: bool = False,
+        timeline: Timeline | None = None,
+        graphs: Graphs | None = None,
+        exchange: StepState | None = None,
     ) -> None:
+        """exchange: is told of every step, and confirms that what it brought is whole."""
+        self._graphs = graphs
+        self._exchange = exchange or StepState()
         self._model = model
         self._kv = kv
         self._batch = batch
         self._table = table
         self._logprobs_mode = logprobs_mode
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="device") if threaded else None
+        self._timeline = timeline or Timeline(0)
+        self._threads: ThreadPoolExecutor | None = None
+        if threaded:
+            begin = partial(use_device, kv.device)
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="device", initializer=begin)
         self._failure: BaseException | None = None
 
-    def launch(self, schedule: Schedule, chores: Chores | None = None) -> Flight:
-        """Start a step (zero tokens are fine: this rank then only serves the others' exchanges)."""
+    def launch(self, schedule: Schedule, chores: Chores | None = None, num_parts: int = 1) -> Flight:
+        """Start a step (zero tokens are fine: this rank then only serves the others' exchanges). num_parts: all ranks
+        compute it in so many parts, which take turns."""
         if self._threads is None:
-            return _Inline(schedule, self, chores)
-        return _Threaded(schedule, self._threads.submit(self._run, schedule, chores))
+            return _Inline(schedule, self, chores, num_parts)
+        return _Threaded(schedule, self._threads.submit(self._run, schedule, chores, num_parts))
 
-    def steps(self, schedule: Schedule, chores: Chores | None = None) -> Steps[StepResult]:
+    def steps(self, schedule: Schedule, chores: Chores | None = None, num_parts: int = 1) -> Steps[StepResult]:
         """The step itself. May be resumed from any thread, but by one at a time."""
-        return _in_inference_mode(self._steps(schedule, chores))
+        return _in_inference_mode(self._steps(schedule, chores, num_parts))
+
+    def between(self, work: Callable[[], V]) -> V:
+        """Do this after the steps launched and before the next one; its result."""
+        return work() if self._threads is None else self._threads.submit(work).result()
+
+    def apart(self, steps: Steps[V]) -> Steps[V]:
+        """Compute this after the steps launched and before the next one; its value."""
+        if self._threads is None:
+            return (yield from _in_inference_mode(steps))
+        return self._threads.submit(lambda: drain(_in_inference_mode(steps))).result()
+
+    def warm_up(self) -> None:
+        """The ranks have met: capture the graphs anew, if there are to be any. All ranks do this at the same time."""
+        if self._graphs is not None:
+            num_ranks = self._model.parallel.size if self._model.config.num_experts else 1
+            with torch.inference_mode():
+                self._graphs.capture(num_ranks)
 
     def reset(self) -> None:
         """After a lost peer: wait for the steps launched, and forget them and how they ended. The next schedule must state
         every row anew (Scheduler.rollback). Raises what a step failed of, unless it was PeerLost."""
         if self._threads is not None:
             self._threads.submit(_nothing).result()  # one thread: whatever came before it is over
+        if self._graphs is not None:
+            self._graphs.forget()
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, PeerLost):
             raise failure
@@ -105,37 +143,63 @@ class Runner:
         if self._threads is not None:
             self._threads.shutdown(wait=True)
 
-    def _run(self, schedule: Schedule, chores: Chores | None) -> StepResult:
+    def _run(self, schedule: Schedule, chores: Chores | None, num_parts: int) -> StepResult:
         if self._failure is not None:
             raise RuntimeError("an earlier step failed") from self._failure
         try:
             with torch.inference_mode():
-                return drain(self.steps(schedule, chores))
+                return drain(self.steps(schedule, chores, num_parts))
         except BaseException as error:
             self._failure = error
             raise
 
-    def _steps(self, schedule: Schedule, chores: Chores | None) -> Steps[StepResult]:
+    def _steps(self, schedule: Schedule, chores: Chores | None, num_parts: int) -> Steps[StepResult]:
+        timeline = self._timeline
+        timeline.step_begins(schedule.step_id)
         for row in schedule.freed_rows:
             self._table.clear(row)
         for new in schedule.new_rows:
             self._table.set(new.row, new)
-        prepared = self._batch.apply(schedule)
+        prepared = self._batch.apply(schedule, num_parts)
+        self._exchange.begin(schedule.most_tokens)
         if chores is not None:
             chores.before()
-        hidden_TD = yield from self._model.steps(prepared.input, self._kv)
+        timeline.ended(Kind.PREPARING, schedule.num_tokens)
+        hidden_TD = yield from self._forward(prepared.inputs)
+        timeline.ended(Kind.FORWARD, schedule.num_tokens)
         if chores is not None:
             yield from chores.after()
+            timeline.ended(Kind.BALANCING, 0)
+        self._exchange.confirm()  # before anything is read: reading waits for the device without a bound
         token_ids: list[list[int]] = [[] for _ in range(prepared.num_entries)]
         logprobs = self._sample(prepared, hidden_TD, token_ids) if prepared.num_sampled else None
-        return StepResult(token_ids, logprobs, self._prompt_logprobs(prepared, hidden_TD))
+        result = StepResult(token_ids, logprobs, self._prompt_logprobs(prepared, hidden_TD))
+        timeline.ended(Kind.SAMPLING, prepared.num_sampled)
+        return result
+
+    def _forward(self, inputs: tuple[StepInput, ...]) -> Steps[Tensor]:
+        """The hidden states of all parts, one after another.
+
+        Parts read what earlier ones have written to the cache, as the rest of a prompt does. Each layer writes before it
+        attends, all parts yield equally often, and `weave` gives the earlier one its turn first: so in every layer the
+        earlier part has written when the later one attends.
+        """
+        if len(inputs) == 1:
+            if self._graphs is not None:
+                return (yield from self._graphs.steps(inputs[0]))
+            return (yield from self._model.steps(inputs[0], self._kv))
+        captured_TD = None if self._graphs is None else self._graphs.woven(inputs)
+        if captured_TD is not None:
+            return captured_TD
+        parts = [self._model.steps(step, self._kv, lane) for lane, step in enumerate(inputs)]
+        return torch.cat((yield from weave(*parts)))
 
     def _sample(
         self, prepared: PreparedStep, hidden_TD: Tensor, token_ids: list[list[int]]
     ) -> list[list[Logprobs] | None] | None:
         """Fills token_ids; returns the log-probabilities."""
         rows = prepared.rows_S.tolist()
-        hidden_SD = hidden_TD[prepared.input.logits_rows_P[: prepared.num_sampled]]
+        hidden_SD = hidden_TD[prepared.logits_rows_P[: prepared.num_sampled]]
         sampling = self._table.gather(rows, prepared.positions_S.tolist())
         if sampling.needs:
             sampled = sample(self._model.logits(hidden_SD), sampling, self._logprobs_mode)
@@ -163,12 +227,12 @@ class Runner:
             for first in range(0, len(part.target_ids), PROMPT_ROWS_AT_ONCE):
                 targets = part.target_ids[first : first + PROMPT_ROWS_AT_ONCE]
                 start = part.first_logit + first
-                hidden_PD = hidden_TD[prepared.input.logits_rows_P[start : start + len(targets)]]
+                hidden_PD = hidden_TD[prepared.logits_rows_P[start : start + len(targets)]]
                 logits_PV = self._model.logits(hidden_PD).float()
                 values += prompt_logprobs(
                     logits_PV, targets, part.num_logprobs, self._logprobs_mode, self._table.num_valid_tokens
                 )
-            found[part.entry] = values
+            found[part.entry] = [*(found[part.entry] or ()), *values]
         return found
 
 
@@ -177,13 +241,14 @@ def _nothing() -> None:
 
 
 class _Inline:
-    def __init__(self, schedule: Schedule, runner: Runner, chores: Chores | None) -> None:
+    def __init__(self, schedule: Schedule, runner: Runner, chores: Chores | None, num_parts: int) -> None:
         self.schedule = schedule
         self._runner = runner
         self._chores = chores
+        self._num_parts = num_parts
 
     def steps(self) -> Steps[StepResult]:
-        return self._runner.steps(self.schedule, self._chores)
+        return self._runner.steps(self.schedule, self._chores, self._num_parts)
 
 
 class _Threaded:

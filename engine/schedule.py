@@ -41,6 +41,7 @@ class Schedule:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    most_tokens: int = 0  # of any rank in this step, as the ranks have agreed
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,13 @@ log = logging.getLogger("moesaic.wire")
 QUEUE_MESSAGES = 65536  # per peer and direction
 SEND_SECONDS = 10.0  # how long a rank waits for a front that does not read
 LINGER_SECONDS = 1.0  # how long close() waits for the last messages to leave
+# Over tcp: who does not answer for three seconds is gone, also when nobody has closed the connection.
+_KEEPALIVE = (
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 1),
+    (zmq.TCP_KEEPALIVE_INTVL, 1),
+    (zmq.TCP_KEEPALIVE_CNT, 2),
+)
 HELD_SECONDS = 0.05  # how soon a rank that is ready but cannot be reached yet is tried again
 
 
@@ -32,7 +39,7 @@ class NotConnected(ConnectionError):
 
 
 class Ranks(Protocol):
-    """All ranks, as the front sees them. Implementations: ZmqRanks here, LocalRanks in engine/rank.py."""
+    """All ranks, as the front sees them. Implementations: ZmqRanks here, LocalRanks in engine/local_ranks.py."""
 
     @property
     def size(self) -> int: ...
@@ -87,8 +94,9 @@ class ZmqRanks:
     ready: a rank's two sockets connect independently of each other, so its RankReady is held back until it can be sent to.
     """
 
-    def __init__(self, endpoint: str, size: int, resizes: Resizes | None = None) -> None:
-        """resizes: where the supervisor is told of another number of ranks; None: the owner of this object tells it."""
+    def __init__(self, endpoint: str, size: int, resizes: Resizes | None = None, remote: str | None = None) -> None:
+        """resizes: where the supervisor is told of another number of ranks; None: the owner of this object tells it.
+        remote: an endpoint for the ranks of other machines besides."""
         self._size = size
         self._resizes = resizes
         self._context = zmq.Context(io_threads=1)
@@ -97,12 +105,14 @@ class ZmqRanks:
         self._down.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted rank takes over its old name
         self._up = _socket(self._context, zmq.PULL)
         self._held: list[RankReady] = []
-        try:
-            self._down.bind(endpoint)
-            self._up.bind(_up(endpoint))
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ValueError(f"cannot bind {endpoint}: {error}") from None
+        for address in (endpoint, remote):
+            try:
+                if address is not None:
+                    self._down.bind(address)
+                    self._up.bind(_up(address))
+            except zmq.ZMQError as error:
+                self._context.destroy(linger=0)
+                raise ValueError(f"cannot bind {address}: {error}") from None
 
     @property
     def size(self) -> int:
@@ -187,9 +197,11 @@ class RankSocket:
         self._context = zmq.Context(io_threads=1)
         self.inbox = _socket(self._context, zmq.DEALER)
         self.inbox.setsockopt(zmq.IDENTITY, _identity(rank))
-        self.inbox.connect(endpoint)
         self._up = _socket(self._context, zmq.PUSH)
         self._up.setsockopt(zmq.SNDTIMEO, int(SEND_SECONDS * 1000))
+        # A connection to another machine may break while both ends live, and what was under way is lost then.
+        self.breaks = [] if endpoint.startswith("ipc") else [_breaks_of(one) for one in (self.inbox, self._up)]
+        self.inbox.connect(endpoint)
         self._up.connect(_up(endpoint))
 
     def send(self, message: RankToFront) -> None:
@@ -200,7 +212,8 @@ class RankSocket:
             raise ConnectionError(f"rank {self._rank}: the front did not read for {SEND_SECONDS:.0f} s") from None
 
     def poll(self, timeout: float) -> list[FrontToRank]:
-        """Everything that has come, waiting at most `timeout` seconds for the first; 0 does not wait."""
+        """Everything that has come, waiting at most `timeout` seconds for the first; 0 does not wait. ConnectionError when
+        the connection with another machine has broken and nothing more comes."""
         if timeout > 0 and not self.inbox.poll(int(timeout * 1000)):
             return []
         messages: list[FrontToRank] = []
@@ -209,10 +222,14 @@ class RankSocket:
                 messages.append(rank_decoder.decode(payload))
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 log.error("rank %d dropped a message of %d bytes: %s", self._rank, len(payload), error)
+        if not messages and any(broken.poll(0) for broken in self.breaks):
+            raise ConnectionError(f"rank {self._rank}: the connection with the front has broken")
         return messages
 
     def close(self) -> None:
         """Waits up to a second for the last messages to leave."""
+        for broken in self.breaks:
+            broken.close(linger=0)
         self.inbox.close(linger=0)
         self._up.close(linger=int(LINGER_SECONDS * 1000))
         self._context.term()
@@ -269,6 +286,8 @@ def sleep_until_called(inbox: RankSocket, bell: ZmqDoorbell, timeout: float) -> 
     poller = zmq.Poller()
     poller.register(inbox.inbox, zmq.POLLIN)
     poller.register(bell.ear, zmq.POLLIN)
+    for broken in inbox.breaks:
+        poller.register(broken, zmq.POLLIN)
     poller.poll(int(timeout * 1000))
 
 
@@ -285,7 +304,14 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+    for option, value in _KEEPALIVE:
+        socket.setsockopt(option, value)
     return socket
+
+
+def _breaks_of(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Becomes readable when the connection breaks."""
+    return socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
 
 def _identity(rank: int) -> bytes:

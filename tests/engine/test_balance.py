@@ -14,8 +14,10 @@ import torch
 from balanced import RESTLESS, answer, ask, check_slots, placement_of, reports, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from overlapped import OFTEN, SPLIT
 from rank_parts import Got, Job, drive, mailbox_ranks, make_plan
 
+from configs.dbo import DboPlan
 from configs.eplb import EplbConfig
 from engine.balance_start import start_placement
 from engine.build import build_rank
@@ -84,6 +86,7 @@ def jobs_strategy(draw: st.DrawFn) -> list[Job]:
     budget=st.sampled_from([0.001, 0.01, 64.0]),
     intervals=st.sampled_from([(1, 2), (2, 4), (0, 3), (3, 0), (5, 20)]),
     rebalance=st.integers(0, 1),
+    dbo=st.sampled_from(OFTEN),
 )
 def test_whatever_happens_tokens_are_the_same(
     checkpoint: Path,
@@ -96,12 +99,13 @@ def test_whatever_happens_tokens_are_the_same(
     budget: float,
     intervals: tuple[int, int],
     rebalance: int,
+    dbo: DboPlan | None,
 ) -> None:
     """Aborts, prompts in pieces, preemption; plans taken on top of plans."""
     config = dataclasses.replace(
         RESTLESS, move_budget_mib=budget, reweight_interval=intervals[0], move_interval=intervals[1]
     )
-    common = {"max_model_len": MAX_LEN, "num_kv_blocks": blocks, "max_num_batched_tokens": batched}
+    common = {"max_model_len": MAX_LEN, "num_kv_blocks": blocks, "max_num_batched_tokens": batched, "dbo": dbo}
     single = drive(
         [build_rank(make_plan(checkpoint, max_model_len=MAX_LEN))], [dataclasses.replace(j, abort=None) for j in jobs]
     )
@@ -121,11 +125,11 @@ def test_whatever_happens_tokens_are_the_same(
 
 
 def test_counts_are_those_of_every_token(expected: list[list[int]]) -> None:
-    """Of all ranks, once each; the rows that ranks computed add up to the same; and whatever the placement."""
+    """Of all ranks, once each; the rows that ranks computed add up to the same; and whatever the placement and the parts."""
     config = EplbConfig(window_size=20, reweight_interval=5, move_interval=0)
     loads = []
-    for size in (2, 4):
-        ranks = mailbox_ranks(CHECKPOINT, size, slots_per_rank=9, eplb=config)
+    for size, dbo in ((2, None), (4, None), (2, SPLIT)):
+        ranks = mailbox_ranks(CHECKPOINT, size, slots_per_rank=9, eplb=config, dbo=dbo)
         assert tokens(drive(ranks, JOBS)) == expected
         (report, *_) = reports(ranks[0].take_news())
         load = ask(ranks[0], "load")
@@ -139,7 +143,9 @@ def test_counts_are_those_of_every_token(expected: list[list[int]]) -> None:
             assert 1 / size <= step <= window <= 1 and bound <= 1
         loads.append(counts)
         assert not reports(ranks[1].take_news())
-    assert (loads[0] == loads[1]).all(), "who computes what changes nothing in what is counted"
+    assert (loads[0] == loads[1]).all() and (loads[0] == loads[2]).all(), (
+        "who computes what changes nothing in what is counted"
+    )
 
 
 def test_balance_gets_better() -> None:

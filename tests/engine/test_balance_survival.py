@@ -12,6 +12,7 @@ import torch
 from balanced import RESTLESS, answer, check_slots, placement_of, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from overlapped import OFTEN
 from rank_parts import Job, drive, make_plan
 from survivors import Survivors
 
@@ -92,7 +93,8 @@ def test_losses_and_returns_at_any_moment(
     budget = data.draw(st.sampled_from([0.002, 0.01, 64.0]), "budget")
     asynchronous = data.draw(st.booleans(), "asynchronous")
     config = dataclasses.replace(SLOW, move_budget_mib=budget)
-    cluster = start(checkpoint, size, slots, eplb=config, async_scheduling=asynchronous)
+    dbo = data.draw(st.sampled_from(OFTEN), "dbo")
+    cluster = start(checkpoint, size, slots, eplb=config, async_scheduling=asynchronous, dbo=dbo)
     for index in range(4):
         cluster.add(index, JOBS[index])
     for _ in range(data.draw(st.integers(1, 4), "losses")):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.batch import Batch, PreparedStep
 from engine.messages import SamplingParams
 from engine.schedule import NewRow, Schedule
+from layers.step import StepInput
 
 BLOCK = 4
 MAX_LEN = 24
@@ -36,7 +37,8 @@ def new_row(row: int, tokens: list[int], asks: bool = False) -> NewRow:
 
 
 def check(prepared: PreparedStep, schedule: Schedule, rows: dict[int, Sequence]) -> None:
-    step = prepared.input
+    (step,) = prepared.inputs
+    assert prepared.logits_rows_P is step.logits_rows_P
     entries = sorted(range(len(schedule.rows)), key=lambda i: schedule.counts[i] != 1)
     tokens, positions, slots, starts, kv_lens, last = [], [], [], [0], [], {}
     for entry in entries:
@@ -81,10 +83,61 @@ def check(prepared: PreparedStep, schedule: Schedule, rows: dict[int, Sequence])
     assert found == wanted
 
 
+def check_parts(whole: PreparedStep, split: PreparedStep, num_parts: int) -> None:
+    """The parts are the step: the same tokens, and of each part what the whole step has of its tokens."""
+    assert len(split.inputs) == num_parts and split.num_entries == whole.num_entries
+    (step,) = whole.inputs
+
+    def tokens(step: StepInput) -> list[tuple[int, ...]]:
+        """Everything that the cache and the mask are made of, token by token."""
+        found = []
+        for b in range(step.num_sequences):
+            first, last = step.query_starts[b], step.query_starts[b + 1]
+            assert (last - first == 1) == (b < step.num_decodes) and last > first
+            assert step.kv_lens[b] == int(step.kv_lens_B[b]) == int(step.positions_T[last - 1]) + 1
+            blocks = step.block_table_BN[b].tolist()
+            for t in range(first, last):
+                position, slot = int(step.positions_T[t]), int(step.slots_T[t])
+                assert slot == blocks[position // BLOCK] * BLOCK + position % BLOCK
+                found.append((slot, int(step.token_ids_T[t]), position))
+        return found
+
+    parts = [tokens(part) for part in split.inputs]
+    assert sorted(token for part in parts for token in part) == sorted(tokens(step))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 2
+    behind: dict[int, int] = {}  # block -> the furthest position of it so far: a prompt's parts come in order
+    for part in parts:
+        for slot, _, position in sorted(part, key=lambda token: token[2]):
+            assert behind.get(slot // BLOCK, -1) < position
+            behind[slot // BLOCK] = position
+
+    def wanted(prepared: PreparedStep) -> list[tuple[int, ...]]:
+        """The tokens whose logits are wanted, in the order of logits_rows_P."""
+        all_tokens = [token for step in prepared.inputs for token in tokens(step)]
+        return [all_tokens[row] for row in prepared.logits_rows_P.tolist()]
+
+    def sampled(prepared: PreparedStep) -> list[tuple[object, ...]]:
+        rows, positions = prepared.rows_S.tolist(), prepared.positions_S.tolist()
+        return sorted(zip(prepared.entries_S, rows, positions, wanted(prepared)[: len(rows)], strict=True))
+
+    def asked(prepared: PreparedStep) -> dict[int, tuple[int, list[int], list[tuple[int, ...]]]]:
+        found: dict[int, tuple[int, list[int], list[tuple[int, ...]]]] = {}
+        rows = wanted(prepared)
+        for part in prepared.prompt_parts:
+            _, ids, at = found.setdefault(part.entry, (part.num_logprobs, [], []))
+            ids += part.target_ids
+            at += rows[part.first_logit : part.first_logit + len(part.target_ids)]
+        return found
+
+    assert sampled(split) == sampled(whole) and asked(split) == asked(whole)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_equals_the_obvious_construction(data: st.DataObject) -> None:
     batch = Batch(MAX_SEQS, MAX_LEN, BLOCK, torch.device("cpu"))
+    other = Batch(MAX_SEQS, MAX_LEN, BLOCK, torch.device("cpu"))  # lays the same steps out in parts
     rows: dict[int, Sequence] = {}
     next_block, next_token = 1, 1
     for step_id in range(data.draw(st.integers(1, 8))):
@@ -118,9 +171,14 @@ def test_equals_the_obvious_construction(data: st.DataObject) -> None:
             sequence.computed = end
         prepared = batch.apply(schedule)
         check(prepared, schedule, rows)
+        num_parts = data.draw(st.integers(2, 4))
+        split = other.apply(schedule, num_parts)
+        check_parts(prepared, split, num_parts)
         tokens = np.arange(next_token, next_token + prepared.num_sampled, dtype=np.int64)
         next_token += prepared.num_sampled
         batch.note_sampled(prepared, tokens)
+        by_row = dict(zip(prepared.rows_S.tolist(), tokens.tolist(), strict=True))
+        other.note_sampled(split, np.array([by_row[row] for row in split.rows_S.tolist()], dtype=np.int64))
         for row, token in zip(prepared.rows_S.tolist(), tokens.tolist(), strict=True):
             rows[row].tokens.append(token)
         for row, sequence in rows.items():
@@ -129,7 +187,7 @@ def test_equals_the_obvious_construction(data: st.DataObject) -> None:
 
 def test_a_step_without_work_has_zero_tokens() -> None:
     batch = Batch(MAX_SEQS, MAX_LEN, BLOCK, torch.device("cpu"))
-    step = batch.apply(Schedule(0)).input
+    (step,) = batch.apply(Schedule(0)).inputs
     assert step.num_tokens == 0 and step.num_sequences == 0 and step.num_decodes == 0
     assert step.token_ids_T.shape == (0,) and step.logits_rows_P.shape == (0,)
     assert step.block_table_BN.shape[0] == 0

@@ -17,9 +17,9 @@ from engine.async_llm import AsyncLLM
 from engine.build import build_rank
 from engine.front import EngineFailed
 from engine.llm import LLM
+from engine.local_ranks import LocalRanks
 from engine.messages import Outputs, RankFailed, SamplingParams, Shutdown
 from engine.outputs import Prompt
-from engine.rank import LocalRanks
 from engine.sampling_params import resolve
 from engine.text import Tokenizer
 from engine.wire import RankSocket, ZmqRanks

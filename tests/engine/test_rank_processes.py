@@ -16,7 +16,9 @@ import pytest
 from rank_cluster import START_SECONDS, Cluster
 from rank_parts import Job, drive, make_plan
 
+from configs.dbo import DboPlan
 from configs.engine import Plan
+from dbo.memory import recall
 from engine.build import build_rank
 from engine.messages import RankFailed, Shutdown
 
@@ -48,9 +50,12 @@ def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def test_two_processes_equal_one_rank(checkpoint: Path, start: Callable[[Plan], Cluster]) -> None:
-    """Tokens; then rest without a busy core; then work again for one rank alone; then all leave together."""
-    cluster = start(gloo_plan(checkpoint, asynchronous=True))
+def test_two_processes_equal_one_rank(checkpoint: Path, start: Callable[[Plan], Cluster], tmp_path: Path) -> None:
+    """Tokens; then rest without a busy core; then work again for one rank alone; then all leave together. At first they
+    measure when a split pays, and remember it."""
+    memory = tmp_path / "dbo.json"
+    plan = gloo_plan(checkpoint, asynchronous=True)
+    cluster = start(dataclasses.replace(plan, dbo=DboPlan(memory=str(memory))))
     ready = cluster.wait_ready()
     assert {message.rank for message in ready} == {0, 1}
     total = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
@@ -62,6 +67,7 @@ def test_two_processes_equal_one_rank(checkpoint: Path, start: Callable[[Plan], 
     cluster.wait_for(lambda _: len(cluster.finished) == len(jobs))
     single = drive([build_rank(make_plan(checkpoint))], jobs)
     assert cluster.outputs == {index: result.tokens for index, result in enumerate(single)}
+    assert "event=dbo_measured" in cluster.stderr(1) and recall(memory) is not None
 
     cluster.receive(0.3)  # the last step's echo
     before = [cpu_seconds(process) for process in cluster.processes]

@@ -91,6 +91,41 @@ def test_inference_mode_is_not_left_entered_between_turns(model: CausalLM) -> No
     assert not torch.is_inference_mode_enabled()
 
 
+def give_lanes(model: CausalLM, num_lanes: int) -> None:
+    """One rank alone keeps nothing between exchanges, so that all lanes may be the same."""
+    for _, moe in model.moe_layers:
+        moe.lanes = moe.lanes[:1] * num_lanes
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 8])
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_prompt_in_parts_equals_the_whole(model: CausalLM, num_parts: int, threaded: bool) -> None:
+    """The later part of the prompt attends to what the earlier one has written a moment ago, layer by layer: whatever else
+    lies there would show."""
+    give_lanes(model, num_parts)
+    whole = drain(make_runner(model).steps(first_step(logprobs=2, prompt_logprobs=2)))
+    runner = make_runner(model, threaded)
+    for layer in runner._kv.layers:
+        for tensor in layer:
+            tensor.fill_(50.0)
+    split = drain(runner.launch(first_step(logprobs=2, prompt_logprobs=2), num_parts=num_parts).steps())
+    runner.close()
+    assert split.token_ids == whole.token_ids
+    for ours, theirs in ((split.logprobs, whole.logprobs), (split.prompt_logprobs, whole.prompt_logprobs)):
+        assert ours is not None and theirs is not None and ours[0] is not None and theirs[0] is not None
+        assert [entry.ids for entry in ours[0]] == [entry.ids for entry in theirs[0]]
+        for one, other in zip(ours[0], theirs[0], strict=True):
+            assert one.values == pytest.approx(other.values, abs=1e-4)
+
+
+def test_parts_without_tokens_take_their_turns(model: CausalLM) -> None:
+    """All ranks take as many turns in a split step, whatever they have; and no more than in a whole one."""
+    give_lanes(model, 3)
+    runner = make_runner(model)
+    turns = [sum(1 for _ in runner.steps(s, num_parts=3)) for s in (Schedule(0), first_step(), Schedule(2))]
+    assert turns[0] == turns[1] == turns[2] == sum(1 for _ in runner.steps(Schedule(3)))
+
+
 def test_a_chunk_that_does_not_sample_brings_nothing(model: CausalLM) -> None:
     result = drain(make_runner(model).steps(first_step(count=4)))
     assert result == StepResult([[]], None, None)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from overlapped import OFTEN, SPLIT
 from rank_parts import Job, drive, make_plan
 from survivors import Survivors
 
+from configs.dbo import DboPlan
 from engine.build import build_rank
 from engine.messages import Membership, Shutdown
 from ep.protocol import PeerLost
@@ -52,11 +54,12 @@ def start(checkpoint: Path, size: int = 3, **overrides: object) -> Survivors:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 7, 99])
+@pytest.mark.parametrize("dbo", [None, SPLIT], ids=["whole", "split"])
 def test_a_rank_dies_and_returns(
-    checkpoint: Path, expected: dict[int, list[int]], asynchronous: bool, turns: int
+    checkpoint: Path, expected: dict[int, list[int]], asynchronous: bool, turns: int, dbo: DboPlan | None
 ) -> None:
     """turns: it dies before its record, waiting for it, in the first exchange, ..., after the step."""
-    cluster = start(checkpoint, async_scheduling=asynchronous)
+    cluster = start(checkpoint, async_scheduling=asynchronous, dbo=dbo)
     for index in range(5):
         cluster.add(index, JOBS[index])
     for _ in range(4):
@@ -105,6 +108,7 @@ def test_losses_and_returns_at_any_moment(
         async_scheduling=data.draw(st.booleans()),
         max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),
         num_kv_blocks=data.draw(st.sampled_from([8, 64])),
+        dbo=data.draw(st.sampled_from(OFTEN)),
     )
     waiting = list(range(len(JOBS)))
     for _ in range(data.draw(st.integers(1, 12))):

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import hf_tiny
 import pytest
+from overlapped import SPLIT
 from rank_cluster import START_SECONDS, Cluster
 from rank_parts import Job, drive, make_plan
 
+from configs.dbo import DboPlan
 from configs.engine import Plan
 from engine.build import build_rank
 from engine.messages import AddRequest, Joined, Membership, RankFailed, RankReady, RankToFront, Shutdown
@@ -95,7 +97,9 @@ class Front(Cluster):
 def start(checkpoint: Path) -> Iterator[type[Front]]:
     fronts: list[Front] = []
 
-    def begin(backend: str, slots: int = 4, size: int = 3, asynchronous: bool = True) -> Front:
+    def begin(
+        backend: str, slots: int = 4, size: int = 3, asynchronous: bool = True, dbo: DboPlan | None = None
+    ) -> Front:
         plan = make_plan(
             checkpoint,
             data_parallel_size=size,
@@ -103,6 +107,7 @@ def start(checkpoint: Path) -> Iterator[type[Front]]:
             async_scheduling=asynchronous,
             slots_per_rank=slots,
             exchange_timeout=20.0,
+            dbo=dbo,
         )
         fronts.append(Front(plan))
         return fronts[-1]
@@ -113,10 +118,11 @@ def start(checkpoint: Path) -> Iterator[type[Front]]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("dbo", [None, SPLIT], ids=["whole", "split"])
 def test_a_killed_rank_is_survived_and_returns(
-    expected: dict[int, list[int]], start: type[Front], backend: str
+    expected: dict[int, list[int]], start: type[Front], backend: str, dbo: DboPlan | None
 ) -> None:
-    front = start(backend)
+    front = start(backend, dbo=dbo)
     front.begin()
     front.processes[1].kill()
     began = time.monotonic()

@@ -158,8 +158,8 @@ class StandInRunner(Runner):
         self._cache: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
 
-    def steps(self, schedule: Schedule, chores: Chores | None = None) -> Steps[StepResult]:
-        assert chores is None, "nothing is balanced here"
+    def steps(self, schedule: Schedule, chores: Chores | None = None, num_parts: int = 1) -> Steps[StepResult]:
+        assert chores is None and num_parts == 1, "nothing is balanced or split here"
         rows = self._rows
         for row in schedule.freed_rows:
             rows.pop(row, None)

@@ -1,0 +1,182 @@
+"""What a model would get on GPUs that are not here: the plan, what runs each part of it, and what fills a GPU's memory.
+
+For `moesaic explain` only. Sizes are counted on a model of torch's "meta" device, which has shapes and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from configs.chips import CHIPS, Chip
+from configs.engine import Dtype, EngineConfig, Plan
+from configs.gpu import GPU_MEMORY_PART, Gpu
+from configs.machine import ModelNumbers
+from configs.presets import PRESETS
+from configs.resolve import resolve
+from engine.build import DTYPES
+from engine.plan import EMBEDDED_NAME, machine_for, model_numbers
+from ep.backends import DEVICE_NAMES, Situation, missing, not_captured, refusal, split_pair
+from ep.explain import explain_experts
+from ep.parallel import Parallel
+from eplb.placement import linear_placement
+from models.explain import expert_width, explain_attention
+from models.facts import ModelFacts
+from models.fields import Fields
+from models.registry import build, parse_config
+from models.tiny import CHECKPOINT
+
+LIBRARIES = ("deep_ep", "deep_gemm", "flashinfer", "flash_mla", "nvshmem", "pplx_kernels")
+_OF_BACKEND = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer", "flashmla": "flash_mla"}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One part of the engine: what runs it, and of each candidate "ok" or why not."""
+
+    part: str
+    chosen: str
+    verdicts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """memory: bytes of one GPU, by what takes them."""
+
+    plan: Plan
+    gpu: Gpu
+    choices: tuple[Choice, ...]
+    memory: dict[str, int]
+
+
+def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], bool]) -> ClusterPlan:
+    """chip: a name of configs/chips.py; installed: whether a library (LIBRARIES) is to be taken as there.
+
+    config.model: a directory with a config.json (weights are not needed), or a name of configs/presets.py. Raises ValueError,
+    one line, for what cannot be planned.
+    """
+    raw, source = _read(config.model)
+    facts = parse_config(raw, source)
+    found = CHIPS[chip]
+    gpu = Gpu.of(found)
+    machine = machine_for(replace(config, device="cuda"), facts, gpu, installed)
+    numbers = _numbers(config.model, raw, facts)
+    plan = resolve(config, numbers, machine)
+    unknown = dict.fromkeys(
+        ("threads_per_rank", "pin_ranks", "spin_threads"), "by the cores that are here, not the cluster's"
+    )
+    plan = replace(plan, reasons={**plan.reasons, **unknown})
+    choices = [*_exchanges(plan, facts, gpu, installed), *_kernels(plan, facts, found, installed), _graphs(plan)]
+    return ClusterPlan(plan, gpu, tuple(choices), _memory(plan, numbers, gpu, config.gpu_memory_utilization))
+
+
+def _read(model: str | None) -> tuple[dict[str, object], str]:
+    """The fields of a config.json, and what errors call them."""
+    if model in PRESETS:
+        return PRESETS[model], f"preset {model}"
+    path = Path(model) if model else CHECKPOINT
+    if not path.is_dir():
+        raise ValueError(f"model {model!r} is neither a directory nor one of {', '.join(PRESETS)}")
+    fields = Fields.from_file(path / "config.json")
+    return fields.raw, fields.source
+
+
+def _numbers(model: str | None, raw: dict[str, object], facts: ModelFacts) -> ModelNumbers:
+    """Of the checkpoint's files where there are any, else of the shapes."""
+    path = CHECKPOINT if model is None else Path(model)
+    if model not in PRESETS and any(path.glob("*.safetensors")):
+        return model_numbers(path, model or EMBEDDED_NAME, facts)
+    experts, others = _count(facts)
+    quantization = raw.get("quantization_config")
+    dtype: Dtype = "float32" if raw.get("torch_dtype", raw.get("dtype")) == "float32" else "bfloat16"
+    size = 4 if dtype == "float32" else 2
+    return ModelNumbers(
+        path=str(model),
+        name=str(model),
+        architecture=facts.architecture,
+        max_position_embeddings=facts.max_position_embeddings,
+        num_experts=facts.num_experts,
+        num_moe_layers=facts.num_moe_layers,
+        kv_numbers_per_token=facts.kv_bytes_per_token(1),
+        weight_bytes=(experts + others) * size,
+        expert_bytes=experts * size,
+        dtype=dtype,
+        kv_fp8_bytes_per_token=facts.kv_fp8_bytes_per_token(),
+        fp8_experts=isinstance(quantization, dict) and quantization.get("quant_method") == "fp8",
+    )
+
+
+def _count(facts: ModelFacts) -> tuple[int, int]:
+    """Numbers in the routed experts, and in everything else."""
+    placement = linear_placement(facts.num_moe_layers, facts.num_experts, 1) if facts.num_experts else None
+    meta = torch.device("meta")
+    model = build(facts, Parallel(0, 1, placement, lambda *_: ()), torch.bfloat16, meta)
+    assert isinstance(model, torch.nn.Module)
+    others = sum(parameter.numel() for parameter in model.parameters())
+    experts = 3 * facts.hidden_size * expert_width(facts) * facts.num_experts * facts.num_moe_layers
+    return experts, others
+
+
+# ---- who runs what ----
+
+
+def _exchanges(plan: Plan, facts: ModelFacts, gpu: Gpu, installed: Callable[[str], bool]) -> list[Choice]:
+    if not facts.num_experts:
+        return []
+    situation = Situation(
+        plan.data_parallel_size,
+        "cuda",
+        gpu.count,
+        dtype=plan.dtype,
+        hidden_size=facts.hidden_size,
+        num_parts=1 if plan.dbo is None else plan.dbo.num_parts,
+        installed=installed,
+    )
+    verdicts = {name: refusal(name, situation) or missing(name, situation) or "ok" for name in DEVICE_NAMES}
+    large, small = split_pair(plan.all2all_backend)
+    return [
+        Choice("all-to-all, many tokens", large, verdicts),
+        Choice("all-to-all, few tokens", small, {}),
+    ]
+
+
+def _kernels(plan: Plan, facts: ModelFacts, chip: Chip, installed: Callable[[str], bool]) -> list[Choice]:
+    there = frozenset(name for name, module in _OF_BACKEND.items() if installed(module))
+    dtype = DTYPES[plan.dtype]
+    choices = []
+    if facts.num_experts:
+        sizes = facts.hidden_size, expert_width(facts)
+        found = explain_experts(*sizes, dtype, plan.expert_format, chip.capability, there, plan.moe_backend)
+        choices.append(Choice(f"experts ({plan.expert_format})", *found))
+    cache = plan.block_size, plan.attention_backend, plan.kv_cache_dtype == "fp8"
+    attention = explain_attention(facts, dtype, chip.capability, there, *cache)
+    return [*choices, Choice("attention", *attention)]
+
+
+def _graphs(plan: Plan) -> Choice:
+    verdicts = {
+        name: not_captured(name) or "ok"
+        for name in dict.fromkeys(split_pair(plan.all2all_backend))
+        if plan.cudagraph_mode != "none"
+    }
+    return Choice("graphs", plan.cudagraph_mode, {f"{name} in a full graph": why for name, why in verdicts.items()})
+
+
+def _memory(plan: Plan, numbers: ModelNumbers, gpu: Gpu, part: float | None) -> dict[str, int]:
+    size = 4 if plan.dtype == "float32" else 2
+    in_fp8 = plan.kv_cache_dtype == "fp8"
+    per_token = numbers.kv_fp8_bytes_per_token if in_fp8 else numbers.kv_numbers_per_token * size
+    cache = plan.num_kv_blocks * plan.block_size * per_token
+    weights = plan.rank_bytes - cache
+    others = (numbers.weight_bytes - numbers.expert_bytes) * size // (4 if numbers.dtype == "float32" else 2)
+    usable = int(gpu.memory * (part or GPU_MEMORY_PART))
+    return {
+        "attention, embeddings and other weights": min(others, weights),
+        f"experts ({plan.slots_per_rank} slots in each of {numbers.num_moe_layers} layers)": max(0, weights - others),
+        f"KV cache ({plan.num_kv_blocks} blocks of {plan.block_size} tokens)": cache,
+        "free below the limit": usable - plan.rank_bytes,
+        f"activations, graphs, libraries ({1 - (part or GPU_MEMORY_PART):.0%})": gpu.memory - usable,
+    }

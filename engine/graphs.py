@@ -1,0 +1,388 @@
+"""Forward passes captured once and replayed, so that a step costs the host one launch, or a few, instead of hundreds.
+
+Full: a whole decode step of B sequences is one graph, also when it is split in parts that take turns. Piecewise: a step of T tokens, of whatever mix, is graphs with what cannot
+be captured in between (models/cuts.py): attention over the step's own lengths, and experts whose rows are counted on the host.
+Graphs read and write the same memory at every replay, so a step is copied into it and padded to the captured size. Rows of
+padding write to a scratch block that no sequence owns, and attend to it.
+
+The library that captures is injected: torch.cuda.CUDAGraph, or anything that behaves like it.
+
+Legend: T tokens of the step, B sequences, N blocks of a sequence, D hidden size.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dbo.steps import Steps, drain, weave
+from ep.dispatchers import StepState
+from ep.protocol import PeerLost
+from layers.step import StepInput
+from models.cuts import UNCUT, Attend, Cuts, Prepare
+
+Forward = Callable[[StepInput, Cuts, int], Steps[Tensor]]
+MANY = 1 << 30
+
+
+class Graph(Protocol):
+    """What torch.cuda.CUDAGraph does."""
+
+    def capture_begin(self) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+class GraphLibrary(Protocol):
+    def new(self) -> Graph: ...
+
+    def session(self) -> AbstractContextManager[None]:
+        """Around everything that is captured together, and what runs in between."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """Ascending numbers of rows. full: sequences of decode steps; piecewise: tokens of any step."""
+
+    full: Sequence[int] = ()
+    piecewise: Sequence[int] = ()
+
+
+class Graphs:
+    """Not thread-safe: the thread that runs the steps captures and replays."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        library: GraphLibrary,
+        sizes: GraphSizes,
+        max_model_len: int,
+        block_size: int,
+        scratch_block: int,
+        device: torch.device,
+        cut_experts: bool = False,
+        exchange: StepState | None = None,
+        few_tokens: int = MANY,
+        together: bool = True,
+        num_parts: int = 1,
+    ) -> None:
+        """forward(step, cuts, lane): the model's. scratch_block: of the cache, no sequence's. cut_experts: in piecewise graphs they
+        run outside, with the rows that there really are. exchange: between the ranks; full graphs are for steps in which no
+        rank has more than few_tokens. together: they can hold the exchange of several ranks. num_parts: of a step that is split; full graphs are
+        captured of those too, with a lane for each part."""
+        self._together = together
+        self._exchange = exchange or StepState()
+        self._few_tokens = few_tokens
+        self._forward = forward
+        self._library = library
+        self._sizes = sizes
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._cut_experts = cut_experts
+        most = max([*sizes.full, 0])
+        columns = -(-max_model_len // block_size) if most else 0
+        self._decodes = [_StaticDecodes(most, columns, block_size, scratch_block, device) for _ in range(num_parts)]
+        self._tokens = _StaticTokens(max([*sizes.piecewise, 0]), scratch_block * block_size, device)
+        self._full: dict[tuple[int, int], _Full] = {}  # by number of parts and rows of each
+        self._pieces: dict[int, _Pieces] = {}
+
+    @property
+    def captured(self) -> tuple[list[int], list[int]]:
+        """The sizes of full and of piecewise graphs that there are."""
+        return sorted(size for num_parts, size in self._full if num_parts == 1), sorted(self._pieces)
+
+    def forget(self) -> None:
+        """Steps run as they are written until the next `capture`: what graphs read may have moved."""
+        self._full.clear()
+        self._pieces.clear()
+
+    def capture(self, num_ranks: int = 1) -> None:
+        """Capture every size anew. num_ranks: that exchange rows with each other; all of them do this at the same time, because
+        each size runs once before it is captured, so that kernels are compiled and libraries have their workspaces.
+
+        PeerLost; RuntimeError when the library cannot capture something.
+        """
+        self.forget()
+        cut_experts = self._cut_experts or num_ranks > 1
+        size = 0
+        try:
+            with self._library.session():
+                # The largest first: the others fit into its memory.
+                for size in sorted(self._sizes.full if num_ranks == 1 or self._together else (), reverse=True):
+                    self._exchange.begin(size)
+                    for num_parts in sorted({len(self._decodes), 1}, reverse=True):
+                        self._full[num_parts, size] = self._capture_full(size, num_parts)
+                for size in sorted(self._sizes.piecewise, reverse=True):
+                    self._pieces[size] = self._capture_pieces(size, cut_experts)
+        except PeerLost:
+            raise
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise RuntimeError(f"a step of {size} rows cannot be captured ({reason}); --cudagraph-mode none") from error
+
+    def steps(self, step: StepInput) -> Steps[Tensor]:
+        """The forward pass: [T, D], valid until the next one begins."""
+        count = step.num_tokens
+        if count == 0:
+            return (yield from self._forward(step, UNCUT, 0))
+        hidden_TD = self.woven([step])
+        if hidden_TD is not None:
+            return hidden_TD
+        pieces = self._pieces.get(_round_up(self._sizes.piecewise, count))
+        if pieces is None:
+            return (yield from self._forward(step, UNCUT, 0))
+        self._tokens.fill(step)
+        return (yield from pieces.steps(step))
+
+    def woven(self, parts: Sequence[StepInput]) -> Tensor | None:
+        """The forward pass of a step whose parts take turns: [T, D], theirs one after another, valid until the next one begins.
+        None: no graph has it, and it is to run as it is written. All parts are padded to the largest."""
+        counts = [part.num_tokens for part in parts]
+        if sum(counts) == 0 or self._exchange.largest > self._few_tokens:
+            return None
+        if any(part.num_decodes < part.num_sequences for part in parts):
+            return None
+        found = self._full.get((len(parts), _round_up(self._sizes.full, max(counts))))
+        if found is None:
+            return None
+        for static, part in zip(self._decodes, parts, strict=False):  # a step in one part needs one of them
+            static.fill(part)
+        found.graph.replay()
+        rows = [hidden_TD[:count] for hidden_TD, count in zip(found.hidden, counts, strict=True)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _capture_full(self, size: int, num_parts: int) -> _Full:
+        parts = [static.step(size, self._max_model_len) for static in self._decodes[:num_parts]]
+        drain(self._turns(parts))
+        graph = self._library.new()
+        graph.capture_begin()
+        try:
+            hidden = drain(self._turns(parts))
+        finally:
+            graph.capture_end()
+        return _Full(graph, hidden)
+
+    def _turns(self, parts: Sequence[StepInput]) -> Steps[list[Tensor]]:
+        return weave(*[self._forward(part, UNCUT, lane) for lane, part in enumerate(parts)])
+
+    def _capture_pieces(self, size: int, cut_experts: bool) -> _Pieces:
+        step = self._tokens.step(size, self._block_size)
+        # Attention runs here too, but experts that are cut do not: no other rank takes part.
+        drain(self._forward(step, _Recorder(_Nothing, cut_experts), 0))
+        recorder = _Recorder(self._library.new, cut_experts)
+        recorder.begin()
+        try:
+            hidden_TD = drain(self._forward(step, recorder, 0))
+        finally:
+            recorder.end()
+        return recorder.pieces(hidden_TD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Full:
+    """hidden: of each part, [rows, D]."""
+
+    graph: Graph
+    hidden: list[Tensor]
+
+
+def _round_up(sizes: Sequence[int], count: int) -> int:
+    """The smallest size that has room for so many, or -1."""
+    index = bisect.bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else -1
+
+
+# ---- what graphs read ----
+
+
+class _StaticTokens:
+    """Rows from `_used` on are padding."""
+
+    def __init__(self, num_tokens: int, scratch_slot: int, device: torch.device) -> None:
+        self._scratch_slot = scratch_slot
+        self.token_ids_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.positions_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.slots_T = torch.full((num_tokens,), scratch_slot, dtype=torch.int64, device=device)
+        self._used = 0
+
+    def fill(self, step: StepInput) -> None:
+        count = step.num_tokens
+        self.token_ids_T[:count].copy_(step.token_ids_T)
+        self.positions_T[:count].copy_(step.positions_T)
+        self.slots_T[:count].copy_(step.slots_T)
+        if count < self._used:
+            rest = slice(count, self._used)
+            self.positions_T[rest] = 0
+            self.slots_T[rest] = self._scratch_slot
+        self._used = count
+
+    def step(self, size: int, block_size: int) -> StepInput:
+        """Only to capture with: as many decodes that see nothing but the scratch block."""
+        ones_T = torch.ones_like(self.slots_T[:size])
+        return StepInput(
+            token_ids_T=self.token_ids_T[:size],
+            positions_T=self.positions_T[:size],
+            slots_T=self.slots_T[:size],
+            query_starts=tuple(range(size + 1)),
+            kv_lens=(1,) * size,
+            kv_lens_B=ones_T,
+            block_table_BN=(ones_T * (self._scratch_slot // block_size))[:, None],
+            num_decodes=size,
+            block_size=block_size,
+            logits_rows_P=self.positions_T[:0],
+        )
+
+
+class _StaticDecodes:
+    """The same for decode steps, with what attention reads."""
+
+    def __init__(self, size: int, columns: int, block_size: int, scratch_block: int, device: torch.device) -> None:
+        self._tokens = _StaticTokens(size, scratch_block * block_size, device)
+        self._block_size = block_size
+        self._scratch_block = scratch_block
+        self._kv_lens_B = torch.ones(size, dtype=torch.int64, device=device)
+        self._table_BN = torch.full((size, columns), scratch_block, dtype=torch.int64, device=device)
+        self._used = 0
+
+    def fill(self, step: StepInput) -> None:
+        count, columns = step.block_table_BN.shape
+        self._tokens.fill(step)
+        self._kv_lens_B[:count].copy_(step.kv_lens_B)
+        self._table_BN[:count, :columns].copy_(step.block_table_BN)
+        if count < self._used:
+            self._kv_lens_B[count : self._used] = 1
+            self._table_BN[count : self._used, 0] = self._scratch_block
+        self._used = count
+
+    def step(self, size: int, longest: int) -> StepInput:
+        """kv_lens on the host are the most that may come: kernels take them as a bound, and the truth from kv_lens_B."""
+        return StepInput(
+            token_ids_T=self._tokens.token_ids_T[:size],
+            positions_T=self._tokens.positions_T[:size],
+            slots_T=self._tokens.slots_T[:size],
+            query_starts=tuple(range(size + 1)),
+            kv_lens=(longest,) * size,
+            kv_lens_B=self._kv_lens_B[:size],
+            block_table_BN=self._table_BN[:size],
+            num_decodes=size,
+            block_size=self._block_size,
+            logits_rows_P=self._tokens.positions_T[:0],
+        )
+
+
+# ---- piecewise ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """arguments: of the captured pass; the first num_queries of them have a row per token. out_T: what it reads next."""
+
+    arguments: tuple[object, ...]
+    num_queries: int
+    out_T: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    steps: Callable[[Tensor, int], Steps[Tensor]]
+    x_TD: Tensor
+    lane: int
+    out_TD: Tensor
+
+
+class _Pieces:
+    """The parts of a forward pass in their order."""
+
+    def __init__(self, parts: list[Graph | _Attention | _Experts], prepare: Prepare, hidden_TD: Tensor) -> None:
+        self._parts = parts
+        self._prepare = prepare
+        self._hidden_TD = hidden_TD
+
+    def steps(self, step: StepInput) -> Steps[Tensor]:
+        count = step.num_tokens
+        attend = self._prepare(step)
+        for part in self._parts:
+            if isinstance(part, _Attention):
+                queries = [_rows(x, count) for x in part.arguments[: part.num_queries]]
+                part.out_T[:count].copy_(attend(*queries, *part.arguments[part.num_queries :]))
+            elif isinstance(part, _Experts):
+                part.out_TD[:count].copy_((yield from part.steps(part.x_TD[:count], part.lane)))
+            else:
+                part.replay()
+        return self._hidden_TD[:count]
+
+
+def _rows(x: object, count: int) -> Tensor:
+    assert isinstance(x, Tensor)
+    return x[:count]
+
+
+class _Recorder:
+    """Implements models.cuts.Cuts: ends a graph where the forward pass is left, and begins one where it is entered again."""
+
+    def __init__(self, new: Callable[[], Graph], cut_experts: bool) -> None:
+        self._new = new
+        self._cut_experts = cut_experts
+        self._parts: list[Graph | _Attention | _Experts] = []
+        self._graph: Graph | None = None
+        self._prepare: Prepare | None = None
+
+    def begin(self) -> None:
+        self._graph = self._new()
+        self._graph.capture_begin()
+
+    def end(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.capture_end()
+            self._parts.append(graph)
+
+    def pieces(self, hidden_TD: Tensor) -> _Pieces:
+        assert self._prepare is not None
+        return _Pieces(self._parts, self._prepare, hidden_TD)
+
+    def attention(self, prepare: Prepare, step: StepInput, num_queries: int) -> Attend:
+        self.end()
+        self._prepare = prepare
+        attend = prepare(step)
+        self.begin()
+        return partial(self._attend, attend, num_queries)
+
+    def experts(self, steps: Callable[[Tensor, int], Steps[Tensor]], x_TD: Tensor, lane: int) -> Steps[Tensor]:
+        if not self._cut_experts:
+            return (yield from steps(x_TD, lane))
+        self.end()
+        out_TD = torch.zeros_like(x_TD)
+        self._parts.append(_Experts(steps, x_TD, lane, out_TD))
+        self.begin()
+        return out_TD
+
+    def _attend(self, attend: Attend, num_queries: int, *arguments: object) -> Tensor:
+        self.end()
+        out_T = attend(*arguments).zero_()  # of rows that stay padding until the first replays: finite
+        self._parts.append(_Attention(arguments, num_queries, out_T))
+        self.begin()
+        return out_T
+
+
+class _Nothing:
+    """A Graph of a pass that is not captured."""
+
+    def capture_begin(self) -> None:
+        """Operations just run."""
+
+    def capture_end(self) -> None:
+        """Nothing was begun."""
+
+    def replay(self) -> None:
+        raise AssertionError("there is nothing to replay")

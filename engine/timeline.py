@@ -1,0 +1,118 @@
+"""What one rank records while a profile is taken: its lanes (ep/traced.py) and the parts of its steps.
+
+Off, which it nearly always is, the exchanges are untouched, and a step asks five times whether it is on.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from time import perf_counter_ns
+
+from engine.messages import ProfileCommand, ProfilePart
+from ep.recorder import Kind, Recorder
+from ep.traced import plain, traced
+from models.base import CausalLM
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NETWORK = Path("/proc/self/ns/net")
+
+
+class Timeline:
+    """`obey` is called between two steps, by whoever runs them; so is `attach`, when the model has new lanes."""
+
+    def __init__(self, rank: int, model: CausalLM | None = None) -> None:
+        """model: whose exchanges are recorded; None: only the steps are."""
+        self._rank = rank
+        self._model = model
+        self._recorder: Recorder | None = None
+        self._profile_id = 0
+        self._scheduling = 0  # since when
+        self._agreeing = 0
+        self._computing = 0  # since when the part of the step that is now computed
+
+    @property
+    def on(self) -> bool:
+        return self._recorder is not None
+
+    # ---- start and stop ----
+
+    def obey(self, command: ProfileCommand) -> list[ProfilePart]:
+        """What is to be told to the front."""
+        if command.kind == "start":
+            self._start(command)
+            return []
+        return [self._stop(command)]
+
+    def attach(self) -> None:
+        """Nothing while it is off."""
+        recorder = self._recorder
+        if recorder is not None and self._model is not None:
+            for layer, moe in self._model.moe_layers:
+                moe.lanes = tuple(traced(moe.lanes, recorder, layer))
+
+    def _start(self, command: ProfileCommand) -> None:
+        """Begin anew, also when a record is under way: whoever wanted that one is gone."""
+        self._profile_id = command.profile_id
+        self._computing = self._scheduling = self._agreeing = 0
+        self._recorder = Recorder(command.capacity)
+        self.attach()
+
+    def _stop(self, command: ProfileCommand) -> ProfilePart:
+        """What was recorded; nothing when that profile was not started here (the rank has come later)."""
+        recorder, profile_id = self._recorder, command.profile_id
+        if recorder is None or profile_id != self._profile_id:
+            return ProfilePart(profile_id=profile_id, rank=self._rank, started=False)
+        self._recorder = None
+        if self._model is not None:
+            for _, moe in self._model.moe_layers:
+                moe.lanes = tuple(plain(moe.lanes))
+        events, num_dropped = recorder.finish()
+        return ProfilePart(
+            profile_id=profile_id, rank=self._rank, started=True, events=events, num_dropped=num_dropped, **_node()
+        )
+
+    # ---- what the thread that schedules does ----
+
+    def schedule_begins(self) -> None:
+        if self._recorder is not None:
+            self._scheduling = perf_counter_ns()
+
+    def schedule_ends(self, step: int, num_tokens: int) -> None:
+        """And the agreement begins."""
+        if self._recorder is not None and self._scheduling:
+            now = perf_counter_ns()
+            self._recorder.add(Kind.SCHEDULING, self._scheduling, now, step, num_tokens)
+            self._agreeing = now
+
+    def agreement_ends(self, epoch: int, step: int) -> None:
+        if self._recorder is not None and self._agreeing:
+            self._recorder.add(Kind.AGREEMENT, self._agreeing, perf_counter_ns(), step, epoch)
+            self._scheduling = self._agreeing = 0
+
+    # ---- what the thread that computes does ----
+
+    def step_begins(self, step: int) -> None:
+        """Its first part does."""
+        if self._recorder is not None:
+            self._recorder.step = step
+            self._computing = self._recorder.resumed = perf_counter_ns()
+
+    def ended(self, kind: Kind, num_tokens: int) -> None:
+        """A part of the step has ended, and the next one begins."""
+        recorder = self._recorder
+        if recorder is not None and self._computing:
+            now = perf_counter_ns()
+            recorder.add(kind, self._computing, now, recorder.step, num_tokens)
+            self._computing = recorder.resumed = now
+
+
+def _node() -> dict[str, str]:
+    """Where this process runs. Ranks with the same `clock` have read the same one; hosts that are made of network namespaces
+    of one machine (benchmarks/bench_dbo.py) differ by `network`."""
+    try:
+        clock, network = BOOT_ID.read_text().strip(), str(os.stat(NETWORK).st_ino)
+    except OSError:  # not Linux: one machine, as far as anybody can tell
+        clock = network = ""
+    return {"host": socket.gethostname(), "clock": clock, "network": network}

@@ -1,0 +1,96 @@
+"""What goes to a device, without one: the packed upload on the CPU's memory, with fake events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hf_tiny
+import numpy as np
+import pytest
+import torch
+from fake_cuda_graph import FakeGraphLibrary
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_parts import Job, drive, make_plan
+
+from engine import build
+from engine.device import PackedUpload, make_upload, open_device
+from native import Isa, isa, limit_isa
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class FakeEvents:
+    """Fake CUDA events that only note who asked."""
+
+    log: list[str] = field(default_factory=list)
+
+    def new(self) -> FakeEvents:
+        return self
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=5), min_size=1, max_size=6))
+def test_every_array_of_every_step_arrives(steps: list[list[list[int]]]) -> None:
+    """Steps of any size, also larger than the memory that was taken at first; a later one overwrites nothing."""
+    upload = PackedUpload(CPU, 8, FakeEvents().new, pinned=False)
+    sent = []
+    for arrays in steps:
+        host = [np.array(array, dtype=np.int64) for array in arrays]
+        sent.append((host, [upload.tensor(array) for array in host]))
+        upload.send()
+    for host, found in sent:
+        for array, tensor in zip(host, found, strict=True):
+            assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
+
+
+def test_memory_is_written_again_only_when_its_copy_is_over() -> None:
+    events = FakeEvents()
+    upload = PackedUpload(CPU, 8, events.new, pinned=False)
+    for _ in range(4):
+        upload.tensor(np.arange(6).reshape(2, 3))
+        upload.send()
+    assert events.log == ["record", "record", "synchronize", "record", "synchronize", "record"]
+    upload.send()  # nothing was given
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    array = np.arange(5)
+    tensor = make_upload(CPU, 1).tensor(array)
+    array[0] = 9
+    assert tensor[0] == 9
+
+
+def test_a_gpu_that_is_not_there_is_an_error_of_one_line() -> None:
+    assert open_device("cpu", 3, 0) == CPU
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="finds no GPU here"):
+            open_device("cuda", 0, 8)
+
+
+@pytest.mark.parametrize("mode", ["piecewise", "full_and_piecewise"])
+def test_a_rank_with_graphs_says_the_same(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole engine over the fake of CUDA graphs: prefills in chunks, decodes, preemption, prefix cache."""
+    before = isa()
+    limit_isa(Isa.NONE)  # native kernels are no operations of torch: the fake does not see them
+    monkeypatch.setattr(build, "limit_isa", lambda level: None)
+    library = FakeGraphLibrary()
+    monkeypatch.setattr(build, "graph_library", lambda device: library)
+    try:
+        path = hf_tiny.make_qwen3(tmp_path).path
+        jobs = [Job([1 + i, 2, 3, 4, 5 + i, 6, 7], 9 + i) for i in range(5)]
+        plan = {"num_kv_blocks": 12, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 32}
+        eager = [got.tokens for got in drive([build.build_rank(make_plan(path, **plan))], jobs)]
+        rank = build.build_rank(make_plan(path, **plan, cudagraph_mode=mode, cudagraph_capture_sizes=(1, 2, 4, 8, 16)))
+        assert [got.tokens for got in drive([rank], jobs)] == eager
+        assert library.num_sessions == 1 and library.num_replays > 20
+    finally:
+        limit_isa(before)

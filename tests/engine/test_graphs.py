@@ -1,0 +1,232 @@
+"""Captured forward passes equal eager ones, over a fake of CUDA graphs that records operations and repeats them.
+
+Legend: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepseek_tiny
+import drive
+import hf_tiny
+import pytest
+import torch
+from fake_cuda_graph import FakeCaptureError, FakeGraphLibrary
+from fake_padded_lane import FakePaddedLane
+from torch import Tensor
+
+from dbo.steps import Steps, drain
+from engine.graphs import Graphs, GraphSizes
+from ep.parallel import Parallel
+from eplb.placement import linear_placement
+from layers.step import StepInput
+from models.base import CausalLM
+from models.cuts import Cuts
+from models.registry import read_config
+from native import Isa, isa, limit_isa
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 40
+MAX_LEN = 32
+FULL = GraphSizes(full=(1, 2, 4, 8))
+PIECEWISE = GraphSizes(piecewise=(4, 8, 16, 32))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plain_torch() -> Iterator[None]:
+    """Native kernels are no operations of torch: the fake does not see them."""
+    before = isa()
+    limit_isa(Isa.NONE)
+    yield
+    limit_isa(before)
+
+
+def padded(path: Path) -> Parallel:
+    facts = read_config(path)
+    placement = linear_placement(facts.num_moe_layers, facts.num_experts, 1)
+    return Parallel(0, 1, placement, lambda num_slots, _: [FakePaddedLane(num_slots), FakePaddedLane(num_slots)])
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    path = hf_tiny.make_qwen3_moe(tmp_path_factory.mktemp("graphs")).path
+    return drive.load_ours(path, padded(path))
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return drive.load_ours(hf_tiny.make_qwen3_moe(tmp_path_factory.mktemp("ragged")).path)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return drive.load_ours(hf_tiny.make_qwen3(tmp_path_factory.mktemp("dense")).path)
+
+
+@dataclass
+class Captured:
+    """A model with graphs, and a twin of its cache that only eager steps touch."""
+
+    model: CausalLM
+    library: FakeGraphLibrary
+    graphs: Graphs
+    cache: drive.Cache
+    eager: drive.Cache
+
+    @staticmethod
+    def of(model: CausalLM, sizes: GraphSizes, **choices: Any) -> Captured:
+        cache, eager = (drive.Cache.for_model(model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
+        library = FakeGraphLibrary()
+        scratch = cache.free.pop()
+        assert scratch == eager.free.pop()
+
+        def forward(step: StepInput, cuts: Cuts, lane: int) -> Steps[Tensor]:
+            return model.steps(step, cache.kv, lane, cuts)
+
+        device = torch.device("cpu")
+        graphs = Graphs(forward, library, sizes, MAX_LEN, BLOCK_SIZE, scratch, device, **choices)
+        with torch.inference_mode():
+            graphs.capture()
+        return Captured(model, library, graphs, cache, eager)
+
+    def check(self, work: list[tuple[int, list[int], int]], middle: int = 0) -> int:
+        """The step gives what an eager one does, and leaves the same cache. Returns how many graphs were replayed. middle: it
+        is split there."""
+        before = self.library.num_replays
+        step, twin = drive.make_step(self.cache, work), drive.make_step(self.eager, work)
+        with torch.inference_mode():
+            if middle:
+                found = self.graphs.woven([_part(step, 0, middle), _part(step, middle, step.num_tokens)])
+                assert found is not None
+                ours = found
+            else:
+                ours = drain(self.graphs.steps(step))
+            expected = drain(self.model.steps(twin, self.eager.kv))
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+        written = torch.tensor([slot for slot in range(NUM_BLOCKS * BLOCK_SIZE) if slot // BLOCK_SIZE != self.scratch])
+        for mine, other in zip(self.cache.kv.layers, self.eager.kv.layers, strict=True):
+            for a, b in zip(mine, other, strict=True):
+                torch.testing.assert_close(a[written], b[written], atol=1e-5, rtol=1e-4)
+        return self.library.num_replays - before
+
+    @property
+    def scratch(self) -> int:
+        return int(drive.Cache.for_model(self.model, NUM_BLOCKS, BLOCK_SIZE).free[-1])
+
+
+def _part(step: StepInput, first: int, last: int) -> StepInput:
+    rows = slice(first, last)
+    return StepInput(
+        step.token_ids_T[rows], step.positions_T[rows], step.slots_T[rows], tuple(range(last - first + 1)),
+        step.kv_lens[rows], step.kv_lens_B[rows], step.block_table_BN[rows], last - first, step.block_size,
+        step.logits_rows_P[:0],
+    )  # fmt: skip
+
+
+def prompts(captured: Captured, lengths: list[int], seed: int = 0) -> list[tuple[int, list[int], int]]:
+    draw = random.Random(seed)
+    return [(b, [draw.randrange(hf_tiny.VOCAB) for _ in range(n)], 0) for b, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_full_decode_graphs_equal_eager(moe: CausalLM, num_parts: int) -> None:
+    """As sequences end the step shrinks: what stood in the rows of padding must not write to the cache any more."""
+    captured = Captured.of(moe, FULL, num_parts=num_parts)
+    lengths = [5, 1, 9, 3, 14, 2]
+    work = sorted(prompts(captured, lengths), key=lambda item: len(item[1]) > 1)
+    assert captured.check(work) == 0  # a prefill is none of theirs
+    for step, (living, middle) in enumerate([(6, 3), (6, 5), (3, 0), (5, 1), (1, 1), (2, 1)]):
+        work = [(b, [7 * b + step], lengths[b]) for b in range(living)]
+        for b in range(living):
+            lengths[b] += 1
+        assert captured.check(work, middle if num_parts == 2 else 0) == 1
+    assert captured.graphs.captured == ([1, 2, 4, 8], [])
+
+
+@torch.inference_mode()
+def test_split_steps_that_no_graph_has(moe: CausalLM) -> None:
+    """Prompts, too many rows, none at all, and parts that were not foreseen."""
+    captured = Captured.of(moe, GraphSizes((1, 2), (8,)), num_parts=2)
+    decodes = drive.make_step(captured.cache, [(b, [5], 3) for b in range(4)])
+    prompt = drive.make_step(captured.cache, [(5, [1, 2, 3], 0)])
+    one, none = _part(decodes, 0, 1), _part(decodes, 0, 0)
+    for parts in ([one, prompt], [one, _part(decodes, 1, 4)], [none, none], [one, one, one]):
+        assert captured.graphs.woven(parts) is None
+    assert captured.graphs.woven([one, none]) is not None
+
+
+def test_dense_models_too(dense: CausalLM) -> None:
+    captured = Captured.of(dense, GraphSizes((1, 4), (16,)))
+    captured.check(prompts(captured, [6, 9]))
+    assert captured.check([(0, [3], 6), (1, [4], 9)]) == 1
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["attention cut", "experts cut too"])
+def test_piecewise_graphs_equal_eager(moe: CausalLM, cut: bool) -> None:
+    captured = Captured.of(moe, PIECEWISE, cut_experts=cut)
+    mixed = [(0, [1, 2, 3, 4, 5, 6, 7], 0), (1, [8] * 12, 0)]
+    assert captured.check(mixed) > 1
+    assert captured.check([(0, [9], 7), (1, [10], 12), (2, [11, 12, 13], 0)]) > 1  # decodes beside a prefill
+    assert captured.check([(0, [9], 8)]) > 1
+    assert captured.check([(3, list(range(33)), 0)]) == 0  # more tokens than any graph has room for
+
+
+def test_experts_that_count_on_the_host_are_cut_out(ragged: CausalLM) -> None:
+    with pytest.raises(RuntimeError, match=r"a step of 8 rows cannot be captured .*--cudagraph-mode none") as error:
+        Captured.of(ragged, FULL)
+    assert isinstance(error.value.__cause__, FakeCaptureError)
+    captured = Captured.of(ragged, PIECEWISE, cut_experts=True)
+    assert captured.check([(0, [1, 2, 3, 4, 5], 0), (1, [8] * 8, 0)]) > 1
+    assert captured.check([(0, [5], 5), (1, [6], 8)]) > 1
+
+
+def test_deepseek_piecewise(tmp_path: Path) -> None:
+    """Its attention in torch plans on the host; that is what the cut is for."""
+    model = drive.load_ours(deepseek_tiny.make_v3(tmp_path).path)
+    captured = Captured.of(model, PIECEWISE, cut_experts=True)
+    assert captured.check([(0, [1, 2, 3, 4, 5], 0), (1, [8] * 8, 0)]) > 1
+    assert captured.check([(0, [5], 5), (1, [6], 8)]) > 1
+
+
+def test_a_step_without_tokens_runs_as_it_is_written(moe: CausalLM) -> None:
+    captured = Captured.of(moe, GraphSizes((1, 2), (4,)))
+    assert captured.check([]) == 0
+
+
+def test_what_is_too_large_runs_as_it_is_written(moe: CausalLM) -> None:
+    captured = Captured.of(moe, GraphSizes(full=(1, 2)))
+    captured.check(prompts(captured, [3, 3, 3]))
+    assert captured.check([(b, [5], 3) for b in range(3)]) == 0
+    assert captured.check([(b, [5], 4) for b in range(2)]) == 1
+
+
+def test_forgotten_graphs_are_not_replayed(moe: CausalLM) -> None:
+    captured = Captured.of(moe, GraphSizes(full=(1, 2)))
+    captured.graphs.forget()
+    captured.check(prompts(captured, [3]))
+    assert captured.check([(0, [5], 3)]) == 0
+    with torch.inference_mode():
+        captured.graphs.capture()
+    assert captured.check([(0, [6], 4)]) == 1
+    assert captured.library.num_sessions == 2
+
+
+def test_ranks_that_have_become_several_cut_out_the_experts(moe: CausalLM) -> None:
+    """A server that began with one rank has grown: its plan has not asked whether the exchange can be captured."""
+    captured = Captured.of(moe, GraphSizes((1, 2), (4, 8)), together=False)
+    with torch.inference_mode():
+        captured.graphs.capture(num_ranks=2)
+    assert captured.graphs.captured == ([], [4, 8])
+    captured.check(prompts(captured, [3, 4]))
+    assert captured.check([(0, [5], 3), (1, [6], 4)]) > 1
+
+
+def test_decodes_prefer_the_full_graph(moe: CausalLM) -> None:
+    captured = Captured.of(moe, GraphSizes((1, 2), (4, 8)))
+    captured.check(prompts(captured, [3, 4]))
+    assert captured.check([(0, [5], 3), (1, [6], 4)]) == 1

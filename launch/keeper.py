@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -61,10 +61,13 @@ class RankKeeper:
         startup_timeout: float,
         module: str = "engine.rank_process",
         clock: Callable[[], float] = time.monotonic,
+        ranks: range | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         """startup_timeout: the most seconds that a restarted rank may take to load; the first start is the caller's to bound.
 
-        module: what a rank's process runs."""
+        module: what a rank's process runs; options: more words of its command line. ranks: those of this machine; None: all,
+        and only then may their number change."""
         self.restarts = False
         self.left = False  # a rank has ended by itself with exit code 0, as the front told it to
         self._children = children
@@ -75,14 +78,22 @@ class RankKeeper:
         self._environment = child_environment(plan.threads_per_rank, plan.spin_threads)
         self._startup_timeout = startup_timeout
         self._module = module
+        self._options = options
         self._clock = clock
         self._looked = self._awake_since = clock()
         self._last_loss = self._looked - RESTART_PAUSE
-        self._places = [_Place(rank) for rank in range(plan.data_parallel_size)]
+        self._places = [_Place(rank) for rank in ranks or range(plan.data_parallel_size)]
 
-    def start(self) -> None:
+    def start(self, join: bool = False) -> None:
+        """join: the ranks of other machines are at work."""
         for place in self._places:
+            place.joins = join
             self._start(place)
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """The process of each rank that has one."""
+        return {place.rank: place.child.process.pid for place in self._places if place.child is not None}
 
     def resize(self, count: int) -> None:
         """Ranks 0 to count - 1 are wanted. The next `look`s start those that are missing, once `restarts` is set; the
@@ -134,6 +145,7 @@ class RankKeeper:
         for name in ("beat", "loading"):
             self._beat_path(place.rank, name).unlink(missing_ok=True)
         arguments = ["--plan", str(self._plan_path), "--rank", str(place.rank), "--runtime-dir", str(self._directory)]
+        arguments += self._options
         if place.joins:
             arguments.append("--join")
         place.child = self._children.start(f"rank {place.rank}", place.rank, self._module, arguments, self._environment)
@@ -174,7 +186,8 @@ class RankKeeper:
     def _check_loading(self, place: _Place, now: float) -> None:
         beat = self._beat(place.rank, "loading")
         longest = max(other.load_seconds for other in self._places)
-        limit = min(self._startup_timeout, max(LOAD_SECONDS, LOAD_FACTOR * longest))
+        usual = max(LOAD_SECONDS, LOAD_FACTOR * longest) if longest else self._startup_timeout
+        limit = min(self._startup_timeout, usual)
         if beat is not None and now - max(beat, self._awake_since) > LOAD_HANG_SECONDS:
             place.verdict, place.last_life = f"hung while loading: no heartbeat for {now - beat:.1f} s, killed", beat
         elif place.joins and now - place.started > limit:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -69,15 +70,17 @@ class Children:
         self.all.append(child)
         return child
 
-    def exited(self, timeout: float) -> list[Child]:
-        """Children found dead within `timeout` seconds; each is reported once."""
+    def exited(self, timeout: float, wake: Sequence[int] = ()) -> list[Child]:
+        """Children found dead within `timeout` seconds; each is reported once. wake: descriptors that end the waiting too,
+        when there is something to read."""
         watched = {child.pidfd: child for child in self.all if child.process.returncode is None}
-        if not watched:
+        if not watched and not wake:
             return []
-        ready, _, _ = select.select(list(watched), [], [], timeout)
-        for pidfd in ready:
-            watched[pidfd].process.wait()
-        return [watched[pidfd] for pidfd in ready]
+        ready, _, _ = select.select([*watched, *wake], [], [], timeout)
+        dead = [watched[descriptor] for descriptor in ready if descriptor in watched]
+        for child in dead:
+            child.process.wait()
+        return dead
 
     def forget(self, child: Child) -> None:
         """One that has ended, and was reported."""

@@ -59,18 +59,15 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
-            self.keeper.start()
-            self._start_front()
+            self._start()
             return self._watch()
         finally:
-            self.children.end(grace=0.0)
-            self.reporter.close()
-            self.runtime.close()
+            self._end()
 
-    def _start_front(self) -> None:
+    def _start_front(self, *options: str) -> None:
         server_path = self.runtime.write("server.json", self.server)
         arguments = ["--plan", str(self.runtime.path / "plan.json"), "--server", str(server_path)]
-        arguments += ["--runtime-dir", str(self.runtime.path)]
+        arguments += ["--runtime-dir", str(self.runtime.path), *options]
         self.front = self.children.start("front", -1, "server.process", arguments, child_environment(1))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -85,7 +82,7 @@ class Supervisor:
         assert self.front is not None
         began, ready = self.clock(), False
         while True:
-            dead = self.children.exited(timeout=LOOK_SECONDS)
+            dead = self._exited()
             if self.front in dead:
                 return self._front_left(self.front)
             if not ready and (self.runtime.path / "ready").exists():  # asked before who is lost: that depends on it
@@ -93,38 +90,60 @@ class Supervisor:
                 self.on_ready((self.runtime.path / "ready").read_text())
             for count in self.resizes.read():  # after the look for ends: a rank that has left was written off before
                 self.keeper.resize(count)
-            for lost in self.keeper.look(dead):
+            for lost in self._lost(dead):
                 if not ready:
                     return self._failed_at_start(lost)
                 self.reporter.send(lost)
             if self.keeper.left:  # the front has told the ranks to leave, and leaves itself
                 self.children.wait_for(self.front, FRONT_GRACE)
                 return self._front_left(self.front)
-            self.keeper.restarts = ready and not self.signals
+            self._restart(ready and not self.signals)
             if not ready and self.clock() - began > self.startup_timeout:
-                _say(f"not ready after {self.startup_timeout:.0f} s (--startup-timeout)")
+                say_text(f"not ready after {self.startup_timeout:.0f} s (--startup-timeout)")
                 return 1
+
+    # ---- what is more on several machines (launch/head.py) ----
+
+    def _start(self) -> None:
+        self.keeper.start()
+        self._start_front()
+
+    def _end(self) -> None:
+        self.children.end(grace=0.0)
+        self.reporter.close()
+        self.runtime.close()
+
+    def _exited(self) -> list[Child]:
+        return self.children.exited(timeout=LOOK_SECONDS)
+
+    def _lost(self, dead: list[Child]) -> list[RankLost]:
+        return self.keeper.look(dead)
+
+    def _restart(self, on: bool) -> None:
+        self.keeper.restarts = on
+
+    # ---- the end ----
 
     def _front_left(self, front: Child) -> int:
         code = front.process.returncode
         if code is None:
-            _say(f"the front has not left within {FRONT_GRACE:.0f} s")
+            say_text(f"the front has not left within {FRONT_GRACE:.0f} s")
             return 1
         if code == 0:
             self.keeper.kill_loading()
             self.children.end(RANK_GRACE)
         elif code != EXIT_RANK_LOST:
-            _say(f"the front ended: {front.exit_text()}")
+            say_text(f"the front ended: {front.exit_text()}")
         return code if code >= 0 else 1
 
     def _failed_at_start(self, lost: RankLost) -> int:
         """The front's clients are told before everything ends."""
         assert self.front is not None
-        _say(f"rank {lost.rank} ended before the server was ready: {lost.reason}; the server ends with it")
+        say_text(f"rank {lost.rank} ended before the server was ready: {lost.reason}; the server ends with it")
         self.reporter.send(lost)
         self.children.wait_for(self.front, FRONT_GRACE)
         return EXIT_RANK_LOST
 
 
-def _say(text: str) -> None:
+def say_text(text: str) -> None:
     print(f"moesaic: {text}", file=sys.stderr, flush=True)

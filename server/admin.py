@@ -6,8 +6,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from configs.resolve import MEBI, this_machine
+from configs.machine import this_machine
+from configs.resolve import MEBI
 from engine.async_llm import EngineBusy
+from engine.orphan import pid_of
 from server.errors import ApiError, bad_request
 from server.openai import ResizeRequest
 from server.service import Service, json_response
@@ -67,6 +69,10 @@ class RankAdmin:
         if state not in ("ready", "short"):
             raise ApiError(503, f"not ready: {why}", code=state)
         plan = self._service.plan
+        if 0 < plan.data_parallel_size_local < plan.data_parallel_size:
+            raise bad_request(
+                "the number of ranks cannot be changed while they are on several machines", "count", "invalid_value"
+            )
         if count > plan.max_ranks:
             reason = plan.reasons.get("max_ranks", "the server's limit")
             raise bad_request(
@@ -91,7 +97,7 @@ class RankAdmin:
                 RankRow(
                     rank=rank,
                     state=state.value,
-                    pid=None if ready is None else ready.process,
+                    pid=None if ready is None else pid_of(ready.process),
                     epoch=members.epochs[rank],
                     running=stats.running,
                     waiting=stats.waiting,

@@ -20,6 +20,7 @@ from server.errors import RETRY_AFTER, ApiError
 from server.gate import Gate
 from server.metrics import CONTENT_TYPE
 from server.openai import AbortRequest, Model, ModelList
+from server.profile import Profiles
 from server.service import Service, json_response
 from server.tokenize import Tokenization
 
@@ -34,6 +35,7 @@ def build_app(service: Service) -> ASGIApp:
     tokenization = Tokenization(service)
     rank_admin = RankAdmin(service)
     eplb = Eplb(service)
+    profiles = Profiles(service)
     get: dict[str, Handler] = {
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
@@ -60,6 +62,8 @@ def build_app(service: Service) -> ASGIApp:
         "/eplb/plan": eplb.plan,
         "/eplb/rebalance": eplb.rebalance,
         "/eplb/record": eplb.record,
+        "/start_profile": profiles.start,
+        "/stop_profile": profiles.stop,
     }
     routes = [Route(path, Endpoint(handler), methods=["POST"]) for path, handler in post.items()]
     routes += [Route(path, Endpoint(handler), methods=["GET"]) for path, handler in get.items()]

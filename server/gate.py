@@ -23,7 +23,16 @@ from server.service import Service
 
 OPEN = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
 ADMIN = frozenset(
-    {"/abort_requests", "/reset_prefix_cache", "/admin/ranks", "/eplb/plan", "/eplb/rebalance", "/eplb/record"}
+    {
+        "/abort_requests",
+        "/reset_prefix_cache",
+        "/admin/ranks",
+        "/eplb/plan",
+        "/eplb/rebalance",
+        "/eplb/record",
+        "/start_profile",
+        "/stop_profile",
+    }
 )
 
 log = logging.getLogger("moesaic.server")

@@ -35,6 +35,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RankStats], int]], ...] = (
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
     ("vllm:num_preemptions", "Requests put back for want of KV blocks.", lambda stats: stats.preemptions),
     ("moesaic:steps", "Steps of the engine.", lambda stats: stats.steps),
+    ("moesaic:dbo_steps", "Steps that were split in parts, to overlap.", lambda stats: stats.dbo_steps),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[RankStats], float]], ...] = (
     ("vllm:num_requests_running", "Sequences that are being computed.", lambda stats: stats.running),
@@ -43,6 +44,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[RankStats], float]], ...] = (
         "vllm:kv_cache_usage_perc",
         "Used part of the KV blocks; 1 is all.",
         lambda stats: stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0,
+    ),
+    (
+        "moesaic:dbo_overlap_ratio",
+        "Of the time that tokens were lately under way between ranks, the part in which this one computed.",
+        lambda stats: stats.dbo_overlap,
     ),
 )
 

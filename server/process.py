@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, required=True, help="the resolved plan, as JSON")
     parser.add_argument("--server", type=Path, required=True, help="the server's configuration, as JSON")
     parser.add_argument("--runtime-dir", type=Path, required=True)
+    parser.add_argument("--endpoint", help="where ranks of other machines connect, as tcp://HOST:PORT")
     parser.add_argument("--parent", type=int, help="process id of the parent; the front does not outlive it")
     options = parser.parse_args()
     die_with_parent(options.parent)
@@ -61,7 +62,8 @@ def main() -> None:
         tokenizer = Tokenizer(plan.model_path)
         defaults = model_defaults(plan.model_path) if config.use_generation_config else SamplingParams()
         resizes = Resizes(options.runtime_dir / "resizes")
-        ranks = ZmqRanks(f"ipc://{options.runtime_dir}/front.ipc", plan.data_parallel_size, resizes)
+        local = f"ipc://{options.runtime_dir}/front.ipc"
+        ranks = ZmqRanks(local, plan.data_parallel_size, resizes, options.endpoint)
     except ValueError as error:
         print(f"moesaic: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_BAD_INPUT)

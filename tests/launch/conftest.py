@@ -1,6 +1,12 @@
-"""Makes `served`, and the makers of tiny checkpoints in tests/models, importable for the tests beside it."""
+"""Makes `served`, helpers of tests/models and tests/engine, and benchmarks/hosts.py importable for the tests beside it."""
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "models")]
+HERE = Path(__file__).parent
+sys.path[:0] = [
+    str(HERE),
+    str(HERE.parent / "models"),
+    str(HERE.parent / "engine"),
+    str(HERE.parent.parent / "benchmarks"),
+]

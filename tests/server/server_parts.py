@@ -253,7 +253,9 @@ class FakeRanks:
                     self.running[number] = (own, message, said + 1)
                 else:
                     del self.running[number]
-        stats = RankStats(running=len(self.running), kv_blocks_used=16, kv_blocks_total=64, steps=self.steps)
+        stats = RankStats(
+            running=len(self.running), kv_blocks_used=16, kv_blocks_total=64, steps=self.steps, dbo_overlap=0.75
+        )
         return Outputs(rank, outputs, stats, time.monotonic())
 
     def close(self) -> None:

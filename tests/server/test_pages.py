@@ -105,6 +105,8 @@ def test_metrics() -> None:
             for name in ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"):
                 total(f"vllm:{name}_total")
             total("vllm:num_preemptions_total")
+            assert total("moesaic:dbo_steps_total") == 0
+            assert total("moesaic:dbo_overlap_ratio", model_name=MODEL, engine="1") == 0.75
             assert total("vllm:request_success_total", finished_reason="stop") == 2
             assert total("vllm:request_success_total", finished_reason="length") == 2
             for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):

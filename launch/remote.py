@@ -1,0 +1,179 @@
+"""The process that `moesaic serve --headless` is: it starts the ranks of one machine and watches them for the head.
+
+It connects to the head (launch/head.py), says which ranks it brings, and starts them when it is told to. When the
+connection ends or the head says nothing for 2 s, it ends its ranks, because the others go on without them, and tries to come back
+for a minute.
+
+Exit codes: 0 the server has ended or this machine was told to leave, 2 bad input or refused by the head, 3 the head is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from configs.engine import Plan
+from configs.hosts import Hosts
+from engine.orphan import life_of
+from launch.identity import model_digest, versions
+from launch.keeper import RankKeeper
+from launch.link import LEASE_SECONDS, End, Hello, Leaving, Link, Lost, Refused, Restarts, Started, Welcome, descriptors
+from launch.processes import Child, Children, RuntimeDir
+from launch.supervisor import LOOK_SECONDS, RANK_GRACE, say_text
+
+EXIT_BAD_INPUT, EXIT_HEAD_LOST = 2, 3
+RETURN_SECONDS = 60.0  # how long a lost head is looked for
+RETRY_SECONDS = 0.5
+CONNECT_SECONDS = 2.0
+LAST_WORD_SECONDS = 20.0  # once its ranks leave: until the head says so itself
+
+
+class RemoteSupervisor:
+    """Runs the ranks of one machine to their end."""
+
+    def __init__(self, plan: Plan, hosts: Hosts, runtime_root: Path, startup_timeout: float) -> None:
+        self.plan = plan
+        self.hosts = hosts
+        self.startup_timeout = startup_timeout
+        self.runtime = RuntimeDir(runtime_root)
+        self.signals = 0
+        self.hello = Hello(
+            versions=versions(),
+            model=model_digest(plan.model_path),
+            plan=dataclasses.replace(plan, reasons={}),
+            first=hosts.first,
+            local=hosts.local,
+        )
+
+    def run(self) -> int:
+        """Block until it is over; the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        patience = self.startup_timeout
+        try:
+            while True:
+                link = self._connect(patience)
+                if link is None:
+                    where = f"{self.hosts.head}:{self.hosts.port}"
+                    say_text(
+                        "told to leave" if self.signals else f"the head at {where} was not found within {patience:g} s"
+                    )
+                    return 0 if self.signals else EXIT_HEAD_LOST
+                with Children() as children:
+                    code = _Session(self, link, children).run()
+                if code is not None:
+                    return code
+                patience = RETURN_SECONDS
+        finally:
+            self.runtime.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signals += 1
+
+    def _connect(self, patience: float) -> Link | None:
+        """Try until the head answers. None: it does not within `patience` seconds, or this machine is told to leave."""
+        deadline = time.monotonic() + patience
+        while not self.signals and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                link = Link(socket.create_connection((self.hosts.head, self.hosts.port), CONNECT_SECONDS))
+                link.send(self.hello)
+                return link
+            time.sleep(RETRY_SECONDS)
+        return None
+
+
+class _Session:
+    """One connection with the head, and the ranks that run under it."""
+
+    def __init__(self, owner: RemoteSupervisor, link: Link, children: Children) -> None:
+        self._owner = owner
+        self._link = link
+        self._children = children
+        self._keeper: RankKeeper | None = None
+        self._lives: dict[int, tuple[int, int]] = {}  # rank -> process and its life, as the head knows
+        self._refused: Refused | None = None
+        self._end: End | None = None
+
+    def run(self) -> int | None:
+        """The exit code; None: the head is lost, or wants this machine later."""
+        link = self._link
+        while True:
+            dead = self._children.exited(LOOK_SECONDS, descriptors([link]))
+            for message in link.receive():
+                self._hear(message)
+            if self._keeper is not None:
+                self._look(self._keeper, dead)
+            code = self._over()
+            if code is not None:
+                return code
+            left = self._keeper is not None and self._keeper.left  # the front has told the ranks to leave
+            if link.closed or link.silent > (LAST_WORD_SECONDS if left else LEASE_SECONDS):
+                return self._alone(left)
+
+    def _look(self, keeper: RankKeeper, dead: list[Child]) -> None:
+        for lost in keeper.look(dead):
+            process, life = self._lives.pop(lost.rank, (0, 0))
+            known = life if process == lost.process else lost.process
+            self._link.send(Lost(lost.rank, lost.reason, time.monotonic() - lost.time, known))
+        for rank, process in keeper.processes.items():
+            if self._lives.get(rank, (0, 0))[0] != process:
+                self._lives[rank] = process, life_of(process)
+                self._link.send(Started(rank, self._lives[rank][1]))
+
+    def _hear(self, message: object) -> None:
+        if isinstance(message, Welcome):
+            self._start(message)
+        elif isinstance(message, Refused):
+            self._refused = message
+        elif isinstance(message, End):
+            self._end = message
+        elif isinstance(message, Restarts) and self._keeper is not None:
+            self._keeper.restarts = message.on and not self._owner.signals
+        else:
+            self._link.close("it says what no head says")
+
+    def _start(self, welcome: Welcome) -> None:
+        owner, hosts = self._owner, self._owner.hosts
+        path = owner.runtime.write("network.json", welcome.network)
+        ranks = range(hosts.first, hosts.first + hosts.local)
+        options = ("--network", str(path))
+        self._keeper = RankKeeper(
+            self._children, owner.plan, owner.runtime, owner.startup_timeout, ranks=ranks, options=options
+        )
+        self._keeper.start(welcome.join)
+        say_text(
+            f"ranks {ranks[0]} to {ranks[-1]} {'join' if welcome.join else 'start'}; head {hosts.head}:{hosts.port}"
+        )
+
+    def _over(self) -> int | None:
+        """The exit code when this machine is done."""
+        if self._end is not None:
+            self._children.end(RANK_GRACE)
+            return self._end.code
+        if self._refused is not None and not self._refused.again:
+            print(f"moesaic: error: the head refuses: {self._refused.error}", file=sys.stderr, flush=True)
+            return EXIT_BAD_INPUT
+        if self._owner.signals:
+            self._children.end(grace=0.0)
+            self._link.send(Leaving("it was told to leave"))
+            self._link.close()
+            return 0
+        return None
+
+    def _alone(self, left: bool) -> int | None:
+        """The head is gone: the ranks end before it takes them for lost."""
+        self._children.end(grace=RANK_GRACE if left else 0.0)
+        if left:
+            return 0
+        if self._refused is not None:
+            time.sleep(RETRY_SECONDS)
+            return None
+        say_text(f"the head is lost: {self._link.closed or 'no word from it'}; ranks have ended, looking for it again")
+        self._link.close()
+        return None

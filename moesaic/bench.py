@@ -1,4 +1,4 @@
-"""`moesaic bench throughput | latency | serve`: JSON lines on stdout, a table on stderr."""
+"""`moesaic bench throughput | latency | dbo | serve`: JSON lines on stdout, a table on stderr."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.table import Table
 import moesaic
 from configs.env import read_env
 from engine.messages import SamplingParams
+from moesaic.bench_dbo import make_command
 from moesaic.http_client import Client, HttpError
 from moesaic.options import engine_config, engine_options
 
@@ -197,3 +198,6 @@ def _report(row: dict[str, Any]) -> None:
     print(json.dumps(row), flush=True)
     if row.get("failed"):
         sys.exit(1)
+
+
+command.add_command(make_command(_report))

@@ -3,23 +3,82 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from configs.chips import CHIPS
+from configs.engine import EngineConfig, Plan
+from configs.env import read_env
+from configs.gpu import MEBI, find_gpus
 from engine.plan import make_plan
 from moesaic.options import engine_config, engine_options
+
+if TYPE_CHECKING:
+    from engine.cluster import ClusterPlan
+
+DEFAULT_CHIP = "h200"
 
 
 @click.command("explain")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@click.option("--gpu", type=click.Choice(list(CHIPS)), help="Plan for a cluster of these GPUs, which need not be here.")
+@click.option("--world", type=int, help="The same as --data-parallel-size.")
+@click.option("--installed", help="Libraries that the cluster has, with commas between them; default: all of them.")
 @engine_options
-def command(as_json: bool, **options: Any) -> None:
-    """Print the resolved plan for MODEL (default: the embedded one) with the reason for every choice."""
-    plan = make_plan(engine_config(options))
+def command(as_json: bool, gpu: str | None, world: int | None, installed: str | None, **options: Any) -> None:
+    """Print the resolved plan for MODEL (default: the embedded one) with the reason for every choice.
+
+    With --gpu, or --device cuda where there is no GPU, MODEL may be a name (deepseek-v3, qwen3-30b-a3b, qwen3-235b-a22b) or a
+    directory with only a config.json, and everything that would run on each GPU is listed, with the reason against the others.
+    """
+    if world is not None:
+        options["data_parallel_size"] = world
+    config = engine_config(options)
+    if gpu is None and config.device == "cuda" and find_gpus(read_env().visible_gpus)[0] is None:
+        gpu = DEFAULT_CHIP
+    if gpu is not None:
+        _explain_cluster(config, gpu, installed, as_json)
+        return
+    _show(make_plan(config), as_json)
+
+
+def _explain_cluster(config: EngineConfig, gpu: str, installed: str | None, as_json: bool) -> None:
+    module = importlib.import_module("engine.cluster")  # imports torch
+    there = module.LIBRARIES if installed is None else [name.strip() for name in installed.split(",") if name.strip()]
+    unknown = [name for name in there if name not in module.LIBRARIES]
+    if unknown:
+        raise ValueError(f"installed: {unknown[0]!r} is none of {', '.join(module.LIBRARIES)}")
+    cluster: ClusterPlan = module.plan_cluster(config, gpu, lambda name: name in there)
+    if as_json:
+        values = dataclasses.asdict(cluster)
+        reasons = values["plan"].pop("reasons")
+        print(json.dumps({**values, "reasons": reasons, "installed": list(there)}))
+        return
+    _show(cluster.plan, False)
+    console = Console()
+    table = Table("part", "runs", "candidate", "verdict", title="On each GPU", title_justify="left")
+    for choice in cluster.choices:
+        rows = list(choice.verdicts.items()) or [("", "")]
+        for index, (name, verdict) in enumerate(rows):
+            first = index == 0
+            table.add_row(choice.part if first else "", choice.chosen if first else "", name, escape(verdict))
+    console.print(table)
+    memory = Table(
+        "of a GPU's memory", "MiB", title=f"{cluster.gpu.name}: {cluster.gpu.memory // MEBI} MiB", title_justify="left"
+    )
+    for name, size in cluster.memory.items():
+        memory.add_row(name, f"{size // MEBI}")
+    console.print(memory)
+    console.print(f"Libraries taken to be installed: {', '.join(there) or 'none'}.")
+
+
+def _show(plan: Plan, as_json: bool) -> None:
     values = dataclasses.asdict(plan)
     reasons = values.pop("reasons")
     if as_json:
@@ -27,19 +86,14 @@ def command(as_json: bool, **options: Any) -> None:
         return
     table = Table("field", "value", "why", title=f"Plan for {plan.served_model_names[0]}", title_justify="left")
     for name, value in values.items():
-        table.add_row(
-            name,
-            _shown(value),
-            reasons.get(
-                name, "from the model" if name in ("model_path", "architecture") else "the default or as asked"
-            ),
-        )
+        default = "from the model" if name in ("model_path", "architecture") else "the default or as asked"
+        table.add_row(name, escape(_shown(value)), escape(reasons.get(name, default)))
     Console().print(table)
 
 
 def _shown(value: object) -> str:
     if isinstance(value, tuple):
-        return ", ".join(value)
+        return ", ".join(map(str, value)) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{name} {part}" for name, part in value.items())
     return "off" if value is None else str(value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -21,9 +23,10 @@ from moesaic.options import engine_config, engine_options
 @click.option("--top-k", type=int, default=0, show_default=True)
 @click.option("--sampling-seed", type=int, help="Seed of the draws; default: random.")
 @click.option("--stop", multiple=True, help="Stop string; repeatable.")
+@click.option("--trace", type=click.Path(dir_okay=False), help="Write a timeline to this file, for ui.perfetto.dev.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per prompt.")
 @engine_options
-def command(prompts: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def command(prompts: tuple[str, ...], trace: str | None, as_json: bool, **options: Any) -> None:
     """Continue each --prompt with MODEL (default: the embedded one) and print the text."""
     params = SamplingParams(
         max_tokens=options.pop("max_tokens"),
@@ -35,9 +38,31 @@ def command(prompts: tuple[str, ...], as_json: bool, **options: Any) -> None:
     )
     texts = list(prompts) or [sys.stdin.read().rstrip("\n")]
     with moesaic.LLM.from_config(engine_config(options)) as llm:
-        for output in llm.generate(texts, params):
+        with _traced(llm, trace):
+            outputs = llm.generate(texts, params)
+        for output in outputs:
             best = output.outputs[0]
             if as_json:
                 print(json.dumps({"prompt": output.prompt, "text": best.text, "finish_reason": best.finish_reason}))
             else:
                 print(f"{output.prompt}{best.text}")
+
+
+@contextlib.contextmanager
+def _traced(llm: moesaic.LLM, path: str | None) -> Iterator[None]:
+    """Also what has been done by the time it fails is written."""
+    if path is None:
+        yield
+        return
+    llm.start_profile(path)
+    try:
+        yield
+    finally:
+        summary = llm.stop_profile()
+        dropped = f", {summary.dropped} dropped" if summary.dropped else ""
+        lost = f", without rank {', '.join(map(str, summary.lost))}" if summary.lost else ""
+        print(
+            f"moesaic: {summary.events} events of {len(summary.ranks)} rank(s) in {summary.file}{dropped}{lost}; "
+            "open it in ui.perfetto.dev",
+            file=sys.stderr,
+        )

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from configs.dbo import DBO_MODES
 from configs.engine import EngineConfig
 from configs.eplb import EplbConfig, parse_eplb_config
 
@@ -36,6 +37,9 @@ class Bytes(click.ParamType[int]):
 OPTIONS = [
     click.option("--model", "model_option", help="Directory of a Hugging Face checkpoint (same as the argument)."),
     click.option("--served-model-name", multiple=True, help="Name(s) in the API; default: the model's path."),
+    click.option(
+        "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="cuda: GPUs."
+    ),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True),
     click.option("--max-model-len", type=int, help="Longest prompt plus output, in tokens."),
     click.option("--max-num-seqs", type=int, help="Sequences that a rank works on at once."),
@@ -52,7 +56,19 @@ OPTIONS = [
     click.option(
         "--enable-expert-parallel", is_flag=True, help="Accepted for vLLM scripts: experts are always spread."
     ),
-    click.option("--all2all-backend", default="auto", show_default=True, help="How tokens reach their experts."),
+    click.option(
+        "--all2all-backend",
+        default="auto",
+        show_default=True,
+        help="How tokens reach their experts; a+b: a in steps with many tokens, b in those with few.",
+    ),
+    click.option(
+        "--dispatch-dtype",
+        type=click.Choice(["auto", "bf16", "fp8"]),
+        default="auto",
+        show_default=True,
+        help="How rows travel to their experts; fp8: in half the bytes, bf16: as they are.",
+    ),
     click.option(
         "--num-redundant-experts", type=int, help="Extra expert slots in all; default: enough to lose one rank."
     ),
@@ -69,8 +85,38 @@ OPTIONS = [
         + ".",
     ),
     click.option(
+        "--enable-dbo",
+        is_flag=False,
+        flag_value="on",
+        metavar="[auto|on|off]",
+        default="auto",
+        show_default=True,
+        help="Split a step in parts that compute while the others' tokens travel; alone: on; auto: where it pays.",
+    ),
+    click.option("--dbo-decode-token-threshold", type=int, help="Split a step of decodes from so many tokens on."),
+    click.option("--dbo-prefill-token-threshold", type=int, help="The same for a step with prompts in it."),
+    click.option("--ubatch-size", type=int, default=2, show_default=True, help="Parts of a step that is split."),
+    click.option(
         "--quantization", type=click.Choice(["fp8", "int8"]), help="Keep all large matrices in 8 bits (native kernels)."
     ),
+    click.option(
+        "--kv-cache-dtype",
+        type=click.Choice(["auto", "fp8"]),
+        default="auto",
+        show_default=True,
+        help="fp8: latents in 8 bits, a scale for 128 of them (DeepSeek).",
+    ),
+    click.option("--attention-backend", default="auto", show_default=True, help="Of latent attention, on a GPU."),
+    click.option("--moe-backend", default="auto", show_default=True, help="What multiplies by the experts' weights."),
+    click.option(
+        "--cudagraph-mode",
+        type=click.Choice(["auto", "none", "piecewise", "full", "full_and_piecewise"]),
+        default="auto",
+        show_default=True,
+        help="Which steps are captured as CUDA graphs: whole decode steps, all steps in pieces, or both.",
+    ),
+    click.option("--enforce-eager", is_flag=True, help="The same as --cudagraph-mode none."),
+    click.option("--cudagraph-capture-sizes", help="Rows of the graphs, e.g. 1,2,4,8; default: decided."),
     click.option("--threads-per-rank", type=int, help="CPU threads of each rank."),
     click.option("--mla-prefill", type=click.Choice(["auto", "naive", "absorbed"]), default="auto", show_default=True),
     click.option(
@@ -86,11 +132,23 @@ OPTIONS = [
 ]
 
 
+def _take_model(context: click.Context, argument: click.Parameter, model: str | None) -> str | None:
+    """MODEL. An option whose value may be left out takes whatever word follows it, so in `--enable-dbo MODEL` that is MODEL.
+    (click processes arguments after the options that are given.)"""
+    mode = context.params.get("enable_dbo", "auto")
+    if mode in DBO_MODES:
+        return model
+    if model is not None:
+        raise click.BadParameter(f"{mode!r} is none of {', '.join(DBO_MODES)}.", context, param_hint="'--enable-dbo'")
+    context.params["enable_dbo"] = "on"
+    return str(mode)
+
+
 def engine_options(command: Command) -> Command:
     """Adds MODEL and every engine option; the command takes them as **engine and calls `engine_config(engine)`."""
     for option in reversed(OPTIONS):
         command = option(command)
-    return click.argument("model", required=False)(command)
+    return click.argument("model", required=False, callback=_take_model)(command)
 
 
 def engine_config(values: dict[str, Any], default_ranks: int = 1) -> EngineConfig:
@@ -100,10 +158,21 @@ def engine_config(values: dict[str, Any], default_ranks: int = 1) -> EngineConfi
         raise ValueError(f"two models given: {argument} and --model {option}")
     values.pop("enable_expert_parallel")
     ranks = values.pop("data_parallel_size")
+    if values.pop("enforce_eager", False):
+        values["cudagraph_mode"] = "none"
+    values["cudagraph_capture_sizes"] = _numbers("cudagraph_capture_sizes", values.get("cudagraph_capture_sizes"))
     _take_eplb_config(values)
     return EngineConfig(
         model=argument or option, data_parallel_size=default_ranks if ranks is None else ranks, **values
     )
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise ValueError(f"{name} must be numbers such as 1,2,4,8, not {text!r}") from None
 
 
 def _take_eplb_config(values: dict[str, Any]) -> None:

@@ -9,10 +9,10 @@ from configs.engine import EngineConfig, Plan
 from configs.env import read_env
 from engine import async_llm, llm
 from engine.build import build_rank
+from engine.local_ranks import LocalRanks
 from engine.messages import RankStats
 from engine.plan import make_plan
 from engine.progress import LoadProgress
-from engine.rank import LocalRanks
 from engine.text import Tokenizer
 from launch.spawned import SpawnedRanks
 
@@ -40,7 +40,7 @@ class LLM(llm.LLM):
         return self
 
     def _open(self, config: EngineConfig) -> None:
-        self.plan = make_plan(config)
+        self.plan = make_plan(config, alone=config.data_parallel_size == 1)
         tokenizer = Tokenizer(self.plan.model_path)
         block_size, max_logprobs = self.plan.block_size, self.plan.max_logprobs
         if self.plan.data_parallel_size == 1:

@@ -10,11 +10,22 @@ from typing import Any
 import click
 
 from configs.env import read_env
+from configs.hosts import DEFAULT_PORT, hosts_of
 from configs.server import ServerConfig
 from engine.plan import make_plan
+from launch.head import HeadSupervisor
+from launch.remote import RemoteSupervisor
 from launch.supervisor import Supervisor
 from moesaic.options import Bytes, engine_config, engine_options
 
+# In the order of configs.hosts.hosts_of.
+HOST_OPTIONS = (
+    "data_parallel_size_local",
+    "data_parallel_address",
+    "data_parallel_rpc_port",
+    "data_parallel_start_rank",
+    "headless",
+)
 EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is meant: experts over two ranks
 
 
@@ -42,9 +53,21 @@ EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is 
     type=click.Path(exists=True, file_okay=False, writable=True),
     help="Directory for recordings of the experts' loads (POST /eplb/record); default: none can be made.",
 )
+@click.option(
+    "--profile-dir",
+    type=click.Path(exists=True, file_okay=False, writable=True),
+    help="Directory for timelines (POST /start_profile); default: none can be taken.",
+)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True)
 @click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds until ready.")
+@click.option("--data-parallel-size-local", "-dpl", type=int, help="Ranks on this machine; default: all that are left.")
+@click.option("--data-parallel-address", "-dpa", help="The head's address, when ranks are on several machines.")
+@click.option(
+    "--data-parallel-rpc-port", "-dpp", type=int, default=DEFAULT_PORT, show_default=True, help="First of its ports."
+)
+@click.option("--data-parallel-start-rank", "-dpr", type=int, help="First rank of this machine (with --headless).")
+@click.option("--headless", is_flag=True, help="Only ranks here: the head, another machine, has the front.")
 @engine_options
 def command(**options: Any) -> None:
     """Serve MODEL (a Hugging Face directory; without it, the embedded model on two ranks) over HTTP."""
@@ -52,7 +75,10 @@ def command(**options: Any) -> None:
     startup_timeout = options.pop("startup_timeout")
     server = _server_config(options, env.api_keys, env.admin_keys)
     given = options["model"] or options["model_option"]
-    plan = make_plan(engine_config(options, default_ranks=1 if given else EMBEDDED_RANKS))
+    parts = [options.pop(name) for name in HOST_OPTIONS]
+    config = engine_config(options, default_ranks=1 if given else EMBEDDED_RANKS)
+    hosts = hosts_of(config.data_parallel_size, *parts)
+    plan = make_plan(config, hosts=hosts)
     print(
         f"moesaic: {plan.served_model_names[0]} ({plan.architecture}), {plan.data_parallel_size} rank(s), {plan.dtype}, "
         f"experts over {plan.all2all_backend}",
@@ -60,13 +86,20 @@ def command(**options: Any) -> None:
         flush=True,
     )
     name = plan.served_model_names[0]
-    supervisor = Supervisor(plan, server, env.runtime_root, startup_timeout, lambda url: _say_next(url, name, server))
-    sys.exit(supervisor.run())
+    if hosts is not None and hosts.headless:
+        sys.exit(RemoteSupervisor(plan, hosts, env.runtime_root, startup_timeout).run())
+
+    def on_ready(url: str) -> None:
+        _say_next(url, name, server)
+
+    if hosts is not None:
+        sys.exit(HeadSupervisor(plan, server, hosts, env.runtime_root, startup_timeout, on_ready).run())
+    sys.exit(Supervisor(plan, server, env.runtime_root, startup_timeout, on_ready).run())
 
 
 def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin: tuple[str, ...]) -> ServerConfig:
     template = options.pop("chat_template")
-    record_dir = options.pop("eplb_record_dir")
+    record_dir, profile_dir = options.pop("eplb_record_dir"), options.pop("profile_dir")
     return ServerConfig(
         host=options.pop("host"),
         port=options.pop("port"),
@@ -81,6 +114,7 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         request_timeout=options.pop("request_timeout"),
         allowed_origins=options.pop("allowed_origins"),
         eplb_record_dir=str(Path(record_dir).resolve()) if record_dir else None,
+        profile_dir=str(Path(profile_dir).resolve()) if profile_dir else None,
         log_format=options.pop("log_format"),
         log_requests=options.pop("log_requests"),
     )

@@ -1,0 +1,303 @@
+"""The parts of gpu_check.py: `python benchmarks/gpu_parts.py NAME --device cuda --seconds N [--tiny]`. One JSON line per row.
+
+Optional libraries are looked for where a part needs them; without one the part says so and that is all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_clock import Limits
+from gpu_libraries import deepgemm, flashinfer, nvshmem
+from gpu_models import TINY, Driver, floor_of, make_model, reduced
+from gpu_rows import Options, relative, row
+from torch import Tensor
+
+from engine.graphs import GraphLibrary, Graphs, GraphSizes
+from ep.experts import WeightFormat
+from layers.step import StepInput
+from models.base import CausalLM
+from native import Isa, limit_isa
+
+ROOT = Path(__file__).resolve().parent.parent
+ALL_EXPERTS = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}  # so that no choice flips on a rounding
+
+
+# ---- limits, parity ----
+
+
+def limits(options: Options) -> None:
+    found = options.limits()
+    name = torch.cuda.get_device_name(options.device) if options.on_gpu else "a CPU"
+    triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else "none"
+    row(name, None, torch=torch.__version__, triton=triton)
+    row("copy, bytes read and written", None, gb_s=found.memory / 1e9)
+    for kind, speed in found.products.items():
+        row(f"matrix product {kind}", None, tflop_s=speed / 1e12)
+
+
+def logits_of(model: CausalLM, device: torch.device) -> Tensor:
+    """Three sequences: a prompt, a piece that goes on after it, two decodes of each; all tokens' logits."""
+    driver = Driver(model, 3, 64, 16, device)
+    token_T = torch.arange(3 * 26) * 7 % 128
+    found, used = [], 0
+    for first, count in ((0, 19), (19, 5), (24, 1), (25, 1)):
+        step = driver.step(range(3), first, count, token_T[used : used + 3 * count])
+        found.append(driver.logits(step).cpu())
+        used += 3 * count
+    return torch.cat(found)
+
+
+def parity(options: Options) -> None:
+    """Every family, on this device against float32 on the CPU; in bfloat16 no further from it than torch on the CPU, twice."""
+    cpu = torch.device("cpu")
+    for family, raw in TINY.items():
+        if not options.left():
+            row("families left out", None, note=f"no time from {family} on")
+            return
+        torch.manual_seed(1)
+        exact = make_model(raw, torch.float32, cpu)
+        error = relative(
+            logits_of(make_model(raw, torch.float32, options.device, like=exact), options.device), logits_of(exact, cpu)
+        )
+        row(f"{family} float32", error < 1e-3, error=error)
+        wide = {**raw, **ALL_EXPERTS}
+        torch.manual_seed(2)
+        half = make_model(wide, torch.bfloat16, cpu)
+        expected = logits_of(make_model(wide, torch.float32, cpu, like=half), cpu)
+        ours = relative(
+            logits_of(make_model(wide, torch.bfloat16, options.device, like=half), options.device), expected
+        )
+        theirs = relative(logits_of(half, cpu), expected)
+        row(f"{family} bfloat16", ours < max(2 * theirs, 0.02), error=ours, torch_on_cpu=theirs)
+    raw = {**TINY["deepseek-v3"], **ALL_EXPERTS}
+    fp8 = make_model(raw, torch.bfloat16, options.device, WeightFormat.FP8)
+    error = relative(logits_of(fp8, options.device), logits_of(make_model(raw, torch.float32, cpu, like=fp8), cpu))
+    row("deepseek-v3 experts in fp8", error < 0.1, error=error)
+
+
+# ---- graphs ----
+
+
+def graph_library(options: Options) -> GraphLibrary:
+    if options.on_gpu:
+        return importlib.import_module("engine.device").graph_library(options.device)  # type: ignore[no-any-return]
+    sys.path.insert(0, str(ROOT / "tests/fakes/fake_parts"))
+    return importlib.import_module("fake_cuda_graph").FakeGraphLibrary()  # type: ignore[no-any-return]
+
+
+def graphs(options: Options) -> None:
+    """Captured steps equal those that run as they are written, while the batch shrinks and grows."""
+    dtype = torch.bfloat16 if options.on_gpu else torch.float32
+    for family in ("qwen3", "qwen3-moe", "deepseek-v3"):
+        alone = options.on_gpu or family == "qwen3"  # on a CPU torch's experts and MLA count on the host
+        model = make_model({**TINY[family], **ALL_EXPERTS}, dtype, options.device)
+        kinds = [("full", GraphSizes(full=(1, 2, 4, 8)), False)] if alone else []
+        kinds += [
+            ("piecewise", GraphSizes(piecewise=(4, 8, 64)), not alone),
+            ("experts cut", GraphSizes(piecewise=(4, 8, 64)), True),
+        ]
+        for name, sizes, cut in kinds:
+            driver, eager = (Driver(model, 7, 64, 16, options.device) for _ in range(2))
+            captured = driver.graphs(graph_library(options), sizes, cut)
+            worst, first = 0.0, 0
+            for count, living in ((9, 7), (1, 7), (1, 3), (1, 5), (1, 1), (4, 7), (1, 7)):
+                step = eager.step(range(living), first, count)
+                ours = driver.logits(step, captured)
+                worst = max(worst, relative(ours, eager.logits(step)))
+                first += count
+            row(
+                f"{family} {name}",
+                worst < (2e-2 if options.on_gpu else 1e-4),
+                error=worst,
+                captured=sum(map(len, captured.captured)),
+            )
+
+
+# ---- whole models ----
+
+
+def qwen3(options: Options) -> None:
+    _model(options, "qwen3-30b-a3b", 8, WeightFormat.PLAIN)
+
+
+def deepseek(options: Options) -> None:
+    _model(options, "deepseek-v3", 4, WeightFormat.FP8)
+
+
+def _model(options: Options, preset: str, num_layers: int, form: WeightFormat) -> None:
+    """Prefill and decode, tokens a second, and beside what the weights, the cache and the products cost at least."""
+    tiny = {"qwen3-30b-a3b": "qwen3-moe", "deepseek-v3": "deepseek-v3"}[preset]
+    raw = TINY[tiny] if options.tiny else reduced(preset, num_layers)
+    began = time.monotonic()
+    model = make_model(raw, torch.bfloat16, options.device, form)
+    num_layers = model.config.num_layers
+    row(f"{preset}, {num_layers} layers, {form.value} experts", None, made_s=time.monotonic() - began)
+    found = options.limits()
+    context, counts = (20, (1, 4)) if options.tiny else (4096, (1, 16, 64, 128))
+    driver = Driver(model, max(counts), context + 16, 16 if options.tiny else 64, options.device)
+    # What is cached does not matter, but it must be finite and not zero.
+    for layer in driver.kv.layers:
+        for tensor in layer:
+            if tensor.dtype.is_floating_point:
+                tensor.normal_()
+    for sequences, queries in ((1, 16), (2, 8)) if options.tiny else ((1, 2048), (4, 2048)):
+        step = driver.step(range(sequences), 0, queries)
+        tokens = sequences * queries
+        seconds = _wall(options, functools.partial(_sampled, driver, step), 5)
+        floor = floor_of(model, tokens, sequences, tokens, sequences * queries * (queries + 1) // 2, form)
+        _timed(f"prefill {sequences} x {queries}", seconds, tokens, num_layers, found, floor.bytes, floor.flops)
+    captured = None
+    if options.on_gpu:
+        began = time.monotonic()
+        captured = driver.graphs(graph_library(options), GraphSizes(full=counts))
+        row(f"capture of {len(counts)} decode graphs", None, seconds=time.monotonic() - began)
+    for count in counts:
+        step = driver.step(range(count), context, 1)
+        floor = floor_of(model, count, count, count * context, count * context, form)
+        for name, how in (("eager", None), ("graph", captured)):
+            if (name == "graph" and how is None) or not options.left(3):
+                continue
+            seconds = _wall(options, functools.partial(_sampled, driver, step, how))
+            _timed(f"decode {count} x {context} {name}", seconds, count, num_layers, found, floor.bytes, floor.flops)
+
+
+def _sampled(driver: Driver, step: StepInput, captured: Graphs | None = None) -> Tensor:
+    """A whole step, greedy."""
+    hidden_TD = driver.run(step, captured)
+    return driver.model.best_tokens(hidden_TD[step.logits_rows_P], driver.model.config.vocab_size)
+
+
+def _wall(options: Options, run: Callable[[], object], repeats: int = 20) -> float:
+    """Seconds per call of several calls, the host's part included."""
+    repeats = repeats if options.on_gpu else 1
+    for _ in range(3 if options.on_gpu else 0):
+        run()
+    _wait(options)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    _wait(options)
+    return (time.perf_counter() - began) / repeats
+
+
+def _wait(options: Options) -> None:
+    if options.on_gpu:
+        torch.cuda.synchronize(options.device)
+
+
+def _timed(
+    name: str, seconds: float, tokens: int, num_layers: int, found: Limits, num_bytes: float, flops: dict[str, float]
+) -> None:
+    """The floor is the longer of two times: all bytes at the copy's speed, all products at theirs."""
+    least = max(num_bytes / found.memory, sum(count / found.products[kind] for kind, count in flops.items()))
+    row(
+        name, None, ms=seconds * 1e3, tokens_s=tokens / seconds, ms_per_layer=seconds * 1e3 / num_layers, floor_ms=least * 1e3,
+        times_floor=seconds / least,
+    )  # fmt: skip
+
+
+# ---- kernels ----
+
+
+def kernels(options: Options) -> None:
+    """Each Triton kernel beside the limit (benchmarks/gpu_ops.py)."""
+    cases, ops = importlib.import_module("gpu_cases"), importlib.import_module("gpu_ops")
+    clock, found = options.clock(), options.limits()
+    with contextlib.ExitStack() as stack:
+        if options.on_gpu:
+            chosen: Iterator[Any] = cases.all_cases(options.device, list(cases.MODELS))
+        else:
+            sys.path.insert(0, str(ROOT / "tests"))
+            stack.enter_context(importlib.import_module("triton_support").as_on_gpu())
+            shape = cases.Shape("tiny", 128, 128, 4, 4, 2, 4, 2, 128, 300)
+            chosen = iter(
+                [*cases.expert_cases(shape, options.device, (3,)), *cases.row_cases(shape, options.device, (3,))]
+            )
+        for found_row in ops.rows(chosen, clock, found):
+            error = found_row.pop("error", None)
+            name = f"{found_row.pop('op')} {found_row.pop('shape')}"
+            row(name, False if error else None, **found_row, **({"note": error} if error else {}))
+            if not options.left(2):
+                row("kernels left out", None, note="no time for the rest")
+                return
+
+
+def tests(options: Options) -> None:
+    """The tests of the Triton kernels, which run on the GPU where there is one, and those marked gpu."""
+    if importlib.util.find_spec("pytest") is None:
+        row("pytest", None, note="not installed: left out")
+        return
+    folders = [
+        str(path)
+        for room in ("layers", "mla", "moe_kernels")
+        for path in (ROOT / "tests" / room).glob("test_triton_*.py")
+    ]
+    chosen = folders[:1] if options.tiny else [*folders, str(ROOT / "tests/gpu")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compile", *chosen]
+    timeout = max(1.0, options.ends - time.monotonic())
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    for line in done.stdout.splitlines():
+        if line.startswith(("FAILED", "ERROR")):
+            row(line[:160], False)
+    counts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"passed"')]
+    row("tests of kernels and models", done.returncode == 0, **(counts[-1] if counts else {"note": done.stdout[-200:]}))
+
+
+# ---- the whole engine ----
+
+
+def engine(options: Options) -> None:
+    """The embedded model, greedy, through scheduler, cache and sampler: the same tokens as on the CPU."""
+    try:
+        moesaic = importlib.import_module("moesaic")
+        llm, params = moesaic.LLM, moesaic.SamplingParams(max_tokens=24, temperature=0.0)
+    except ImportError as error:
+        row("engine", None, note=f"not run: {error}")
+        return
+    prompts = ["Once upon a time", "The little dog", "In the morning,"]
+    found = {}
+    for device in ("cpu", options.device.type):
+        with contextlib.closing(llm(device=device, dtype="float32", max_model_len=128, max_num_seqs=4)) as served:
+            outputs = served.generate(prompts, params)
+            found[device] = [output.outputs[0].token_ids for output in outputs]
+    row("embedded model, greedy tokens", found["cpu"] == found[options.device.type], sequences=len(prompts))
+
+
+PARTS: dict[str, Callable[[Options], None]] = {
+    part.__name__: part
+    for part in (limits, parity, graphs, qwen3, deepseek, kernels, tests, engine, deepgemm, flashinfer, nvshmem)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here (--device cpu --tiny tests the script)")
+    torch.set_grad_enabled(False)
+    if given.device == "cpu":
+        torch.set_num_threads(1)
+        limit_isa(Isa.NONE)  # the fakes and the interpreter see torch's operations only
+    options = Options(torch.device(given.device), given.tiny, time.monotonic() + given.seconds)
+    PARTS[given.part](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What the parts of gpu_check.py share: their options, their rows, and the distance between two results."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpu_clock import GpuClock, Limits
+from torch import Tensor
+
+
+@dataclass
+class Options:
+    device: torch.device
+    tiny: bool
+    ends: float  # on time.monotonic
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def left(self, seconds: float = 0.0) -> bool:
+        """Whether something that takes so long can still begin."""
+        return time.monotonic() + seconds < self.ends
+
+    def clock(self) -> Callable[..., float]:
+        """Seconds of one call."""
+        return GpuClock(self.device) if self.on_gpu else _once
+
+    def limits(self) -> Limits:
+        if self.on_gpu:
+            return Limits.probe(self.clock(), self.device)
+        return Limits(1e9, {"bf16": 1e9, "fp8": 1e9})  # made up: nothing is measured on a CPU
+
+
+def row(name: str, ok: bool | None = None, **values: Any) -> None:
+    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in values.items()}
+    print(json.dumps({"name": name, "ok": ok, **rounded}), flush=True)
+
+
+def _once(run: Callable[[], object], repeats: int = 1) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def relative(ours: Tensor, reference: Tensor) -> float:
+    """||ours - reference|| / ||reference||; NaN is infinitely far."""
+    ours, reference = ours.double().cpu(), reference.double().cpu()
+    error = float((ours - reference).norm() / reference.norm())
+    return error if error == error else float("inf")

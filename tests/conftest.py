@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 
 import pytest
@@ -32,5 +34,8 @@ class LastLine:
 
 def pytest_configure(config: pytest.Config) -> None:
     limit_isa(Isa[read_env().isa.upper() or "AVX512_BF16"])  # MOESAIC_ISA=avx2 make test: a lesser machine
+    cache = tempfile.TemporaryDirectory(prefix="moesaic-cache-")  # not the user's own
+    os.environ["MOESAIC_CACHE_DIR"] = cache.name
+    config.add_cleanup(cache.cleanup)
     torch.set_num_threads(1)  # the cores are shared with the processes that tests start
     config.pluginmanager.register(LastLine(), "last-line")

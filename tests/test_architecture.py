@@ -98,6 +98,39 @@ def test_habits(path: Path) -> None:
         )
 
 
+# Where a room asks whether there is a GPU, and which; all else is told, or has tensors that are there.
+ASKS_FOR_THE_DEVICE = {
+    "engine/device.py",
+    "ep/device.py", "ep/device_group.py",
+    "layers/choice.py", "layers/triton_device.py",
+    "mla/backend.py",
+    "moe_kernels/choice.py", "moe_kernels/backends.py", "moe_kernels/triton_device.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_few_files_ask_for_the_device(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    if name in ASKS_FOR_THE_DEVICE or name.split("/")[0] not in (
+        "dbo",
+        "engine",
+        "ep",
+        "eplb",
+        "layers",
+        "mla",
+        "models",
+        "moe_kernels",
+    ):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        cuda = isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name)
+        is_cuda = isinstance(node, ast.Attribute) and node.attr == "is_cuda"
+        compared = isinstance(node, ast.Compare) and any(
+            isinstance(part, ast.Constant) and part.value == "cuda" for part in node.comparators
+        )
+        assert not (cuda or is_cuda or compared), f"{name}:{node.lineno} asks for the device"
+
+
 def test_no_import_cycles() -> None:
     """Between our modules, whole files taken together (imports at the top only, which is all there are)."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}

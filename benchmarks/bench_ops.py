@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,7 +110,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each operation")
     parser.add_argument("--no-torch", action="store_true", help="do not run the torch path")
     parser.add_argument("--json", action="store_true", help="nothing but one JSON line per row")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the rows of gpu_ops.py")
     options = parser.parse_args()
+    if options.device == "cuda":
+        script = Path(__file__).with_name("gpu_ops.py")
+        os.execv(sys.executable, [sys.executable, str(script), "--only", options.only, *["--json"] * options.json])
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
     be_preferred()

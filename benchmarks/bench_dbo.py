@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import shutil
 import signal
 import statistics
@@ -36,9 +37,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = "/tmp/models/qwen3moe-small"  # benchmarks/make_models.py --only qwen3moe-small
+MODEL = "qwen3moe-small"  # of benchmarks/make_models.py
+MODELS = ROOT / ".venv" / "bench-models"
 PORT = 29700
-SECONDS = 120.0  # the bound of every wait
+SECONDS = 120.0  # the bound of every wait between ranks
+ANSWER_SECONDS = 900.0  # and of waiting for what a rank was asked for: many steps
 MODES = ("off", "on", "auto")
 Row = dict[str, Any]
 
@@ -47,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--mbit", default="200,400,800,1600", help="megabits per second of a host, separated by commas")
-    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--model", help=f"folder; else {MODEL} is made once, which takes a minute")
     parser.add_argument("--tokens", type=int, default=1024, help="of a rank's step")
     parser.add_argument("--prompts", type=int, default=4, help="of a rank's step")
     parser.add_argument("--parts", type=int, default=2, help="in how many on and auto split a step")
@@ -64,6 +67,10 @@ def main() -> None:
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    if options.model is None:
+        make = [sys.executable, str(Path(__file__).with_name("make_models.py")), "--out", str(MODELS), "--only", MODEL]
+        subprocess.run(make, check=True, stdout=sys.stderr, timeout=ANSWER_SECONDS)
+        options.model = str(MODELS / MODEL)
     limits = [float(word) for word in options.mbit.split(",")] if options.hosts > 1 else [None]
     if not options.json:
         print(
@@ -136,9 +143,11 @@ def ask(workers: Sequence[subprocess.Popen[str]], what: str) -> list[Row]:
     answers = []
     for rank, worker in enumerate(workers):
         assert worker.stdout is not None
+        if not select.select([worker.stdout], [], [], ANSWER_SECONDS)[0]:
+            raise RuntimeError(f"rank {rank} has not answered within {ANSWER_SECONDS:.0f} s")
         line = worker.stdout.readline()
         if not line:
-            raise RuntimeError(f"rank {rank} has ended ({worker.wait()})")
+            raise RuntimeError(f"rank {rank} has ended ({worker.wait(SECONDS)})")
         answers.append(json.loads(line))
     return answers
 
@@ -163,18 +172,15 @@ def ranks(options: argparse.Namespace, mbit: float | None) -> Iterator[list[subp
             hosts.start(0, store, env=environment)  # ends with its host
         workers = []
         for rank in range(size):
-            cores = [
-                core % (os.cpu_count() or 1) for core in range(rank * options.threads, (rank + 1) * options.threads)
-            ]
+            own = range(rank * options.threads, (rank + 1) * options.threads)
+            cores = [core % (os.cpu_count() or 1) for core in own]
             command = ["taskset", "-c", ",".join(map(str, cores)), sys.executable, __file__, "--worker"]
             command.append(json.dumps({**part, "rank": rank}))
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            start = subprocess.Popen if hosts is None else None
-            worker = (
-                start(command, env=environment, **pipes)
-                if start
-                else hosts.start(rank, command, env=environment, **pipes)
-            )  # type: ignore[union-attr]
+            if hosts is None:
+                worker = subprocess.Popen(command, env=environment, **pipes)
+            else:
+                worker = hosts.start(rank, command, env=environment, **pipes)
             stack.callback(end, worker)
             workers.append(worker)
         ask(workers, "ready")
@@ -245,6 +251,7 @@ def work(part: Row) -> None:
 class RankBench:
     def __init__(self, part: Row) -> None:
         import msgspec
+        from wait_clock import WaitClock
 
         from configs.engine import Plan
         from dbo.gate import NEVER, Crossover, Gate
@@ -334,69 +341,6 @@ class RankBench:
     def exchange(self) -> Row:
         """The exchanges of the last unsplit step, one after another."""
         return {"ms": self.clock.replay(self.barrier) * 1e3}
-
-
-class WaitClock:
-    """How long this rank waits for the exchanges of tokens, and of what sizes they are."""
-
-    def __init__(self, group: Any) -> None:
-        self.seconds = 0.0
-        self.sizes: list[Any] = []
-        self._noting = self._running = False
-        self._group = group
-        self._gloo = type(group).__name__ == "GlooGroup"
-        if self._gloo:
-            self._all_to_all = group.all_to_all
-            group.all_to_all = self._noted
-        else:
-            wait = group.signals.wait
-
-            def timed(*arguments: Any) -> Any:
-                began = time.perf_counter()
-                try:
-                    return wait(*arguments)
-                finally:
-                    self.seconds += (time.perf_counter() - began) * self._running
-
-            group.signals.wait = timed
-
-    def begin(self, noting: bool) -> None:
-        self.seconds, self._noting, self._running = 0.0, noting, True
-        if noting:
-            self.sizes = []
-
-    def end(self) -> None:
-        self._noting = self._running = False
-
-    def _noted(self, out: Any, rows: Any, room: Any, sent: Any, large: bool = False) -> Any:
-        if self._noting:
-            self.sizes.append((out.shape, rows.shape, out.dtype, room, sent, large))
-        return _Timed(self, self._all_to_all(out, rows, room, sent, large))
-
-    def replay(self, barrier: Any) -> float:
-        """Seconds; 0 when there is nothing that could be done again."""
-        import torch
-
-        if not self._gloo:
-            return 0.0
-        made = [(torch.zeros(o, dtype=d), torch.zeros(r, dtype=d), *how) for o, r, d, *how in self.sizes]
-        barrier.all_gather_ints([0]).wait()
-        began = time.perf_counter()
-        for one in made:
-            self._all_to_all(*one).wait()
-        return time.perf_counter() - began
-
-
-class _Timed:
-    def __init__(self, clock: WaitClock, pending: Any) -> None:
-        self._clock, self._pending = clock, pending
-
-    def wait(self) -> Any:
-        began = time.perf_counter()
-        try:
-            return self._pending.wait()
-        finally:
-            self._clock.seconds += (time.perf_counter() - began) * self._clock._running
 
 
 if __name__ == "__main__":

@@ -69,7 +69,10 @@ def run_part(
         out, err = child.communicate(timeout=seconds + grace)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)  # and what it has started
-        out, err = child.communicate()  # what it had printed by then
+        try:
+            out, err = child.communicate(timeout=grace)  # what it had printed by then
+        except subprocess.TimeoutExpired:  # somebody in a session of his own still holds the pipes
+            out, err = "", ""
         note = f"stopped after {seconds:.0f} s: its later rows are missing"
     for line in out.splitlines():
         if line.startswith("{"):

@@ -70,9 +70,12 @@ def run_part(
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)  # and what it has started
         try:
-            out, err = child.communicate(timeout=grace)  # what it had printed by then
+            out, err = child.communicate(timeout=GRACE_SECONDS)  # what it had printed by then
         except subprocess.TimeoutExpired:  # somebody in a session of his own still holds the pipes
             out, err = "", ""
+            for pipe in (child.stdout, child.stderr):
+                if pipe is not None:
+                    pipe.close()
         note = f"stopped after {seconds:.0f} s: its later rows are missing"
     for line in out.splitlines():
         if line.startswith("{"):

@@ -20,6 +20,7 @@ from mla.attention import TorchMla
 from mla.protocol import MlaShape
 from native import Isa, isa, limit_isa, rows
 from native.linear import best_output, linear
+from native.packed_linear import PackedLinear
 
 FAR = 96 << 20  # bytes taken in turn: more than the caches hold
 BLOCK_SIZE = 16
@@ -36,12 +37,13 @@ def in_torch(make: Callable[[], Any]) -> Any:
 
 
 def linear_ops(tokens: Sequence[int]) -> list[Op]:
-    """Projections of the size of a small model's, and its head with and without argmax."""
+    """Projections of the size of a small model's, as they lie and packed, and its head with and without argmax."""
     ops = []
     for num_inputs, num_outputs in ((1024, 1536), (2048, 1024), (1024, 32000)):
         size = 2 * num_inputs * num_outputs
         weights = [torch.randn(num_outputs, num_inputs).bfloat16() for _ in range(-(-FAR // size))]
         num = len(weights)
+        packed = [PackedLinear(weight) for weight in weights] if num_outputs <= 8192 else []
         for rows_now in tokens:
             x = torch.randn(rows_now, num_inputs).bfloat16()
             shape, flops = f"T={rows_now} I={num_inputs} O={num_outputs}", rows_now * size
@@ -52,7 +54,15 @@ def linear_ops(tokens: Sequence[int]) -> list[Op]:
                     lambda i, x=x, w=weights, n=num: F.linear(x, w[i % n]),  # type: ignore[misc]
                 )
             )  # fmt: skip
-            if num_outputs > 8192:
+            if packed:
+                ops.append(
+                    Op(
+                        "packed linear", shape, size, flops,
+                        lambda i, x=x, w=packed, n=num: w[i % n](x),  # type: ignore[misc]
+                        lambda i, x=x, w=weights, n=num: F.linear(x, w[i % n]),  # type: ignore[misc]
+                    )
+                )  # fmt: skip
+            else:
                 ops.append(
                     Op(
                         "head and argmax", shape, size, flops,

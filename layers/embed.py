@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layers.linear import parameter
+from native import rows
 
 
 class Embedding(nn.Module):
@@ -20,5 +21,7 @@ class Embedding(nn.Module):
         self.weight = parameter((vocab_size, hidden_size), dtype, device)
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        """int64 [T] -> [T, D], a fresh tensor."""
+        """int64 [T], each 0 <= id < V, -> [T, D], a fresh tensor."""
+        if rows.can_run(self.weight):
+            return rows.gather(self.weight, token_ids_T.contiguous())
         return F.embedding(token_ids_T, self.weight)

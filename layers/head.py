@@ -30,6 +30,11 @@ class Head(Linear):
     def can_pack(self) -> bool:
         return self.tied is None and super().can_pack
 
+    @property
+    def is_faster_packed(self) -> bool:
+        """The best token is found without logits in memory, which takes the weights as they lie."""
+        return False
+
     def forward(self, hidden_PD: Tensor) -> Tensor:
         """Logits [P, V], in the weights' dtype, as in the originals."""
         if self.packed is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from native.linear import linear, use_large_pages
-from native.packed_linear import PackedLinear, can_pack
+from native.packed_linear import PackedLinear, can_pack, is_faster_packed
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -22,7 +22,7 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. weight [O, I]; bias [O] or None. packed: the weights in 8 bits; then `weight` is empty."""
+    """y = x W^T + b. weight [O, I]; bias [O] or None. packed: the weights as the kernels want them; then `weight` is empty."""
 
     bias: nn.Parameter | None
     packed: PackedLinear | None = None
@@ -44,9 +44,15 @@ class Linear(nn.Module):
         """Whether the native kernels can keep this layer in 8 bits."""
         return can_pack(self.weight)
 
-    def pack(self, weight_OI: Tensor, scale: Tensor, scale_rows: int) -> None:
-        """Keep these 8-bit weights (PackedLinear) instead of `weight`, whose memory is given back."""
-        self.packed = PackedLinear(weight_OI, scale, scale_rows)
+    @property
+    def is_faster_packed(self) -> bool:
+        """Whether this layer is better packed as it is."""
+        return is_faster_packed(self.weight)
+
+    def pack(self, weight_OI: Tensor, scale: Tensor | None = None, scale_rows: int = 1) -> None:
+        """Keep these weights (PackedLinear: 8 bits with their scales, or `weight` itself) instead of `weight`, whose memory is
+        given back or used again."""
+        self.packed = PackedLinear(weight_OI, scale, scale_rows, in_place=True)
         self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 
 

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from layers import choice
 from layers.rope_parameters import RopeParameters
+from native import rows
+
+MAX_NATIVE_ROWS = 512  # with more torch is as fast
 
 
 def inverse_frequencies(rope: RopeParameters) -> Tensor:
@@ -69,9 +72,12 @@ class Rope:
         self.inv_freq_R = inverse_frequencies(parameters).to(device)
         self.scale = parameters.scale
         self.dtype = dtype
+        self._like = torch.empty(0, dtype=dtype, device=device)
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [T] -> (cos, sin) for `apply_rope`, each [T, 1, D] in the model's dtype, computed in float32."""
+        if positions_T.shape[0] <= MAX_NATIVE_ROWS and rows.can_run(self._like):
+            return rows.rope(positions_T.contiguous(), self.inv_freq_R, self.scale, self.dtype)
         angle_TR = positions_T[:, None] * self.inv_freq_R
         cos_TR, sin_TR = angle_TR.cos(), angle_TR.sin_()
         if self.scale != 1.0:

@@ -17,7 +17,7 @@ from native import function
 
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_Strides = _NUMBER * 4
+_Strides = _NUMBER * 4  # QueryStrides of attention.h
 _attention_absorb = function(
     "attention_absorb", _INT, _POINTER, _POINTER, _Strides, _POINTER, _POINTER, *[_NUMBER] * 5, _INT
 )

@@ -20,7 +20,8 @@ from moe_kernels.choice import (
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
 from moe_kernels.matrix import ScaledMatrix, WeightFormat
 from moe_kernels.permute import Bags
-from moe_kernels.topk import router_logits
+from moe_kernels.token_sums import add_rows, copy_rows
+from moe_kernels.topk import router_logits, router_logits32
 from moe_kernels.weights import ExpertWeights, expert_weights
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "ScaledMatrix",
     "TokenBatch",
     "WeightFormat",
+    "add_rows",
+    "copy_rows",
     "dequantize_rows",
     "expert_weights",
     "grouped_sigmoid_topk",
@@ -39,6 +42,7 @@ __all__ = [
     "permute_some",
     "quantize_rows",
     "router_logits",
+    "router_logits32",
     "run_experts",
     "silu_mul",
     "softmax_topk",

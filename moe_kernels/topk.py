@@ -7,15 +7,25 @@ The order of a token's experts is not defined.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from native import rows
 from native.linear import linear
 
+MAX_DOT_ROWS = 512  # with more torch's product is the faster one
+
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """[T, D] x [E, D] -> [T, E], in x's dtype."""
     return linear(x_TD, weight_ED)
+
+
+def router_logits32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """The same in float32: x of any float dtype, weight float32."""
+    if x_TD.shape[0] <= MAX_DOT_ROWS and rows.can_run(x_TD) and x_TD.stride(1) == 1:
+        return rows.dots(x_TD, weight_ED)
+    return F.linear(x_TD.float(), weight_ED)
 
 
 def softmax_topk(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

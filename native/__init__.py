@@ -11,7 +11,9 @@ How to add a kernel
  4. Call it from the room that owns the arithmetic, through `function(name, *argument types)`, declared
     once at the top of a file (see moe_kernels/packed.py). Where `isa()` is NONE the torch path runs; a test compares the two with odd sizes, no
     rows, one row, thousands of rows, NaN in everything that must not be read, and for every isa up to best_isa().
- 5. src/selftest.cpp runs it under AddressSanitizer (tests/native).
+ 5. Its first line is `tape_note(name, its arguments...)` (src/tape.h), so that a step in which it runs can be recorded; or
+    `tape_refuse("name")` where its arguments say more about a step than its number of rows.
+ 6. src/selftest.cpp runs it under AddressSanitizer (tests/native).
 """
 
 from native.features import Isa, best_isa, isa, limit_isa

@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay in 8 bits (native/src/linear_packed.cpp).
+"""Linear layers whose weights are packed, of 8 bits or bfloat16 (native/src/linear_packed.cpp).
 
 Legend: T tokens, I input features, O output features.
 """
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from native.features import Isa, isa
 from native.library import function
+from native.linear import use_large_pages
 
 PANEL, BLOCK = 64, 128  # outputs of a panel; inputs that share a scale
 X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-FORMATS = {torch.float8_e4m3fn: 1, torch.int8: 2}
+FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _fill = function("linear_packed_fill", _NUMBER, _POINTER, _POINTER, _POINTER, *[_NUMBER] * 3, ctypes.c_int)
@@ -30,31 +31,48 @@ def can_pack(weight_OI: Tensor) -> bool:
     return usable and weight_OI.shape[1] % 2 == 0
 
 
+def is_faster_packed(weight_OI: Tensor) -> bool:
+    """Whether a layer of such weights, kept as they are, is better packed: more than a few rows take less time, one no more."""
+    return can_pack(weight_OI) and weight_OI.dtype is torch.bfloat16 and isa() >= Isa.AVX512_BF16
+
+
 class PackedLinear:
     """y = x W^T + b.
 
-    weight_OI: float8_e4m3fn or int8 [O, I]. scale: float32 [ceil(O / scale_rows), ceil(I / 128)]; a weight is its number times
-    the scale of its block. The weights are copied.
+    weight_OI: float8_e4m3fn or int8 [O, I], with scale: float32 [ceil(O / scale_rows), ceil(I / 128)]; a weight is its number
+    times the scale of its block. Or bfloat16 without scale, for rows of bfloat16. The weights are copied; in_place: those of
+    bfloat16 are rearranged where they lie, if they fill whole panels, and the caller uses them no more.
     """
 
-    def __init__(self, weight_OI: Tensor, scale: Tensor, scale_rows: int) -> None:
+    def __init__(
+        self, weight_OI: Tensor, scale: Tensor | None = None, scale_rows: int = 1, in_place: bool = False
+    ) -> None:
         self._outputs, self._inputs = weight_OI.shape
         self._format = FORMATS[weight_OI.dtype]
-        assert weight_OI.is_contiguous() and scale.is_contiguous() and scale.dtype is torch.float32
+        assert weight_OI.is_contiguous() and self._inputs % 2 == 0 and (scale is None) == (self._format == 0)
         num_blocks = -(-self._inputs // BLOCK)
-        assert scale.shape == (-(-self._outputs // scale_rows), num_blocks) and self._inputs % 2 == 0
-        panel_bytes = num_blocks * PANEL * 4 + self._inputs * PANEL
-        self.packed_B = torch.empty(-(-self._outputs // PANEL) * panel_bytes, dtype=torch.uint8)
+        if scale is None:
+            panel_bytes = self._inputs * PANEL * 2
+        else:
+            assert scale.is_contiguous() and scale.dtype is torch.float32
+            assert scale.shape == (-(-self._outputs // scale_rows), num_blocks)
+            panel_bytes = num_blocks * PANEL * 4 + self._inputs * PANEL
+        if in_place and scale is None and self._outputs % PANEL == 0:
+            self.packed_B = weight_OI.detach().view(torch.uint8).flatten()
+        else:
+            self.packed_B = torch.empty(-(-self._outputs // PANEL) * panel_bytes, dtype=torch.uint8)
+            use_large_pages(self.packed_B)
         _fill(
-            self._format, self.packed_B.data_ptr(), weight_OI.data_ptr(), scale.data_ptr(), scale_rows, self._inputs,
-            self._outputs, torch.get_num_threads(),
+            self._format, self.packed_B.data_ptr(), weight_OI.data_ptr(), None if scale is None else scale.data_ptr(),
+            scale_rows, self._inputs, self._outputs, torch.get_num_threads(),
         )  # fmt: skip
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """[T, I] float32 or bfloat16 -> [T, O] in the same; bias_O in the same."""
+        """[T, I] float32 or bfloat16 (of bfloat16 weights: bfloat16) -> [T, O] in the same; bias_O in the same."""
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         num_rows = x_TI.shape[0]
+        assert self._format or x_TI.dtype is torch.bfloat16
         assert x_TI.shape[1] == self._inputs and (bias_O is None or bias_O.dtype is x_TI.dtype)
         y_TO = x_TI.new_empty(num_rows, self._outputs)
         _multiply(

@@ -67,6 +67,11 @@ _rows_softmax_topk = function(
 )
 
 _rows_grouped_topk = function("rows_grouped_topk", ctypes.POINTER(_GroupedCall), _NUMBER, _INT)
+_rows_add = function("rows_add", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_copy = function("rows_copy", _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_gather = function("rows_gather", _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_rope = function("rows_rope", _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_dots = function("rows_dots", _INT, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT)
 
 
 def can_run(x: Tensor) -> bool:
@@ -203,3 +208,57 @@ def _grouped_topk(
     )  # fmt: skip
     _rows_grouped_topk(ctypes.byref(call), num_rows, torch.get_num_threads())
     return expert_TK, weight_TK
+
+
+def add(y_TD: Tensor, x_TD: Tensor) -> Tensor:
+    """y += x, in place; y."""
+    assert y_TD.is_contiguous() and x_TD.is_contiguous() and x_TD.shape == y_TD.shape and x_TD.dtype is y_TD.dtype
+    num_rows, size = y_TD.shape
+    _rows_add(_X_TYPES[y_TD.dtype], x_TD.data_ptr(), y_TD.data_ptr(), num_rows, size, torch.get_num_threads())
+    return y_TD
+
+
+def copy(y_TD: Tensor, x_TD: Tensor) -> Tensor:
+    """y = x, in place; y."""
+    assert y_TD.is_contiguous() and x_TD.is_contiguous() and x_TD.shape == y_TD.shape and x_TD.dtype is y_TD.dtype
+    num_rows, size = y_TD.shape
+    _rows_copy(x_TD.data_ptr(), y_TD.data_ptr(), num_rows, size * y_TD.element_size(), torch.get_num_threads())
+    return y_TD
+
+
+def gather(table_VD: Tensor, ids_T: Tensor) -> Tensor:
+    """table[ids], [T, D]; ids int64 [T], zeros where the table has no such row."""
+    assert table_VD.is_contiguous() and ids_T.is_contiguous() and ids_T.dtype is torch.int64
+    (num_rows,), (num_entries, size) = ids_T.shape, table_VD.shape
+    y_TD = table_VD.new_empty(num_rows, size)
+    _rows_gather(
+        table_VD.data_ptr(), num_entries, ids_T.data_ptr(), y_TD.data_ptr(), num_rows, size * table_VD.element_size(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y_TD
+
+
+def rope(positions_T: Tensor, frequency_R: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What layers.rope.Rope gives for positions int64 [T] and frequencies float32 [R]: cos and sin, [T, 1, 2 R]."""
+    assert positions_T.is_contiguous() and positions_T.dtype is torch.int64 and frequency_R.dtype is torch.float32
+    (num_rows,), (num_planes,) = positions_T.shape, frequency_R.shape
+    cos = torch.empty((num_rows, 1, 2 * num_planes), dtype=dtype)
+    sin = torch.empty((num_rows, 1, 2 * num_planes), dtype=dtype)
+    _rows_rope(
+        _X_TYPES[dtype], positions_T.data_ptr(), frequency_R.data_ptr(), scale, cos.data_ptr(), sin.data_ptr(),
+        num_rows, num_planes, torch.get_num_threads(),
+    )  # fmt: skip
+    return cos, sin
+
+
+def dots(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x W^T in float32, [T, O]; x float32 or bfloat16, weight float32. Rows of x may be apart."""
+    assert x_TI.stride(1) == 1 and weight_OI.is_contiguous() and weight_OI.dtype is torch.float32
+    num_rows, num_inputs = x_TI.shape
+    num_outputs = weight_OI.shape[0]
+    y_TO = torch.empty((num_rows, num_outputs), dtype=torch.float32)
+    _rows_dots(
+        _X_TYPES[x_TI.dtype], x_TI.data_ptr(), x_TI.stride(0), weight_OI.data_ptr(), y_TO.data_ptr(), num_rows,
+        num_inputs, num_outputs, torch.get_num_threads(),
+    )  # fmt: skip
+    return y_TO

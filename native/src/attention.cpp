@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "scratch.h"
+#include "tape.h"
 #include "team.h"
 
 static const AttentionOps *ops_for(int64_t x_type) {
@@ -144,6 +145,7 @@ int64_t up_to_64(int64_t n) { return (n + 63) / 64 * 64; }
 // keys, values: the caches; out [B, heads, value_dim].
 NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t q_stride, const void *keys, const void *values,
                                  float scale, void *out, int threads) {
+  tape_note(attention_decode, s, q, q_stride, keys, values, scale, out, threads);
   if (s->num_sequences == 0) return;
   Job job = {};
   job.s = s, job.ops = ops_for(s->x_type), job.q = (const uint8_t *)q, job.q_stride = q_stride, job.scale = scale;
@@ -195,8 +197,9 @@ NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t
 
 // Queries into the latent's space: out[t, h] = [q_nope[t, h] w[h] | q_pe[t, h]]. q_nope [T, heads, nope] and q_pe [T, heads, rope], each
 // with numbers from one t and one head to the next; w [heads, nope, latent]; out [T, heads, latent + rope]. nope is even.
-NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_pe, const int64_t *q_strides, const void *w, void *out,
+NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_pe, const QueryStrides *strides, const void *w, void *out,
                                  int64_t tokens, int64_t heads, int64_t nope, int64_t latent, int64_t rope, int threads) {
+  tape_note(attention_absorb, x_type, q_nope, q_pe, strides, w, out, tokens, heads, nope, latent, rope, threads);
   const AttentionOps *ops = ops_for(x_type);
   int64_t item = x_type == ATTENTION_F32 ? 4 : 2, width = latent + rope, each = up_to_64(tokens * latent * 4 + nope * 8);
   uint8_t *work = scratch(threads * each);
@@ -206,12 +209,12 @@ NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_p
     for (int64_t n = 0; n < nope; n++) row[n] = (const uint8_t *)w + (h * nope + n) * latent * item;
     memset(acc, 0, tokens * latent * 4);
     for (int64_t n = 0; n < nope; n += KEY_TILE)
-      ops->weigh((const uint8_t *)q_nope + (h * q_strides[1] + n) * item, q_strides[0], tokens, row + n,
+      ops->weigh((const uint8_t *)q_nope + (h * strides->nope_head + n) * item, strides->nope_token, tokens, row + n,
                  nope - n < KEY_TILE ? (int)(nope - n) : (int)KEY_TILE, latent, acc);
     for (int64_t t = 0; t < tokens; t++) {
       uint8_t *to = (uint8_t *)out + (t * heads + h) * width * item;
       ops->finish(acc + t * latent, latent, 1, to);
-      memcpy(to + latent * item, (const uint8_t *)q_pe + (t * q_strides[2] + h * q_strides[3]) * item, rope * item);
+      memcpy(to + latent * item, (const uint8_t *)q_pe + (t * strides->pe_token + h * strides->pe_head) * item, rope * item);
     }
   });
 }
@@ -219,6 +222,7 @@ NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_p
 // Out of the latent's space: out[t, h, v] = x[t, h] . w[h, v]. x [T, heads, latent], w [heads, values, latent], out [T, heads, values].
 NATIVE_API void attention_expand(int x_type, const void *x, const void *w, void *out, int64_t tokens, int64_t heads, int64_t latent,
                                  int64_t values, int threads) {
+  tape_note(attention_expand, x_type, x, w, out, tokens, heads, latent, values, threads);
   const AttentionOps *ops = ops_for(x_type);
   int64_t item = x_type == ATTENTION_F32 ? 4 : 2, each = up_to_64(tokens * values * 4);
   uint8_t *work = scratch(threads * each);

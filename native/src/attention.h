@@ -20,6 +20,11 @@ struct AttentionShape {
   int64_t table_stride;
 };
 
+// What ctypes passes to attention_absorb: numbers from one token and one head to the next.
+struct QueryStrides {
+  int64_t nope_token, nope_head, pe_token, pe_head;
+};
+
 // Weights of one row of scores after the softmax.
 struct Largest {
   float largest, sum;

@@ -3,7 +3,7 @@
 
 namespace {
 
-void reweight_layer(const Hosts& hosts, const double* load, const float* warm, int G, int S, int E, Flows& flows,
+void reweight_layer(const Hosts& hosts, const double* load, int G, int S, int E, Flows& flows,
           std::vector<int>& experts, float* share) {
   flows.reset(G);
   experts.clear();
@@ -14,13 +14,9 @@ void reweight_layer(const Hosts& hosts, const double* load, const float* warm, i
       flows.load[hosts.slot[begin] / S] += load[e];
       continue;
     }
-    double total = 0.0;
-    if (warm)
-      for (int m = 0; m < count; ++m) total += warm[hosts.slot[begin + m]];
-    const bool even = total <= 0;
     for (int m = 0; m < count; ++m) {
       const int slot = hosts.slot[begin + m];
-      const double part = even ? load[e] / count : load[e] * warm[slot] / total;
+      const double part = load[e] / count;
       flows.load[slot / S] += part;
       if (load[e] > 0) {
         flows.host.push_back(slot / S);
@@ -46,9 +42,9 @@ void reweight_layer(const Hosts& hosts, const double* load, const float* warm, i
 
 }  // namespace
 
-// Shares of L layers: ids int32 [L, G, S], load double [L, E], alive uint8 [G], warm float [L, G, S] or null, share float
-// [L, G, S] (zeroed by the caller). missing: set to layer * E + expert of the first expert without a living slot, if any.
-NATIVE_API void eplb_reweight(const int32_t* ids, const double* load, const uint8_t* alive, const float* warm, float* share,
+// Shares of L layers: ids int32 [L, G, S], load double [L, E], alive uint8 [G], share float [L, G, S] (zeroed by the
+// caller). missing: set to layer * E + expert of the first expert without a living slot, if any.
+NATIVE_API void eplb_reweight(const int32_t* ids, const double* load, const uint8_t* alive, float* share,
                               int64_t* missing, int64_t L, int64_t G, int64_t S, int64_t E) {
   Hosts hosts;
   Flows flows;
@@ -60,7 +56,6 @@ NATIVE_API void eplb_reweight(const int32_t* ids, const double* load, const uint
       *missing = l * E + without;
       return;
     }
-    reweight_layer(hosts, load + l * E, warm ? warm + l * slots : nullptr, static_cast<int>(G), static_cast<int>(S),
-                   static_cast<int>(E), flows, experts, share + l * slots);
+    reweight_layer(hosts, load + l * E, static_cast<int>(G), static_cast<int>(S), static_cast<int>(E), flows, experts, share + l * slots);
   }
 }

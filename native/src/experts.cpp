@@ -4,14 +4,10 @@
 #include <string.h>
 
 #include "scratch.h"
+#include "tape.h"
 #include "team.h"
 
 static int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-static int64_t panel_bytes(const ExpertShape *s, int64_t depth) {
-  if (s->format == W_PLAIN) return depth * PANEL * (s->x_type == X_F32 ? 4 : 2);
-  return up_to(depth, K_BLOCK) / K_BLOCK * PANEL * 4 + depth * PANEL;
-}
 
 NATIVE_API void experts_shape(ExpertShape *s) {
   int64_t even = s->x_type == X_F32 && s->format == W_PLAIN ? 1 : 2;
@@ -19,8 +15,9 @@ NATIVE_API void experts_shape(ExpertShape *s) {
   s->down_panels = up_to(s->hidden, PANEL) / PANEL;
   s->up_depth = up_to(s->hidden, even);
   s->down_depth = up_to(s->width, even);
-  s->up_bytes = panel_bytes(s, s->up_depth);
-  s->down_bytes = panel_bytes(s, s->down_depth);
+  Multiplier of = {nullptr, s->x_type, s->format};
+  s->up_bytes = of.panel_bytes(s->up_depth);
+  s->down_bytes = of.panel_bytes(s->down_depth);
   s->slot_bytes = up_to(s->up_panels * s->up_bytes + s->down_panels * s->down_bytes, 64);
   s->hidden_stride = s->up_panels * 32;
 }
@@ -56,52 +53,15 @@ struct Job {
   const float *weight;             // entry -> its share of the sum
   uint8_t *hidden;                 // entry -> what lies between the matrices, hidden_stride numbers of x's type
   float *sum;                      // for each thread num_tokens * 64
-  uint8_t *wide;                   // for each thread a panel of x's type
+  uint8_t *wide;                   // for each thread a block of x's type
   int64_t wide_bytes;
 
   int64_t item() const { return s->x_type == X_F32 ? 4 : 2; }
 
-  // How `left` rows are cut into tiles of nearly equal height.
-  static int64_t cut(int64_t left, int64_t most) {
-    return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most;
-  }
-
-  // All rows of one expert times one panel; then(c, first entry, rows) takes the results. near: the panel that has been
-  // brought nearer; now the next one, if it has been.
+  // All rows of one expert times one panel.
   template <class A, class Then>
-  void panel(int64_t j, const uint8_t *p, int64_t depth, const uint8_t *next, const uint8_t *&near, int thread, A a_of,
-             Then then) const {
-    alignas(64) float c[MAX_ROWS * PANEL];
-    const void *a[MAX_ROWS];
-    int64_t first = start[j], last = start[j + 1], count = last - first, bytes = panel_bytes(s, depth);
-    const TileFn *tiles = ops->plain;
-    const uint8_t *source_panel = p;
-    int64_t most = MAX_ROWS;
-    if (s->format != W_PLAIN && count <= 3 * MAX_NARROW_ROWS) {
-      tiles = ops->narrow[s->format - W_FP8], most = MAX_NARROW_ROWS;
-    } else if (s->format != W_PLAIN) {
-      tiles = ops->scaled;
-      uint8_t *out = wide + thread * wide_bytes;
-      ops->widen[s->format - W_FP8](p, depth, out);
-      p = out;
-    }
-    // A panel that nobody has brought nearer comes from memory as the first tile goes. The other tiles, or all, share the
-    // work of bringing the next panel nearer.
-    bool cold = near != source_panel && tiles != ops->scaled;
-    int64_t num_tiles = cold ? -1 : 0, lines = 0;
-    for (int64_t i = first; i < last; i += cut(last - i, most)) num_tiles++;
-    if (next && num_tiles) lines = (bytes + depth * 32 * num_tiles - 1) / (depth * 32 * num_tiles);
-    Ahead ahead = {next, next ? next + bytes : nullptr, lines > 2 ? 4 : (int)lines, cold};
-    near = num_tiles ? next : nullptr;
-    for (int64_t i = first; i < last;) {
-      int64_t rows = cut(last - i, most);
-      for (int64_t m = 0; m < rows; m++) a[m] = a_of(i + m);
-      tiles[rows](a, p, depth, c, ahead);
-      if (!ahead.own && next) ahead.next += depth * 32 * ahead.lines;
-      ahead.own = false;
-      then(c, i, (int)rows);
-      i += rows;
-    }
+  void panel(int64_t j, const uint8_t *p, int64_t depth, const uint8_t *next, int thread, const A &a_of, const Then &then) const {
+    Multiplier{ops, s->x_type, s->format}.panel(p, depth, next, wide + thread * wide_bytes, start[j], start[j + 1], a_of, then);
   }
 
   const uint8_t *up_panel(int64_t j, int64_t n) const { return weights + active[j] * s->slot_bytes + n * s->up_bytes; }
@@ -119,7 +79,6 @@ struct Job {
   void up(int64_t part, int64_t parts, int thread) const {
     int64_t total = 0, at = 0, row_bytes = s->up_depth * item(), stride = s->hidden_stride * item();
     for (int64_t j = 0; j < num_active; j++) total += cost(j) * s->up_panels;
-    const uint8_t *near = nullptr;
     int64_t low = total * part / parts, high = total * (part + 1) / parts;
     for (int64_t j = 0; j < num_active; j++) {
       int64_t each = cost(j);
@@ -130,10 +89,10 @@ struct Job {
       for (int64_t n = 0; n < s->up_panels; n++, at += each) {
         if (at < low || at >= high) continue;
         const uint8_t *next = n + 1 < s->up_panels ? up_panel(j, n + 1) : j + 1 < num_active ? up_panel(j + 1, 0) : nullptr;
-        panel(j, up_panel(j, n), s->up_depth, next, near, thread,
+        panel(j, up_panel(j, n), s->up_depth, next, thread,
               [&](int64_t i) { return x + source[i] * row_bytes; },
               [&](const float *c, int64_t i, int rows) {
-                void *h[MAX_ROWS];
+                void *h[MAX_BAND];
                 for (int m = 0; m < rows; m++) h[m] = hidden + (i + m) * stride + n * 32 * item();
                 ops->silu(c, rows, h);
               });
@@ -144,7 +103,6 @@ struct Job {
   // A part has columns of y to itself: nothing is added up between threads.
   void down(int64_t part, int64_t parts, int thread) const {
     int64_t stride = s->hidden_stride * item(), y_item = y_type == X_F32 ? 4 : 2;
-    const uint8_t *near = nullptr;
     float *sums_of = sum + thread * num_tokens * PANEL;
     for (int64_t n = s->down_panels * part / parts; n < s->down_panels * (part + 1) / parts; n++) {
       int columns = (int)(s->hidden - n * PANEL < PANEL ? s->hidden - n * PANEL : PANEL);
@@ -152,10 +110,10 @@ struct Job {
       if (sums) memset(sums_of, 0, num_tokens * PANEL * sizeof(float));
       for (int64_t j = 0; j < num_active; j++) {
         const uint8_t *next = j + 1 < num_active ? down_panel(j + 1, n) : nullptr;
-        panel(j, down_panel(j, n), s->down_depth, next, near, thread,
+        panel(j, down_panel(j, n), s->down_depth, next, thread,
               [&](int64_t i) { return hidden + i * stride; },
               [&](const float *c, int64_t i, int rows) {
-                void *to[MAX_ROWS];
+                void *to[MAX_BAND];
                 if (sums) {
                   for (int m = 0; m < rows; m++) to[m] = sums_of + target[i + m] * (int64_t)PANEL;
                   ops->add(c, rows, (float *const *)to, weight + i);
@@ -207,8 +165,7 @@ Plan lay_out(Job *job, int64_t entries, int threads) {
   size_t source = pieces.take(4 * entries), target = pieces.take(4 * entries), weight = pieces.take(4 * entries);
   size_t hidden = pieces.take(entries * s->hidden_stride * job->item());
   size_t sum = pieces.take(job->sums ? threads * job->num_tokens * PANEL * sizeof(float) : 0);
-  int64_t deepest = s->up_depth > s->down_depth ? s->up_depth : s->down_depth;
-  job->wide_bytes = s->format == W_PLAIN ? 0 : up_to(deepest, K_BLOCK) / K_BLOCK * PANEL * 4 + deepest * PANEL * job->item();
+  job->wide_bytes = Multiplier{job->ops, s->x_type, s->format}.wide_bytes();
   size_t wide = pieces.take(threads * job->wide_bytes);
   uint8_t *base = scratch(pieces.bytes);
   job->hidden = base + hidden, job->sum = (float *)(base + sum), job->wide = base + wide;
@@ -224,6 +181,7 @@ Plan lay_out(Job *job, int64_t entries, int threads) {
 // rows that a slot has room for. x [rows, up_depth], y [rows, D] of x's type; rows of y past a slot's are left alone.
 NATIVE_API void experts_rows(const ExpertShape *s, const uint8_t *weights, const void *x, const int32_t *rows, int64_t stride,
                              void *y, int threads) {
+  tape_note(experts_rows, s, weights, x, rows, stride, y, threads);
   Job job = {};
   job.s = s, job.ops = experts_ops(s->x_type), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = (int)s->x_type;
   int64_t entries = 0;
@@ -246,6 +204,7 @@ NATIVE_API void experts_rows(const ExpertShape *s, const uint8_t *weights, const
 NATIVE_API void experts_tokens(const ExpertShape *s, const uint8_t *weights, const void *x, const int64_t *slot,
                                const float *weight, int64_t first_slot, int64_t num_tokens, int64_t top_k, void *y, int y_type,
                                int threads) {
+  tape_note(experts_tokens, s, weights, x, slot, weight, first_slot, num_tokens, top_k, y, y_type, threads);
   Job job = {};
   job.s = s, job.ops = experts_ops(s->x_type), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = y_type;
   job.num_tokens = num_tokens, job.sums = true;

@@ -10,7 +10,7 @@
 #pragma once
 #include "native.h"
 
-enum { PANEL = 64, K_BLOCK = 128, MAX_ROWS = 6, MAX_NARROW_ROWS = 4 };
+enum { PANEL = 64, K_BLOCK = 128, MAX_ROWS = 6, MAX_NARROW_ROWS = 6, MAX_BAND = 96, FEW_ROWS = 24, BYTE_BLOCK = PANEL * 4 + K_BLOCK * PANEL };
 enum XType { X_F32 = 0, X_BF16 = 1 };
 enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2 };  // plain: of x's type
 
@@ -20,23 +20,23 @@ struct ExpertShape {
   int64_t up_panels, down_panels, up_depth, down_depth, up_bytes, down_bytes, slot_bytes, hidden_stride;  // worked out
 };
 
-// What a tile brings nearer while it computes. own: its panel comes from memory, so what lies further on in it, in the end the
-// beginning of the one at `next`. Otherwise `lines` cache lines for each pair of k, from `next` on up to `end`.
-struct Ahead {
-  const uint8_t *next, *end;
-  int lines;
-  bool own;
+// The part of a panel that is multiplied at a time: it stays in the nearest cache while the rows of a band pass by.
+struct Block {
+  const uint8_t *panel;  // where it begins: its scales, if there are, then its weights
+  int64_t k, depth;      // its first k, and how many
+  const uint8_t *ahead;  // what to bring nearer meanwhile: for each pair of k so many cache lines from here on,
+  int lines, rest;       // and so many bytes more
 };
 
-// c[rows][64] = a[row][0..depth) times a panel.
-typedef void (*TileFn)(const void *const *a, const uint8_t *panel, int64_t depth, float *c, const Ahead &ahead);
+// c[rows][64] += a[row][k..k + depth) times a block; the first block of a panel (k = 0) sets c.
+typedef void (*TileFn)(const void *const *a, const Block &block, float *c);
 
 // What the driver needs from an instruction set, for one type of x.
 struct ExpertOps {
   TileFn plain[MAX_ROWS + 1];                // weights of x's type
   TileFn scaled[MAX_ROWS + 1];               // 8-bit weights that `widen` has made x's type, with their scales
   TileFn narrow[2][MAX_NARROW_ROWS + 1];     // 8-bit weights, FP8 and INT8, widened in registers
-  void (*widen[2])(const uint8_t *panel, int64_t depth, uint8_t *out);
+  const uint8_t *(*widen[2])(const uint8_t *block, int64_t depth, uint8_t *out);  // returns out
   void (*silu)(const float *c, int rows, void *const *h);                             // 64 columns to 32 of x's type
   void (*add)(const float *c, int rows, float *const *sum, const float *weight);      // sum += weight * c, 64 columns
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
@@ -45,3 +45,65 @@ struct ExpertOps {
 extern const ExpertOps *const experts_avx2[2], *const experts_avx512[2];  // by XType
 extern const ExpertOps *const experts_avx512_bf16;                        // of bfloat16 x only
 const ExpertOps *experts_ops(int64_t x_type);  // those of the instruction set in use
+
+// How `left` rows are cut into parts of nearly equal height.
+static inline int64_t cut_rows(int64_t left, int64_t most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
+
+// c[rows][64] = a[row][0..depth) times the panel whose blocks block_at(k, depth) tells, with the lines for all tiles together.
+// What comes from memory is asked for one block before it is needed: were it a whole panel, its lines on their way would hold up
+// those that a tile takes from the next cache.
+template <class BlockAt>
+static inline void multiply_band(const TileFn *tiles, int64_t most, const void *const *a, int64_t rows, int64_t depth, int64_t step, float *c,
+                                 const BlockAt &block_at) {
+  int64_t num_tiles = 0;
+  for (int64_t m = 0; m < rows; m += cut_rows(rows - m, most)) num_tiles++;
+  for (int64_t k = 0; k < depth; k += step) {
+    Block block = block_at(k, k + step < depth ? step : depth - k);
+    int64_t lines = block.lines, left = num_tiles;
+    for (int64_t m = 0; m < rows;) {
+      int64_t height = cut_rows(rows - m, most);
+      block.lines = (int)((lines + left - 1) / left);
+      tiles[height](a + m, block, c + m * PANEL);
+      block.ahead += block.depth * 32 * block.lines;
+      lines -= block.lines, left--, m += height;
+    }
+    for (int64_t at = 0; at < block.rest; at += 64) __builtin_prefetch(block.ahead + at, 0, 3);
+  }
+}
+
+// Rows of x's type, and panels of `format`.
+struct Multiplier {
+  const ExpertOps *ops;
+  int64_t x_type, format;
+
+  int64_t item() const { return x_type == X_F32 ? 4 : 2; }
+  // What a thread needs to work in: a block of x's type.
+  int64_t wide_bytes() const { return format == W_PLAIN ? 0 : PANEL * 4 + K_BLOCK * PANEL * item(); }
+  int64_t panel_bytes(int64_t depth) const {
+    return format == W_PLAIN ? depth * PANEL * item() : (depth + K_BLOCK - 1) / K_BLOCK * PANEL * 4 + depth * PANEL;
+  }
+
+  // Rows `first` to `last` times one panel; then(c, first row, rows) takes the results. next: the panel that follows.
+  template <class A, class Then>
+  void panel(const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *wide, int64_t first, int64_t last, const A &a_of, const Then &then) const {
+    alignas(64) float c[MAX_BAND * PANEL];
+    const void *a[MAX_BAND];
+    bool bytes = format != W_PLAIN, narrow = bytes && last - first <= 2 * MAX_NARROW_ROWS, widened = bytes && !narrow;
+    const TileFn *tiles = narrow ? ops->narrow[format - W_FP8] : widened ? ops->scaled : ops->plain;
+    // For many rows products take longest: a panel that comes from the second cache is no matter, sums put away and taken up are.
+    int64_t step = bytes || last - first <= FEW_ROWS ? (int64_t)K_BLOCK : depth;
+    int64_t whole = bytes ? (int64_t)BYTE_BLOCK : step * PANEL * item();
+    for (int64_t i = first; i < last;) {
+      int64_t rows = cut_rows(last - i, MAX_BAND);
+      for (int64_t m = 0; m < rows; m++) a[m] = a_of(i + m);
+      const uint8_t *following = i + rows == last ? next : step < depth ? p : nullptr;
+      multiply_band(tiles, narrow ? MAX_NARROW_ROWS : MAX_ROWS, a, rows, depth, step, c, [&](int64_t k, int64_t n) {
+        const uint8_t *at = p + k / step * whole, *ahead = k + n < depth ? at + whole : following;
+        if (widened) at = ops->widen[format - W_FP8](at, n, wide);
+        return Block{at, k, n, ahead, ahead ? (int)(whole / step / 32) : 0, ahead && bytes ? PANEL * 4 : 0};
+      });
+      then(c, i, (int)rows);
+      i += rows;
+    }
+  }
+};

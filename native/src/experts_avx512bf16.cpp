@@ -51,17 +51,16 @@ struct Widener {
   }
 };
 
-// acc += a[.][k0..k1) times the panel part p; `lines` cache lines from `next` on are brought nearer for each pair.
-template <int KIND, int MR>
-INLINE void pairs(const bf16 *const *a, const uint8_t *p, int64_t k0, int64_t k1, const uint8_t *next, int lines, __m512 (&acc)[MR][4]) {
+// acc += a[.][k0..k1) times the weights at p; LINES cache lines from `next` on are brought nearer for each pair.
+template <int KIND, int MR, int LINES>
+INLINE void pairs(const bf16 *const *a, const uint8_t *p, int64_t k0, int64_t k1, const uint8_t *next, __m512 (&acc)[MR][4]) {
   enum { STEP = 2 * (KIND == BF16 ? 128 : 64) };
   constexpr _mm_hint NEAR = _MM_HINT_T0;
   Widener widener;
   if (KIND != BF16) widener = Widener::of(KIND);
-  for (int64_t k = k0; k < k1; k += 2, p += STEP, next += 64 * lines) {
-    if (lines > 0) _mm_prefetch((const char *)next, NEAR);
-    if (lines > 1) _mm_prefetch((const char *)next + 64, NEAR);
-    if (lines > 2) _mm_prefetch((const char *)next + 128, NEAR), _mm_prefetch((const char *)next + 192, NEAR);
+  for (int64_t k = k0; k < k1; k += 2, p += STEP, next += 64 * LINES) {
+#pragma GCC unroll 4
+    for (int i = 0; i < LINES; i++) _mm_prefetch((const char *)next + 64 * i, NEAR);
     __m512bh b[4];
     if constexpr (KIND == BF16) {
       for (int j = 0; j < 4; j++) b[j] = load(p + 64 * j);
@@ -79,53 +78,47 @@ INLINE void pairs(const bf16 *const *a, const uint8_t *p, int64_t k0, int64_t k1
 }
 
 template <int KIND, bool SCALED, int MR>
-void dot(const void *const *av, const uint8_t *p, int64_t depth, float *c, const Ahead &ahead) {
-  // Blocks are about 8 KiB of memory, the distance at which a panel from memory is read ahead.
-  enum { BLOCK = SCALED ? (int)K_BLOCK : 64, OWN_LINES = KIND == BF16 ? 4 : 2 };
+void dot(const void *const *av, const Block &block, float *c) {
   const bf16 *const *a = (const bf16 *const *)av;
-  const uint8_t *next = ahead.next;
+  const uint8_t *p = SCALED ? block.panel + PANEL * 4 : block.panel;
+  int64_t k = block.k, end = k + block.depth;
   __m512 acc[MR][4];
+  bool more = k && !SCALED;
 #pragma GCC unroll 8
   for (int m = 0; m < MR; m++)
-    for (int j = 0; j < 4; j++) acc[m][j] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < depth; k += BLOCK) {
-    int64_t end = k + BLOCK < depth ? k + BLOCK : depth;
-    const uint8_t *following = p + (SCALED ? PANEL * 4 : 0) + (end - k) * bytes_per_k(KIND);
-    int lines = ahead.own ? OWN_LINES : next < ahead.end ? ahead.lines : 0;
-    if (ahead.own) next = end < depth ? following : ahead.next;
-    pairs<KIND, MR>(a, SCALED ? p + PANEL * 4 : p, k, end, next, next ? lines : 0, acc);
-    if (!ahead.own) next += (end - k) / 2 * 64 * lines;
-    if (SCALED) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) acc[m][j] = more ? _mm512_loadu_ps(c + m * PANEL + 16 * j) : _mm512_setzero_ps();
+  switch (block.lines) {
+    case 0: pairs<KIND, MR, 0>(a, p, k, end, block.ahead, acc); break;
+    case 1: pairs<KIND, MR, 1>(a, p, k, end, block.ahead, acc); break;
+    case 2: pairs<KIND, MR, 2>(a, p, k, end, block.ahead, acc); break;
+    default: pairs<KIND, MR, 4>(a, p, k, end, block.ahead, acc); break;
+  }
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; m++)
-        for (int j = 0; j < 4; j++) {
-          __m512 before = k ? _mm512_loadu_ps(c + m * PANEL + 16 * j) : _mm512_setzero_ps();
-          __m512 scale = _mm512_loadu_ps((const float *)p + 16 * j);
-          _mm512_storeu_ps(c + m * PANEL + 16 * j, _mm512_fmadd_ps(acc[m][j], scale, before));
-          acc[m][j] = _mm512_setzero_ps();
-        }
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      float *to = c + m * PANEL + 16 * j;
+      if (SCALED) {
+        __m512 scale = _mm512_loadu_ps((const float *)block.panel + 16 * j);
+        acc[m][j] = _mm512_fmadd_ps(acc[m][j], scale, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps());
+      }
+      _mm512_storeu_ps(to, acc[m][j]);
     }
-    p = following;
-  }
-  if (!SCALED) {
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; m++)
-      for (int j = 0; j < 4; j++) _mm512_storeu_ps(c + m * PANEL + 16 * j, acc[m][j]);
-  }
 }
 
-template <int FORMAT> void widen_bytes(const uint8_t *panel, int64_t depth, uint8_t *out) {
+template <int FORMAT> const uint8_t *widen_bytes(const uint8_t *block, int64_t depth, uint8_t *start) {
   Widener widener = Widener::of(FORMAT);
-  for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK) {
-    memcpy(out, panel, PANEL * 4);
-    panel += PANEL * 4, out += PANEL * 4;
-    for (int64_t k = k0; k < k0 + K_BLOCK && k < depth; k += 2, panel += 128, out += 256) {
-      __m512bh b[4];
-      widener(panel, b);
-      widener(panel + 64, b + 2);
-      for (int j = 0; j < 4; j++) _mm512_storeu_si512(out + 64 * j, (__m512i)b[j]);
-    }
+  uint8_t *out = start;
+  memcpy(out, block, PANEL * 4);
+  block += PANEL * 4, out += PANEL * 4;
+  for (int64_t k = 0; k < depth; k += 2, block += 128, out += 256) {
+    __m512bh b[4];
+    widener(block, b);
+    widener(block + 64, b + 2);
+    for (int j = 0; j < 4; j++) _mm512_storeu_si512(out + 64 * j, (__m512i)b[j]);
   }
+  return start;
 }
 
 template <bool SCALED, int N> constexpr TileFn wide() { return dot<BF16, SCALED, N>; }
@@ -133,8 +126,8 @@ template <int FORMAT, int N> constexpr TileFn narrow() { return dot<FORMAT, true
 constexpr ExpertOps table = {
     {0, wide<false, 1>(), wide<false, 2>(), wide<false, 3>(), wide<false, 4>(), wide<false, 5>(), wide<false, 6>()},
     {0, wide<true, 1>(), wide<true, 2>(), wide<true, 3>(), wide<true, 4>(), wide<true, 5>(), wide<true, 6>()},
-    {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>()},
-     {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>()}},
+    {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>(), narrow<W_FP8, 5>(), narrow<W_FP8, 6>()},
+     {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>(), narrow<W_INT8, 5>(), narrow<W_INT8, 6>()}},
     {widen_bytes<W_FP8>, widen_bytes<W_INT8>},
     silu_columns<bf16>,
     add_columns,

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "experts.h"
+#include "scratch.h"
 
 namespace {
 
@@ -93,13 +94,18 @@ NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *ga
   }
 }
 
-// One matrix of 8-bit weights [outputs, inputs] (inputs even) with its scales, into panels of 64 outputs one after another.
+// One matrix [outputs, inputs] (inputs even) of bfloat16, or of 8-bit weights with their scales, into panels of 64 outputs one after
+// another. packed may be weight, of bfloat16 and with outputs for whole panels: a panel takes the place of its rows.
 NATIVE_API void linear_packed_fill(int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
                                    int64_t inputs, int64_t outputs, int threads) {
   Matrix w = {(const uint8_t *)weight, scale, outputs, inputs};
-  int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = (inputs + K_BLOCK - 1) / K_BLOCK * PANEL * 4 + inputs * PANEL;
+  ExpertShape s = {};
+  s.x_type = X_BF16, s.format = format;
+  int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = Multiplier{nullptr, X_BF16, format}.panel_bytes(inputs);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t n = 0; n < panels; n++)
-    for (int group = 0; group < 4; group++)
-      byte_group(w, (int)format, scale_rows, n * PANEL + group * 16, group, inputs, packed + n * bytes);
+  for (int64_t n = 0; n < panels; n++) {
+    uint8_t *to = packed + n * bytes, *panel = packed == weight ? scratch(bytes) : to;
+    for (int group = 0; group < 4; group++) pack_group(&s, w, scale_rows, n * PANEL + group * 16, group, inputs, panel);
+    if (panel != to) memcpy(to, panel, bytes);
+  }
 }

@@ -102,51 +102,46 @@ INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1
     }
 }
 
-// SCALED: the panel has the scales of a block before its weights.
+// SCALED: the block has its scales before its weights.
 template <class X, int KIND, bool SCALED, int MR>
-static void tile(const void *const *av, const uint8_t *panel, int64_t depth, float *c, const Ahead &ahead) {
+static void tile(const void *const *av, const Block &block, float *c) {
   const X *const *a = (const X *const *)av;
-  int64_t step = SCALED ? (int64_t)K_BLOCK : depth, block_bytes = (SCALED ? PANEL * 4 : 0) + step * bytes_per_k(KIND);
-  // The hardware follows a panel by itself; the next one's part of what is to come is asked for at once.
-  if (!ahead.own)
-    for (const uint8_t *at = ahead.next; at < ahead.end && at < ahead.next + depth / 2 * ahead.lines * 64; at += 64)
-      __builtin_prefetch(at, 0, 2);
+  int64_t k = block.k, end = k + block.depth;
+  for (const uint8_t *at = block.ahead, *last = at + block.depth * 32 * block.lines; at < last; at += 64) __builtin_prefetch(at, 0, 2);
   for (int group = 0; group < 4; group += GROUPS) {
-    const uint8_t *p = panel;
-    vf sum[MR][GROUPS * PARTS] = {};
-    for (int64_t k = 0; k < depth; k += step, p += block_bytes) {
-      int64_t end = k + step < depth ? k + step : depth;
-      if (!SCALED) {
-        multiply<X, KIND, MR>(a, p, k, end, group, sum);
-        continue;
-      }
-      vf acc[MR][GROUPS * PARTS] = {};
-      multiply<X, KIND, MR>(a, p + PANEL * 4, k, end, group, acc);
+    vf sum[MR][GROUPS * PARTS] = {}, acc[MR][GROUPS * PARTS] = {};
+    if (k)
       for (int m = 0; m < MR; m++)
-        for (int j = 0; j < GROUPS * PARTS; j++) sum[m][j] += acc[m][j] * *(const vf *)(p + 64 * group + 4 * LANES * j);
+        for (int j = 0; j < GROUPS * PARTS; j++) sum[m][j] = *(const vf *)(c + m * PANEL + 16 * group + LANES * j);
+    if (SCALED) {
+      multiply<X, KIND, MR>(a, block.panel + PANEL * 4, k, end, group, acc);
+      for (int m = 0; m < MR; m++)
+        for (int j = 0; j < GROUPS * PARTS; j++) sum[m][j] += acc[m][j] * *(const vf *)(block.panel + 64 * group + 4 * LANES * j);
+    } else {
+      multiply<X, KIND, MR>(a, block.panel, k, end, group, sum);
     }
     for (int m = 0; m < MR; m++)
       for (int j = 0; j < GROUPS * PARTS; j++) *(vf *)(c + m * PANEL + 16 * group + LANES * j) = sum[m][j];
   }
 }
 
-// A panel of 8-bit weights as one of X, its scales copied.
-template <class X, int FORMAT> static void widen(const uint8_t *panel, int64_t depth, uint8_t *out) {
-  for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK) {
-    memcpy(out, panel, PANEL * 4);
-    panel += PANEL * 4, out += PANEL * 4;
-    for (int64_t k = k0; k < k0 + K_BLOCK && k < depth; k += 2, panel += 128, out += 128 * sizeof(X))
-      for (int j = 0; j < 4 * PARTS; j++) {
-        Pair w = byte_pair<FORMAT>(panel, j / PARTS, j % PARTS);
-        if (sizeof(X) == 4) {
-          *(vf *)(out + 4 * LANES * j) = w.even;
-          *(vf *)(out + 256 + 4 * LANES * j) = w.odd;
-        } else {
-          vi even = (vi)w.even, odd = (vi)w.odd;  // both exact in bfloat16
-          *(vi *)(out + 4 * LANES * j) = (int32_t)0xffff0000 & odd | (vi)((even >> 16) & 0xffff);
-        }
+// A block of 8-bit weights as one of X, its scales copied.
+template <class X, int FORMAT> static const uint8_t *widen(const uint8_t *block, int64_t depth, uint8_t *start) {
+  uint8_t *out = start;
+  memcpy(out, block, PANEL * 4);
+  block += PANEL * 4, out += PANEL * 4;
+  for (int64_t k = 0; k < depth; k += 2, block += 128, out += 128 * sizeof(X))
+    for (int j = 0; j < 4 * PARTS; j++) {
+      Pair w = byte_pair<FORMAT>(block, j / PARTS, j % PARTS);
+      if (sizeof(X) == 4) {
+        *(vf *)(out + 4 * LANES * j) = w.even;
+        *(vf *)(out + 256 + 4 * LANES * j) = w.odd;
+      } else {
+        vi even = (vi)w.even, odd = (vi)w.odd;  // both exact in bfloat16
+        *(vi *)(out + 4 * LANES * j) = (int32_t)0xffff0000 & odd | (vi)((even >> 16) & 0xffff);
       }
-  }
+    }
+  return start;
 }
 
 template <class X> struct Ops {
@@ -156,8 +151,8 @@ template <class X> struct Ops {
   static constexpr ExpertOps table = {
       {0, wide<false, 1>(), wide<false, 2>(), wide<false, 3>(), wide<false, 4>(), wide<false, 5>(), wide<false, 6>()},
       {0, wide<true, 1>(), wide<true, 2>(), wide<true, 3>(), wide<true, 4>(), wide<true, 5>(), wide<true, 6>()},
-      {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>()},
-       {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>()}},
+      {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>(), narrow<W_FP8, 5>(), narrow<W_FP8, 6>()},
+       {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>(), narrow<W_INT8, 5>(), narrow<W_INT8, 6>()}},
       {widen<X, W_FP8>, widen<X, W_INT8>},
       silu_columns<X>,
       add_columns,

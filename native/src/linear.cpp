@@ -2,6 +2,7 @@
 #include "linear.h"
 
 #include "scratch.h"
+#include "tape.h"
 #include "team.h"
 
 enum { SMALL = 1 << 16 };  // weights below which one thread is faster
@@ -37,6 +38,7 @@ int64_t first_of(int64_t outputs, int64_t piece, int64_t pieces) {
 // y [rows, outputs] = x [rows, inputs] w [outputs, inputs]^T + bias [outputs] (or null), bfloat16. Strides in numbers.
 NATIVE_API void linear_bf16(const void *x, int64_t x_stride, const void *w, int64_t w_stride, const void *bias, void *y,
                             int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
+  tape_note(linear_bf16, x, x_stride, w, w_stride, bias, y, y_stride, rows, inputs, outputs, threads);
 #if defined(__x86_64__)
   LinearCall call = {(const bf16 *)x, (const bf16 *)w, (const bf16 *)bias, (bf16 *)y, rows, inputs, outputs, x_stride, w_stride, y_stride, nullptr, nullptr};
   if (rows == 0) return;
@@ -50,6 +52,7 @@ NATIVE_API void linear_bf16(const void *x, int64_t x_stride, const void *w, int6
 // place[row] = the output that is largest when rounded to bfloat16, the first of equals; int64 [rows].
 NATIVE_API void linear_bf16_best(const void *x, int64_t x_stride, const void *w, int64_t w_stride, int64_t *place, int64_t rows,
                                  int64_t inputs, int64_t outputs, int threads) {
+  tape_note(linear_bf16_best, x, x_stride, w, w_stride, place, rows, inputs, outputs, threads);
 #if defined(__x86_64__)
   LinearCall call = {(const bf16 *)x, (const bf16 *)w, nullptr, nullptr, rows, inputs, outputs, x_stride, w_stride, 0, nullptr, nullptr};
   if (rows == 0) return;

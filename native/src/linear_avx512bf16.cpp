@@ -29,14 +29,15 @@ INLINE bool may_be_best(const float *c, int16_t best) {
   return _mm512_cmp_ps_mask(most, float_of(bits), _CMP_GT_OQ) != 0;
 }
 
-// A tile of outputs from o on and rows from m on. ahead: bytes from a weight to the one that will be wanted, 0: it is near already.
-template <int MR>
-INLINE void tile(const LinearCall &call, int64_t o, int outputs, int64_t m, int64_t ahead) {
+// A tile of outputs from o on and rows from m on. Meanwhile NEXT rows of weights from `next` on are brought nearer.
+template <int MR, int NEXT>
+INLINE void tile(const LinearCall &call, int64_t o, int outputs, int64_t m, const bf16 *next) {
   const bf16 *w[OUTPUTS], *x[MR];
 #pragma GCC unroll 16
   for (int i = 0; i < OUTPUTS; i++) w[i] = call.w + (o + (i < outputs ? i : outputs - 1)) * call.w_stride;
 #pragma GCC unroll 4
   for (int i = 0; i < MR; i++) x[i] = call.x + (m + i) * call.x_stride;
+  int64_t gap = (const char *)next - (const char *)w[0];
   __m512 acc[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
@@ -47,7 +48,7 @@ INLINE void tile(const LinearCall &call, int64_t o, int outputs, int64_t m, int6
     for (int i = 0; i < MR; i++) a[i] = (__m512bh)_mm512_loadu_si512(x[i] + k);
 #pragma GCC unroll 16
     for (int j = 0; j < OUTPUTS; j++) {
-      if (ahead) _mm_prefetch((const char *)(w[j] + k) + ahead, _MM_HINT_T0);
+      if (j < NEXT) _mm_prefetch((const char *)(w[j] + k) + gap, _MM_HINT_T0);
       __m512bh b = (__m512bh)_mm512_loadu_si512(w[j] + k);
 #pragma GCC unroll 4
       for (int i = 0; i < MR; i++) acc[i * OUTPUTS + j] = _mm512_dpbf16_ps(acc[i * OUTPUTS + j], b, a[i]);
@@ -79,57 +80,62 @@ INLINE void tile(const LinearCall &call, int64_t o, int outputs, int64_t m, int6
   }
 }
 
-// 16 rows of 16 pairs to 16 registers with one pair of every row.
-INLINE void transpose(const __m512i *x, __m512i *y) {
-  __m512i a[16], b[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) a[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]), a[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+// 16 rows of 16 pairs, `bytes` apart, to 16 registers with one pair of every row. The quarters of rows are put together as they are
+// loaded, which leaves half of the shuffles.
+INLINE void transpose(const uint8_t *rows, int64_t bytes, uint8_t *out) {
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {  // b[4 i + c]: column c of each quarter, of rows 4 i to 4 i + 3
-    b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]), b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
-    b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]), b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
-  }
+  for (int c = 0; c < 4; c++, out += 1024) {
+    __m512i x[4], y[4];
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    __m512i low0 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x88), high0 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xdd);
-    __m512i low1 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x88), high1 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xdd);
-    y[c] = _mm512_shuffle_i32x4(low0, low1, 0x88), y[8 + c] = _mm512_shuffle_i32x4(low0, low1, 0xdd);
-    y[4 + c] = _mm512_shuffle_i32x4(high0, high1, 0x88), y[12 + c] = _mm512_shuffle_i32x4(high0, high1, 0xdd);
+    for (int r = 0; r < 4; r++) {  // quarter q: column c of row 4 q + r
+      const uint8_t *at = rows + r * bytes + 16 * c;
+      x[r] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)at));
+      x[r] = _mm512_mask_broadcast_i32x4(x[r], 0x00f0, _mm_loadu_si128((const __m128i *)(at + 4 * bytes)));
+      x[r] = _mm512_mask_broadcast_i32x4(x[r], 0x0f00, _mm_loadu_si128((const __m128i *)(at + 8 * bytes)));
+      x[r] = _mm512_mask_broadcast_i32x4(x[r], 0xf000, _mm_loadu_si128((const __m128i *)(at + 12 * bytes)));
+    }
+    y[0] = _mm512_unpacklo_epi32(x[0], x[1]), y[1] = _mm512_unpackhi_epi32(x[0], x[1]);
+    y[2] = _mm512_unpacklo_epi32(x[2], x[3]), y[3] = _mm512_unpackhi_epi32(x[2], x[3]);
+    _mm512_storeu_si512(out, _mm512_unpacklo_epi64(y[0], y[2])), _mm512_storeu_si512(out + 256, _mm512_unpackhi_epi64(y[0], y[2]));
+    _mm512_storeu_si512(out + 512, _mm512_unpacklo_epi64(y[1], y[3])), _mm512_storeu_si512(out + 768, _mm512_unpackhi_epi64(y[1], y[3]));
   }
 }
 
 // Weights of outputs o to o + count (at most 64) in the form of a panel; outputs beyond are zero.
 void pack(const LinearCall &call, int64_t o, int count, uint8_t *panel) {
+  int64_t bytes = call.w_stride * (int64_t)sizeof(bf16);
   for (int group = 0; group < 4; group++)
     for (int64_t k = 0; k < call.inputs; k += 32) {
-      __m512i x[16], y[16];
-      for (int i = 0; i < 16; i++) {
-        int64_t row = 16 * group + i;
-        x[i] = row < count ? (__m512i)some_pairs(call.w + (o + row) * call.w_stride + k, call.inputs - k) : _mm512_setzero_si512();
+      const uint8_t *from = (const uint8_t *)(call.w + (o + 16 * group) * call.w_stride + k);
+      uint8_t *to = panel + k / 2 * 256 + group * 64;
+      if (16 * group + 16 <= count && k + 32 <= call.inputs) {
+        transpose(from, bytes, to);
+        continue;
       }
-      transpose(x, y);
-      int64_t pairs = (call.inputs - k) / 2 < 16 ? (call.inputs - k) / 2 : 16;
-      for (int64_t i = 0; i < pairs; i++) _mm512_storeu_si512(panel + (k / 2 + i) * 256 + group * 64, y[i]);
+      alignas(64) uint8_t some[16 * 64], turned[16 * 256];
+      for (int row = 0; row < 16; row++)
+        _mm512_store_si512(some + row * 64, 16 * group + row < count ? (__m512i)some_pairs((const bf16 *)(from + row * bytes), call.inputs - k)
+                                                                     : _mm512_setzero_si512());
+      transpose(some, 64, turned);
+      for (int64_t i = 0; i < 16 && k + 2 * i < call.inputs; i++) memcpy(to + i * 256, turned + i * 256, 64);
     }
 }
 }  // namespace
 
 void linear_many_rows(const LinearCall &call, int64_t first, int64_t last, uint8_t *panel) {
-  alignas(64) float c[MAX_ROWS * PANEL];
-  const void *a[MAX_ROWS];
-  void *to[MAX_ROWS];
-  // While one block of weights is multiplied, the next is brought nearer: so many cache lines for each pair of inputs.
-  int64_t tiles = (call.rows + MAX_ROWS - 1) / MAX_ROWS, lines = (4 + tiles - 1) / tiles, row_bytes = call.w_stride * (int64_t)sizeof(bf16);
+  alignas(64) float c[MAX_BAND * PANEL];
+  const void *a[MAX_BAND];
+  void *to[MAX_BAND];
   for (int64_t o = first; o < last; o += PANEL) {
     int count = last - o < PANEL ? (int)(last - o) : (int)PANEL;
     pack(call, o, count, panel);
-    Ahead ahead = {(const uint8_t *)call.w + (o + PANEL) * row_bytes, (const uint8_t *)call.w + (o + 2 * PANEL < last ? o + 2 * PANEL : last) * row_bytes,
-                   lines == 3 ? 4 : (int)lines, false};
+    const bf16 *next = o + PANEL < last ? call.w + (o + PANEL) * call.w_stride : nullptr;  // brought nearer meanwhile
     for (int64_t m = 0; m < call.rows;) {
-      int64_t left = call.rows - m, rows = left <= MAX_ROWS ? left : left < 2 * MAX_ROWS ? (left + 1) / 2 : (int64_t)MAX_ROWS;
+      int64_t rows = cut_rows(call.rows - m, MAX_BAND);
       for (int64_t i = 0; i < rows; i++) a[i] = call.x + (m + i) * call.x_stride, to[i] = call.y ? call.y + (m + i) * call.y_stride + o : nullptr;
-      experts_avx512_bf16->plain[rows](a, panel, call.inputs, c, ahead);
-      ahead.next += call.inputs * 32 * ahead.lines;
+      multiply_band(experts_avx512_bf16->plain, MAX_ROWS, a, rows, call.inputs, call.inputs, c, [&](int64_t k, int64_t depth) {
+        return Block{panel, k, depth, (const uint8_t *)next, next && m == 0 ? 4 : 0, 0};
+      });
       if (call.bias)
         for (int64_t i = 0; i < rows; i++)
           for (int j = 0; j < count; j++) c[i * PANEL + j] += float_of(call.bias[o + j])[0];
@@ -146,24 +152,39 @@ void linear_many_rows(const LinearCall &call, int64_t first, int64_t last, uint8
   }
 }
 
+// All rows times outputs from o on. The tiles share the work of bringing the outputs after them nearer.
+template <int MR>
+INLINE void some_rows(const LinearCall &call, int64_t o, int outputs, int64_t m, int lines, const bf16 *next) {
+  switch (lines) {
+    case 0: return tile<MR, 0>(call, o, outputs, m, next);
+    case 1: return tile<MR, 1>(call, o, outputs, m, next);
+    case 2: return tile<MR, 2>(call, o, outputs, m, next);
+    default: return tile<MR, OUTPUTS>(call, o, outputs, m, next);
+  }
+}
+
 template <int MR> static void rows_from(const LinearCall &call, int64_t first, int64_t last) {
-  int64_t next = call.w_stride * OUTPUTS * (int64_t)sizeof(bf16);
-  for (int64_t o = first; o < last; o += OUTPUTS) tile<MR>(call, o, last - o < OUTPUTS ? (int)(last - o) : OUTPUTS, 0, next);
+  for (int64_t o = first; o < last; o += OUTPUTS)
+    tile<MR, OUTPUTS>(call, o, last - o < OUTPUTS ? (int)(last - o) : (int)OUTPUTS, 0, call.w + (o + OUTPUTS) * call.w_stride);
 }
 
 void linear_few_rows(const LinearCall &call, int64_t first, int64_t last) {
   if (call.rows == 1) return rows_from<1>(call, first, last);
   if (call.rows == 2) return rows_from<2>(call, first, last);
   if (call.rows == 3) return rows_from<3>(call, first, last);
-  int64_t next = call.w_stride * OUTPUTS * (int64_t)sizeof(bf16);
   for (int64_t o = first; o < last; o += OUTPUTS) {
     int outputs = last - o < OUTPUTS ? (int)(last - o) : (int)OUTPUTS;
-    int64_t m = 0;
-    for (; m + ROWS <= call.rows; m += ROWS) tile<ROWS>(call, o, outputs, m, m ? 0 : next);
-    switch (call.rows - m) {
-      case 3: tile<3>(call, o, outputs, m, 0); break;
-      case 2: tile<2>(call, o, outputs, m, 0); break;
-      case 1: tile<1>(call, o, outputs, m, 0); break;
+    const bf16 *next = call.w + (o + OUTPUTS) * call.w_stride;
+    int64_t lines = OUTPUTS, tiles = (call.rows + ROWS - 1) / ROWS;
+    for (int64_t m = 0; m < call.rows; m += ROWS, tiles--) {
+      int share = (int)((lines + tiles - 1) / tiles);
+      switch (call.rows - m) {
+        case 1: some_rows<1>(call, o, outputs, m, share, next); break;
+        case 2: some_rows<2>(call, o, outputs, m, share, next); break;
+        case 3: some_rows<3>(call, o, outputs, m, share, next); break;
+        default: some_rows<ROWS>(call, o, outputs, m, share, next);
+      }
+      lines -= share, next += share * call.w_stride;
     }
   }
 }

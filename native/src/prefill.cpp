@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "scratch.h"
+#include "tape.h"
 #include "team.h"
 
 namespace {
@@ -127,7 +128,6 @@ struct Job {
   // Rows r to r + count against a chunk of n keys, of which the item's first query sees `seen`.
   void strip(const Item &item, int64_t r, int64_t count, int64_t seen, int64_t n, const Work &work) const {
     alignas(64) float c_tile[MAX_ROWS * PANEL];
-    const Ahead nothing = {nullptr, nullptr, 0, false};
     auto visible = [&](int64_t row) {
       int64_t keys = seen + row / group;
       return keys < 0 ? 0 : keys < n ? keys : n;
@@ -142,7 +142,7 @@ struct Job {
         if (visible(r + m + height - 1) <= panel * PANEL) continue;
         const void *a[MAX_ROWS];
         for (int64_t i = 0; i < height; i++) a[i] = q + ((r + m + i) / group * c->q_stride + (r + m + i) % group * key_depth) * item_bytes;
-        use.tiles->plain[height](a, work.keys + panel * key_panel, key_depth, work.scores + (panel * STRIP + m) * PANEL, nothing);
+        use.tiles->plain[height](a, {work.keys + panel * key_panel, 0, key_depth, nullptr, 0, 0}, work.scores + (panel * STRIP + m) * PANEL);
       }
     float factor[STRIP];
     int64_t depth[STRIP];
@@ -159,7 +159,7 @@ struct Job {
         if (depth[m] == 0) continue;
         const void *a[MAX_ROWS];
         for (int64_t i = 0; i < height; i++) a[i] = work.p + (m + i) * chunk * item_bytes;
-        use.tiles->plain[height](a, work.values + panel * value_panel, depth[m], c_tile, nothing);
+        use.tiles->plain[height](a, {work.values + panel * value_panel, 0, depth[m], nullptr, 0, 0}, c_tile);
         use.ops->fold(c_tile, (int)height, factor + m, work.acc + (r + m) * acc_stride + panel * PANEL, acc_stride);
       }
   }
@@ -169,6 +169,7 @@ struct Job {
 
 // out[t] = attention of query t over the keys of its sequence up to its own. key_dim and shared_dim are even for bfloat16.
 NATIVE_API void attention_prefill(const PrefillCall *call, int threads) {
+  tape_refuse("attention_prefill");
   Job job(call);
   int64_t pairs = 0, num_items = job.count();
   for (int64_t b = 0; b < call->num_sequences; b++) pairs += (call->ends[b] - call->starts[b]) * call->lens[b];

@@ -1,7 +1,10 @@
 // Operations on the rows of a step: rows shared among threads where there are many, arithmetic by instruction set (rows.h).
 #include "rows.h"
 
+#include <string.h>
+
 #include "scratch.h"
+#include "tape.h"
 #include "team.h"
 
 static const RowOps *ops_for(int64_t x_type) {
@@ -27,6 +30,7 @@ template <class Row> static void each_row(int64_t rows, int64_t numbers, int thr
 // from one row of residual to the next.
 NATIVE_API void rows_norm(int x_type, const void *x, void *residual, int64_t stride, const void *weight, void *y, int64_t rows,
                           int64_t dim, float eps, int threads) {
+  tape_note(rows_norm, x_type, x, residual, stride, weight, y, rows, dim, eps, threads);
   const RowOps *ops = ops_for(x_type);
   int64_t item = x_type == ROWS_F32 ? 4 : 2, bytes = dim * item;
   each_row(rows, dim, threads, [&](int64_t i, int) {
@@ -36,18 +40,21 @@ NATIVE_API void rows_norm(int x_type, const void *x, void *residual, int64_t str
 
 // Queries and keys are normed and rotated; keys and values go to the caches.
 NATIVE_API void rows_heads(const HeadsCall *call, int64_t rows, int threads) {
+  tape_note(rows_heads, call, rows, threads);
   const RowOps *ops = ops_for(call->x_type);
   each_row(rows, (call->num_heads + 2 * call->num_kv_heads) * call->dim, threads, [&](int64_t i, int) { ops->heads(*call, i); });
 }
 
 // The same for MLA: the latent is normed, its key and the queries are rotated, and the cache gets latent and key.
 NATIVE_API void rows_latent(const LatentCall *call, int64_t rows, int threads) {
+  tape_note(rows_latent, call, rows, threads);
   const RowOps *ops = ops_for(call->x_type);
   each_row(rows, call->num_heads * call->rope_dim + call->latent_dim, threads, [&](int64_t i, int) { ops->latent(*call, i); });
 }
 
 // gate_up [rows, 2 * width] -> y [rows, width].
 NATIVE_API void rows_silu_mul(int x_type, const void *gate_up, void *y, int64_t rows, int64_t width, int threads) {
+  tape_note(rows_silu_mul, x_type, gate_up, y, rows, width, threads);
   const RowOps *ops = ops_for(x_type);
   int64_t bytes = width * (x_type == ROWS_F32 ? 4 : 2);
   each_row(rows, width, threads, [&](int64_t i, int) {
@@ -58,6 +65,7 @@ NATIVE_API void rows_silu_mul(int x_type, const void *gate_up, void *y, int64_t 
 // logits [rows, n] -> index int64 [rows, k], weight [rows, k], in falling order.
 NATIVE_API void rows_softmax_topk(int x_type, const void *logits, int64_t rows, int64_t n, int64_t k, int renormalize, int64_t *index,
                                   float *weight, int threads) {
+  tape_note(rows_softmax_topk, x_type, logits, rows, n, k, renormalize, index, weight, threads);
   const RowOps *ops = ops_for(x_type);
   int64_t bytes = n * (x_type == ROWS_F32 ? 4 : 2), room = (n + 15) / 16 * 16;
   float *work = (float *)scratch(threads * room * sizeof(float));
@@ -68,8 +76,56 @@ NATIVE_API void rows_softmax_topk(int x_type, const void *logits, int64_t rows, 
 
 // DeepSeek-V3's choice of experts (a group has at least two where groups are left out); without a bias DeepSeek-V2's.
 NATIVE_API void rows_grouped_topk(const GroupedCall *call, int64_t rows, int threads) {
+  tape_note(rows_grouped_topk, call, rows, threads);
   const RowOps *ops = ops_for(ROWS_F32);
   int64_t room = 2 * call->experts + call->groups;
   float *work = (float *)scratch(threads * room * sizeof(float));
   each_row(rows, call->experts * 4, threads, [&](int64_t i, int worker) { ops->grouped_topk(*call, i, work + worker * room); });
+}
+
+// y += x, both of x's type.
+NATIVE_API void rows_add(int x_type, const void *x, void *y, int64_t rows, int64_t dim, int threads) {
+  tape_note(rows_add, x_type, x, y, rows, dim, threads);
+  const RowOps *ops = ops_for(x_type);
+  int64_t bytes = dim * (x_type == ROWS_F32 ? 4 : 2);
+  each_row(rows, dim, threads, [&](int64_t i, int) { ops->add((const uint8_t *)x + i * bytes, (uint8_t *)y + i * bytes, dim); });
+}
+
+// y = x, rows of `bytes` bytes.
+NATIVE_API void rows_copy(const void *x, void *y, int64_t rows, int64_t bytes, int threads) {
+  tape_note(rows_copy, x, y, rows, bytes, threads);
+  each_row(rows, bytes, threads, [&](int64_t i, int) { memcpy((uint8_t *)y + i * bytes, (const uint8_t *)x + i * bytes, bytes); });
+}
+
+// y[i] = table[ids[i]], rows of `bytes` bytes; zeros where the table has no such row.
+NATIVE_API void rows_gather(const void *table, int64_t table_rows, const int64_t *ids, void *y, int64_t rows, int64_t bytes, int threads) {
+  tape_note(rows_gather, table, table_rows, ids, y, rows, bytes, threads);
+  each_row(rows, bytes, threads, [&](int64_t i, int) {
+    uint8_t *to = (uint8_t *)y + i * bytes;
+    if ((uint64_t)ids[i] < (uint64_t)table_rows) memcpy(to, (const uint8_t *)table + ids[i] * bytes, bytes);
+    else memset(to, 0, bytes);
+  });
+}
+
+// What layers/rope.py makes of positions: cos, sin [rows, 2 * planes] of x's type.
+NATIVE_API void rows_rope(int x_type, const int64_t *positions, const float *frequency, float scale, void *cos, void *sin, int64_t rows,
+                          int64_t planes, int threads) {
+  tape_note(rows_rope, x_type, positions, frequency, scale, cos, sin, rows, planes, threads);
+  const RowOps *ops = ops_for(x_type);
+  int64_t bytes = 2 * planes * (x_type == ROWS_F32 ? 4 : 2);
+  each_row(rows, planes * 32, threads, [&](int64_t i, int) {
+    ops->rope(positions[i], frequency, scale, (uint8_t *)cos + i * bytes, (uint8_t *)sin + i * bytes, planes);
+  });
+}
+
+// y [rows, outputs] float32 = x [rows, inputs] of x's type times w [outputs, inputs] float32, transposed; all in float32.
+NATIVE_API void rows_dots(int x_type, const void *x, int64_t x_stride, const float *w, float *y, int64_t rows, int64_t inputs,
+                          int64_t outputs, int threads) {
+  tape_note(rows_dots, x_type, x, x_stride, w, y, rows, inputs, outputs, threads);
+  const RowOps *ops = ops_for(x_type);
+  int64_t each = 16, blocks = (outputs + each - 1) / each, x_bytes = x_stride * (x_type == ROWS_F32 ? 4 : 2);
+  each_row(rows * blocks, each * inputs, threads, [&](int64_t i, int) {
+    int64_t first = i % blocks * each, count = outputs - first < each ? outputs - first : each;
+    ops->dots((const uint8_t *)x + i / blocks * x_bytes, w + first * inputs, inputs, count, y + i / blocks * outputs + first);
+  });
 }

@@ -54,6 +54,12 @@ struct RowOps {
   void (*softmax_topk)(const void *logits, int64_t n, int64_t k, bool renormalize, int64_t *index, float *weight, float *work);
   // One row; work: 2 * experts + groups numbers.
   void (*grouped_topk)(const GroupedCall &call, int64_t row, float *work);
+  // y += x.
+  void (*add)(const void *x, void *y, int64_t dim);
+  // cos and sin of one position's angles, [2 * planes]; the first half of sin is negative.
+  void (*rope)(int64_t position, const float *frequency, float scale, void *cos, void *sin, int64_t planes);
+  // y[o] = x . w[o], for o < outputs.
+  void (*dots)(const void *x, const float *w, int64_t inputs, int64_t outputs, float *y);
 };
 
 extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType

@@ -164,6 +164,43 @@ static void grouped_topk(const GroupedCall &call, int64_t row, float *work) {
   for (i = 0; i < call.k; i++) weight[i] *= factor;
 }
 
+template <class X> static void add(const void *xv, void *yv, int64_t dim) {
+  const X *x = (const X *)xv;
+  X *y = (X *)yv;
+  int64_t i = 0;
+  for (; i + LANES <= dim; i += LANES) store(y + i, load(y + i) + load(x + i));
+  for (; i < dim; i++) put(y + i, number(y + i) + number(x + i));
+}
+
+template <class X> static void rope(int64_t position, const float *frequency, float scale, void *cosv, void *sinv, int64_t planes) {
+  X *cos = (X *)cosv, *sin = (X *)sinv;
+  for (int64_t i = 0; i < planes; i++) {
+    float angle = (float)position * frequency[i], c = __builtin_cosf(angle) * scale, s = __builtin_sinf(angle) * scale;
+    put(cos + i, c), put(cos + planes + i, c), put(sin + i, -s), put(sin + planes + i, s);
+  }
+}
+
+template <int count, class X> INLINE void some_dots(const X *x, const float *w, int64_t inputs, float *y) {
+  vf sum[count] = {};
+  int64_t i = 0;
+  for (; i + LANES <= inputs; i += LANES) {
+    vf a = load(x + i);
+    for (int o = 0; o < count; o++) sum[o] += a * load(w + o * inputs + i);
+  }
+  for (int o = 0; o < count; o++) {
+    float rest = 0;
+    for (int64_t j = i; j < inputs; j++) rest += number(x + j) * w[o * inputs + j];
+    y[o] = total(sum[o]) + rest;
+  }
+}
+
+template <class X> static void dots(const void *xv, const float *w, int64_t inputs, int64_t outputs, float *y) {
+  const X *x = (const X *)xv;
+  int64_t o = 0;
+  for (; o + 8 <= outputs; o += 8) some_dots<8>(x, w + o * inputs, inputs, y + o);
+  for (; o < outputs; o++) some_dots<1>(x, w + o * inputs, inputs, y + o);
+}
+
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, silu_mul<X>, softmax_topk<X>, grouped_topk};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, silu_mul<X>, softmax_topk<X>, grouped_topk, add<X>, rope<X>, dots<X>};
 };

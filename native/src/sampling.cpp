@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "scratch.h"
+#include "tape.h"
 #include "team.h"
 
 static const SampleOps *ops_for(int64_t logit_type) {
@@ -220,6 +221,7 @@ struct Job {
 }  // namespace
 
 NATIVE_API void sampling_rows(const SampleCall *call, int threads) {
+  tape_refuse("sampling_rows");
   if (call->num_rows == 0) return;
   Job job = {call, ops_for(call->logit_type), ops_for(LOGIT_F32)};
   if (threads > call->num_rows) threads = (int)call->num_rows;

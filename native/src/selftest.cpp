@@ -162,18 +162,20 @@ void test(int x_type, int format, int64_t hidden, int64_t width, int64_t num_tok
 }  // namespace
 #include "selftest_layers.h"
 #include "selftest_prompts.h"
+#include "selftest_tape.h"
 
 int main() {
   int best = native_best_isa(), count = 0;
   const int64_t sizes[][2] = {{64, 32}, {1, 1}, {7, 5}, {130, 66}, {300, 140}};
   for (int isa = ISA_AVX2; isa <= best; isa++) {
     native_limit_isa(isa);
-    count += test_layers(isa) + test_prompts();
+    count += test_layers(isa) + test_prompts() + test_tapes();
     for (int x_type : {X_F32, X_BF16})
       for (int format : {W_PLAIN, W_FP8, W_INT8})
         for (auto &size : sizes)
           for (int64_t tokens : {0, 1, 5, 17, 60})
             for (int threads : {1, 2}) test(x_type, format, size[0], size[1], tokens, threads), count++;
+    for (int format : {W_PLAIN, W_FP8, W_INT8}) test(X_BF16, format, 300, 140, 230, 2), count++;  // several bands of rows
   }
   printf("%d cases, %d numbers wrong\n", count, failures);
   return failures != 0;

@@ -5,7 +5,7 @@
 
 NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t q_stride, const void *keys, const void *values,
                                  float scale, void *out, int threads);
-NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_pe, const int64_t *q_strides, const void *w, void *out,
+NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_pe, const QueryStrides *strides, const void *w, void *out,
                                  int64_t tokens, int64_t heads, int64_t nope, int64_t latent, int64_t rope, int threads);
 NATIVE_API void attention_expand(int x_type, const void *x, const void *w, void *out, int64_t tokens, int64_t heads, int64_t latent,
                                  int64_t values, int threads);
@@ -63,11 +63,12 @@ void test_attention(int x_type, int64_t heads, int64_t kv_heads, int64_t dim, st
 }
 
 void test_latent_space(int x_type, int64_t tokens, int64_t heads, int64_t nope, int64_t latent, int64_t rope, int64_t values, int threads) {
-  const int64_t item = x_type == X_F32 ? 4 : 2, strides[4] = {heads * nope, nope, heads * rope, rope};
+  const int64_t item = x_type == X_F32 ? 4 : 2;
+  const QueryStrides strides = {heads * nope, nope, heads * rope, rope};
   Rows q(x_type, tokens, heads * nope, heads * nope), pe(x_type, tokens, heads * rope, heads * rope);
   Rows up(x_type, heads * nope, latent, latent), down(x_type, heads * values, latent, latent), x(x_type, tokens, heads * latent, heads * latent);
   std::vector<uint8_t> wide(tokens * heads * (latent + rope) * item), out(tokens * heads * values * item);
-  attention_absorb(x_type, q.bytes.data(), pe.bytes.data(), strides, up.bytes.data(), wide.data(), tokens, heads, nope, latent, rope, threads);
+  attention_absorb(x_type, q.bytes.data(), pe.bytes.data(), &strides, up.bytes.data(), wide.data(), tokens, heads, nope, latent, rope, threads);
   attention_expand(x_type, x.bytes.data(), down.bytes.data(), out.data(), tokens, heads, latent, values, threads);
   for (int64_t t = 0; t < tokens; t++)
     for (int64_t h = 0; h < heads; h++) {
@@ -105,8 +106,9 @@ void test_linear(int64_t rows, int64_t inputs, int64_t outputs, int threads) {
 void test_linear_packed(int x_type, int format, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
   const int64_t blocks = (inputs + 127) / 128, scale_rows = format == W_INT8 ? 1 : 128;
   Rows x(x_type, rows, inputs, inputs), bias(x_type, 1, outputs, outputs), scale(X_F32, (outputs + scale_rows - 1) / scale_rows, blocks, blocks);
-  std::vector<uint8_t> weight(outputs * inputs, 3), y(rows * outputs * (x_type == X_F32 ? 4 : 2));
-  std::vector<uint8_t> packed((outputs + 63) / 64 * (blocks * 256 + inputs * 64));
+  const int64_t column_bytes = format == W_PLAIN ? 2 * inputs : blocks * 4 + inputs;
+  std::vector<uint8_t> weight(outputs * inputs * (format == W_PLAIN ? 2 : 1), 3), y(rows * outputs * (x_type == X_F32 ? 4 : 2));
+  std::vector<uint8_t> packed((outputs + 63) / 64 * 64 * column_bytes);
   linear_packed_fill(format, packed.data(), weight.data(), (const float *)scale.bytes.data(), scale_rows, inputs, outputs, threads);
   linear_packed(x_type, format, packed.data(), x.bytes.data(), inputs, bias.bytes.data(), y.data(), outputs, rows, inputs, outputs, threads);
 }
@@ -160,10 +162,11 @@ int test_layers(int isa) {
         for (int64_t dim : {1, 2, 7, 32, 66}) test_rows(x_type, rows, dim, threads), count++;
     }
     for (int x_type : {X_F32, X_BF16})
-      for (int format : {W_FP8, W_INT8})
-        for (int64_t rows : {0, 1, 5, 13, 40})
+      for (int format : {W_PLAIN, W_FP8, W_INT8})
+        for (int64_t rows : {0, 1, 5, 13, 40, 100})
           for (int64_t inputs : {2, 130, 256})
-            for (int64_t outputs : {1, 64, 150}) test_linear_packed(x_type, format, rows, inputs, outputs, threads), count++;
+            for (int64_t outputs : {1, 64, 150})
+              if (format != W_PLAIN || x_type == X_BF16) test_linear_packed(x_type, format, rows, inputs, outputs, threads), count++;
     if (isa < ISA_AVX512_BF16) continue;
     for (int64_t rows : {0, 1, 2, 3, 4, 6, 23, 24, 31, 60})
       for (int64_t inputs : {1, 2, 31, 64, 130})

@@ -6,6 +6,9 @@
 // 0 <= worker < threads.
 void team_run(int threads, int64_t pieces, void (*piece)(const void *job, int64_t i, int worker), const void *job);
 
+// Calls work(job) once, by this thread. Meanwhile the other threads wait for the pieces that it hands out by team_run.
+void team_together(int threads, void (*work)(const void *job), const void *job);
+
 template <class Work> inline void team(int threads, int64_t pieces, const Work &work) {
   team_run(threads, pieces, [](const void *job, int64_t i, int worker) { (*(const Work *)job)(i, worker); }, &work);
 }

@@ -189,6 +189,20 @@ def test_a_row_does_not_depend_on_its_company_nor_on_threads(
         assert torch.equal(part_TD, together_TD[here])
 
 
+@pytest.mark.parametrize("form", list(WeightFormat), ids=lambda form: form.value)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_number_of_rows(level: Isa, dtype: torch.dtype, form: WeightFormat) -> None:
+    """One tile, several, several bands; weights multiplied block after block or panel after panel: bit for bit the same."""
+    ours, exact = packed(1, 330, 140, dtype, form)
+    all_RD = ragged([210], 330, dtype).x
+    result_RD = ours.run_rows(ExpertBatch(Layout.RAGGED, all_RD, torch.tensor([210], dtype=torch.int32)))
+    for count in (1, 4, 6, 7, 12, 13, 19, 24, 25, 96, 97, 200):
+        batch = ExpertBatch(Layout.RAGGED, all_RD[:count], torch.tensor([count], dtype=torch.int32))
+        y_RD = ours.run_rows(batch)
+        assert torch.equal(y_RD, result_RD[:count]), count
+    assert_rounding_only(y_RD, batch, exact)
+
+
 def test_rows_in_fp8(level: Isa) -> None:
     """As an exchange may bring them: they are widened first."""
     ours, _ = packed(3, 140, 40, torch.bfloat16)

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from native import Isa, best_isa, limit_isa
-from native.linear import best_output, linear
+from native.linear import MAX_DOT_ROWS, best_output, linear
 
 pytestmark = pytest.mark.skipif(best_isa() < Isa.AVX512_BF16, reason="this CPU has no bfloat16 arithmetic")
-ROWS = [0, 1, 2, 3, 4, 5, 7, 16, 23, 24, 25, 31, 64, 300]
+ROWS = [0, 1, 2, 3, 4, 5, 7, 12, 16, 23, 24, 25, 31, 64, 97, 300]
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +72,9 @@ def test_a_row_does_not_depend_on_its_company() -> None:
 
 
 def test_other_types_and_lesser_machines_take_torch() -> None:
-    x, weight = torch.randn(3, 20), torch.randn(5, 20)
+    x, weight = torch.randn(MAX_DOT_ROWS + 1, 20), torch.randn(5, 20)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
+    torch.testing.assert_close(linear(x[1:], weight), F.linear(x[1:], weight))  # few rows do not
     limit_isa(Isa.AVX512)
     x, weight = x.bfloat16(), weight.bfloat16()
     assert torch.equal(linear(x, weight), F.linear(x, weight))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from moe_kernels.matrix import SCALE_ROWS, WeightFormat, dequantize, quantize
 from native import Isa, best_isa, isa, limit_isa
-from native.packed_linear import PackedLinear
+from native.packed_linear import PackedLinear, is_faster_packed
 
 ISAS = [level for level in Isa if Isa.NONE < level <= best_isa()]
 ROWS = [0, 1, 2, 3, 4, 5, 9, 12, 13, 24, 31, 300]
@@ -53,3 +53,28 @@ def test_equals_torch(
             wanted = F.linear(x.float(), weight, None if b is None else b.float())
             rounding = 2**-8 if dtype is torch.bfloat16 else 1e-5
             torch.testing.assert_close(ours.float(), wanted, rtol=rounding, atol=1e-4 * num_inputs**0.5)
+
+
+@pytest.mark.skipif(best_isa() < Isa.AVX512_BF16, reason="this CPU has no bfloat16 arithmetic")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("sizes", [(64, 64), (2, 1), (34, 7), (130, 200), (1000, 515)])
+def test_bfloat16_equals_torch_whatever_the_number_of_rows(sizes: tuple[int, int], threads: int) -> None:
+    num_inputs, num_outputs = sizes
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((num_outputs, num_inputs), generator=generator).bfloat16()
+    assert is_faster_packed(weight) and not is_faster_packed(weight.float())
+    layer = PackedLinear(weight)
+    bias = torch.randn(num_outputs, generator=generator).bfloat16()
+    x = torch.full((300, num_inputs + 5), torch.nan, dtype=torch.bfloat16)[:, 2 : 2 + num_inputs]
+    x[:] = torch.randn((300, num_inputs), generator=generator)
+    wanted = F.linear(x.float(), weight.float(), bias.float())
+    together = layer(x, bias)
+    torch.testing.assert_close(together.float(), wanted, rtol=2**-8, atol=1e-4 * num_inputs**0.5)
+    for rows in ROWS:
+        assert torch.equal(layer(x[:rows], bias), together[:rows])
+    before = weight.data_ptr()
+    again = PackedLinear(weight, in_place=True)
+    assert (again.packed_B.data_ptr() == before) == (num_outputs % 64 == 0)
+    assert torch.equal(again(x, bias), together)
+    torch.set_num_threads(1)

@@ -123,3 +123,53 @@ def test_grouped_sigmoid_topk(
     order, wanted_order = expert.argsort(-1), wanted_expert.argsort(-1)
     assert torch.equal(expert.gather(1, order), wanted_expert.gather(1, wanted_order))
     torch.testing.assert_close(weight.gather(1, order), wanted_weight.gather(1, wanted_order), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 37), (600, 128)])
+def test_add_and_copy(level: Isa, dtype: torch.dtype, shape: tuple[int, int], threads: int) -> None:
+    limit_isa(level)
+    torch.set_num_threads(threads)
+    x, y = normal(*shape).to(dtype), normal(*shape, seed=1).to(dtype)
+    wanted = y + x
+    assert rows.add(y, x) is y and torch.equal(y, wanted)
+    assert torch.equal(rows.copy(torch.empty_like(x), x), x)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("width", [1, 5, 2000])
+def test_gather(level: Isa, dtype: torch.dtype, width: int) -> None:
+    limit_isa(level)
+    table = normal(7, width).to(dtype)
+    ids = torch.tensor([6, 0, 3, 3, 7, -1])
+    assert torch.equal(rows.gather(table, ids), torch.cat((table[ids[:4]], torch.zeros(2, width, dtype=dtype))))
+    assert rows.gather(table, ids[:0]).shape == (0, width)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+@pytest.mark.parametrize("num_planes", [1, 32, 37])
+def test_rope(level: Isa, dtype: torch.dtype, num_planes: int, scale: float) -> None:
+    limit_isa(level)
+    positions = torch.tensor([0, 1, 17, 4095, 131071])
+    frequency = 10000 ** -(torch.arange(num_planes) / num_planes)
+    angle = (positions[:, None] * frequency).double()
+    cos, sin = (scale * angle.cos()).float().to(dtype), (scale * angle.sin()).float().to(dtype)
+    found = rows.rope(positions, frequency, scale, dtype)
+    tolerance = 2**-8 if dtype is torch.bfloat16 else 1e-6  # one rounding may go the other way
+    for ours, wanted in zip(found, (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), strict=True):
+        assert ours.dtype is dtype
+        torch.testing.assert_close(ours[:, 0].float(), wanted.float(), rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("sizes", [(0, 8, 4), (1, 1, 1), (1, 64, 256), (5, 37, 19), (300, 130, 70)])
+def test_dots(level: Isa, dtype: torch.dtype, sizes: tuple[int, int, int], threads: int) -> None:
+    limit_isa(level)
+    torch.set_num_threads(threads)
+    num_rows, num_inputs, num_outputs = sizes
+    # Rows lie apart, and what is between them is NaN.
+    x = torch.full((num_rows, num_inputs + 3), torch.nan, dtype=dtype)[:, 1 : 1 + num_inputs]
+    x[:] = normal(num_rows, num_inputs).to(dtype)
+    weight = normal(num_outputs, num_inputs, seed=1)
+    torch.testing.assert_close(rows.dots(x, weight), x.float() @ weight.T, rtol=1e-5, atol=1e-4)
+    torch.set_num_threads(1)

@@ -1,0 +1,201 @@
+"""A stretch of Python that runs native kernels, recorded once and played again without the Python (native/src/tape.h).
+
+While it is recorded everything runs as usual. The tape keeps which kernels ran and with which arguments, so whatever they read
+and wrote must stay where it is: tensors that are made meanwhile come from a `Memory`, which lasts. What is read from elsewhere (weights, the cache, the inputs of a step)
+is the caller's business. Only native kernels are on the tape: an operation that torch computed, or a kernel whose arguments
+change from step to step, makes the recording void, and `Recording.refused` says which one it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from native.library import function
+
+Bytes = npt.NDArray[np.uint8]
+
+_ALIGNED = 64
+_CHUNK_BYTES = 1 << 20
+
+_POINTER = ctypes.c_void_p
+_tape_new = function("tape_new", ctypes.POINTER(_POINTER))
+_tape_free = function("tape_free", _POINTER)
+_tape_begin = function("tape_begin", _POINTER)
+_tape_end = function("tape_end", _POINTER, ctypes.POINTER(ctypes.c_char_p))
+_tape_play = function("tape_play", _POINTER, ctypes.c_int)
+
+
+class Memory:
+    """What the tensors of recordings lie in. Recordings share it: of those made from one Memory only one is played at a time, and
+    its results are gone when the next one begins."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Bytes] = []
+
+    def chunk(self, index: int, num_bytes: int) -> Bytes:
+        """The index-th, or the first one after it that has so many bytes."""
+        for chunk in self._chunks[index:]:
+            if len(chunk) >= num_bytes:
+                return chunk
+        self._chunks.append(_aligned(max(num_bytes, _CHUNK_BYTES)))
+        return self._chunks[-1]
+
+    def index_of(self, chunk: Bytes) -> int:
+        return next(index for index, other in enumerate(self._chunks) if other is chunk)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(chunk) for chunk in self._chunks)
+
+
+class Recording:
+    """One tape, or several with something in between that is not recorded. Not thread-safe; a thread records once at a time.
+
+    refused: "", or why it cannot be played.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.refused = ""
+        self._places = _Places(memory)
+        self._kept: list[Tensor] = []  # made by torch in a form of its own
+        self._tape: Tape | None = None
+        self._mode: _Watch | None = None
+
+    def begin(self) -> None:
+        """Record what this thread does, until `end`."""
+        assert self._tape is None
+        self._tape = Tape()
+        self._mode = _Watch(self)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        _tape_begin(self._tape.handle)
+
+    def end(self) -> Tape:
+        """What was recorded since `begin`."""
+        tape, mode = self._tape, self._mode
+        assert tape is not None and mode is not None
+        self._tape = self._mode = None
+        refused = ctypes.c_char_p()
+        _tape_end(tape.handle, ctypes.byref(refused))
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if refused.value is not None:
+            self.refuse(f"{refused.value.decode()} takes other arguments in every step")
+        return tape
+
+    def abandon(self) -> None:
+        """Record no longer, if it does; for whoever leaves because of an error."""
+        if self._tape is not None:
+            self.end()
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        """A tensor that stays, of x's shape and dtype."""
+        return self._places.empty(x.shape, x.dtype)
+
+    def refuse(self, reason: str) -> None:
+        self.refused = self.refused or reason
+
+    def keep(self, tensor: Tensor) -> None:
+        """It is not freed before the recording is."""
+        self._kept.append(tensor)
+
+
+class Tape:
+    """Kernel calls. `play` runs them with as many threads as they were recorded with."""
+
+    def __init__(self) -> None:
+        self.handle = ctypes.c_void_p()
+        self._num_threads = torch.get_num_threads()
+        _tape_new(ctypes.byref(self.handle))
+        free = weakref.finalize(self, _tape_free, self.handle)
+        free.atexit = False
+
+    def play(self) -> None:
+        _tape_play(self.handle, self._num_threads)
+
+
+class _Places:
+    """Memory of one recording, from the beginning of the Memory on; what is freed is given away again.
+
+    That is safe because a tape is played in the order in which it was recorded.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._chunk = memory.chunk(0, _ALIGNED)
+        self._used = 0
+        self._free: dict[int, list[Bytes]] = {}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        count = 1
+        for size in shape:
+            count *= size
+        num_bytes = count * dtype.itemsize
+        place = self._take(max(_ALIGNED, -(-num_bytes // _ALIGNED) * _ALIGNED))
+        # numpy's view dies with the last tensor on it: that is how it is known that its place is free.
+        view = place[:num_bytes]
+        freed = weakref.finalize(view, self._free[len(place)].append, place)
+        freed.atexit = False
+        if num_bytes == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.from_numpy(view).view(dtype).view(tuple(shape))
+
+    def _take(self, num_bytes: int) -> Bytes:
+        free = self._free.setdefault(num_bytes, [])
+        if free:
+            return free.pop()
+        if self._used + num_bytes > len(self._chunk):
+            index = self._memory.index_of(self._chunk)
+            self._chunk, self._used = self._memory.chunk(index + 1, num_bytes), 0
+        self._used += num_bytes
+        return self._chunk[self._used - num_bytes : self._used]
+
+
+def _aligned(num_bytes: int) -> Bytes:
+    memory = np.empty(num_bytes + _ALIGNED, dtype=np.uint8)
+    start = -memory.ctypes.data % _ALIGNED
+    return memory[start : start + num_bytes]
+
+
+_aten = torch.ops.aten
+_NEW = {
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of torch: new tensors get memory that stays, views are let through, others make the recording void."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _NEW:
+            if result.is_contiguous() and result.device.type == "cpu":
+                return self._recording.empty_like(result)
+            self._recording.keep(result)
+        elif func._schema.is_mutable or not _only_views(result, args):
+            self._recording.refuse(f"torch computes {func}")
+        return result
+
+
+def _only_views(result: Any, args: Sequence[Any]) -> bool:
+    """Whether the result is nothing but other views of the tensors that it was made from."""
+    given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+    results = result if isinstance(result, tuple | list) else (result,)
+    return all(isinstance(part, Tensor) and part.untyped_storage().data_ptr() in given for part in results)

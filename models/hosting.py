@@ -45,10 +45,13 @@ class ExpertHost(nn.Module):
 
     def settle(self, part: nn.Module) -> None:
         """Bring the linear layers of a loaded part into the form in which they are kept."""
-        if self._linear_form is WeightFormat.PLAIN:
-            return
         for module in part.modules():
-            if isinstance(module, Linear) and module.can_pack:
+            if not isinstance(module, Linear):
+                continue
+            if self._linear_form is WeightFormat.PLAIN:
+                if module.is_faster_packed:
+                    module.pack(module.weight)
+            elif module.can_pack:
                 scaled = quantize(module.weight, self._linear_form)
                 module.pack(scaled.weight_OI, scaled.scale, SCALE_ROWS[self._linear_form])
 

@@ -8,13 +8,13 @@ from models.fields import ConfigError, Fields
 _KINDS: dict[str, RopeKind] = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
-def read_rope(fields: Fields, dim: int, max_position: int, default_theta: float = 10000.0) -> RopeParameters:
+def read_rope(fields: Fields, dim: int, max_position: int) -> RopeParameters:
     """Reads transformers 5's `rope_parameters`, or transformers 4's `rope_theta` and `rope_scaling`.
 
     Raises ConfigError for a kind that is not supported (default, linear, llama3 and yarn are).
     """
     fields.only("partial_rotary_factor", None, 1, 1.0)
-    top_theta = fields.positive("rope_theta", default_theta)
+    top_theta = fields.positive("rope_theta", 10000.0)
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     if not fields.has(name):
         return RopeParameters(dim, top_theta)

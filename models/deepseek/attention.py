@@ -49,9 +49,15 @@ class Attention(nn.Module):
         self.out = Linear(out_size, config.hidden_size, config.attention_bias, dtype, device)
 
     def forward(
-        self, x_TD: Tensor, rope: tuple[Tensor, Tensor], cache_RX: Tensor, slots_T: Tensor, attend: PreparedStep
+        self,
+        x_TD: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, ...],
+        slots_T: Tensor,
+        attend: PreparedStep,
     ) -> Tensor:
         """[T, D] -> [T, D]. Writes the step's latents to the cache, then attends over it."""
+        (cache_RX,) = cache
         shape, heads = self.shape, self.shape.num_heads
         down = self.down(x_TD)
         q, latent_TX = down[:, : self.first_size], down[:, self.first_size :]

@@ -1,55 +1,27 @@
-"""DeepSeek-V2 and DeepSeek-V3: latent attention, routed and shared experts behind the first dense layers.
-
-Legend: T tokens, D hidden size, P rows sampled, V vocabulary.
-"""
+"""DeepSeek-V2 and DeepSeek-V3: latent attention, routed and shared experts behind the first dense layers."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 
-from dbo.steps import Steps
 from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
 from ep.router import DeepseekV2Router, DeepseekV3Router
-from layers.embed import Embedding
-from layers.head import Head
 from layers.mlp import GatedMLP
-from layers.norm import RMSNorm
-from layers.paged_kv import KVSpec, PagedKV
-from layers.rope import Rope
-from layers.step import StepInput
+from layers.paged_kv import KVSpec
 from mla.backend import make_backend
 from mla.latent_fp8 import row_bytes
 from mla.protocol import MlaBackend, PrefillMode
 from models.base import WeightSource
-from models.cuts import UNCUT, Cuts
+from models.cuts import Prepare
+from models.decoder import Decoder
 from models.deepseek import weights
 from models.deepseek.attention import Attention, mla_shape
 from models.deepseek.config import DeepseekConfig
-from models.hosting import ExpertHost
-from models.loading import read_ends, read_mlp
+from models.loading import read_mlp
 
 
-class DecoderLayer(nn.Module):
-    """Attention and a feed-forward layer, each behind its norm."""
-
-    def __init__(self, config: DeepseekConfig, mlp: GatedMLP | MoE, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.attention = Attention(config, dtype, device)
-        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = mlp
-
-    def mlp_steps(self, x_TD: Tensor, lane: int, cuts: Cuts) -> Steps[Tensor]:
-        """The feed-forward layer; only routed experts yield."""
-        if isinstance(self.mlp, GatedMLP):
-            out_TD: Tensor = self.mlp(x_TD)
-            return out_TD
-        return (yield from cuts.experts(self.mlp.steps, x_TD, lane))
-
-
-class DeepseekForCausalLM(ExpertHost):
+class DeepseekForCausalLM(Decoder[Attention]):
     """Implements models.base.CausalLM. mla_prefill: how prompts attend (mla/protocol.py); results are the same. mla_backend:
     a name of mla/backend.py. fp8_cache: the cache has latents in FP8 (mla/latent_fp8.py)."""
 
@@ -63,19 +35,10 @@ class DeepseekForCausalLM(ExpertHost):
         mla_backend: str = "auto",
         fp8_cache: bool = False,
     ) -> None:
-        super().__init__(parallel, config.hidden_size, device)
-        self.config = config
-        self.dtype = dtype
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         dense = [GatedMLP(config.hidden_size, config.mlp_width, dtype, device) for _ in range(config.first_moe_layer)]
         mlps: list[GatedMLP | MoE] = [*dense, *_moe_layers(config, parallel, dtype, device)]
-        self.host(mlps)
-        self.decoders = [DecoderLayer(config, mlp, dtype, device) for mlp in mlps]
-        self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        tied = self.embed.weight if config.tie_word_embeddings else None
-        self.head = Head(config.hidden_size, config.vocab_size, tied, dtype, device)
-        self.rope = Rope(config.rope, dtype, device)
+        super().__init__(config, lambda: Attention(config, dtype, device), mlps, parallel, dtype, device)
+        self.config = config
         self.fp8_cache = fp8_cache
         self.mla: MlaBackend = make_backend(
             mla_shape(config), config.attention_scale, mla_prefill, dtype, device, mla_backend, fp8_cache
@@ -88,34 +51,12 @@ class DeepseekForCausalLM(ExpertHost):
             return KVSpec(self.config.num_layers, ((width,),), torch.uint8)
         return KVSpec(self.config.num_layers, ((self.config.kv_lora_rank + self.config.rope_dim,),), self.dtype)
 
-    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0, cuts: Cuts = UNCUT) -> Steps[Tensor]:
-        """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
-        residual_TD = self.embed(step.token_ids_T)
-        rope = self.rope(step.positions_T)
-        attend = cuts.attention(self.mla.prepare, step, 2)
-        x_TD: Tensor = self.decoders[0].input_norm(residual_TD)
-        for index, layer in enumerate(self.decoders):
-            (cache_RX,) = kv.layers[index]
-            attended_TD = layer.attention(x_TD, rope, cache_RX, step.slots_T, attend)
-            x_TD = layer.post_norm.add(attended_TD, residual_TD)
-            mlp_TD = yield from layer.mlp_steps(x_TD, lane, cuts)
-            following = self.decoders[index + 1].input_norm if index + 1 < len(self.decoders) else self.norm
-            x_TD = following.add(mlp_TD, residual_TD)
-        return x_TD
-
-    def logits(self, hidden_PD: Tensor) -> Tensor:
-        """[P, D] -> [P, V], in the model's dtype."""
-        values_PV: Tensor = self.head(hidden_PD)
-        return values_PV
-
-    def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
-        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
-        return self.head.best_tokens(hidden_PD, num_valid_tokens)
+    def attending(self) -> tuple[Prepare, int]:
+        return self.mla.prepare, 2
 
     def load(self, source: WeightSource) -> None:
         """Fill every parameter; of the experts only those that this rank hosts are read."""
-        read_ends(source, self.embed.weight, self.norm, self.head.matrix, self.config.tie_word_embeddings)
-        self.settle(self.head)
+        self.load_ends(source)
         for index, layer in enumerate(self.decoders):
             prefix = f"model.layers.{index}."
             weights.load_attention(source, prefix, layer.attention, self.config)

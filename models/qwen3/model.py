@@ -1,7 +1,6 @@
 """Qwen3 (dense and mixture of experts), and Qwen2, Llama and Mistral by its switches.
 
-Legend: T tokens, D hidden size, H query heads, Hkv key/value heads, Dh head size, R rope planes, P rows sampled,
-V vocabulary.
+Legend: T tokens, D hidden size, H query heads, Hkv key/value heads, Dh head size, R rope planes.
 """
 
 from __future__ import annotations
@@ -9,23 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dbo.steps import Steps
 from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
 from ep.router import SoftmaxRouter
 from layers.attention import AttentionPlan, Heads, paged_attention, place_heads
-from layers.embed import Embedding
-from layers.head import Head
 from layers.linear import Linear, MergedLinear, parameter
 from layers.mlp import GatedMLP
-from layers.norm import RMSNorm
-from layers.paged_kv import KVSpec, PagedKV
-from layers.rope import Rope
+from layers.paged_kv import KVSpec
 from layers.step import StepInput
 from models.base import WeightSource
-from models.cuts import UNCUT, Attend, Cuts
-from models.hosting import ExpertHost
-from models.loading import read_ends, read_experts, read_mlp
+from models.cuts import Attend, Prepare
+from models.decoder import Decoder
+from models.loading import read_experts, read_mlp
 from models.qwen3 import weights
 from models.qwen3.config import Qwen3Config
 
@@ -64,40 +58,13 @@ class Attention(nn.Module):
         return out_TD
 
 
-class DecoderLayer(nn.Module):
-    """Attention and a feed-forward layer, each behind its norm."""
-
-    def __init__(self, config: Qwen3Config, mlp: GatedMLP | MoE, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.attention = Attention(config, dtype, device)
-        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = mlp
-
-    def mlp_steps(self, x_TD: Tensor, lane: int, cuts: Cuts) -> Steps[Tensor]:
-        """The feed-forward layer; only routed experts yield."""
-        if isinstance(self.mlp, GatedMLP):
-            out_TD: Tensor = self.mlp(x_TD)
-            return out_TD
-        return (yield from cuts.experts(self.mlp.steps, x_TD, lane))
-
-
-class Qwen3ForCausalLM(ExpertHost):
+class Qwen3ForCausalLM(Decoder[Attention]):
     """Implements models.base.CausalLM."""
 
     def __init__(self, config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(parallel, config.hidden_size, device)
-        self.config = config
-        self.dtype = dtype
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         mlps = _mlps(config, parallel, dtype, device)
-        self.host(mlps)
-        self.decoders = [DecoderLayer(config, mlp, dtype, device) for mlp in mlps]
-        self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        tied = self.embed.weight if config.tie_word_embeddings else None
-        self.head = Head(config.hidden_size, config.vocab_size, tied, dtype, device)
-        self.rope = Rope(config.rope, dtype, device)
+        super().__init__(config, lambda: Attention(config, dtype, device), mlps, parallel, dtype, device)
+        self.config = config
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
 
     def kv_spec(self) -> KVSpec:
@@ -105,38 +72,16 @@ class Qwen3ForCausalLM(ExpertHost):
         entry = (self.config.num_kv_heads, self.config.head_dim)
         return KVSpec(self.config.num_layers, (entry, entry), self.dtype)
 
-    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0, cuts: Cuts = UNCUT) -> Steps[Tensor]:
-        """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
-        residual_TD = self.embed(step.token_ids_T)
-        rope = self.rope(step.positions_T)
-        attend = cuts.attention(self._prepare, step, 1)
-        x_TD: Tensor = self.decoders[0].input_norm(residual_TD)
-        for index, layer in enumerate(self.decoders):
-            attended_TD = layer.attention(x_TD, rope, kv.layers[index], step.slots_T, attend)
-            x_TD = layer.post_norm.add(attended_TD, residual_TD)
-            mlp_TD = yield from layer.mlp_steps(x_TD, lane, cuts)
-            following = self.decoders[index + 1].input_norm if index + 1 < len(self.decoders) else self.norm
-            x_TD = following.add(mlp_TD, residual_TD)
-        return x_TD
+    def attending(self) -> tuple[Prepare, int]:
+        return self._prepare, 1
 
     def _prepare(self, step: StepInput) -> Attend:
         plan = AttentionPlan(step, self.heads, self.dtype)
         return lambda q_THD, k_cache, v_cache, scale: paged_attention(q_THD, k_cache, v_cache, plan, scale)
 
-    def logits(self, hidden_PD: Tensor) -> Tensor:
-        """[P, D] -> [P, V], in the model's dtype."""
-        values_PV: Tensor = self.head(hidden_PD)
-        return values_PV
-
-    def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
-        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
-        return self.head.best_tokens(hidden_PD, num_valid_tokens)
-
     def load(self, source: WeightSource) -> None:
         """Fill every parameter; of the experts only those that this rank hosts are read."""
-        tied = self.config.tie_word_embeddings
-        read_ends(source, self.embed.weight, self.norm, self.head.matrix, tied)
-        self.settle(self.head)
+        self.load_ends(source)
         moe_layer = 0
         for index, layer in enumerate(self.decoders):
             prefix = f"model.layers.{index}."

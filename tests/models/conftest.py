@@ -1,9 +1,14 @@
-"""Small shared things of the model tests."""
+"""Small shared things of the model tests. Makes the parts of fakes importable."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "fakes" / "fake_parts"))
 
 
 @pytest.fixture(autouse=True)

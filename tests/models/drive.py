@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dbo.steps import drain, weave
-from ep.group import Group
+from ep.group import Group, MailboxGroup, MailboxWorld
 from ep.local import LocalAllToAll
 from ep.parallel import Parallel
 from ep.protocol import AllToAll
@@ -60,6 +60,20 @@ def load_ours(
         model.load(checkpoint)
     checkpoint.finish()
     return model
+
+
+def mailbox_models(path: Path, size: int, slots_per_rank: int | None = None) -> list[CausalLM]:
+    """Our model on each of `size` ranks in this process."""
+    world = MailboxWorld(size)
+    groups = [MailboxGroup(world, rank) for rank in range(size)]
+    return [load_ours(path, parallel_of(path, group, "mailbox", slots_per_rank)) for group in groups]
+
+
+def prompts_of(rank: int, vocab_size: int) -> list[list[int]]:
+    """Each rank has its own number of sequences, of its own lengths; rank 2 has none."""
+    generator = torch.Generator().manual_seed(rank)
+    lengths = {0: [5, 1, 33], 1: [70], 2: [], 3: [2, 8]}[rank]
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
 @dataclass

@@ -7,24 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from deepseek_tiny import make_v3
-from drive import CPU, generate_on_ranks, load_ours, parallel_of, single_rank
+from drive import CPU, generate_on_ranks, mailbox_models, parallel_of, prompts_of, single_rank
 from hf_tiny import VOCAB, HfModel
 from rank_processes import generate_in_processes
 
 from ep.group import MailboxGroup, MailboxWorld
 from ep.parallel import Parallel
 from layers.weights import Checkpoint
-from models.base import CausalLM
 from models.registry import build, read_config
 
 NUM_TOKENS = 16
-
-
-def prompts_of(rank: int) -> list[list[int]]:
-    """Each rank has its own number of sequences, of its own lengths; rank 2 has none."""
-    generator = torch.Generator().manual_seed(rank)
-    lengths = {0: [5, 1, 33], 1: [70], 2: [], 3: [2, 8]}[rank]
-    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +24,17 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> HfModel:
     return make_v3(tmp_path_factory.mktemp("v3"))
 
 
-def mailbox_models(path: Path, size: int, slots_per_rank: int | None = None) -> list[CausalLM]:
-    world = MailboxWorld(size)
-    groups = [MailboxGroup(world, rank) for rank in range(size)]
-    return [load_ours(path, parallel_of(path, group, "mailbox", slots_per_rank)) for group in groups]
-
-
 @pytest.mark.parametrize(("size", "slots_per_rank"), [(1, None), (2, None), (4, None), (3, None), (2, 11)])
 def test_mailbox_ranks_give_the_tokens_of_transformers(hf: HfModel, size: int, slots_per_rank: int | None) -> None:
     """3 ranks: 16 experts do not divide, some slots are unused. 11 slots on 2 ranks: some experts have two replicas."""
-    prompts = [prompts_of(rank) for rank in range(size)]
+    prompts = [prompts_of(rank, VOCAB) for rank in range(size)]
     ours = generate_on_ranks(mailbox_models(hf.path, size, slots_per_rank), prompts, NUM_TOKENS)
     assert ours == [[hf.greedy(prompt, NUM_TOKENS) for prompt in own] for own in prompts]
 
 
 @pytest.mark.slow
 def test_gloo_processes_give_the_tokens_of_transformers(hf: HfModel, tmp_path: Path) -> None:
-    prompts = [prompts_of(rank) for rank in range(2)]
+    prompts = [prompts_of(rank, VOCAB) for rank in range(2)]
     ours = generate_in_processes(hf.path, tmp_path / "store", prompts, NUM_TOKENS)
     assert ours == [[hf.greedy(prompt, NUM_TOKENS) for prompt in own] for own in prompts]
 

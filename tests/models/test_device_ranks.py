@@ -14,6 +14,7 @@ import torch
 from deepseek_tiny import make_v3
 from drive import CPU, Cache, generate_on_ranks, load_ours, make_step, relative_error
 from hf_tiny import VOCAB, HfModel, make_qwen3_moe
+from puts_in_threads import fakes_for
 from rank_threads import on_ranks
 from torch import Tensor
 from use_fakes import use_fakes
@@ -79,6 +80,7 @@ def test_the_tokens_of_transformers(name: str, hf: HfModel, tmp_path: Path) -> N
         "flashinfer_nvlink_one_sided",
         "pplx",
         "deepep_high_throughput+deepep_low_latency",
+        "nvshmem+nvshmem_low_latency",
     ],
 )
 def test_the_logits_of_one_rank(name: str, wide: Path, tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_the_logits_of_one_rank(name: str, wide: Path, tmp_path: Path) -> None:
         model = model_over(name, wide, group, torch.bfloat16, state)
         return logits_of(model, tokens[group.rank], state)
 
-    with use_fakes():
+    with fakes_for(name):
         ours = on_ranks(tmp_path, 2, act)
     for logits, reference in zip(ours, expected, strict=True):
         assert isinstance(logits, Tensor) and relative_error(logits, reference) < 0.05

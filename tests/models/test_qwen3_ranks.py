@@ -6,22 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from drive import Cache, generate_on_ranks, load_ours, make_step, parallel_of
+from drive import Cache, generate_on_ranks, mailbox_models, make_step, prompts_of
 from hf_tiny import VOCAB, HfModel, make_qwen3_moe
 from rank_processes import generate_in_processes
 
 from dbo.steps import drain, weave
-from ep.group import MailboxGroup, MailboxWorld
-from models.base import CausalLM
 
 NUM_TOKENS = 16
-
-
-def prompts_of(rank: int) -> list[list[int]]:
-    """Each rank has its own number of sequences, of its own lengths; rank 2 has none."""
-    generator = torch.Generator().manual_seed(rank)
-    lengths = {0: [5, 1, 33], 1: [70], 2: [], 3: [2, 8]}[rank]
-    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +20,10 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> HfModel:
     return make_qwen3_moe(tmp_path_factory.mktemp("moe"), mlp_only_layers=[1])
 
 
-def mailbox_models(path: Path, size: int, slots_per_rank: int | None = None) -> list[CausalLM]:
-    world = MailboxWorld(size)
-    groups = [MailboxGroup(world, rank) for rank in range(size)]
-    return [load_ours(path, parallel_of(path, group, "mailbox", slots_per_rank)) for group in groups]
-
-
 @pytest.mark.parametrize(("size", "slots_per_rank"), [(1, None), (2, None), (4, None), (3, None), (2, 6)])
 def test_mailbox_ranks_give_the_tokens_of_transformers(hf: HfModel, size: int, slots_per_rank: int | None) -> None:
     """3 ranks: 8 experts do not divide, some slots are unused. 6 slots on 2 ranks: some experts have two replicas."""
-    prompts = [prompts_of(rank) for rank in range(size)]
+    prompts = [prompts_of(rank, VOCAB) for rank in range(size)]
     ours = generate_on_ranks(mailbox_models(hf.path, size, slots_per_rank), prompts, NUM_TOKENS)
     assert ours == [[hf.greedy(prompt, NUM_TOKENS) for prompt in own] for own in prompts]
 
@@ -61,6 +46,6 @@ def test_two_lanes_overlap_on_each_rank(hf: HfModel) -> None:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gloo_processes_give_the_tokens_of_transformers(hf: HfModel, tmp_path: Path, size: int) -> None:
-    prompts = [prompts_of(rank) for rank in range(size)]
+    prompts = [prompts_of(rank, VOCAB) for rank in range(size)]
     ours = generate_in_processes(hf.path, tmp_path / "store", prompts, NUM_TOKENS)
     assert ours == [[hf.greedy(prompt, NUM_TOKENS) for prompt in own] for own in prompts]

@@ -6,6 +6,7 @@ or None for the one that the engine would take.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,6 +185,11 @@ def mla_cases(
                 b * length * h * 2 * (2 * latent + rope), run, "bf16", "mla_decode" + ("_fp8" if name == "fp8" else ""),
                 (h,), decode_candidates(h),
             )  # fmt: skip
+
+    @functools.cache  # a plan is made once for all layers, and comes from the host
+    def plan_of(step: StepInput, b: int, config: Any) -> PrefillPlan:
+        return PrefillPlan(step, range(b), h, 8192, BF16, config)
+
     candidates = [PrefillConfig(m, s, w, st) for m in (64, 128) for s in (32, 64, 128) for w in (4, 8) for st in (2, 3)]
     for b, queries, length in prompts:
         step = make_step(b, queries, length, device)
@@ -195,8 +201,7 @@ def mla_cases(
         def prompt(
             config: Any, step: StepInput = step, b: int = b, args: Any = (*q, cache, *w), out: Tensor = out
         ) -> object:
-            plan = PrefillPlan(step, range(b), h, 8192, BF16, config)
-            plan.run(*args, 0.1, out)
+            plan_of(step, b, config).run(*args, 0.1, out)
             return out
 
         pairs = b * (queries * (length - queries) + queries * (queries + 1) // 2)
@@ -216,6 +221,11 @@ def attention_cases(
     entry, work = shape.kv_heads * shape.head_dim * 2 * 2, shape.heads * shape.head_dim * 4
     small = [AttentionConfig(16, s, w, st) for s in (32, 64, 128) for w in (2, 4, 8) for st in (2, 3, 4)]
     large = [AttentionConfig(m, s, w, st) for m in (64, 128) for s in (32, 64, 128) for w in (4, 8) for st in (2, 3)]
+
+    @functools.cache
+    def plan_of(step: StepInput, is_decode: bool, config: Any) -> TritonAttentionPlan:
+        return TritonAttentionPlan(step, heads, BF16, *((config, None) if is_decode else (None, config)))
+
     for b, queries, length in [*((b, 1, length) for b, length in decodes), *prompts]:
         step = make_step(b, queries, length, device)
         cache = [
@@ -228,9 +238,7 @@ def attention_cases(
         def run(
             config: Any, step: StepInput = step, q: Tensor = q, kv: Any = cache, is_decode: bool = is_decode
         ) -> object:
-            chosen = (config, None) if is_decode else (None, config)
-            plan = TritonAttentionPlan(step, heads, BF16, *chosen)
-            return triton_attention.paged_attention(q, *kv, plan, 0.1)
+            return triton_attention.paged_attention(q, *kv, plan_of(step, is_decode, config), 0.1)
 
         pairs = b * (queries * (length - queries) + queries * (queries + 1) // 2)
         yield Case(

@@ -52,16 +52,21 @@ class Limits:
     products: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def probe(clock: Callable[[Callable[[], object]], float], device: torch.device, size: int = 8192) -> Limits:
-        source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    def probe(
+        clock: Callable[[Callable[[], object]], float], device: torch.device, size: int = 8192, num_bytes: int = 1 << 30
+    ) -> Limits:
+        """FP8 counts as BF16 where torch does not multiply it on this chip."""
+        source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         limits = Limits(2 * source.numel() / clock(lambda: target.copy_(source)))
         a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
         limits.products["bf16"] = 2 * size**3 / clock(lambda: a @ b)
         a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T, torch.ones((), device=device)
-        limits.products["fp8"] = (
-            2 * size**3 / clock(lambda: torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16))
-        )
+        try:
+            seconds = clock(lambda: torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16))
+            limits.products["fp8"] = 2 * size**3 / seconds
+        except (RuntimeError, ValueError):
+            limits.products["fp8"] = limits.products["bf16"]
         return limits
 
     def seconds(self, num_bytes: float, flops: float, kind: str) -> tuple[float, str]:

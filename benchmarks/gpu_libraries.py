@@ -5,11 +5,21 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import time
 
 import torch
 from gpu_rows import Options, relative, row
 
+from ep.device import CurrentStream
+from ep.device_group import DeviceGroup
 from ep.experts import WeightFormat
+from ep.group import LocalGroup
+from ep.nvshmem import start
+from ep.nvshmem_ll import NvshmemLowLatency, PutKernels
+from ep.protocol import Routing
+from moe_kernels import ExpertBatch, dequantize_rows
+
+_LOOKS = 1_000_000
 
 
 def _has(module: str) -> bool:
@@ -68,22 +78,81 @@ def flashinfer(options: Options) -> None:
 
 
 def nvshmem(options: Options) -> None:
-    """One PE: a symmetric tensor, put to itself, and waited for."""
+    """One PE: a symmetric tensor, put to itself, and waited for; and the kernels that put rows."""
     if not _has("nvshmem") or not options.on_gpu:
         return
-    core, device_of = importlib.import_module("nvshmem.core"), importlib.import_module("cuda.core.experimental").Device
-    here = device_of(0)
-    here.set_current()
-    core.init(device=here, uid=core.get_unique_id(), rank=0, nranks=1, initializer_method="uid")
+    group = DeviceGroup(LocalGroup(), options.device, 5.0)
+    core = start(group)
     source, target = (core.tensor((1024,), dtype=torch.float32) for _ in range(2))
     source.normal_()
     target.zero_()
-    stream = here.create_stream()
+    core.put(target, source, remote_pe=0, stream=CurrentStream())
+    core.quiet(stream=CurrentStream())
     torch.cuda.synchronize()
-    core.put(target, source, remote_pe=0, stream=stream)
-    core.quiet(stream=stream)
-    stream.sync()
     row("put to itself", bool(torch.equal(source, target)), numbers=1024)
     for tensor in (source, target):
         core.free_tensor(tensor)
-    core.finalize()
+    try:
+        shared = PutKernels(group)
+    except ValueError as error:
+        row("nvshmem_low_latency", None, note=str(error))
+    else:
+        for fp8 in (False, True):
+            _put_rows(options, shared, fp8)
+    group.close()
+
+
+def _put_rows(options: Options, shared: PutKernels, fp8: bool) -> None:
+    """One rank's exchange with itself, as written and in a graph; and how long a wait is that nobody ends."""
+    slots, hidden, tokens, top_k = 32, 7168, 64, 8
+    name = f"nvshmem_low_latency {tokens} tokens {'FP8' if fp8 else 'BF16'}"
+    lane = NvshmemLowLatency(shared, slots, hidden, torch.bfloat16, 256, fp8)
+    x_TD = torch.randn(tokens, hidden, device=options.device).bfloat16()
+    scores = torch.rand(tokens, slots, device=options.device)
+    routing = Routing(scores.topk(top_k).indices, torch.rand(tokens, top_k, device=options.device))
+    out_TD, twin_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    y = torch.empty(slots, 256, hidden, dtype=torch.bfloat16, device=options.device)
+
+    def exchange() -> None:
+        arrived = lane.dispatch(x_TD, routing).wait()
+        lane.combine(y, arrived.ticket, out_TD).wait()
+
+    def whole(into_TD: torch.Tensor) -> None:
+        """With experts that give back what they get."""
+        arrived = lane.dispatch(x_TD, routing).wait()
+        batch = arrived.batch
+        assert isinstance(batch, ExpertBatch)
+        rows = batch.x if batch.scale is None else dequantize_rows(batch.x, batch.scale, torch.bfloat16)
+        lane.combine(rows, arrived.ticket, into_TD).wait()
+
+    whole(twin_TD)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        whole(out_TD)
+    for into, run in ((twin_TD, lambda: whole(twin_TD)), (out_TD, graph.replay)):
+        x_TD.normal_()
+        into.zero_()
+        run()
+        error = relative(into, x_TD.float() * routing.weight_TK.sum(1, keepdim=True))
+        row(f"{name}{', in a graph' if into is out_TD else ''}", error < (0.05 if fp8 else 0.01), error=error)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        exchange()
+    clock = options.clock()
+    row(f"{name}, times", None, written_us=1e6 * clock(exchange), captured_us=1e6 * clock(captured.replay))
+    torch.cuda.synchronize()
+    shared.looks, looks = _LOOKS, shared.looks
+    lane._turn += 1  # of a turn in which nobody sends
+    began = time.monotonic()
+    lane.receive(torch.zeros(slots, dtype=torch.int32, device=options.device), routing.slot_TK)
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - began
+    row(
+        f"{name}, a wait that nobody ends",
+        shared.lost_G.tolist() == [1],
+        seconds=seconds,
+        us_per_look=1e6 * seconds / _LOOKS,
+    )
+    shared.lost_G.zero_()
+    shared.looks = looks

@@ -6,11 +6,11 @@ Optional libraries are looked for where a part needs them; without one the part 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
 import importlib
 import importlib.util
-import json
 import subprocess
 import sys
 import time
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from gpu_clock import Limits
 from gpu_libraries import deepgemm, flashinfer, nvshmem
-from gpu_models import TINY, Driver, floor_of, make_model, reduced
-from gpu_rows import Options, relative, row
+from gpu_models import TINY, Driver, Floor, floor_of, make_model, reduced
+from gpu_rows import Options, attempt, relative, row
 from torch import Tensor
 
 from engine.graphs import GraphLibrary, Graphs, GraphSizes
@@ -31,6 +31,7 @@ from layers.step import StepInput
 from models.base import CausalLM
 from native import Isa, limit_isa
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent
 ALL_EXPERTS = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}  # so that no choice flips on a rounding
 
@@ -62,30 +63,30 @@ def logits_of(model: CausalLM, device: torch.device) -> Tensor:
 
 def parity(options: Options) -> None:
     """Every family, on this device against float32 on the CPU; in bfloat16 no further from it than torch on the CPU, twice."""
-    cpu = torch.device("cpu")
     for family, raw in TINY.items():
         if not options.left():
             row("families left out", None, note=f"no time from {family} on")
             return
-        torch.manual_seed(1)
-        exact = make_model(raw, torch.float32, cpu)
-        error = relative(
-            logits_of(make_model(raw, torch.float32, options.device, like=exact), options.device), logits_of(exact, cpu)
-        )
-        row(f"{family} float32", error < 1e-3, error=error)
-        wide = {**raw, **ALL_EXPERTS}
-        torch.manual_seed(2)
-        half = make_model(wide, torch.bfloat16, cpu)
-        expected = logits_of(make_model(wide, torch.float32, cpu, like=half), cpu)
-        ours = relative(
-            logits_of(make_model(wide, torch.bfloat16, options.device, like=half), options.device), expected
-        )
-        theirs = relative(logits_of(half, cpu), expected)
-        row(f"{family} bfloat16", ours < max(2 * theirs, 0.02), error=ours, torch_on_cpu=theirs)
-    raw = {**TINY["deepseek-v3"], **ALL_EXPERTS}
-    fp8 = make_model(raw, torch.bfloat16, options.device, WeightFormat.FP8)
-    error = relative(logits_of(fp8, options.device), logits_of(make_model(raw, torch.float32, cpu, like=fp8), cpu))
-    row("deepseek-v3 experts in fp8", error < 0.1, error=error)
+        with attempt(f"{family} float32"):
+            torch.manual_seed(1)
+            exact = make_model(raw, torch.float32, CPU)
+            ours = logits_of(make_model(raw, torch.float32, options.device, like=exact), options.device)
+            error = relative(ours, logits_of(exact, CPU))
+            row(f"{family} float32", error < 1e-3, error=error)
+        with attempt(f"{family} bfloat16"):
+            wide = {**raw, **ALL_EXPERTS}
+            torch.manual_seed(2)
+            half = make_model(wide, torch.bfloat16, CPU)
+            expected = logits_of(make_model(wide, torch.float32, CPU, like=half), CPU)
+            ours = logits_of(make_model(wide, torch.bfloat16, options.device, like=half), options.device)
+            error, theirs = relative(ours, expected), relative(logits_of(half, CPU), expected)
+            row(f"{family} bfloat16", error < max(2 * theirs, 0.02), error=error, torch_on_cpu=theirs)
+    with attempt("deepseek-v3 experts in fp8"):
+        raw = {**TINY["deepseek-v3"], **ALL_EXPERTS}
+        fp8 = make_model(raw, torch.bfloat16, options.device, WeightFormat.FP8)
+        expected = logits_of(make_model(raw, torch.float32, CPU, like=fp8), CPU)
+        error = relative(logits_of(fp8, options.device), expected)
+        row("deepseek-v3 experts in fp8", error < 0.1, error=error)
 
 
 # ---- graphs ----
@@ -110,20 +111,22 @@ def graphs(options: Options) -> None:
             ("experts cut", GraphSizes(piecewise=(4, 8, 64)), True),
         ]
         for name, sizes, cut in kinds:
-            driver, eager = (Driver(model, 7, 64, 16, options.device) for _ in range(2))
-            captured = driver.graphs(graph_library(options), sizes, cut)
-            worst, first = 0.0, 0
-            for count, living in ((9, 7), (1, 7), (1, 3), (1, 5), (1, 1), (4, 7), (1, 7)):
-                step = eager.step(range(living), first, count)
-                ours = driver.logits(step, captured)
-                worst = max(worst, relative(ours, eager.logits(step)))
-                first += count
-            row(
-                f"{family} {name}",
-                worst < (2e-2 if options.on_gpu else 1e-4),
-                error=worst,
-                captured=sum(map(len, captured.captured)),
-            )
+            with attempt(f"{family} {name}"):
+                worst, captured = _worst(options, model, sizes, cut)
+                row(f"{family} {name}", worst < (2e-2 if options.on_gpu else 1e-4), error=worst, captured=captured)
+
+
+def _worst(options: Options, model: CausalLM, sizes: GraphSizes, cut: bool) -> tuple[float, int]:
+    """The largest difference to eager steps, and how many graphs were captured."""
+    driver, eager = (Driver(model, 7, 64, 16, options.device) for _ in range(2))
+    captured = driver.graphs(graph_library(options), sizes, cut)
+    worst, first = 0.0, 0
+    for count, living in ((9, 7), (1, 7), (1, 3), (1, 5), (1, 1), (4, 7), (1, 7)):
+        step = eager.step(range(living), first, count)
+        ours = driver.logits(step, captured)
+        worst = max(worst, relative(ours, eager.logits(step)))
+        first += count
+    return worst, sum(map(len, captured.captured))
 
 
 # ---- whole models ----
@@ -154,24 +157,27 @@ def _model(options: Options, preset: str, num_layers: int, form: WeightFormat) -
             if tensor.dtype.is_floating_point:
                 tensor.normal_()
     for sequences, queries in ((1, 16), (2, 8)) if options.tiny else ((1, 2048), (4, 2048)):
-        step = driver.step(range(sequences), 0, queries)
-        tokens = sequences * queries
-        seconds = _wall(options, functools.partial(_sampled, driver, step), 5)
-        floor = floor_of(model, tokens, sequences, tokens, sequences * queries * (queries + 1) // 2, form)
-        _timed(f"prefill {sequences} x {queries}", seconds, tokens, num_layers, found, floor.bytes, floor.flops)
+        with attempt(f"prefill {sequences} x {queries}"):
+            step = driver.step(range(sequences), 0, queries)
+            tokens = sequences * queries
+            seconds = _wall(options, functools.partial(_sampled, driver, step), 5)
+            floor = floor_of(model, tokens, sequences, tokens, sequences * queries * (queries + 1) // 2, form)
+            _timed(f"prefill {sequences} x {queries}", seconds, tokens, num_layers, found, floor)
     captured = None
     if options.on_gpu:
-        began = time.monotonic()
-        captured = driver.graphs(graph_library(options), GraphSizes(full=counts))
-        row(f"capture of {len(counts)} decode graphs", None, seconds=time.monotonic() - began)
+        with attempt("capture of decode graphs"):
+            began = time.monotonic()
+            captured = driver.graphs(graph_library(options), GraphSizes(full=counts))
+            row(f"capture of {len(counts)} decode graphs", None, seconds=time.monotonic() - began)
     for count in counts:
         step = driver.step(range(count), context, 1)
         floor = floor_of(model, count, count, count * context, count * context, form)
         for name, how in (("eager", None), ("graph", captured)):
             if (name == "graph" and how is None) or not options.left(3):
                 continue
-            seconds = _wall(options, functools.partial(_sampled, driver, step, how))
-            _timed(f"decode {count} x {context} {name}", seconds, count, num_layers, found, floor.bytes, floor.flops)
+            with attempt(f"decode {count} x {context} {name}"):
+                seconds = _wall(options, functools.partial(_sampled, driver, step, how))
+                _timed(f"decode {count} x {context} {name}", seconds, count, num_layers, found, floor)
 
 
 def _sampled(driver: Driver, step: StepInput, captured: Graphs | None = None) -> Tensor:
@@ -198,11 +204,9 @@ def _wait(options: Options) -> None:
         torch.cuda.synchronize(options.device)
 
 
-def _timed(
-    name: str, seconds: float, tokens: int, num_layers: int, found: Limits, num_bytes: float, flops: dict[str, float]
-) -> None:
+def _timed(name: str, seconds: float, tokens: int, num_layers: int, found: Limits, floor: Floor) -> None:
     """The floor is the longer of two times: all bytes at the copy's speed, all products at theirs."""
-    least = max(num_bytes / found.memory, sum(count / found.products[kind] for kind, count in flops.items()))
+    least = max(floor.bytes / found.memory, sum(count / found.products[kind] for kind, count in floor.flops.items()))
     row(
         name, None, ms=seconds * 1e3, tokens_s=tokens / seconds, ms_per_layer=seconds * 1e3 / num_layers, floor_ms=least * 1e3,
         times_floor=seconds / least,
@@ -214,14 +218,17 @@ def _timed(
 
 def kernels(options: Options) -> None:
     """Each Triton kernel beside the limit (benchmarks/gpu_ops.py)."""
+    if importlib.util.find_spec("triton") is None:
+        row("triton", None, note="not installed: left out")
+        return
     cases, ops = importlib.import_module("gpu_cases"), importlib.import_module("gpu_ops")
     clock, found = options.clock(), options.limits()
     with contextlib.ExitStack() as stack:
-        if options.on_gpu:
-            chosen: Iterator[Any] = cases.all_cases(options.device, list(cases.MODELS))
-        else:
+        if not options.on_gpu:
             sys.path.insert(0, str(ROOT / "tests"))
             stack.enter_context(importlib.import_module("triton_support").as_on_gpu())
+        chosen: Iterator[Any] = cases.all_cases(options.device, list(cases.MODELS))
+        if options.tiny:
             shape = cases.Shape("tiny", 128, 128, 4, 4, 2, 4, 2, 128, 300)
             chosen = iter(
                 [*cases.expert_cases(shape, options.device, (3,)), *cases.row_cases(shape, options.device, (3,))]
@@ -230,30 +237,56 @@ def kernels(options: Options) -> None:
             error = found_row.pop("error", None)
             name = f"{found_row.pop('op')} {found_row.pop('shape')}"
             row(name, False if error else None, **found_row, **({"note": error} if error else {}))
+            if error and "CUDA error" in error:  # the device is of no use to this process any more
+                return
             if not options.left(2):
                 row("kernels left out", None, note="no time for the rest")
                 return
 
 
 def tests(options: Options) -> None:
-    """The tests of the Triton kernels, which run on the GPU where there is one, and those marked gpu."""
+    """The tests of the Triton kernels, which run on the GPU where there is one, and those marked gpu: a process for each file, all
+    at the same time, because most of it is compiling."""
     if importlib.util.find_spec("pytest") is None:
         row("pytest", None, note="not installed: left out")
         return
-    folders = [
-        str(path)
-        for room in ("layers", "mla", "moe_kernels")
-        for path in (ROOT / "tests" / room).glob("test_triton_*.py")
-    ]
-    chosen = folders[:1] if options.tiny else [*folders, str(ROOT / "tests/gpu")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compile", *chosen]
-    timeout = max(1.0, options.ends - time.monotonic())
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-    for line in done.stdout.splitlines():
-        if line.startswith(("FAILED", "ERROR")):
-            row(line[:160], False)
-    counts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"passed"')]
-    row("tests of kernels and models", done.returncode == 0, **(counts[-1] if counts else {"note": done.stdout[-200:]}))
+    rooms = [ROOT / "tests" / room for room in ("layers", "mla", "moe_kernels")]
+    files = [path for room in rooms for path in sorted(room.glob("test_triton_*.py"))]
+    files = files[:1] if options.tiny else [*files, *sorted((ROOT / "tests/gpu").glob("test_*.py"))]
+    if importlib.util.find_spec("hypothesis") is None:
+        files = [
+            path
+            for path in files
+            if "import hypothesis" not in (text := path.read_text()) and "from hypothesis" not in text
+        ]
+    with concurrent.futures.ThreadPoolExecutor(len(files)) as pool:
+        for path, (ok, values) in zip(files, pool.map(functools.partial(_tested, options), files), strict=True):
+            row(path.stem, ok, **values)
+
+
+def _tested(options: Options, path: Path) -> tuple[bool, dict[str, Any]]:
+    """Whether all of a file's tests passed, and how many did; the first that did not."""
+    plain = ["-o", "addopts=", "-o", "filterwarnings=default", "-p", "no:cacheprovider", "-v", "-rfE", "--tb=line"]
+    command = [sys.executable, "-m", "pytest", *plain, "-k", "not compile", str(path)]
+    note, code = "", 1
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=max(1.0, options.ends - time.monotonic()),
+        )  # fmt: skip
+        text, code = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as late:
+        text, note = (late.output or b"").decode(errors="replace"), "no time was left; "
+    print(text, file=sys.stderr, flush=True)
+    lines = text.splitlines()
+    passed = sum(" PASSED" in line for line in lines)
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if code and not failed:
+        note += lines[-1][:200] if lines else "it said nothing"
+    values: dict[str, Any] = {"passed": passed, "failed": len(failed)}
+    if failed or note:
+        values["note"] = note + "; ".join(line[:160] for line in failed[:3])
+    return code == 0, values
 
 
 # ---- the whole engine ----
@@ -268,12 +301,19 @@ def engine(options: Options) -> None:
         row("engine", None, note=f"not run: {error}")
         return
     prompts = ["Once upon a time", "The little dog", "In the morning,"]
-    found = {}
+    found = []
     for device in ("cpu", options.device.type):
+        began = time.monotonic()
         with contextlib.closing(llm(device=device, dtype="float32", max_model_len=128, max_num_seqs=4)) as served:
             outputs = served.generate(prompts, params)
-            found[device] = [output.outputs[0].token_ids for output in outputs]
-    row("embedded model, greedy tokens", found["cpu"] == found[options.device.type], sequences=len(prompts))
+            found.append([output.outputs[0].token_ids for output in outputs])
+            row(
+                f"embedded model on {device}", None, seconds=time.monotonic() - began, graphs=served.plan.cudagraph_mode
+            )
+    pairs = [pair for theirs, ours in zip(*found, strict=True) for pair in zip(theirs, ours, strict=False)]
+    same = sum(a == b for a, b in pairs) / max(1, len(pairs))
+    # Two tokens that are equally good may change places, and what follows with them.
+    row("embedded model, greedy tokens as on the CPU", same > 0.6, same=same, tokens=len(pairs))
 
 
 PARTS: dict[str, Callable[[Options], None]] = {

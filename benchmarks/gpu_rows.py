@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +36,23 @@ class Options:
 
     def limits(self) -> Limits:
         if self.on_gpu:
-            return Limits.probe(self.clock(), self.device)
+            return Limits.probe(self.clock(), self.device, *((256, 1 << 20) if self.tiny else ()))
         return Limits(1e9, {"bf16": 1e9, "fp8": 1e9})  # made up: nothing is measured on a CPU
 
 
 def row(name: str, ok: bool | None = None, **values: Any) -> None:
     rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in values.items()}
     print(json.dumps({"name": name, "ok": ok, **rounded}), flush=True)
+
+
+@contextlib.contextmanager
+def attempt(name: str) -> Iterator[None]:
+    """What goes wrong within is a row, and what comes after it goes on."""
+    try:
+        yield
+    except Exception as error:  # of any library
+        traceback.print_exc(file=sys.stderr)
+        row(name, False, note=f"{type(error).__name__}: {error}".splitlines()[0][:200])
 
 
 def _once(run: Callable[[], object], repeats: int = 1) -> float:

@@ -9,7 +9,9 @@ the repository's root); the engine takes the nearest shape from there.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compile_ahead import compile_ahead
 from gpu_cases import MODELS, Case, all_cases
 from gpu_clock import GpuClock
 from torch import Tensor
@@ -49,8 +52,11 @@ class Tuned:
     failed: int
 
 
-def tune(case: Case, clock: Clock) -> Tuned:
-    """The fastest of the candidates and of the one in use, which is config ()."""
+def tune(case: Case, clock: Clock, num_threads: int = 0) -> Tuned:
+    """The fastest of the candidates and of the one in use, which is config (). num_threads: that compile them first; 0: each is
+    compiled when it runs."""
+    if num_threads:
+        compile_ahead([functools.partial(case.run, candidate) for candidate in case.candidates], num_threads)
     expected = _numbers(case.run(None))
     best, least, failed = (), clock(lambda: case.run(None)), 0
     default = least
@@ -77,7 +83,9 @@ def _close(ours: Tensor, expected: Tensor) -> bool:
     return bool((ours - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
-def tune_all(cases: Iterable[Case], clock: Clock, kernels: Iterable[str], deadline: float) -> Iterator[Tuned]:
+def tune_all(
+    cases: Iterable[Case], clock: Clock, kernels: Iterable[str], deadline: float, num_threads: int = 0
+) -> Iterator[Tuned]:
     """Until the deadline (time.monotonic): what was found by then is whole. Sizes that occur twice are taken once."""
     wanted, done = set(kernels), set()
     for case in cases:
@@ -87,7 +95,7 @@ def tune_all(cases: Iterable[Case], clock: Clock, kernels: Iterable[str], deadli
         if time.monotonic() > deadline:
             return
         done.add(key)
-        yield tune(case, clock)
+        yield tune(case, clock, num_threads)
 
 
 def merge(found: Iterable[Tuned], chip: str, root: Path) -> list[Path]:
@@ -140,7 +148,8 @@ def main() -> None:
     major, minor = torch.cuda.get_device_capability(device)
     deadline = time.monotonic() + 60 * options.minutes
     found = []
-    for tuned in tune_all(all_cases(device, options.models), GpuClock(device), options.kernels, deadline):
+    cases, num_threads = all_cases(device, options.models), max(1, (os.cpu_count() or 2) - 2)
+    for tuned in tune_all(cases, GpuClock(device), options.kernels, deadline, num_threads):
         found.append(tuned)
         print(json.dumps(asdict(tuned) | {"gain": round(tuned.default_seconds / tuned.seconds, 2)}), flush=True)
     for path in merge(found, f"sm_{major}{minor}", options.out):

@@ -40,7 +40,9 @@ def rows_of(position, seen, table_ptr, block_size):
     return block * block_size + position % block_size
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+# What a step uploads lies behind each other in one tensor, aligned to 8 bytes or by chance to 16: a kernel for each would be
+# compiled while requests wait.
+@triton.jit(do_not_specialize=["table_stride", "num_splits"], do_not_specialize_on_alignment=["table_ptr", "lens_ptr"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, tiles_ptr, out_ptr, lse_ptr, q_stride_t, q_stride_h, table_stride,
     num_heads, num_kv_heads, num_splits, block_size, scale, DECODE: tl.constexpr, SIZE: tl.constexpr,

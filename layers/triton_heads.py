@@ -17,7 +17,7 @@ from layers.triton_rope import turn
 _NUMBERS = 2048  # of a program, about
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # as in layers/triton_attention.py
 def _heads_kernel(
     x_ptr, norm_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_cache_ptr, v_cache_ptr, x_stride, num_heads, num_kv_heads,
     eps, NORMED: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -18,7 +18,7 @@ def turn(x, partner, cos, sin, dtype: tl.constexpr):
     return ((partner * sin).to(dtype).to(tl.float32) + x * cos).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # as in layers/triton_attention.py
 def _rope_kernel(
     x_ptr, v_ptr, cos_ptr, sin_ptr, slots_ptr, out_ptr, v_out_ptr, x_stride_t, x_stride_h, v_stride_t, v_stride_h,
     num_heads, CACHED: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -109,7 +109,17 @@ def _draw(row_ptr, size, temperature, highest, least, bound, uniform, CHUNK: tl.
     return tl.minimum(first + tl.minimum(tl.sum(passed.to(tl.int32), 0), last), size - 1)
 
 
-@triton.jit(do_not_specialize=["size", "stride"])
+@triton.jit(
+    do_not_specialize=["size", "stride"],
+    do_not_specialize_on_alignment=[
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "key_ptr",
+        "position_ptr",
+    ],
+)  # as in layers/triton_attention.py
 def _sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, key_ptr, position_ptr, token_ptr, stride, size,
     CHUNK: tl.constexpr,

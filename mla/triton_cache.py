@@ -19,7 +19,7 @@ from mla import latent_fp8
 _LARGEST = tl.constexpr(448.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # as in layers/triton_attention.py
 def _entry_kernel(
     entry_ptr, weight_ptr, cos_ptr, sin_ptr, slots_ptr, latent_ptr, scale_ptr, k_pe_ptr, entry_stride, latent_stride,
     scale_stride, k_pe_stride, eps, LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, SCALED: tl.constexpr,

@@ -23,7 +23,7 @@ from mla import latent_fp8
 from mla.triton_configs import DecodeConfig, choose
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+@triton.jit(do_not_specialize=["table_stride", "num_splits"], do_not_specialize_on_alignment=["table_ptr", "lens_ptr"])
 def _decode_kernel(
     q_ptr, q_pe_ptr, latent_ptr, k_pe_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr, q_stride_b, q_stride_h,
     q_pe_stride_b, q_pe_stride_h, latent_stride, k_pe_stride, table_stride, num_heads, num_splits, block_size, scale,
@@ -63,7 +63,7 @@ def _decode_kernel(
     tl.store(lse_ptr + here, lse, mask=real_head)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+@triton.jit(do_not_specialize=["table_stride", "num_splits"], do_not_specialize_on_alignment=["table_ptr", "lens_ptr"])
 def _decode_fp8_kernel(
     q_ptr, q_pe_ptr, latent_ptr, scale_ptr, k_pe_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr, q_stride_b, q_stride_h,
     q_pe_stride_b, q_pe_stride_h, latent_stride, scale_stride, k_pe_stride, table_stride, num_heads, num_splits,

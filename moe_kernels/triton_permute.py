@@ -45,10 +45,12 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _start_kernel(
-    counts_ptr, own_ptr, rows_ptr, num_blocks, num_slots, BLOCKS: tl.constexpr, SLOTS: tl.constexpr
+    counts_ptr, starts_ptr, own_ptr, rows_ptr, num_blocks, num_slots, BLOCKS: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
-    """counts [blocks, SLOTS] become the first row of each block's pairs of each slot; own [blocks]: pairs before the block
+    """counts [blocks, SLOTS] -> starts: the first row of each block's pairs of each slot; own [blocks]: pairs before the block
     that have a row; rows [S]."""
+    # starts is other memory than counts: where a tile has fewer numbers than the program has threads, several of them read
+    # each number, and a fast one would overwrite what a slow one has not read yet.
     index, line = tl.arange(0, SLOTS), tl.arange(0, BLOCKS)
     total = tl.zeros((SLOTS,), tl.int32)
     for at in range(0, num_blocks, BLOCKS):
@@ -63,7 +65,7 @@ def _start_kernel(
         mask = here[:, None] & (index >= 0)[None, :]
         place = (at + line)[:, None] * SLOTS + index[None, :]
         counts = tl.load(counts_ptr + place, mask=mask, other=0)
-        tl.store(counts_ptr + place, start[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
+        tl.store(starts_ptr + place, start[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
         own = tl.sum(counts, 1)
         tl.store(own_ptr + at + line, own_before + tl.cumsum(own, 0) - own, mask=here)
         start += tl.sum(counts, 0)
@@ -147,7 +149,7 @@ class _Places:
         num_pairs, device = num_tokens * top_k, slot_TK.device
         blocks = -(-num_pairs // _PAIRS)
         slots = triton.next_power_of_2(num_slots)
-        counts = torch.empty(blocks, slots, dtype=torch.int32, device=device)
+        counts, starts = (torch.empty(blocks, slots, dtype=torch.int32, device=device) for _ in range(2))
         own = torch.empty(blocks, dtype=torch.int32, device=device)
         self.rows_S = torch.empty(num_slots, dtype=torch.int32, device=device)
         self.row_N = torch.empty(num_pairs, dtype=torch.int32, device=device)
@@ -157,10 +159,10 @@ class _Places:
         shape = (top_k, num_pairs, first_slot, num_slots)
         if blocks:
             _count_kernel[(blocks,)](slot_TK, counts, *slot_TK.stride(), *shape, PAIRS=_PAIRS, SLOTS=slots)
-        _start_kernel[(1,)](counts, own, self.rows_S, blocks, num_slots, BLOCKS=_BLOCKS, SLOTS=slots)
+        _start_kernel[(1,)](counts, starts, own, self.rows_S, blocks, num_slots, BLOCKS=_BLOCKS, SLOTS=slots)
         if blocks:
             _place_kernel[(blocks,)](
-                slot_TK, weight_TK, counts, own, self.row_N, self.row_P, self.weight_P, self.starts_T,
+                slot_TK, weight_TK, starts, own, self.row_N, self.row_P, self.weight_P, self.starts_T,
                 *slot_TK.stride(), *weight_TK.stride(), *shape, PAIRS=_PAIRS, SLOTS=slots,
             )  # fmt: skip
 

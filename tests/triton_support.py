@@ -30,6 +30,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, interpreter
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import layers.choice
 import moe_kernels.backends
@@ -116,6 +117,8 @@ class Moving:
             there: dict[int, torch.Tensor] = {}
 
             def moved(x: Any) -> Any:
+                if isinstance(x, TensorDescriptor):
+                    return TensorDescriptor(moved(x.base), x.shape, x.strides, x.block_shape)
                 if not isinstance(x, torch.Tensor):
                     return x
                 memory = x.untyped_storage()
@@ -149,14 +152,20 @@ def running(*modules: ModuleType) -> Iterator[None]:
         yield
 
 
+def kernel_modules() -> tuple[ModuleType, ...]:
+    """Of the rooms, those with kernels."""
+    modules = [
+        importlib.import_module(f"{room}.{path.stem}")
+        for room in ("layers", "mla", "moe_kernels")
+        for path in sorted((ROOT / room).glob("triton_*.py"))
+    ]
+    return tuple(m for m in modules if any(isinstance(k, JITFunction) for k in vars(m).values()))
+
+
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
     """Every room takes its Triton forms, for tensors of the CPU; they run as in `running`. The native kernels rest."""
-    names = [
-        f"{room}.{path.stem}" for room in ("layers", "mla", "moe_kernels") for path in (ROOT / room).glob("triton_*.py")
-    ]
-    modules = [importlib.import_module(name) for name in names]
-    with_kernels = [m for m in modules if any(isinstance(k, JITFunction) for k in vars(m).values())]
+    with_kernels = kernel_modules()
     rooms: list[Any] = [layers.choice, moe_kernels.choice, moe_kernels.backends, moe_kernels.token_sums]
     asked = [(room, room.on_gpu) for room in rooms]
     before = isa()
@@ -250,21 +259,28 @@ def _tables_for(capability: int, modules: tuple[ModuleType, ...]) -> Iterator[No
 
 
 @contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """Triton takes a GPU of this compute capability for the one that is here."""
+    before = driver._active
+    driver.set_active(_Elsewhere(capability))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+@contextmanager
 def compiling(capability: int, *modules: ModuleType) -> Iterator[list[Compiled]]:
     """Launches of kernels of these modules, with tensors of any device ("meta" too), are compiled for an NVIDIA GPU of this
     compute capability (90, 100); the list fills with what came out, each variant once."""
     found: list[Compiled] = []
-    before = driver._active
-    driver.set_active(_Elsewhere(capability))
-    try:
-        # Kernels called by kernels must stay what they are: only what is launched from the host is replaced.
-        with (
-            _tables_for(capability, modules),
-            _replaced(modules, lambda kernel: _Recorder(kernel, found, capability) if _is_launched(kernel) else kernel),
-        ):
-            yield found
-    finally:
-        driver._active = before
+    # Kernels called by kernels must stay what they are: only what is launched from the host is replaced.
+    with (
+        compiling_for(capability),
+        _tables_for(capability, modules),
+        _replaced(modules, lambda kernel: _Recorder(kernel, found, capability) if _is_launched(kernel) else kernel),
+    ):
+        yield found
 
 
 def _is_launched(kernel: JITFunction[Any]) -> bool:

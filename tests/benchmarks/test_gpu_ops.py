@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gpu_cases
@@ -16,10 +17,13 @@ import gpu_ops
 import pytest
 import torch
 import tune_triton
+from compile_ahead import compile_ahead
 from gpu_cases import Case, Shape
 from gpu_clock import Limits
-from triton_support import as_on_gpu
+from triton.compiler import CompiledKernel
+from triton_support import as_on_gpu, compiling_for
 
+from moe_kernels import triton_grouped_gemm
 from moe_kernels.triton_configs import GemmConfig, choose
 
 pytestmark = pytest.mark.triton
@@ -93,6 +97,19 @@ def test_the_fastest_that_is_right_is_kept(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length=120", path], check=True, timeout=60
     )
+
+
+def test_candidates_are_compiled_ahead() -> None:
+    """By threads, for a GPU that is not here; nothing is launched, and what cannot be compiled is no matter."""
+    case = next(gpu_cases.expert_cases(LATENT, torch.device("meta"), [3]))
+    kernel = triton_grouped_gemm._gate_up_kernel
+    good = [GemmConfig(16, n, 64, 4, 3) for n in (64, 128)]
+    with compiling_for(90):
+        before = len(kernel.device_caches[90][0])
+        compile_ahead([partial(case.run, config) for config in (*good, GemmConfig(16, 48, 64, 4, 3))], 2)
+        made = list(kernel.device_caches[90][0].values())[before:]
+        assert sum(isinstance(one, CompiledKernel) for one in made) == 2
+    assert triton_grouped_gemm._gate_up_kernel is kernel
 
 
 def test_a_configuration_with_another_result_is_left_out() -> None:

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 HOST_NAMES = ("local", "shm", "shm_padded", "gloo", "mailbox")
 DEVICE_NAMES = (
@@ -18,11 +19,18 @@ DEVICE_NAMES = (
     "flashinfer_nvlink_one_sided",
     "pplx",
     "nvshmem",
+    "nvshmem_low_latency",
     "nccl",
 )
 NAMES = (*HOST_NAMES, *DEVICE_NAMES)
-PADDED = ("shm_padded", "deepep_low_latency", "pplx")  # give experts padded rows, the others ragged ones
+PADDED = (
+    "shm_padded",
+    "deepep_low_latency",
+    "pplx",
+    "nvshmem_low_latency",
+)  # give experts padded rows, the others ragged ones
 
+FEW_TOKENS = 256  # of a rank in one exchange, unless said otherwise
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LOW_LATENCY_TOKENS = 511  # of a rank: NVSHMEM's default queue depth, 1024, is at least twice one more
 LOW_LATENCY_TOP_K = 11
@@ -31,25 +39,39 @@ INTRANODE_RANKS = (2, 4, 8)
 INTERNODE_RANKS = (16, 24, 32, 48, 64, 96, 128, 144, 160)
 NVLINK_RANKS = 64  # of FlashInfer's rank mask
 FP8_BLOCK = 128
+PUT_TOP_K = 16  # choices that a message of nvshmem_low_latency has room for (ep/triton_put.py)
+PUT_TOKENS = 512  # of a rank: it keeps room for as many rows per slot as all ranks together may bring
 
 _INSTALL = {
     "deep_ep": "pip install 'moesaic[deepep]'",
     "flashinfer": "pip install 'moesaic[flashinfer]'",
     "pplx_kernels": "not on PyPI: pip install git+https://github.com/perplexityai/pplx-kernels",
     "nvshmem": "pip install 'moesaic[nvshmem]'",
+    "torch_nvshmem": "torch's Triton functions of NVSHMEM: pip install 'torch>=2.11' triton, torch for CUDA",
 }
-_MODULE = {
-    "deepep_high_throughput": "deep_ep",
-    "deepep_low_latency": "deep_ep",
-    "deepep_v2": "deep_ep",
-    "flashinfer_nvlink_one_sided": "flashinfer",
-    "pplx": "pplx_kernels",
-    "nvshmem": "nvshmem",
+_MODULES = {
+    "deepep_high_throughput": ("deep_ep",),
+    "deepep_low_latency": ("deep_ep",),
+    "deepep_v2": ("deep_ep",),
+    "flashinfer_nvlink_one_sided": ("flashinfer",),
+    "pplx": ("pplx_kernels",),
+    "nvshmem": ("nvshmem",),
+    "nvshmem_low_latency": ("nvshmem", "torch_nvshmem"),
 }
+_TORCH_NVSHMEM = "distributed/_symmetric_memory/_nvshmem_triton.py"  # in torch's folder
 _HOST_WAITS = "the host waits for the number of rows that arrive, so a CUDA graph cannot hold it"
 
 
 def is_installed(module: str) -> bool:
+    """Nothing is imported for it: torch takes seconds."""
+    if module == "torch_nvshmem":
+        torch = importlib.util.find_spec("torch")
+        here = (
+            torch is not None
+            and torch.origin is not None
+            and Path(torch.origin).parent.joinpath(_TORCH_NVSHMEM).is_file()
+        )
+        return here and is_installed("triton")
     return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
@@ -106,7 +128,7 @@ def refusal(name: str, situation: Situation) -> str:
 
 def missing(name: str, situation: Situation) -> str:
     """What must be installed first, and how; "" when nothing is missing here."""
-    modules = {_MODULE[part] for part in split_pair(name) if part in _MODULE}
+    modules = {module for part in split_pair(name) for module in _MODULES.get(part, ())}
     return "; ".join(
         f"{module} is not installed ({_INSTALL[module]})"
         for module in sorted(modules)
@@ -123,15 +145,20 @@ def family(name: str) -> str:
 
 def not_captured(name: str) -> str:
     """Why a CUDA graph cannot hold this backend's exchanges of few tokens; "" when it can."""
-    if name in ("local", "deepep_low_latency", "deepep_v2", "pplx", "flashinfer_nvlink_one_sided"):
+    if name in ("local", "deepep_v2", "flashinfer_nvlink_one_sided") or (name in PADDED and name in DEVICE_NAMES):
         return ""
     return _HOST_WAITS if name in DEVICE_NAMES else "it exchanges through the host"
 
 
 def best_on_devices(situation: Situation) -> str:
-    """What "auto" takes between GPUs: the first that can serve and is installed. NCCL always is."""
+    """What "auto" takes between GPUs: the first that can serve and is installed. NCCL always is.
+
+    Without DeepEP, kernels that put rows themselves carry the steps with few tokens, where launches and the host's wait for
+    counts are what takes time. With many tokens bytes do: then one copy per rank is better than a put per token.
+    """
     together = "deepep_high_throughput+deepep_low_latency"
-    for name in (together, "deepep_v2", "deepep_high_throughput", "nvshmem", "nccl"):
+    puts = "nvshmem+nvshmem_low_latency", "nvshmem", "nccl+nvshmem_low_latency"
+    for name in (together, "deepep_v2", "deepep_high_throughput", *puts):
         if not refusal(name, situation) and not missing(name, situation):
             return name
     return "nccl"
@@ -152,6 +179,8 @@ def _refusal_on_devices(name: str, situation: Situation) -> str:
         return _refusal_high_throughput(s)
     if name == "deepep_low_latency":
         return _refusal_low_latency(s)
+    if name == "nvshmem_low_latency":
+        return _refusal_puts(s)
     if name == "deepep_v2" and s.hidden_size % 256:
         return f"the hidden size must be a multiple of 256, not {s.hidden_size}"
     if name == "deepep_v2" and s.top_k > 32:
@@ -180,9 +209,19 @@ def _refusal_low_latency(s: Situation) -> str:
     if s.top_k > LOW_LATENCY_TOP_K:
         return f"a token has at most {LOW_LATENCY_TOP_K} experts, not {s.top_k}"
     if s.num_parts > LOW_LATENCY_PARTS:
-        return f"a step is split in at most {LOW_LATENCY_PARTS} parts, not {s.num_parts}"
+        return f"its buffer holds {LOW_LATENCY_PARTS} results at a time, and each of {s.num_parts} parts of a step has one under way"
     if s.max_tokens > LOW_LATENCY_TOKENS:
         return f"a rank brings at most {LOW_LATENCY_TOKENS} tokens to a step, not {s.max_tokens}; use it as the second of a pair"
+    return ""
+
+
+def _refusal_puts(s: Situation) -> str:
+    if s.top_k > PUT_TOP_K:
+        return f"a token has at most {PUT_TOP_K} experts, not {s.top_k}"
+    if s.max_tokens > PUT_TOKENS:
+        return (
+            f"a rank brings at most {PUT_TOKENS} tokens to a step, not {s.max_tokens}; use it as the second of a pair"
+        )
     return ""
 
 

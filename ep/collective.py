@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ep.group import LARGE_BYTES, GlooGroup
+from ep.lane import Returning, RowLane
 from ep.protocol import Arrived, Pending, Routing
-from ep.rows import make_rows
-from moe_kernels import Bags, Layout, TokenBatch, unpermute
+from moe_kernels import Bags, TokenBatch
 
 _ROOM_BYTES = 1 << 18  # of a first message, per peer and lane, to begin with
 _MOST_BYTES = 1 << 26  # of all rooms of a lane
@@ -40,22 +40,13 @@ class _Ticket:
     back: Bags  # from the M rows sent to the T tokens
 
 
-class CollectiveAllToAll:
-    """One lane. Every rank of the group makes its lanes, and uses them, in the same order.
-
-    Between ranks rows lie in the order of ranks, a rank's own rows last.
-    """
-
-    layout = Layout.RAGGED
+class CollectiveAllToAll(RowLane[GlooGroup]):
+    """Between ranks rows lie in the order of ranks, a rank's own rows last."""
 
     def __init__(
         self, group: GlooGroup, num_slots: int, hidden_size: int, dtype: torch.dtype, rows: str = "plain"
     ) -> None:
-        """dtype: of what experts give back; rows: how they travel to the experts (ep/rows.py)."""
-        self._group = group
-        self._num_slots = num_slots
-        self._hidden_size, self._dtype = hidden_size, dtype
-        self._rows = make_rows(rows, hidden_size, dtype)
+        super().__init__(group, num_slots, hidden_size, dtype, rows)
         self._room: dict[int, Tensor] = {}  # by K
         self._longest = 0  # message of the last dispatch, of any rank: the next one is most often alike
         # Messages lie in the order of ranks, this rank's own rows last: the column of a slot is its place in that order.
@@ -141,10 +132,7 @@ class CollectiveAllToAll:
             self._by_rank(ticket.arrived),
             self._is_large(ticket.longest),
         )
-        return _Combine(exchange, back_MD, ticket.back, out_TD)
-
-    def close(self) -> None:
-        """Nothing is held; the group is closed by whoever opened it."""
+        return Returning(exchange, back_MD, ticket.back, out_TD)
 
     def _is_large(self, num_rows: int) -> bool:
         return num_rows * self._hidden_size * self._dtype.itemsize >= LARGE_BYTES
@@ -208,15 +196,3 @@ class _Dispatch:
 
     def wait(self) -> Arrived:
         return self.lane.arrive(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Combine:
-    exchange: Pending[None]
-    back_MD: Tensor
-    back: Bags
-    out_TD: Tensor
-
-    def wait(self) -> Tensor:
-        self.exchange.wait()
-        return unpermute(self.back_MD, self.back, self.out_TD)

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from ep.deepep import DeepEpBuffer
+from ep.device import fetch
 from ep.device_group import DeviceGroup
+from ep.dispatchers import Confirm
 from ep.protocol import Arrived, PeerLost, Pending, Routing
 from moe_kernels import ExpertBatch, Layout
 
@@ -61,15 +63,21 @@ class LowLatency:
         """The group gives the buffer back."""
 
 
-def confirm(shared: DeepEpBuffer, group: DeviceGroup) -> Callable[[], None]:
-    """What is to be asked after every step: have all ranks answered? It raises PeerLost, naming those that have not."""
-    masked_G = torch.zeros(group.size, dtype=torch.int32, device=group.device)
+def confirm(shared: DeepEpBuffer, group: DeviceGroup) -> Callable[[], Confirm]:
+    """What is to be asked behind the exchanges of every step: have all ranks answered? The answer is read when the device has
+    given it (the group waits for that, within its bound); PeerLost names those that have not."""
 
-    def ask() -> None:
+    def ask() -> Confirm:
+        masked_G = torch.zeros(group.size, dtype=torch.int32, device=group.device)
         shared.buffer.low_latency_query_mask_buffer(masked_G)
-        lost = tuple(rank for rank, masked in enumerate(masked_G.tolist()) if masked)
-        if lost:
-            raise PeerLost(lost, f"rank {group.rank} has masked them: they did not answer the low-latency kernels")
+        answer_G = fetch(masked_G)
+
+        def read() -> None:
+            lost = tuple(rank for rank, masked in enumerate(answer_G.tolist()) if masked)
+            if lost:
+                raise PeerLost(lost, f"rank {group.rank} has masked them: they did not answer the low-latency kernels")
+
+        return read
 
     return ask
 

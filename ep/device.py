@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from ep.protocol import PeerLost
 
@@ -27,8 +29,9 @@ def await_true(
     closed: Callable[[], bool],
     left: Callable[[], bool],
     missing: Callable[[], tuple[int, ...]],
+    spin: float = _SPIN_SECONDS,
 ) -> None:
-    """Return when done(). Raises PeerLost naming missing(): after `timeout` seconds; when somebody has left() and what it
+    """Return when done(). spin: seconds for which it is asked without a pause, on a thread that has the interpreter. Raises PeerLost naming missing(): after `timeout` seconds; when somebody has left() and what it
     may have done before does not come soon; at once when the group is closed() here, by another thread."""
     began = time.monotonic()
     end = began + timeout
@@ -40,17 +43,30 @@ def await_true(
         if now > end:
             reason = "somebody left the group" if noticed else f"nothing came for {timeout:g} s"
             raise PeerLost(missing(), reason)
-        if now - began > _SPIN_SECONDS:
+        if now - began >= spin:
             if not noticed and left():
                 noticed, end = True, min(end, now + _GRACE_SECONDS)
             time.sleep(_NAP_SECONDS)
 
 
-def await_device(device: torch.device, timeout: float, closed: Callable[[], bool], left: Callable[[], bool]) -> None:
-    """Return when the device has done all that is queued on the current stream: a wait with a bound, which
-    torch.cuda.synchronize is not. Raises PeerLost: an exchange that hangs waits for somebody. On a CPU nothing is queued."""
+def mark_device(device: torch.device) -> Callable[[], bool]:
+    """Whether the device has done all that is queued on the current stream now. On a CPU nothing is queued."""
     if device.type != "cuda":
-        return
+        return lambda: True
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
-    await_true(event.query, timeout, closed, left, lambda: ())
+    return event.query
+
+
+def beside(device: torch.device) -> AbstractContextManager[object]:
+    """What is queued inside does not wait for what the device has to do already."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def fetch(x: Tensor) -> Tensor:
+    """A copy of it on the host, which is there when what is queued on the device by now has been done."""
+    if x.device.type != "cuda":
+        return x.clone()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

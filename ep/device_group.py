@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from ep.comm import Comm
-from ep.device import await_device
+from ep.device import await_true, mark_device
 from ep.group import Group, Transport
 from ep.protocol import PeerLost, Pending
 from ep.shm_group import ShmGroup
@@ -38,6 +38,7 @@ class DeviceGroup:
         self._process_group: dist.ProcessGroup | None = None
         self._made: dict[str, Any] = {}
         self._at_end: list[Callable[[], None]] = []
+        self._at_close: list[Callable[[], None]] = []
         self._closed = False
         self._leaving = control.signals.reserve() if isinstance(control, ShmGroup) else -1
 
@@ -65,7 +66,13 @@ class DeviceGroup:
 
     def confirm(self) -> None:
         """Return when the device has done what was asked of it so far. Raises PeerLost: it did not within the timeout."""
-        await_device(self.device, self.timeout, self.closed, self.left)
+        await_true(mark_device(self.device), self.timeout, self.closed, self.left, lambda: ())
+
+    def mark(self) -> Callable[[], None]:
+        """What is queued on the device so far. The same wait, for that alone, whatever is queued behind it by then; another
+        thread may be queueing it, so this one does not keep the interpreter."""
+        done = mark_device(self.device)
+        return lambda: await_true(done, self.timeout, self.closed, self.left, lambda: (), spin=0.0)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """What there is one of in a group: made by the first who asks, on all ranks at the same time."""
@@ -95,10 +102,18 @@ class DeviceGroup:
         acts wait for the others, and memory of a process is freed with it."""
         self._at_end.append(act)
 
+    def at_close(self, act: Callable[[], None]) -> None:
+        """How to end what this rank's own device may be waiting for. It is done first, on whichever thread leaves, and waits for
+        nobody."""
+        self._at_close.append(act)
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        for act in self._at_close:
+            act()
+        self._at_close.clear()
         transport, self._transport, self._process_group = self._transport, None, None
         if transport is not None and self.device.type == "cuda":
             cast(Any, transport).abort()  # NCCL's kernels would wait for the others without a bound

@@ -14,6 +14,8 @@ from torch import Tensor
 from ep.protocol import AllToAll, Arrived, Pending, Routing
 from moe_kernels import Layout
 
+Confirm = Callable[[], None]
+
 
 class StepState:
     """What the exchanges of one rank must know of the step under way, and do around it. One per rank; the lanes of every
@@ -22,11 +24,11 @@ class StepState:
     def __init__(self) -> None:
         self.largest = 0  # tokens of the rank that has most
         self._before: list[Callable[[], None]] = []
-        self._after: list[Callable[[], None]] = []
+        self._after: list[Callable[[], Confirm]] = []
 
-    def watch(self, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None) -> None:
-        """before: called when a step has been agreed on; after: when its exchanges are over, raises PeerLost if not all of
-        them were whole."""
+    def watch(self, before: Callable[[], None] | None = None, after: Callable[[], Confirm] | None = None) -> None:
+        """before: called when a step has been agreed on; after: when its exchanges are queued on the device. What that gives
+        waits for their end and raises PeerLost if not all of them were whole."""
         if before is not None:
             self._before.append(before)
         if after is not None:
@@ -43,11 +45,31 @@ class StepState:
         for act in self._before:
             act()
 
+    def seal(self) -> Confirm:
+        """All exchanges of the step are queued on the device. What comes back waits for their end, also when the next step is
+        queued behind them by then, and raises PeerLost unless what they brought is whole; until it has returned nothing of the
+        step is read. Backends whose waits say so themselves have nothing to add; a GPU's kernels cannot raise.
+
+        Queued in reverse order and waited for in order: so the wait of whoever watched first, which is the group's, is for
+        what all others have queued too.
+        """
+        if not self._after:
+            return _nothing
+        confirms = [act() for act in reversed(self._after)]
+
+        def confirm() -> None:
+            for wait in reversed(confirms):
+                wait()
+
+        return confirm
+
     def confirm(self) -> None:
-        """What this step has brought is whole. Raises PeerLost. Backends whose waits say so themselves have nothing to
-        add; a GPU's kernels cannot raise, so they are asked here, once per step."""
-        for act in self._after:
-            act()
+        """The same, waiting at once."""
+        self.seal()()
+
+
+def _nothing() -> None:
+    """Nobody has anything to add."""
 
 
 @dataclass(frozen=True, slots=True)

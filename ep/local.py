@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ep.protocol import Arrived, Ready, Routing
-from moe_kernels import Layout, TokenBatch
+from moe_kernels import Layout, TokenBatch, copy_rows
 
 
 class LocalAllToAll:
@@ -23,7 +23,7 @@ class LocalAllToAll:
         return Ready(Arrived(TokenBatch(x_TD, routing.slot_TK, routing.weight_TK, 0, x_TD.dtype), None))
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Ready[Tensor]:
-        return Ready(out_TD.copy_(y))
+        return Ready(copy_rows(out_TD, y))
 
     def close(self) -> None:
         """Nothing is held."""

@@ -76,14 +76,14 @@ class Mailbox:
         slot_R = torch.cat([slot for _, slot in parcels])
         order_R = slot_R.argsort(stable=True)
         rows_S = torch.bincount(slot_R, minlength=self._num_slots)
+        count_R = torch.arange(order_R.shape[0], device=order_R.device)
         if self.layout is Layout.RAGGED:
-            x, place_R = x_RW[order_R], torch.arange(order_R.shape[0])
+            x, place_R = x_RW[order_R], count_R
         else:
             num_rows = int(rows_S.max())
             start_S = rows_S.cumsum(0) - rows_S
-            place_R = (
-                torch.arange(order_R.shape[0]) + (torch.arange(self._num_slots) * num_rows - start_S)[slot_R[order_R]]
-            )
+            first_S = torch.arange(self._num_slots, device=order_R.device) * num_rows - start_S
+            place_R = count_R + first_S[slot_R[order_R]]
             x = x_RW.new_full((self._num_slots * num_rows, x_RW.shape[1]), padding(x_RW.dtype))
             x[place_R] = x_RW[order_R]
             x = x.view(self._num_slots, num_rows, x_RW.shape[1])

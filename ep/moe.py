@@ -15,7 +15,7 @@ from ep.experts import Experts
 from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
-from moe_kernels import TokenBatch
+from moe_kernels import TokenBatch, add_rows
 
 
 class MoE(nn.Module):
@@ -25,8 +25,8 @@ class MoE(nn.Module):
     lanes: one all-to-all per lane of overlap; layers of a model share them.
     table: logical expert -> slot of the group; None: the two numbers are the same.
     shared: computed by every rank on its own tokens while theirs are in flight; None: there is none.
-    load: is shown the expert ids of every step (eplb.load.ExpertLoad.recorder), arrivals: how many rows each slot gets
-    (eplb.load.RowLoad.recorder); None: nobody counts.
+    Whoever counts sets `load`, which is shown the expert ids of every step (eplb.load.ExpertLoad.recorder), and `arrivals`,
+    which is shown how many rows each slot gets (eplb.load.RowLoad.recorder).
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class MoE(nn.Module):
         lanes: Sequence[AllToAll],
         table: SlotTable | None = None,
         shared: nn.Module | None = None,
-        load: Callable[[Tensor], None] | None = None,
     ) -> None:
         super().__init__()
         self.router = router
@@ -44,7 +43,7 @@ class MoE(nn.Module):
         self.lanes = tuple(lanes)
         self.table = table
         self.shared = shared
-        self.load = load
+        self.load: Callable[[Tensor], None] | None = None
         self.arrivals: Callable[[Tensor], None] | None = None
 
     def steps(self, x_TD: Tensor, lane: int = 0) -> Steps[Tensor]:
@@ -64,7 +63,7 @@ class MoE(nn.Module):
         back = a2a.combine(self.experts(arrived.batch), arrived.ticket, torch.empty_like(x_TD))
         yield
         out_TD = back.wait()
-        return out_TD if shared_TD is None else out_TD.add_(shared_TD)
+        return out_TD if shared_TD is None else add_rows(out_TD, shared_TD)
 
     def rehost(self, lanes: Sequence[AllToAll], table: SlotTable) -> None:
         """Exchange with other ranks from now on; between steps only. The weights of the slots are the caller's business."""

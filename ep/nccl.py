@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep.device_group import DeviceGroup
+from ep.lane import Returning, RowLane
 from ep.protocol import Arrived, PeerLost, Pending, Routing
-from ep.rows import make_rows
-from moe_kernels import Bags, Layout, TokenBatch, unpermute
+from moe_kernels import Bags, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,7 @@ class _Ticket:
     back: Bags  # from the M rows sent to the T tokens
 
 
-class NcclAllToAll:
-    """One lane. Every rank of the group makes its lanes, and uses them, in the same order."""
-
-    layout = Layout.RAGGED
-
-    def __init__(
-        self, group: DeviceGroup, num_slots: int, hidden_size: int, dtype: torch.dtype, rows: str = "plain"
-    ) -> None:
-        """dtype: of what experts give back; rows: how they travel to the experts (ep/rows.py)."""
-        self._group = group
-        self._num_slots = num_slots
-        self._hidden_size, self._dtype = hidden_size, dtype
-        self._rows = make_rows(rows, hidden_size, dtype)
-
+class NcclAllToAll(RowLane[DeviceGroup]):
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Arrived]:
         size = self._group.size
         goes_TG = torch.zeros(x_TD.shape[0], size, dtype=torch.bool, device=x_TD.device)
@@ -66,10 +53,7 @@ class NcclAllToAll:
         sum_ND = y.to(self._dtype).contiguous()
         back_MD = sum_ND.new_empty(sum(ticket.sent), self._hidden_size)
         exchange = self._exchange(back_MD, sum_ND, ticket.sent, ticket.arrived)
-        return _Combine(exchange, back_MD, ticket.back, out_TD)
-
-    def close(self) -> None:
-        """Nothing is held; the group is closed by whoever opened it."""
+        return Returning(exchange, back_MD, ticket.back, out_TD)
 
     def tokens(self, rows_NB: Tensor, top_k: int) -> TokenBatch:
         """What has arrived, apart."""
@@ -126,15 +110,3 @@ class _Dispatch:
     def wait(self) -> Arrived:
         self.exchange.wait()
         return Arrived(self.lane.tokens(self.rows_NB, self.top_k), self.ticket)
-
-
-@dataclass(frozen=True, slots=True)
-class _Combine:
-    exchange: Pending[None]
-    back_MD: Tensor
-    back: Bags
-    out_TD: Tensor
-
-    def wait(self) -> Tensor:
-        self.exchange.wait()
-        return unpermute(self.back_MD, self.back, self.out_TD)

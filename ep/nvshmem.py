@@ -35,10 +35,26 @@ def start(group: DeviceGroup) -> Any:
 def _start(group: DeviceGroup) -> Any:
     core: Any = load("nvshmem.core", INSTALL)
     unique_id = group.comm.bcast(core.get_unique_id() if group.rank == 0 else None, 0)
-    device = load("cuda.core", INSTALL).Device()
+    device = _cuda().Device()
+    device.set_current()
     core.init(device=device, uid=unique_id, rank=group.rank, nranks=group.size, initializer_method="uid")
     group.at_end(core.finalize)
     return core
+
+
+def symmetric(group: DeviceGroup, core: Any, num_bytes: int) -> Tensor:
+    """Zeros, as bytes, at the same address on all ranks."""
+    own: Tensor = core.bytetensor((num_bytes,), dtype=torch.uint8)
+    own.zero_()
+    group.confirm()
+    group.comm.barrier()  # nobody writes to a peer that has not cleared its own yet
+    return own
+
+
+def _cuda() -> Any:
+    """cuda.core. Release 0.4 of it, which nvshmem4py 0.1.3 wants, has everything one package deeper."""
+    module = load("cuda.core", INSTALL)
+    return module if "Device" in vars(module) else load("cuda.core.experimental", INSTALL)
 
 
 class NvshmemHeap:
@@ -56,10 +72,7 @@ class NvshmemHeap:
         offset = self._used
         num_bytes = -(-num_bytes // _LINE) * _LINE
         self._used += num_bytes
-        own = self._core.bytetensor((num_bytes,), dtype=torch.uint8)
-        own.zero_()
-        self._group.confirm()
-        self._group.comm.barrier()  # nobody writes to a peer that has not cleared its own yet
+        own = symmetric(self._group, self._core, num_bytes)
         self._pieces[offset] = [
             own if rank == self.rank else self._core.get_peer_tensor(own, rank) for rank in range(self.size)
         ]
@@ -80,7 +93,7 @@ class NvshmemSignals:
         self._num_words = 0
         offset = heap.reserve(_WORDS * heap.size * 8)
         self._own = heap.window(heap.rank, offset, _WORDS * heap.size * 8).view(torch.int64)
-        self._buffer = load("cuda.core", INSTALL).Buffer
+        self._buffer = _cuda().Buffer
         self._stream = CurrentStream()
 
     def reserve(self) -> int:

@@ -64,7 +64,8 @@ class MailboxParcels:
         self._number += 1
         for peer in range(self._world.num_ranks):
             pieces = parcels.get(peer, ())
-            whole = torch.cat(tuple(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
+            # Counts lie on the host, and weights may lie on a device.
+            whole = torch.cat([piece.cpu() for piece in pieces]) if pieces else torch.empty(0, dtype=torch.uint8)
             assert whole.numel() == sizes_GG[self._rank, peer], f"{whole.numel()} bytes for rank {peer}"
             self._world.post(key, self._rank, peer, whole)
         return _Mail(self._world, key, self._rank)

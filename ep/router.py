@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels import grouped_sigmoid_topk, grouped_softmax_topk, router_logits, softmax_topk
+from moe_kernels import grouped_sigmoid_topk, grouped_softmax_topk, router_logits, router_logits32, softmax_topk
 
 
 class SoftmaxRouter(nn.Module):
@@ -71,7 +70,7 @@ class DeepseekV2Router(nn.Module):
         self.weight = _float32_weight(num_experts, hidden_size, device)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        logits_TE = F.linear(x_TD.float(), self.weight)
+        logits_TE = router_logits32(x_TD, self.weight)
         return grouped_softmax_topk(logits_TE, self.top_k, self.num_groups, self.topk_groups, self.scale)
 
 
@@ -102,7 +101,7 @@ class DeepseekV3Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         return grouped_sigmoid_topk(
-            F.linear(x_TD.float(), self.weight),
+            router_logits32(x_TD, self.weight),
             self.bias_E,
             self.top_k,
             self.num_groups,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ep.backends import NAMES, PADDED, Situation, family, missing, refusal, split_pair
+from ep.backends import FEW_TOKENS, NAMES, PADDED, Situation, family, missing, refusal, split_pair
 from ep.collective import CollectiveAllToAll
 from ep.deepep import DeepEpBuffer
 from ep.deepep_ht import HighThroughput
@@ -23,6 +23,8 @@ from ep.local import LocalAllToAll
 from ep.mailbox import Mailbox
 from ep.nccl import NcclAllToAll
 from ep.nvshmem import nvshmem_lanes
+from ep.nvshmem_ll import NvshmemLowLatency, PutKernels
+from ep.nvshmem_ll import confirm as confirm_puts
 from ep.parcels import CollectiveParcels, LocalParcels, MailboxParcels, Parcels, ShmParcels
 from ep.pplx import Pplx
 from ep.protocol import AllToAll
@@ -34,7 +36,7 @@ from ep.shm_meeting import Watch, await_sign_ins, sign_in
 from moe_kernels import Layout
 
 AUTO = ("local", "shm", "gloo")  # "auto" takes the first that can serve, where there is no GPU
-MANY_TOKENS, FEW_TOKENS = 2048, 256  # of a rank in one exchange, unless said otherwise
+MANY_TOKENS = 2048  # of a rank in one exchange, unless said otherwise
 
 
 def explain(size: int, situation: Situation | None = None) -> dict[str, str]:
@@ -152,7 +154,7 @@ def _on_devices(name: str, group: DeviceGroup, order: _Order, others_need: int) 
     if reason:
         raise ValueError(f"all2all backend {name!r}: {reason}")
     if state is not None:
-        group.once("confirm", lambda: state.watch(after=group.confirm))
+        group.once("confirm", lambda: state.watch(after=group.mark))
     if name in ("deepep_high_throughput", "deepep_low_latency"):
         throughput = name == "deepep_high_throughput"
         few = others_need if throughput else max_tokens
@@ -171,6 +173,11 @@ def _on_devices(name: str, group: DeviceGroup, order: _Order, others_need: int) 
         return [Pplx(group, *sizes, max_tokens, fp8) for _ in lanes]
     if name == "nvshmem":
         return nvshmem_lanes(group, *sizes, order.num_lanes, order.rows)
+    if name == "nvshmem_low_latency":
+        puts = group.once("puts", lambda: PutKernels(group))
+        if state is not None:
+            state.watch(after=confirm_puts(puts))
+        return [NvshmemLowLatency(puts, *sizes, max_tokens, fp8) for _ in lanes]
     return [NcclAllToAll(group, *sizes, order.rows) for _ in lanes]
 
 

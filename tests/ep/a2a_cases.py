@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dbo.steps import Steps
+from dbo.steps import Steps, drain, weave
 from ep.experts import Experts
+from ep.group import Group
 from ep.moe import MoE
 from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
 from ep.router import SoftmaxRouter
 from ep.rows import rounded
+from ep.table import make_lanes
 from eplb.placement import Placement, linear_placement
 from moe_kernels import ExpertBatch, Layout, TokenBatch, dequantize_rows
 
@@ -224,3 +226,16 @@ def moe_answer(x_TD: Tensor, shared: bool = True) -> Tensor:
         hidden_TF = torch.nn.functional.silu(x_TD @ gate_FD.T) * (x_TD @ up_FD.T)
         out_TD = out_TD + weight_TE[:, expert, None] * (hidden_TF @ down_DF.T)
     return out_TD
+
+
+def check_moe(backend: str, group: Group, num_extra: int) -> None:
+    """The layer over this backend, whole and woven, on the rank of `group`."""
+    placement = moe_placement(group.size, num_extra)
+    lanes = list(make_lanes(backend, group, placement.slots_per_rank, HIDDEN, torch.float32, num_lanes=2))
+    moe = sharded_moe(lanes, placement, group.rank)
+    for num_tokens in (6, 0, 1):
+        x_TD = moe_input(group.rank, num_tokens if group.rank else 3)
+        torch.testing.assert_close(drain(moe.steps(x_TD)), moe_answer(x_TD))
+        half = x_TD.shape[0] // 2
+        woven = drain(weave(moe.steps(x_TD[:half], 0), moe.steps(x_TD[half:], 1)))
+        torch.testing.assert_close(torch.cat(woven), moe_answer(x_TD))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from a2a_cases import CASES, HIDDEN, Case, anything, exchange, moe_answer, moe_input, moe_placement, sharded_moe
+from a2a_cases import CASES, HIDDEN, Case, anything, check_moe, exchange
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dbo.steps import drain, weave
@@ -98,15 +98,7 @@ def _case(group: Group, case: Case) -> None:
 
 def _moe(backend: str, group: Group) -> None:
     for num_extra in (0, 2):
-        placement = moe_placement(group.size, num_extra)
-        lanes = list(make_lanes(backend, group, placement.slots_per_rank, HIDDEN, torch.float32, num_lanes=2))
-        moe = sharded_moe(lanes, placement, group.rank)
-        for num_tokens in (6, 0, 1):
-            x_TD = moe_input(group.rank, num_tokens if group.rank else 3)
-            torch.testing.assert_close(drain(moe.steps(x_TD)), moe_answer(x_TD))
-            half = x_TD.shape[0] // 2
-            woven = drain(weave(moe.steps(x_TD[:half], 0), moe.steps(x_TD[half:], 1)))
-            torch.testing.assert_close(torch.cat(woven), moe_answer(x_TD))
+        check_moe(backend, group, num_extra)
 
 
 def _gather(group: Group) -> None:

@@ -9,8 +9,8 @@ import torch
 from a2a_cases import CASES, Case, exchange
 from a2a_ranks import REMOTE, Results, run_ranks
 from device_ranks import case_on, fitted
+from puts_in_threads import fakes_for
 from rank_threads import on_ranks
-from use_fakes import use_fakes
 
 from dbo.steps import drain, weave
 from ep.backends import DEVICE_NAMES
@@ -109,7 +109,7 @@ def test_survivors_of_a_killed_rank_learn_of_it(results: Results) -> None:
 )
 def test_between_devices(name: str, size: int, case: Case, tmp_path: Path) -> None:
     """The libraries are fakes, NCCL is gloo, and the devices are threads with tensors of the CPU."""
-    with use_fakes():
+    with fakes_for(name):
         on_ranks(tmp_path, size, lambda group: case_on(group, name, case))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from a2a_cases import CASES, HIDDEN, Case, anything, exchange, moe_answer, moe_input, moe_placement, sharded_moe
+from a2a_cases import CASES, HIDDEN, Case, anything, check_moe, exchange
 from rank_threads import on_ranks
 from shm_threads import team, together
 from use_fakes import use_fakes
@@ -47,7 +47,11 @@ def test_what_all_of_them_can_serve(name: str) -> None:
         ("deepep_low_latency", {"hidden_size": 7000}, "must be one of 2048, 2560"),
         ("deepep_low_latency", {"max_tokens": 2048}, "at most 511 tokens to a step, not 2048; use it as the second"),
         ("deepep_low_latency", {"top_k": 12}, "at most 11 experts, not 12"),
-        ("deepep_high_throughput+deepep_low_latency", {"num_parts": 3}, "in at most 2 parts, not 3"),
+        (
+            "deepep_high_throughput+deepep_low_latency",
+            {"num_parts": 3},
+            "holds 2 results at a time, and each of 3 parts",
+        ),
         ("deepep_low_latency", {"rows": "fp8", "hidden_size": 1000}, "multiple of 512, not 1000"),
         ("deepep_v2", {"hidden_size": 2176}, "multiple of 256"),
         ("deepep_v2", {"top_k": 33}, "at most 32 experts"),
@@ -125,15 +129,7 @@ def test_the_ranks_as_a_communicator(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_extra", [0, 2])
 def test_moe_layers_over_them(name: str, num_extra: int, tmp_path: Path) -> None:
     def act(group: DeviceGroup) -> None:
-        placement = moe_placement(group.size, num_extra)
-        lanes = list(make_lanes(name, group, placement.slots_per_rank, HIDDEN, torch.float32, num_lanes=2))
-        moe = sharded_moe(lanes, placement, group.rank)
-        for num_tokens in (6, 0, 1):
-            x_TD = moe_input(group.rank, num_tokens if group.rank else 3)
-            torch.testing.assert_close(drain(moe.steps(x_TD)), moe_answer(x_TD))
-            half = x_TD.shape[0] // 2
-            woven = drain(weave(moe.steps(x_TD[:half], 0), moe.steps(x_TD[half:], 1)))
-            torch.testing.assert_close(torch.cat(woven), moe_answer(x_TD))
+        check_moe(name, group, num_extra)
 
     with use_fakes():
         on_ranks(tmp_path, 2, act)

@@ -21,14 +21,13 @@ from moe_kernels import Layout
 TOKENS = (9, 0, 1, 4, 2, 7, 0, 3)
 
 
-def mailbox_moes(size: int, num_extra: int, layout: Layout, shared: bool = True) -> tuple[MailboxWorld, list[MoE]]:
+def mailbox_moes(size: int, num_extra: int, layout: Layout) -> tuple[MailboxWorld, list[MoE]]:
     world, placement = MailboxWorld(size), moe_placement(size, num_extra)
     return world, [
         sharded_moe(
             [Mailbox(world, rank, placement.slots_per_rank, lane, layout) for lane in range(2)],
             placement,
             rank,
-            shared,
         )
         for rank in range(size)
     ]

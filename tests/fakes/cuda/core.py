@@ -7,6 +7,9 @@ class Device:
     def __init__(self, device_id: int | None = None) -> None:
         self.device_id = device_id or 0
 
+    def set_current(self) -> None:
+        """There is one."""
+
 
 class Buffer:
     def __init__(self, handle: int, size: int) -> None:

@@ -33,7 +33,7 @@ class EventOverlap:
 
     def current_stream_wait(self) -> None:
         assert self._late is not None, "only an asynchronous call has an event to wait for"
-        self._late.arrive()
+        launch(self._late.arrive)
 
 
 class Config:

@@ -3,6 +3,7 @@ holds anything. A signal is set when all that was put before it is there."""
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import itertools
 import threading
@@ -94,13 +95,17 @@ def signal_op(
     signal_var: Buffer, signal_val: int, signal_op: SignalOp, remote_pe: int = -1, stream: Any = None
 ) -> None:
     """The address is this PE's own; the word that changes is the peer's."""
-    pe = _pe()
     assert isinstance(signal_var, Buffer) and signal_var.size >= 8 and stream is not None
-    assert signal_op == SignalOp.SIGNAL_SET and 0 <= signal_val < 1 << 64
+    assert signal_op == SignalOp.SIGNAL_SET and 0 <= signal_val < 1 << 64 and signal_var.handle % 8 == 0
+    ctypes.c_uint64.from_address(peer_address(signal_var.handle, 8, remote_pe)).value = signal_val
+
+
+def peer_address(address: int, num_bytes: int, remote_pe: int) -> int:
+    """Where a peer has what this PE has at `address`."""
+    pe = _pe()
     for piece, of_rank in zip(pe.pieces, pe.of_rank, strict=True):
-        offset = signal_var.handle - piece.data_ptr()
+        offset = address - piece.data_ptr()
         if 0 <= offset < piece.numel():
-            assert offset % 8 == 0
-            of_rank[remote_pe].view(torch.int64)[offset // 8] = signal_val
-            return
-    raise AssertionError("the signal is not in symmetric memory")
+            assert offset + num_bytes <= piece.numel(), "beyond an allocation"
+            return of_rank[remote_pe].data_ptr() + offset
+    raise AssertionError("not in symmetric memory")

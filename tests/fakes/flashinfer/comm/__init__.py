@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fake_world import World, new_world, unwritten
+from fake_cuda_graph import launch
+from fake_world import World, new_world, poison, unwritten
 from torch import Tensor
 
 from flashinfer.comm.mnnvl import MnnvlConfig
@@ -27,7 +28,9 @@ class _Workspace:
     world: World
     number: int = 0
     owner: Any = None  # whose exchange is under way
+    num_tokens: int = 0  # of mine in the dispatch that was asked for last
     tokens: list[Tensor] = field(default_factory=list)  # for each rank which of mine went there
+    counts: list[int] = field(default_factory=list)  # how many came from each
 
 
 class MoeAlltoAll:
@@ -75,43 +78,56 @@ class MoeAlltoAll:
         active_rank_mask: Tensor | None = None,
     ) -> list[Tensor]:
         """A token goes once to each rank that has one of its experts; what each rank sends lies together, the rest of its
-        room is unwritten. There the expert ids are replaced; a token that came keeps all of its own."""
+        room is unwritten. There the expert ids are replaced; a token that came keeps all of its own. Nothing asks the host."""
         space, most = self._workspace, runtime_max_tokens_per_rank
-        assert space.owner is None, "the workspace is in use"
         assert most <= self._most, "runtime_max_tokens_per_rank exceeds max_num_tokens"
         assert token_selected_experts.dtype is torch.int32 and token_selected_experts.shape[1] == self._top_k
         assert token_selected_experts.shape[0] <= most
         assert all(payload.is_contiguous() for payload in input_payloads)
+        assert (invalid_token_expert_id is None) == (expert_id_payload_index is None)
+        space.num_tokens = token_selected_experts.shape[0]
+        received = [unwritten(self._size, most, *payload.shape[1:], dtype=payload.dtype) for payload in input_payloads]
+        launch(self._send, token_selected_experts, input_payloads, most, received)
+        if invalid_token_expert_id is not None:
+            launch(self._mark, received[expert_id_payload_index or 0], invalid_token_expert_id)
+        return received
+
+    def _send(self, chosen: Tensor, payloads: list[Tensor], most: int, received: list[Tensor]) -> None:
+        space = self._workspace
+        assert space.owner is None, "the workspace is in use"
         space.owner, space.number, space.tokens = self, space.number + 1, []
         parcels: list[Any] = []
         for rank in range(self._size):
-            goes = (token_selected_experts // self._local == rank).any(1).nonzero().flatten()
+            goes = (chosen // self._local == rank).any(1).nonzero().flatten()
             space.tokens.append(goes)
-            parcels.append((most, [payload[goes] for payload in input_payloads]))
+            parcels.append((most, [payload[goes] for payload in payloads]))
         came = space.world.exchange(("flashinfer dispatch", space.number), self._rank, parcels)
         assert {limit for limit, _ in came.values()} == {most}, "all ranks pass the same number"
-        received = [unwritten(self._size, most, *payload.shape[1:], dtype=payload.dtype) for payload in input_payloads]
-        counts = []
-        for rank, (_, payloads) in came.items():
-            for out, payload in zip(received, payloads, strict=True):
-                out[rank, : payload.shape[0]] = payload
-            counts.append(payloads[0].shape[0])
-        if invalid_token_expert_id is not None:
-            assert expert_id_payload_index is not None
-            ids = received[expert_id_payload_index]
-            for rank, count in enumerate(counts):
-                ids[rank, count:] = invalid_token_expert_id
-        return received
+        space.counts = []
+        for out in received:
+            poison(out)
+        for rank, (_, parts) in came.items():
+            for out, part in zip(received, parts, strict=True):
+                out[rank, : part.shape[0]] = part
+            space.counts.append(parts[0].shape[0])
+
+    def _mark(self, ids: Tensor, invalid: int) -> None:
+        for rank, count in enumerate(self._workspace.counts):
+            ids[rank, count:] = invalid
 
     def combine(self, payload: Tensor, runtime_max_tokens_per_rank: int, payload_in_workspace: bool = False) -> Tensor:
         """Adds what the ranks made of a token; weights nothing."""
+        assert payload.shape[:2] == (self._size, runtime_max_tokens_per_rank) and payload.is_contiguous()
+        result = unwritten(self._workspace.num_tokens, payload.shape[2], dtype=payload.dtype)
+        launch(self._send_back, payload, result)
+        return result
+
+    def _send_back(self, payload: Tensor, result: Tensor) -> None:
         space = self._workspace
         assert space.owner is self, "combine called before successful dispatch"
-        assert payload.shape[:2] == (self._size, runtime_max_tokens_per_rank) and payload.is_contiguous()
         space.owner = None
         came = space.world.exchange(("flashinfer combine", space.number), self._rank, list(payload.clone()))
-        num_tokens = 1 + max((int(goes.max()) for goes in space.tokens if goes.numel()), default=-1)
-        sums = torch.zeros(num_tokens, payload.shape[2], dtype=torch.float32)
+        sums = torch.zeros(result.shape, dtype=torch.float32)
         for rank, goes in enumerate(space.tokens):
             sums.index_add_(0, goes, came[rank][: goes.shape[0]].float())
-        return sums.to(payload.dtype)
+        result.copy_(sums)

@@ -39,8 +39,3 @@ CHIPS = {
         Chip("b200", "sm_100", 180 * GIGA, 7.7 * TERA, 2250 * TERA, 4500 * TERA, 1800 * GIGA),
     )
 }
-
-
-def chip_named(name: str) -> Chip | None:
-    """The chip whose name is part of this one ("NVIDIA H200"), or None."""
-    return next((chip for key, chip in CHIPS.items() if key in name.lower()), None)

@@ -12,13 +12,14 @@ from typing import Literal
 from configs.dbo import DboMode, DboPlan
 from configs.eplb import EplbConfig
 from configs.kernels import KvCacheDtype
+from configs.types import check_types
 
 MAX_RANKS = 62  # those that can share memory (ep/shm_group.py)
 
 Dtype = Literal["float32", "bfloat16"]
 ExpertFormat = Literal["plain", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
-GraphMode = Literal["none", "piecewise", "full", "full_and_piecewise"]
+GraphMode = Literal["none", "piecewise", "full", "full_and_piecewise", "tapes"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -56,12 +57,15 @@ class EngineConfig:
     kv_cache_dtype: KvCacheDtype = "auto"  # fp8: latents in 8 bits
     attention_backend: str = "auto"  # of latent attention: a name of mla/backend.py
     moe_backend: str = "auto"  # a name of moe_kernels/backends.py
-    cudagraph_mode: Literal["auto", "none", "piecewise", "full", "full_and_piecewise"] = "auto"
+    cudagraph_mode: Literal["auto", "none", "piecewise", "full", "full_and_piecewise", "tapes"] = "auto"
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows; (): decided
     quantization: Literal["fp8", "int8"] | None = None  # of all large matrices, when they are loaded
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,7 @@ class Plan:
     data_parallel_size_local: int = 0  # ranks on this machine; 0: all
     max_ranks: int = MAX_RANKS  # to which a running server may grow
     rank_bytes: int = 0  # what the weights and the cache of one rank take
+    graph_bytes: int = 0  # kept free for its captured graphs
     eplb: EplbConfig | None = None  # how experts are balanced at run time; None: they are not
     dbo: DboPlan | None = None  # whether and when steps are split; None: never
     native_kernels: str = "avx512_bf16"  # the most they may use (native/features.py); none: torch does everything

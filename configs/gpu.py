@@ -17,7 +17,7 @@ MEBI = 1 << 20
 GPU_MEMORY_PART = 0.9  # of a GPU's memory, unless told otherwise: activations, graphs and libraries take the rest
 LOOK_SECONDS = 10.0
 
-GRAPH_MODES: tuple[GraphMode, ...] = ("none", "piecewise", "full", "full_and_piecewise")
+GRAPH_MODES: tuple[GraphMode, ...] = ("none", "piecewise", "full", "full_and_piecewise", "tapes")
 MAX_CAPTURED = 512
 
 
@@ -38,11 +38,12 @@ class Gpu:
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """How tokens travel between GPUs: a name of ep/table.py, and why. not_captured: "", or why a CUDA graph cannot hold the
-    exchanges of decode steps."""
+    exchanges of decode steps. padded_tokens: of a rank, for which every expert slot has room for rows in those; 0: it has not."""
 
     name: str
     why: str
     not_captured: str = ""
+    padded_tokens: int = 0
 
 
 def find_gpus(visible: str | None) -> tuple[Gpu | None, str]:
@@ -90,14 +91,16 @@ def gpu_expert_format(asked: str | None, fp8_checkpoint: bool) -> tuple[ExpertFo
     if asked == "int8":
         raise ValueError("quantization int8: the GPU kernels have weights in FP8, not in INT8")
     if asked == "fp8":
-        return "fp8", "as asked"
+        return "fp8", "as asked; on a GPU all other matrices stay in the dtype of the model"
     return ("fp8", "as the checkpoint has them") if fp8_checkpoint else ("plain", "the dtype of the model")
 
 
 def with_graphs(plan: Plan, config: EngineConfig, exchange: Exchange | None) -> Plan:
     """The same plan with the steps that are captured. exchange: between GPUs. Raises ValueError for what cannot be."""
+    if plan.device != "cuda":
+        return _with_tapes(plan, config)
     planned = plan.attention_backend == "flashinfer"
-    mode, why = graph_mode(config.cudagraph_mode, plan.device, exchange, plan.eplb is not None, planned)
+    mode, why = graph_mode(config.cudagraph_mode, exchange, plan.eplb is not None, planned)
     if plan.dbo is not None and mode != "none":
         split = "those of decodes alone, as one graph" if "full" in mode else "none is captured"
         why += f"; of steps that are split in {plan.dbo.num_parts}, {split}"
@@ -108,20 +111,32 @@ def with_graphs(plan: Plan, config: EngineConfig, exchange: Exchange | None) -> 
     return replace(plan, cudagraph_mode=mode, cudagraph_capture_sizes=sizes, reasons=reasons)
 
 
+def _with_tapes(plan: Plan, config: EngineConfig) -> Plan:
+    """On a CPU: decode steps are recorded and played (engine/tapes.py) where native kernels compute them."""
+    asked = config.cudagraph_mode
+    if asked not in ("auto", "none", "tapes"):
+        raise ValueError(f"cudagraph_mode {asked} needs a GPU (--device cuda)")
+    if config.cudagraph_capture_sizes:
+        raise ValueError("cudagraph_capture_sizes needs a GPU (--device cuda): a CPU records steps of every size")
+    mode: GraphMode = "tapes" if asked != "none" and plan.native_kernels != "none" else "none"
+    why = "decode steps are recorded once and played without Python"
+    if mode == "none":
+        why = "as asked" if asked == "none" else "there are no native kernels to record"
+    return replace(plan, cudagraph_mode=mode, reasons={**plan.reasons, "cudagraph_mode": why})
+
+
 def graph_mode(
-    asked: str, device: str, exchange: Exchange | None, eplb: bool, planned_attention: bool = False
+    asked: str, exchange: Exchange | None, eplb: bool, planned_attention: bool = False
 ) -> tuple[GraphMode, str]:
-    """Which steps are captured, and why. asked: "auto" or a GraphMode; exchange: None where no tokens travel.
+    """Which steps are captured on a GPU, and why. asked: "auto" or a GraphMode; exchange: None where no tokens travel.
 
     full: decode steps, whole; piecewise: all steps, without attention and, where they cannot be captured, experts.
     Raises ValueError for what cannot be.
     """
     if asked not in ("auto", *GRAPH_MODES):
         raise ValueError(f"cudagraph_mode {asked!r} is unknown; one of auto, {', '.join(GRAPH_MODES)}")
-    if device != "cuda":
-        if asked not in ("auto", "none"):
-            raise ValueError(f"cudagraph_mode {asked} needs a GPU (--device cuda)")
-        return "none", "a CPU has no launches to save"
+    if asked == "tapes":
+        raise ValueError("cudagraph_mode tapes is for a CPU (--device cpu)")
     against = f"{exchange.name}: {exchange.not_captured}" if exchange is not None and exchange.not_captured else ""
     if eplb and not against:
         against = "experts that are balanced count their tokens on the host"

@@ -44,6 +44,8 @@ class ModelNumbers:
     dtype: Dtype
     fp8_experts: bool = False  # the checkpoint has them in FP8; expert_bytes counts them widened
     kv_fp8_bytes_per_token: int = 0  # of a cache kept in FP8; 0: there is none
+    hidden_size: int = 0
+    num_layers: int = 0
 
 
 def this_machine() -> Machine:

@@ -13,6 +13,7 @@ from configs.eplb import EplbConfig, check_eplb, plan_eplb
 from configs.exchange import check_host_backend, with_dispatch
 from configs.formats import linear_format
 from configs.gpu import GPU_MEMORY_PART, Gpu, gpu_expert_format, with_graphs
+from configs.graph_memory import with_graph_memory
 from configs.kernels import kept_cache
 from configs.machine import Machine, ModelNumbers
 from configs.threads import pin_ranks, spin_threads
@@ -25,6 +26,8 @@ CPU_MEMORY_PART = 0.5  # a CPU's memory is also everybody else's
 WEIGHTS_PART = 2 / 3  # spare expert slots may not fill more of our memory than this together with all other weights
 SMALL_MODEL_BYTES = 64 * MEBI
 RANKS_PER_CORE = 4  # to which a server may grow: beyond, ranks only wait for each other
+MOST = {"max_num_seqs": 1 << 20, "max_num_batched_tokens": 1 << 20, "block_size": 1 << 16, "threads_per_rank": 1024}
+LONGEST_EXCHANGE = 86400.0
 QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as the native kernels keep them
 
 
@@ -87,11 +90,12 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         moe_backend=config.moe_backend,
         reasons=why,
     )
-    return with_graphs(with_dispatch(plan, config), config, machine.exchange)
+    return with_graph_memory(with_graphs(with_dispatch(plan, config), config, machine.exchange), config, model, machine)
 
 
 def _max_ranks(config: EngineConfig, machine: Machine, why: dict[str, str]) -> int:
     why["rank_bytes"] = "its weights and its cache"
+    why["graph_bytes"] = "nothing is captured"
     if machine.gpu is not None:
         why["max_ranks"] = why["ranks_per_machine"] = (
             f"each rank has a GPU of its own; a machine has {machine.gpu.count}"
@@ -120,8 +124,14 @@ def _check(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> None:
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
-    if config.exchange_timeout <= 0:
-        raise ValueError(f"exchange_timeout must be above 0 seconds, not {config.exchange_timeout}")
+        if value is not None and value > MOST.get(name, value):
+            raise ValueError(f"{name} must be at most {MOST[name]}, not {value}")
+    if not all(config.served_model_name):
+        raise ValueError("served_model_name must not be empty")
+    if not 0 < config.exchange_timeout <= LONGEST_EXCHANGE:
+        raise ValueError(
+            f"exchange_timeout must be above 0 and at most {LONGEST_EXCHANGE:g} seconds, not {config.exchange_timeout}"
+        )
     if config.num_redundant_experts is not None and config.num_redundant_experts < 0:
         raise ValueError(f"num_redundant_experts must be at least 0, not {config.num_redundant_experts}")
     check_eplb(config.eplb)
@@ -165,6 +175,10 @@ def _dtype(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dic
 
 def _expert_format(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dict[str, str]) -> ExpertFormat:
     if not model.num_experts:
+        if machine.gpu is not None and config.quantization is not None:
+            raise ValueError(
+                f"quantization {config.quantization}: on a GPU only experts are kept in 8 bits, and this model has none"
+            )
         why["expert_format"] = "a dense model"
     elif machine.gpu is not None:
         found, why["expert_format"] = gpu_expert_format(config.quantization, model.fp8_experts)

@@ -6,15 +6,14 @@ that the ranks no longer speak of the same step or the same experts, and nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dbo.gate import agree
 from ep.group import Group
-from ep.protocol import Pending
+from ep.protocol import Pending, Ready
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(NamedTuple):
     """What one rank says of its next step. has_work: it has requests, or results not yet taken. known_epoch: the highest
     epoch of which it has heard. order, ready: of moving experts (engine/balance.py). parts: in how many it would compute its
     tokens."""
@@ -29,8 +28,7 @@ class Wish:
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What all ranks do next; equal on all of them. One entry per rank in the tuples."""
 
     step: int
@@ -62,6 +60,8 @@ class Agreement:
     def propose(self, wish: Wish) -> Pending[StepPlan]:
         """Every rank calls this once per step. `wait()` raises PeerLost, or RuntimeError when the ranks disagree."""
         step, self._step = self._step, self._step + 1
+        if self._group.size == 1:
+            return Ready(_own_plan(step, wish))
         record = [
             self._epoch,
             step,
@@ -84,6 +84,21 @@ class _PendingPlan:
 
     def wait(self) -> StepPlan:
         return _plan(self._records.wait())
+
+
+def _own_plan(step: int, wish: Wish) -> StepPlan:
+    """What a rank that is alone comes to."""
+    return StepPlan(
+        step,
+        wish.has_work or wish.num_tokens > 0,
+        wish.shutdown,
+        (wish.num_tokens,),
+        (wish.free_blocks,),
+        wish.known_epoch,
+        wish.order,
+        wish.ready,
+        max(1, wish.parts),
+    )
 
 
 def _plan(records: list[list[int]]) -> StepPlan:

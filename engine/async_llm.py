@@ -96,8 +96,12 @@ class AsyncLLM:
         messages = self.front.add(prompt)
         stream = RequestStream(partial(self._drop, prompt.request_id), prompt.params.n)
         self._streams[prompt.request_id] = stream
-        for rank, message in messages:
-            self._send(rank, message)
+        try:
+            for rank, message in messages:
+                self._send(rank, message)
+        except BaseException:  # no rank has it: it must not stay among the live ones
+            self._drop(prompt.request_id, stream)
+            raise
         return stream
 
     async def generate(self, prompt: Prompt) -> RequestOutput:

@@ -2,7 +2,7 @@
 
 It keeps, for every row, the tokens of its sequence and the table of its KV blocks. Only the device thread touches it,
 so the token that a row samples in step n stands here when step n+1 is prepared, though the scheduler, which made step
-n+1 in the meantime, has not seen it.
+n+1 in the meantime, has not seen it. With feedback (engine/feedback.py) it stands on the device, and the host does not know it.
 
 A step may be laid out in parts, which the device computes in turn (dbo/split.py says where it is cut).
 
@@ -22,46 +22,14 @@ import torch
 
 from dbo.split import Cut, cut
 from engine.device import make_upload
+from engine.feedback import Feedback
+from engine.prepared import PreparedStep, PromptPart
 from engine.schedule import NewRow, Schedule
+from engine.steady import SteadyDecodes
 from layers.step import StepInput
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPart:
-    """Prompt tokens whose log-probabilities were asked for and whose predecessors are computed in this step.
-
-    Their logits are rows first_logit : first_logit + len(target_ids) of `PreparedStep.logits_rows_P`. A prompt that is cut
-    has several of these, in the order of its tokens.
-    """
-
-    entry: int  # index into the schedule's lists
-    num_logprobs: int  # alternatives asked for; -1 all
-    first_logit: int
-    target_ids: list[int]  # the prompt tokens themselves
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """inputs: one per part; their tokens one after another are those of the step. A part may have none.
-
-    logits_rows_P: rows of all parts' hidden states, one after another. The first S are to be sampled; the rest belong to
-    `prompt_parts`.
-    """
-
-    inputs: tuple[StepInput, ...]
-    logits_rows_P: torch.Tensor  # int64
-    num_entries: int  # of the schedule
-    entries_S: list[int]  # schedule entry of each sampled sequence
-    rows_S: Ints  # its row of the batch
-    positions_S: Ints  # position of the token to be sampled, counted from the start of the prompt
-    prompt_parts: tuple[PromptPart, ...]
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.entries_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +87,14 @@ class _Asked(NamedTuple):
     target_ids: list[int]
 
 
+class _Fill(NamedTuple):
+    """Tokens of a part that are on the device only: those of these rows, for these places (None: the first)."""
+
+    token_ids_T: torch.Tensor
+    rows_F: torch.Tensor
+    places_F: torch.Tensor | None
+
+
 class _Part(NamedTuple):
     """One part of a step. logits_P: `step.logits_rows_P` on the host."""
 
@@ -141,8 +117,18 @@ class Batch:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, context_cost: float = 0.0
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        context_cost: float = 0.0,
+        feedback: Feedback | None = None,
     ) -> None:
+        """feedback: sampled tokens stay on the device; None: the host has each before the next step."""
+        self._feedback = feedback
+        self._fills: list[_Fill] = []
+        self._stated = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of each row that came with it
         self._context_cost = context_cost
         self._block_size = block_size
         # Tokens of a step, and what a row has besides.
@@ -153,20 +139,27 @@ class Batch:
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._known = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of each row written so far
         self._asking: dict[int, tuple[int, int]] = {}  # rows that want prompt_logprobs -> prompt_len, how many
+        self._steady: SteadyDecodes | None = None  # the last step, where the next one may follow from it
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """int32 [max_num_seqs, max_model_len + 1]; row r holds `known[r]` valid tokens."""
+        """int32 [max_num_seqs, max_model_len + 1]; row r holds `known[r]` valid tokens (with feedback those that came with it)."""
+        self._settle()
         return self._token_ids
 
     @property
     def known(self) -> Ints:
         """int64 [max_num_seqs]: how many tokens of each row are known, sampled ones included."""
+        self._settle()
         return self._known
 
     def apply(self, schedule: Schedule, num_parts: int = 1) -> PreparedStep:
         """Take over the schedule's rows and blocks, and lay its work out as tensors, in so many parts (zero tokens are
-        fine)."""
+        fine). On a CPU, what it returns may be read until the next call."""
+        if num_parts == 1 and self._steady is not None and self._steady.goes_on_with(schedule):
+            return self._steady.next()
+        self._settle()
+        self._steady = None
         for row in schedule.freed_rows:
             self._free(row)
         for new in schedule.new_rows:
@@ -175,26 +168,53 @@ class Batch:
             start = int(self._num_blocks[row])
             self._block_table[row, start : start + len(blocks)] = blocks
             self._num_blocks[row] = start + len(blocks)
+        self._fills.clear()
         prepared = self._layout(schedule, num_parts)
         self._upload.send()
+        if self._feedback is not None:
+            for fill in self._fills:
+                self._feedback.fill(fill.token_ids_T, fill.rows_F, fill.places_F)
+        if (
+            prepared.num_sampled
+            and prepared.samples_all
+            and self._upload.in_place
+            and self._feedback is None
+            and not prepared.prompt_parts
+        ):
+            self._steady = SteadyDecodes(prepared, schedule)
         return prepared
 
+    def keep_sampled(self, prepared: PreparedStep, token_ids_S: torch.Tensor) -> None:
+        """The sampled tokens (int64 [S], on the device) are where the next step finds them."""
+        if self._feedback is None:
+            self.note_sampled(prepared, token_ids_S.numpy())
+            return
+        assert prepared.device_rows_S is not None
+        self._feedback.keep(prepared.device_rows_S, token_ids_S)
+        self._known[prepared.rows_S] = prepared.positions_S + 1
+
     def note_sampled(self, prepared: PreparedStep, token_ids_S: Ints) -> None:
-        """Write the sampled tokens (int64 [S]) behind their sequences, where the next step finds them."""
+        """Write the sampled tokens (int64 [S]) behind their sequences on the host."""
+        if self._steady is not None and self._steady.note(prepared, token_ids_S):
+            return
         self._token_ids[prepared.rows_S, prepared.positions_S] = token_ids_S
         self._known[prepared.rows_S] = prepared.positions_S + 1
+
+    def _settle(self) -> None:
+        if self._steady is not None:
+            self._steady.write(self._token_ids, self._known)
 
     def _free(self, row: int) -> None:
         self._block_table[row, : self._num_blocks[row]] = 0
         self._num_blocks[row] = 0
-        self._known[row] = 0
+        self._known[row] = self._stated[row] = 0
         self._asking.pop(row, None)
 
     def _place(self, new: NewRow) -> None:
         self._free(new.row)
         length = len(new.token_ids)
         self._token_ids[new.row, :length] = new.token_ids
-        self._known[new.row] = length
+        self._known[new.row] = self._stated[new.row] = length
         if new.params.prompt_logprobs is not None:
             self._asking[new.row] = (new.prompt_len, new.params.prompt_logprobs)
 
@@ -212,8 +232,9 @@ class Batch:
             step = part.step
             asked = _prompt_parts(part.asked, part.num_sampled)
             entries_S, rows_S, positions_S = part.entries_S, part.rows_S, part.positions_S
+            there = self._rows_on_device(rows_S)
             return PreparedStep(
-                (step,), step.logits_rows_P, num_entries, entries_S.tolist(), rows_S, positions_S, asked
+                (step,), step.logits_rows_P, num_entries, entries_S.tolist(), rows_S, positions_S, asked, there
             )
         cuts = cut(schedule.starts, schedule.counts, num_parts, self._context_cost)
         bounds = [Cut(0, 0), *cuts, Cut(num_entries, 0)]
@@ -227,14 +248,16 @@ class Batch:
         sampled = [part.logits_P[: part.num_sampled] + first for part, first in zip(parts, first_T, strict=True)]
         prompts = [part.logits_P[part.num_sampled :] + first for part, first in zip(parts, first_T, strict=True)]
         entries_S = np.concatenate([part.entries_S for part in parts])
+        rows_S = np.concatenate([part.rows_S for part in parts])
         return PreparedStep(
             tuple(part.step for part in parts),
             self._tensor(np.concatenate(sampled + prompts)),
             num_entries,
             entries_S.tolist(),
-            np.concatenate([part.rows_S for part in parts]),
+            rows_S,
             np.concatenate([part.positions_S for part in parts]),
             _prompt_parts([one for part in parts for one in part.asked], len(entries_S)),
+            self._rows_on_device(rows_S),
         )
 
     def _part(self, work: _Work) -> _Part:
@@ -260,7 +283,21 @@ class Batch:
             block_size=self._block_size,
             logits_rows_P=self._tensor(logits_P),
         )
+        if self._feedback is not None:
+            self._feed(step.token_ids_T, rows_B[:num_decodes], starts_B[:num_decodes])
         return _Part(step, work.entry_B[sampled], rows_B[sampled], ends_B[sampled], logits_P, asked)
+
+    def _feed(self, token_ids_T: torch.Tensor, rows_B: Ints, starts_B: Ints) -> None:
+        """Of the entries of one token, those that no NewRow has stated come from the device: what is sampled is computed alone."""
+        places_F = np.flatnonzero(starts_B >= self._stated[rows_B])
+        if not len(places_F):
+            return
+        first = len(places_F) == int(places_F[-1]) + 1
+        places = None if first else self._tensor(places_F)
+        self._fills.append(_Fill(token_ids_T, self._tensor(rows_B[places_F]), places))
+
+    def _rows_on_device(self, rows_S: Ints) -> torch.Tensor | None:
+        return None if self._feedback is None else self._tensor(rows_S)
 
     def _ask(self, work: _Work, ends_B: Ints, query_ends_B: Ints, last_S: Ints) -> tuple[list[_Asked], Ints]:
         """The prompts whose logits are wanted, and all rows of the hidden state to make logits of."""

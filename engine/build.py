@@ -17,8 +17,8 @@ from dbo.steps import Steps
 from engine.balance import Balance
 from engine.balance_start import start_placement
 from engine.batch import Batch
-from engine.device import check_room, graph_library, open_device
-from engine.graphs import MANY, GraphLibrary, Graphs, GraphSizes
+from engine.device import check_room, graph_library, make_feedback, make_readback, open_device
+from engine.graphs import MANY, Captured, GraphLibrary, Graphs, GraphSizes
 from engine.measure import Measure
 from engine.messages import RankReady
 from engine.overlap import Overlap
@@ -26,14 +26,16 @@ from engine.rank import Doorbell, Rank, SharedDoorbell
 from engine.runner import Runner
 from engine.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
+from engine.tapes import Tapes
 from engine.team import Meet, Opening, Team
 from engine.timeline import Timeline
+from ep.backends import FEW_TOKENS
 from ep.dispatchers import StepState
 from ep.experts import WeightFormat
 from ep.group import Group
 from ep.parallel import Parallel
 from ep.protocol import AllToAll
-from ep.table import FEW_TOKENS, make_lanes
+from ep.table import make_lanes
 from ep.timed import Flights
 from eplb.placement import Placement, linear_placement
 from layers.paged_kv import PagedKV
@@ -44,6 +46,11 @@ from models.cuts import Cuts
 from models.facts import ModelFacts
 from models.registry import build, read_config
 from native import Isa, isa, limit_isa
+
+# Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more than
+# the weights take.
+PREPARED_BYTES = 1 << 30
+MAX_RECORDED = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -66,7 +73,7 @@ def build_rank(
     torch.set_num_threads(plan.threads_per_rank)
     limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
     device = open_device(plan.device, rank, plan.ranks_per_machine)
-    check_room(device, plan.rank_bytes)
+    check_room(device, plan.rank_bytes, plan.graph_bytes)
     facts = read_config(plan.model_path)
     size = plan.data_parallel_size
     placement = _placement(plan, facts, join) if facts.num_moe_layers else None
@@ -100,8 +107,7 @@ def build_rank(
         balance=_balance(plan, team, model, device),
         timeline=timeline,
         overlap=_overlap(plan, model, flights, runner, device),
-        # A rank that took so much memory for its weights soon takes as much again for its cache.
-        preparation=kv.bring_in(checkpoint.bytes_read),
+        preparation=kv.bring_in(min(checkpoint.bytes_read, PREPARED_BYTES)),
     )
 
 
@@ -178,7 +184,7 @@ def _scheduler(plan: Plan) -> Scheduler:
 
 def _cache(plan: Plan, model: CausalLM, device: torch.device) -> PagedKV:
     """With graphs there is one block more, to which they write what is padding."""
-    num_blocks = plan.num_kv_blocks + (plan.cudagraph_mode != "none")
+    num_blocks = plan.num_kv_blocks + (plan.cudagraph_mode not in ("none", "tapes"))
     return PagedKV.allocate(model.kv_spec(), num_blocks, plan.block_size, device)
 
 
@@ -191,25 +197,50 @@ def _runner(
     exchange: StepState,
     timeline: Timeline,
 ) -> Runner:
-    captured = plan.cudagraph_mode != "none"
+    captured: Captured | None = None
+    if plan.cudagraph_mode == "tapes":
+        captured = make_tapes(plan, model, kv, timeline)
+    elif plan.cudagraph_mode != "none":
+        captured = make_graphs(plan, model, kv, graph_library(device), exchange)
     cost = context_cost(facts.hidden_size)
     return Runner(
         model,
         kv,
-        Batch(plan.max_num_seqs, plan.max_model_len, plan.block_size, device, cost),
+        Batch(
+            plan.max_num_seqs,
+            plan.max_model_len,
+            plan.block_size,
+            device,
+            cost,
+            make_feedback(device, plan.max_num_seqs),
+        ),
         SamplingTable(plan.max_num_seqs, facts.vocab_size, device),
         plan.logprobs_mode,
         # Ranks that share one thread take turns within a step, so it cannot run on another.
         threaded=plan.async_scheduling and plan.all2all_backend != "mailbox",
         timeline=timeline,
-        graphs=make_graphs(plan, model, kv, graph_library(device), exchange) if captured else None,
+        graphs=captured,
         exchange=exchange,
+        readback=make_readback(device, plan.exchange_timeout),
     )
 
 
 def _few_tokens(plan: Plan) -> int:
     """Tokens of a rank in a step, up to which the backend for few of them is taken: those of decodes."""
     return min(plan.max_num_seqs, plan.max_num_batched_tokens, FEW_TOKENS)
+
+
+def make_tapes(plan: Plan, model: CausalLM, kv: PagedKV, timeline: Timeline) -> Tapes:
+    """Those of decode steps. A rank whose experts are balanced counts their tokens as the layers go."""
+    return Tapes(
+        lambda step, cuts, lane: model.steps(step, kv, lane, cuts),
+        min(plan.max_num_seqs, MAX_RECORDED),
+        -(-plan.max_model_len // plan.block_size),
+        plan.block_size,
+        num_parts=1 if plan.dbo is None else plan.dbo.num_parts,
+        cut_experts=plan.eplb is not None,
+        as_written=lambda: timeline.on,
+    )
 
 
 def make_graphs(plan: Plan, model: CausalLM, kv: PagedKV, library: GraphLibrary, exchange: StepState) -> Graphs:

@@ -29,7 +29,7 @@ from models.fields import Fields
 from models.registry import build, parse_config
 from models.tiny import CHECKPOINT
 
-LIBRARIES = ("deep_ep", "deep_gemm", "flashinfer", "flash_mla", "nvshmem", "pplx_kernels")
+LIBRARIES = ("deep_ep", "deep_gemm", "flashinfer", "flash_mla", "nvshmem", "pplx_kernels", "torch_nvshmem")
 _OF_BACKEND = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer", "flashmla": "flash_mla"}
 
 
@@ -105,6 +105,8 @@ def _numbers(model: str | None, raw: dict[str, object], facts: ModelFacts) -> Mo
         expert_bytes=experts * size,
         dtype=dtype,
         kv_fp8_bytes_per_token=facts.kv_fp8_bytes_per_token(),
+        hidden_size=facts.hidden_size,
+        num_layers=facts.num_layers,
         fp8_experts=isinstance(quantization, dict) and quantization.get("quant_method") == "fp8",
     )
 
@@ -177,6 +179,7 @@ def _memory(plan: Plan, numbers: ModelNumbers, gpu: Gpu, part: float | None) -> 
         "attention, embeddings and other weights": min(others, weights),
         f"experts ({plan.slots_per_rank} slots in each of {numbers.num_moe_layers} layers)": max(0, weights - others),
         f"KV cache ({plan.num_kv_blocks} blocks of {plan.block_size} tokens)": cache,
-        "free below the limit": usable - plan.rank_bytes,
-        f"activations, graphs, libraries ({1 - (part or GPU_MEMORY_PART):.0%})": gpu.memory - usable,
+        "graphs (an estimate that is kept free)": plan.graph_bytes,
+        "free below the limit": usable - plan.rank_bytes - plan.graph_bytes,
+        f"activations, libraries ({1 - (part or GPU_MEMORY_PART):.0%})": gpu.memory - usable,
     }

@@ -41,7 +41,8 @@ class Collector:
             choice.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
-        self._num_cached = max(self._num_cached, delta.num_cached_tokens)
+        if delta.num_cached_tokens:
+            self._num_cached = delta.num_cached_tokens
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
             choice.stop_reason = delta.stop_reason

@@ -57,6 +57,8 @@ class EngineDraining(RuntimeError):
 
 def losses_last(messages: list[RankToFront]) -> list[RankToFront]:
     """What came from ranks together with the news of a loss is taken before it: tokens need not be computed again."""
+    if len(messages) == 1:
+        return messages
     return sorted(messages, key=lambda message: isinstance(message, RankLost))
 
 
@@ -279,7 +281,7 @@ class Front:
             if sequence is None:  # aborted, stopped by a stop string, or moved to another rank while this was under way
                 continue
             delta = self._advance(sequence, output, now)
-            deltas.append((sequence.request.prompt.request_id, delta))
+            deltas.append((sequence.key, delta))
             if delta.finish_reason is not None:
                 if output.finish_reason is None:
                     stopped.append(output.request_id)

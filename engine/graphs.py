@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dbo.steps import Steps, drain, weave
+from engine.static_step import CutExperts, StaticDecodes, StaticTokens
 from ep.dispatchers import StepState
 from ep.protocol import PeerLost
 from layers.step import StepInput
@@ -58,8 +59,32 @@ class GraphSizes:
     piecewise: Sequence[int] = ()
 
 
+class Captured(Protocol):
+    """How a runner has its forward passes: graphs on a GPU, tapes on a CPU (engine/tapes.py)."""
+
+    def capture(self, num_ranks: int = 1) -> None:
+        """The ranks have met: begin anew. num_ranks: that exchange rows with each other."""
+        ...
+
+    def forget(self) -> None:
+        """Steps run as they are written until the next `capture`, or are captured anew."""
+        ...
+
+    def steps(self, step: StepInput) -> Steps[Tensor]:
+        """The forward pass: [T, D], valid until the next one begins."""
+        ...
+
+    def woven(self, parts: Sequence[StepInput]) -> Tensor | None:
+        """That of a step whose parts take turns, or None: then `part` has it."""
+        ...
+
+    def part(self, step: StepInput, lane: int) -> Steps[Tensor]:
+        """That of one part."""
+        ...
+
+
 class Graphs:
-    """Not thread-safe: the thread that runs the steps captures and replays."""
+    """Implements Captured. Not thread-safe: the thread that runs the steps captures and replays."""
 
     def __init__(
         self,
@@ -91,8 +116,8 @@ class Graphs:
         self._cut_experts = cut_experts
         most = max([*sizes.full, 0])
         columns = -(-max_model_len // block_size) if most else 0
-        self._decodes = [_StaticDecodes(most, columns, block_size, scratch_block, device) for _ in range(num_parts)]
-        self._tokens = _StaticTokens(max([*sizes.piecewise, 0]), scratch_block * block_size, device)
+        self._decodes = [StaticDecodes(most, columns, block_size, scratch_block, device) for _ in range(num_parts)]
+        self._tokens = StaticTokens(max([*sizes.piecewise, 0]), scratch_block * block_size, device)
         self._full: dict[tuple[int, int], _Full] = {}  # by number of parts and rows of each
         self._pieces: dict[int, _Pieces] = {}
 
@@ -161,6 +186,10 @@ class Graphs:
         rows = [hidden_TD[:count] for hidden_TD, count in zip(found.hidden, counts, strict=True)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
+    def part(self, step: StepInput, lane: int) -> Steps[Tensor]:
+        """The forward pass of one of the parts that `woven` has no graph of, as it is written."""
+        return self._forward(step, UNCUT, lane)
+
     def _capture_full(self, size: int, num_parts: int) -> _Full:
         parts = [static.step(size, self._max_model_len) for static in self._decodes[:num_parts]]
         drain(self._turns(parts))
@@ -202,84 +231,6 @@ def _round_up(sizes: Sequence[int], count: int) -> int:
     return sizes[index] if index < len(sizes) else -1
 
 
-# ---- what graphs read ----
-
-
-class _StaticTokens:
-    """Rows from `_used` on are padding."""
-
-    def __init__(self, num_tokens: int, scratch_slot: int, device: torch.device) -> None:
-        self._scratch_slot = scratch_slot
-        self.token_ids_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        self.positions_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        self.slots_T = torch.full((num_tokens,), scratch_slot, dtype=torch.int64, device=device)
-        self._used = 0
-
-    def fill(self, step: StepInput) -> None:
-        count = step.num_tokens
-        self.token_ids_T[:count].copy_(step.token_ids_T)
-        self.positions_T[:count].copy_(step.positions_T)
-        self.slots_T[:count].copy_(step.slots_T)
-        if count < self._used:
-            rest = slice(count, self._used)
-            self.positions_T[rest] = 0
-            self.slots_T[rest] = self._scratch_slot
-        self._used = count
-
-    def step(self, size: int, block_size: int) -> StepInput:
-        """Only to capture with: as many decodes that see nothing but the scratch block."""
-        ones_T = torch.ones_like(self.slots_T[:size])
-        return StepInput(
-            token_ids_T=self.token_ids_T[:size],
-            positions_T=self.positions_T[:size],
-            slots_T=self.slots_T[:size],
-            query_starts=tuple(range(size + 1)),
-            kv_lens=(1,) * size,
-            kv_lens_B=ones_T,
-            block_table_BN=(ones_T * (self._scratch_slot // block_size))[:, None],
-            num_decodes=size,
-            block_size=block_size,
-            logits_rows_P=self.positions_T[:0],
-        )
-
-
-class _StaticDecodes:
-    """The same for decode steps, with what attention reads."""
-
-    def __init__(self, size: int, columns: int, block_size: int, scratch_block: int, device: torch.device) -> None:
-        self._tokens = _StaticTokens(size, scratch_block * block_size, device)
-        self._block_size = block_size
-        self._scratch_block = scratch_block
-        self._kv_lens_B = torch.ones(size, dtype=torch.int64, device=device)
-        self._table_BN = torch.full((size, columns), scratch_block, dtype=torch.int64, device=device)
-        self._used = 0
-
-    def fill(self, step: StepInput) -> None:
-        count, columns = step.block_table_BN.shape
-        self._tokens.fill(step)
-        self._kv_lens_B[:count].copy_(step.kv_lens_B)
-        self._table_BN[:count, :columns].copy_(step.block_table_BN)
-        if count < self._used:
-            self._kv_lens_B[count : self._used] = 1
-            self._table_BN[count : self._used, 0] = self._scratch_block
-        self._used = count
-
-    def step(self, size: int, longest: int) -> StepInput:
-        """kv_lens on the host are the most that may come: kernels take them as a bound, and the truth from kv_lens_B."""
-        return StepInput(
-            token_ids_T=self._tokens.token_ids_T[:size],
-            positions_T=self._tokens.positions_T[:size],
-            slots_T=self._tokens.slots_T[:size],
-            query_starts=tuple(range(size + 1)),
-            kv_lens=(longest,) * size,
-            kv_lens_B=self._kv_lens_B[:size],
-            block_table_BN=self._table_BN[:size],
-            num_decodes=size,
-            block_size=self._block_size,
-            logits_rows_P=self._tokens.positions_T[:0],
-        )
-
-
 # ---- piecewise ----
 
 
@@ -292,18 +243,10 @@ class _Attention:
     out_T: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    steps: Callable[[Tensor, int], Steps[Tensor]]
-    x_TD: Tensor
-    lane: int
-    out_TD: Tensor
-
-
 class _Pieces:
     """The parts of a forward pass in their order."""
 
-    def __init__(self, parts: list[Graph | _Attention | _Experts], prepare: Prepare, hidden_TD: Tensor) -> None:
+    def __init__(self, parts: list[Graph | _Attention | CutExperts], prepare: Prepare, hidden_TD: Tensor) -> None:
         self._parts = parts
         self._prepare = prepare
         self._hidden_TD = hidden_TD
@@ -315,7 +258,7 @@ class _Pieces:
             if isinstance(part, _Attention):
                 queries = [_rows(x, count) for x in part.arguments[: part.num_queries]]
                 part.out_T[:count].copy_(attend(*queries, *part.arguments[part.num_queries :]))
-            elif isinstance(part, _Experts):
+            elif isinstance(part, CutExperts):
                 part.out_TD[:count].copy_((yield from part.steps(part.x_TD[:count], part.lane)))
             else:
                 part.replay()
@@ -333,7 +276,7 @@ class _Recorder:
     def __init__(self, new: Callable[[], Graph], cut_experts: bool) -> None:
         self._new = new
         self._cut_experts = cut_experts
-        self._parts: list[Graph | _Attention | _Experts] = []
+        self._parts: list[Graph | _Attention | CutExperts] = []
         self._graph: Graph | None = None
         self._prepare: Prepare | None = None
 
@@ -363,7 +306,7 @@ class _Recorder:
             return (yield from steps(x_TD, lane))
         self.end()
         out_TD = torch.zeros_like(x_TD)
-        self._parts.append(_Experts(steps, x_TD, lane, out_TD))
+        self._parts.append(CutExperts(steps, x_TD, lane, out_TD))
         self.begin()
         return out_TD
 

@@ -14,6 +14,15 @@ from pathlib import Path
 BEAT_SECONDS = 0.25
 
 
+def last_beat(path: Path) -> float | None:
+    """When that heartbeat last wrote, by time.monotonic() of this machine. None: it has not, or is just writing."""
+    try:
+        payload = path.read_bytes()
+    except OSError:
+        return None
+    return float(struct.unpack("=d", payload)[0]) if len(payload) == 8 else None
+
+
 class Heartbeat:
     """Writes time.monotonic() as one native float64 to the start of `path`, at once and then every 0.25 s until `close`."""
 

@@ -23,6 +23,7 @@ Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Conversation = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
+_PROMPTS = "one text, texts, one list of token ids, or lists of token ids"
 _LOOK_SECONDS = 0.5  # how often a silent engine is asked whether it still lives
 
 
@@ -165,18 +166,22 @@ class LLM:
     def _tokenize(self, prompts: Prompts) -> tuple[Sequence[str | None], Sequence[Sequence[int]]]:
         if isinstance(prompts, str):
             prompts = [prompts]
+        if not _is_list(prompts):
+            raise ValueError(f"prompts must be {_PROMPTS}, not {type(prompts).__name__}")
         texts: list[str] = []
         lists: list[Sequence[int]] = []
         numbers: list[int] = []
         for prompt in prompts:
             if isinstance(prompt, str):
                 texts.append(prompt)
-            elif isinstance(prompt, int):
+            elif isinstance(prompt, int) and not isinstance(prompt, bool):
                 numbers.append(prompt)
-            else:
+            elif not isinstance(prompt, bool) and _is_list(prompt):
                 lists.append(prompt)
+            else:
+                raise ValueError(f"prompts must be {_PROMPTS}; they hold {prompt!r:.100}")
         if sum(map(bool, (texts, lists, numbers))) > 1:
-            raise ValueError("prompts must be all text, all lists of token ids, or one list of token ids")
+            raise ValueError(f"prompts must be {_PROMPTS}, not a mixture")
         if texts:
             return texts, self.tokenizer.encode_batch(texts)
         if numbers:
@@ -190,6 +195,9 @@ class LLM:
             each = list(params)
             if len(each) != len(texts):
                 raise ValueError(f"params must be one for all or one per prompt: {len(each)} for {len(texts)} prompts")
+            wrong = next((own for own in each if not isinstance(own, SamplingParams)), None)
+            if wrong is not None:
+                raise ValueError(f"params must be SamplingParams, not {type(wrong).__name__}")
         prompts = []
         for place, (text, ids, own) in enumerate(zip(texts, token_ids, each, strict=True)):
             try:
@@ -201,7 +209,7 @@ class LLM:
 
     def _prompt(self, text: str | None, token_ids: list[int], params: SamplingParams) -> Prompt:
         for token_id in token_ids:
-            if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"token ids must be integers from 0 to {self.vocab_size - 1}, not {token_id!r}")
         validate(params, self.vocab_size, self._max_logprobs)
         resolved = resolve(params, self.tokenizer, len(token_ids), self.max_model_len)
@@ -226,7 +234,8 @@ class LLM:
                         collector = collectors[request_id]
                         collector.add(delta)
                         num_tokens += len(delta.token_ids)
-                        num_open -= collector.finished
+                        if delta.finish_reason is not None:
+                            num_open -= collector.finished
                     self._send_all(work)
                 if self._front.failed is not None:
                     raise EngineFailed(self._front.failed)
@@ -284,6 +293,10 @@ class LLM:
                 self._send_all(work)
         except EngineFailed:
             pass  # that error is on its way already, or the next call meets it
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
 
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 
 from engine.messages import FrontToRank, Outputs, RankToFront
 from engine.rank import Rank
 
+CLOSE_SECONDS = 10.0  # for what is being prepared; a piece of it takes milliseconds
+
 
 class LocalRanks:
-    """engine.wire.Ranks for one rank in this process: `receive` runs its steps. `send` may come from another thread."""
+    """engine.wire.Ranks for one rank in this process: `receive` runs its steps. `send` may come from another thread.
+
+    While the rank has no work, a thread does what a rank's process does then: it prepares for requests to come.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._inbox: queue.SimpleQueue[FrontToRank] = queue.SimpleQueue()
         self._said_ready = False
+        self._resting = True
+        self._at_rest = threading.Event()
+        self._at_rest.set()
+        self._closing = False
+        self._preparing = threading.Thread(target=self._prepare, name="prepare", daemon=True)
+        self._preparing.start()
 
     @property
     def size(self) -> int:
@@ -31,11 +43,19 @@ class LocalRanks:
         `timeout` seconds. Errors of the rank pass through."""
         if not self._said_ready:
             self._said_ready = True
+            while self._rank.forming:  # it meets nobody: so graphs are captured before the first request
+                self._rank.step()
             return [self._rank.ready]
         deadline = time.monotonic() + timeout
         while not self._rank.done:
             self._drain_inbox()
+            if self._resting and self._rank.has_work:
+                self._resting = False
+                self._at_rest.clear()
             outputs = self._rank.step()
+            if not self._resting and not self._rank.has_work:
+                self._resting = True
+                self._at_rest.set()
             news = self._rank.take_news()
             if outputs:
                 news.append(Outputs(0, outputs, self._rank.stats, time.monotonic()))
@@ -52,12 +72,17 @@ class LocalRanks:
         return []
 
     def close(self) -> None:
+        self._closing = True
+        self._at_rest.set()
+        self._preparing.join(CLOSE_SECONDS)
         self._rank.close()
 
     def _drain_inbox(self) -> None:
-        while True:
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
+        while not self._inbox.empty():  # nobody else takes from it
+            self._rank.submit(self._inbox.get_nowait())
+
+    def _prepare(self) -> None:
+        """Work that has come meanwhile does not wait for the piece that is under way: that one touches nothing of a step."""
+        while self._at_rest.wait() and not self._closing:
+            if not self._rank.prepare():
                 return
-            self._rank.submit(message)

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from engine.messages import SamplingParams
+from engine.sampling_params import validate
 
 
 class _Recommended(msgspec.Struct):
@@ -30,4 +31,9 @@ def model_defaults(model_dir: str | Path) -> SamplingParams:
     except (msgspec.DecodeError, OSError) as error:
         raise ValueError(f"{path}: {error}") from None
     given = {name: value for name, value in msgspec.structs.asdict(recommended).items() if value is not None}
-    return msgspec.structs.replace(SamplingParams(), **given)
+    defaults = msgspec.structs.replace(SamplingParams(), **given)
+    try:
+        validate(defaults, vocab_size=1, max_logprobs=0)  # it holds nothing that depends on these
+    except ValueError as error:  # otherwise every request would be refused for what it has not said
+        raise ValueError(f"{path}: {error}") from None
+    return defaults

@@ -18,6 +18,8 @@ from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
 from engine.overlap_memory import with_memory
 from ep.backends import (
     DEVICE_NAMES,
+    FEW_TOKENS,
+    PADDED,
     Situation,
     best_on_devices,
     is_installed,
@@ -111,7 +113,8 @@ def _exchange(config: EngineConfig, facts: ModelFacts, gpu: Gpu, installed: Call
         reason = refusal(asked, situation)
         if reason:
             raise ValueError(f"all2all_backend {asked!r}: {reason}")
-    return Exchange(name, why, not_captured(split_pair(name)[1]))
+    small = split_pair(name)[1]
+    return Exchange(name, why, not_captured(small), FEW_TOKENS if small in PADDED else 0)
 
 
 def _with_kernels(machine: Machine) -> Machine:
@@ -160,6 +163,8 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
         dtype=held,
         fp8_experts=fp8_experts > experts // 2,
         kv_fp8_bytes_per_token=facts.kv_fp8_bytes_per_token(),
+        hidden_size=facts.hidden_size,
+        num_layers=facts.num_layers,
     )
 
 

@@ -108,6 +108,7 @@ class Rank:
         self._preparation = iter(()) if preparation is None else preparation
         self._pipelined = scheduler.async_depth > 0
         self._flight: Flight | None = None  # the step that runs while the next one is scheduled (pipelined only)
+        self._inference = torch.inference_mode()
         self._early: list[TokenOutput] = []  # outputs that need no step
         self._shutdown = False  # told to leave
         self._done = False  # has left, with all others
@@ -139,6 +140,11 @@ class Rank:
     def stats(self) -> RankStats:
         stats = self._scheduler.stats()
         return stats if self._overlap is None else self._overlap.add_to(stats)
+
+    @property
+    def forming(self) -> bool:
+        """The ranks of an epoch are about to meet; `step` goes on with it."""
+        return self._team.opening
 
     def pause(self, longest: float) -> float:
         """Seconds for which there is nothing to do, unless a message or a ring comes; at most `longest`."""
@@ -200,7 +206,9 @@ class Rank:
     def step(self) -> list[TokenOutput]:
         """One step to its end. Raises PeerLost when another rank is gone and nobody says who is left, RuntimeError when
         the ranks disagree."""
-        with torch.inference_mode():
+        if torch.is_inference_mode_enabled():
+            return drain(self.steps())
+        with self._inference:
             return drain(self.steps())
 
     def steps(self) -> Steps[list[TokenOutput]]:
@@ -232,11 +240,11 @@ class Rank:
             self._asleep = False
         self._timeline.schedule_begins()
         schedule = self._scheduler.schedule()
-        self._timeline.schedule_ends(schedule.step_id, schedule.num_tokens)
+        num_tokens = schedule.num_tokens
+        self._timeline.schedule_ends(schedule.step_id, num_tokens)
         known_epoch = self._team.epoch if self._wanted is None else self._wanted.epoch
         free_blocks = self._scheduler.kv.num_free_blocks
         order, ready = (0, 0) if self._balance is None else self._balance.wish()
-        num_tokens = schedule.num_tokens
         parts = 1 if self._overlap is None else self._overlap.wish(schedule, num_tokens)
         agreed = self._team.agreement.propose(
             Wish(num_tokens, self.has_work, self._shutdown, free_blocks, known_epoch, order, ready, parts)

@@ -35,6 +35,7 @@ from engine.memory import keep_freed_memory
 from engine.messages import Membership, Outputs, RankFailed
 from engine.orphan import die_with_parent, life_of
 from engine.progress import LoadProgress
+from engine.settle import settle
 from engine.team import Groups, Meet, Opening, OpeningThread
 from engine.wire import RankSocket, ZmqDoorbell, sleep_until_called
 from ep.protocol import PeerLost
@@ -108,6 +109,8 @@ def _serve(
     meet = _meet_in(plan, rank_id, runtime_dir) if network is None else _meet_at(plan, network, rank_id)
     rank = build_rank(plan, rank_id, meet, bell, progress, join)
     progress.finish(rank.ready.bytes_read)
+    if plan.cudagraph_capture_sizes and not join and network is None:
+        settle(rank, runtime_dir, rank_id, plan.data_parallel_size)
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
     heartbeat = Heartbeat(runtime_dir / f"beat-{rank_id}")

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from dbo.steps import Steps, drain, weave
-from engine.batch import Batch, PreparedStep
-from engine.device import use_device
-from engine.graphs import Graphs
+from engine.batch import Batch
+from engine.device import Arrival, AtOnce, Readback, use_device
+from engine.graphs import Captured
 from engine.logprobs import prompt_logprobs
 from engine.messages import Logprobs, LogprobsMode
-from engine.sampler import Sampled, sample
+from engine.prepared import PreparedStep
+from engine.sampler import Sampled, reads_on_the_host, sample
 from engine.sampling_table import SamplingTable
 from engine.schedule import Schedule
 from engine.timeline import Timeline
-from ep.dispatchers import StepState
+from ep.dispatchers import Confirm, StepState
 from ep.protocol import PeerLost
 from ep.recorder import Kind
 from layers.paged_kv import PagedKV
@@ -44,6 +45,57 @@ class StepResult:
     token_ids: list[list[int]]  # [] where nothing was sampled
     logprobs: list[list[Logprobs] | None] | None  # None when no row asked
     prompt_logprobs: list[list[Logprobs] | None] | None  # None when no row asked
+
+
+class Landing:
+    """A step that has been queued on the device, and what it brings when that has been done. For two threads."""
+
+    def __init__(
+        self,
+        prepared: PreparedStep,
+        confirm: Confirm,
+        arrival: Arrival,
+        sampled: Sampled | None,
+        prompt_logprobs: list[list[Logprobs] | None] | None,
+    ) -> None:
+        self.prepared = prepared
+        self.arrival = arrival
+        self._confirm = confirm
+        self._sampled = sampled
+        self._prompt_logprobs = prompt_logprobs
+        self._result: StepResult | None = None
+
+    def token_ids(self) -> Tensor:
+        """int64 [S] on the host. Raises PeerLost."""
+        self._confirm()
+        return self.arrival.take()[0]
+
+    def result(self) -> StepResult:
+        """Raises PeerLost; RuntimeError when the device does not come to the step's end. Kept: it is asked for by one thread."""
+        if self._result is None:
+            self._confirm()
+            tensors = self.arrival.take()
+            self._result = self._read(None if self._sampled is None else self._sampled.moved(tensors))
+        return self._result
+
+    def _read(self, sampled: Sampled | None) -> StepResult:
+        prepared = self.prepared
+        token_ids: list[list[int]] = [[] for _ in range(prepared.num_entries)]
+        logprobs: list[list[Logprobs] | None] | None = None
+        if sampled is not None:
+            tokens = sampled.token_ids_P.tolist()
+            if prepared.samples_all:
+                token_ids = [[token] for token in tokens]
+            else:
+                for entry, token in zip(prepared.entries_S, tokens, strict=True):
+                    token_ids[entry] = [token]
+            values = sampled.logprobs
+            if values is not None:
+                logprobs = [None] * prepared.num_entries
+                for entry, value in zip(prepared.entries_S, values, strict=True):
+                    if value is not None:
+                        logprobs[entry] = [value]
+        return StepResult(token_ids, logprobs, self._prompt_logprobs)
 
 
 class Flight(Protocol):
@@ -81,10 +133,14 @@ class Runner:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         threaded: bool = False,
         timeline: Timeline | None = None,
-        graphs: Graphs | None = None,
+        graphs: Captured | None = None,
         exchange: StepState | None = None,
+        readback: Readback | None = None,
     ) -> None:
-        """exchange: is told of every step, and confirms that what it brought is whole."""
+        """exchange: is told of every step, and confirms that what it brought is whole. readback: how what was sampled comes to the
+        host; a late one wants a batch with feedback."""
+        self._readback = readback or AtOnce()
+        self._unnoted: Landing | None = None  # its tokens are in no history yet
         self._graphs = graphs
         self._exchange = exchange or StepState()
         self._model = model
@@ -108,7 +164,9 @@ class Runner:
 
     def steps(self, schedule: Schedule, chores: Chores | None = None, num_parts: int = 1) -> Steps[StepResult]:
         """The step itself. May be resumed from any thread, but by one at a time."""
-        return _in_inference_mode(self._steps(schedule, chores, num_parts))
+        steps = self._steps(schedule, chores, num_parts)
+        landing = yield from (steps if torch.is_inference_mode_enabled() else _in_inference_mode(steps))
+        return landing.result()
 
     def between(self, work: Callable[[], V]) -> V:
         """Do this after the steps launched and before the next one; its result."""
@@ -134,6 +192,7 @@ class Runner:
             self._threads.submit(_nothing).result()  # one thread: whatever came before it is over
         if self._graphs is not None:
             self._graphs.forget()
+        self._unnoted = None
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, PeerLost):
             raise failure
@@ -143,19 +202,24 @@ class Runner:
         if self._threads is not None:
             self._threads.shutdown(wait=True)
 
-    def _run(self, schedule: Schedule, chores: Chores | None, num_parts: int) -> StepResult:
+    def _run(self, schedule: Schedule, chores: Chores | None, num_parts: int) -> Landing:
         if self._failure is not None:
             raise RuntimeError("an earlier step failed") from self._failure
         try:
             with torch.inference_mode():
-                return drain(self.steps(schedule, chores, num_parts))
+                landing = drain(_in_inference_mode(self._steps(schedule, chores, num_parts)))
+                if not self._readback.late:
+                    landing.result()
+                return landing
         except BaseException as error:
             self._failure = error
             raise
 
-    def _steps(self, schedule: Schedule, chores: Chores | None, num_parts: int) -> Steps[StepResult]:
+    def _steps(self, schedule: Schedule, chores: Chores | None, num_parts: int) -> Steps[Landing]:
         timeline = self._timeline
         timeline.step_begins(schedule.step_id)
+        if self._unnoted is not None and (not self._table.has_history or self._unnoted.arrival.done()):
+            self._note()  # before rows go to others, as they may when the results are known
         for row in schedule.freed_rows:
             self._table.clear(row)
         for new in schedule.new_rows:
@@ -170,12 +234,18 @@ class Runner:
         if chores is not None:
             yield from chores.after()
             timeline.ended(Kind.BALANCING, 0)
-        self._exchange.confirm()  # before anything is read: reading waits for the device without a bound
-        token_ids: list[list[int]] = [[] for _ in range(prepared.num_entries)]
-        logprobs = self._sample(prepared, hidden_TD, token_ids) if prepared.num_sampled else None
-        result = StepResult(token_ids, logprobs, self._prompt_logprobs(prepared, hidden_TD))
+        confirm = self._exchange.seal()
+        if prepared.prompt_parts or not self._readback.late:
+            confirm()  # before anything is read: reading waits for the device without a bound
+        sampled = self._sample(prepared, hidden_TD, confirm) if prepared.num_sampled else None
+        arrival = self._readback.fetch(() if sampled is None else sampled.tensors)
+        landing = Landing(prepared, confirm, arrival, sampled, self._prompt_logprobs(prepared, hidden_TD))
+        if sampled is not None:
+            self._unnoted = landing
+            if not self._readback.late:
+                self._note()
         timeline.ended(Kind.SAMPLING, prepared.num_sampled)
-        return result
+        return landing
 
     def _forward(self, inputs: tuple[StepInput, ...]) -> Steps[Tensor]:
         """The hidden states of all parts, one after another.
@@ -188,35 +258,40 @@ class Runner:
             if self._graphs is not None:
                 return (yield from self._graphs.steps(inputs[0]))
             return (yield from self._model.steps(inputs[0], self._kv))
-        captured_TD = None if self._graphs is None else self._graphs.woven(inputs)
+        if self._graphs is None:
+            parts = [self._model.steps(step, self._kv, lane) for lane, step in enumerate(inputs)]
+            return torch.cat((yield from weave(*parts)))
+        captured_TD = self._graphs.woven(inputs)
         if captured_TD is not None:
             return captured_TD
-        parts = [self._model.steps(step, self._kv, lane) for lane, step in enumerate(inputs)]
+        parts = [self._graphs.part(step, lane) for lane, step in enumerate(inputs)]
         return torch.cat((yield from weave(*parts)))
 
-    def _sample(
-        self, prepared: PreparedStep, hidden_TD: Tensor, token_ids: list[list[int]]
-    ) -> list[list[Logprobs] | None] | None:
-        """Fills token_ids; returns the log-probabilities."""
-        rows = prepared.rows_S.tolist()
-        hidden_SD = hidden_TD[prepared.logits_rows_P[: prepared.num_sampled]]
-        sampling = self._table.gather(rows, prepared.positions_S.tolist())
+    def _sample(self, prepared: PreparedStep, hidden_TD: Tensor, confirm: Confirm) -> Sampled:
+        """The next step finds the tokens in the batch. Reads nothing on the host, unless confirmed."""
+        hidden_SD = hidden_TD
+        if not prepared.samples_all:
+            hidden_SD = hidden_TD[prepared.logits_rows_P[: prepared.num_sampled]]
+        if self._table.all_greedy:
+            sampled = Sampled(self._model.best_tokens(hidden_SD, self._table.num_valid_tokens), None)
+            self._batch.keep_sampled(prepared, sampled.token_ids_P)
+            return sampled
+        self._note()
+        sampling = self._table.gather(prepared.rows_S.tolist(), prepared.positions_S.tolist())
         if sampling.needs:
+            if reads_on_the_host(sampling, self._logprobs_mode):
+                confirm()
             sampled = sample(self._model.logits(hidden_SD), sampling, self._logprobs_mode)
         else:
             sampled = Sampled(self._model.best_tokens(hidden_SD, sampling.num_valid_tokens), None)
-        tokens_S = sampled.token_ids_P.cpu()
-        self._table.note(rows, tokens_S)
-        self._batch.note_sampled(prepared, tokens_S.numpy())
-        for entry, token in zip(prepared.entries_S, tokens_S.tolist(), strict=True):
-            token_ids[entry] = [token]
-        if sampled.logprobs is None:
-            return None
-        logprobs: list[list[Logprobs] | None] = [None] * prepared.num_entries
-        for entry, value in zip(prepared.entries_S, sampled.logprobs, strict=True):
-            if value is not None:
-                logprobs[entry] = [value]
-        return logprobs
+        self._batch.keep_sampled(prepared, sampled.token_ids_P)
+        return sampled
+
+    def _note(self) -> None:
+        """Histories learn the tokens of the last step that sampled; only rows that have one wait for them."""
+        landing, self._unnoted = self._unnoted, None
+        if landing is not None and self._table.has_history:
+            self._table.note(landing.prepared.rows_S.tolist(), landing.token_ids())
 
     def _prompt_logprobs(self, prepared: PreparedStep, hidden_TD: Tensor) -> list[list[Logprobs] | None] | None:
         if not prepared.prompt_parts:
@@ -252,13 +327,14 @@ class _Inline:
 
 
 class _Threaded:
-    def __init__(self, schedule: Schedule, future: Future[StepResult]) -> None:
+    def __init__(self, schedule: Schedule, future: Future[Landing]) -> None:
         self.schedule = schedule
         self._future = future
 
     def steps(self) -> Steps[StepResult]:
         yield
-        return self._future.result()  # every wait within the step is bounded (ep/protocol.py), so this one is too
+        # Every wait within the step is bounded (ep/protocol.py), so these are too. The next step may be queued meanwhile.
+        return self._future.result().result()
 
 
 def _in_inference_mode(steps: Steps[V]) -> Steps[V]:

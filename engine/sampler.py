@@ -12,14 +12,15 @@ same (native/sampling.py), but for the modes of log-probabilities that want the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.logprobs import pick_logprobs, reported_values
+from engine.device import to_device
+from engine.logprobs import Picked, pick_logprobs, reported_values
 from engine.messages import Logprobs, LogprobsMode
 from engine.noise import uniform
 from engine.sampling_table import EDITS, LOGPROBS, MIN_P, RANDOM, TOP_K, TOP_P, Ints, Pairs, SamplingBatch
@@ -32,9 +33,43 @@ _STRETCH = 128
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """Log-probabilities of those rows that asked for them."""
+
+    rows_R: Ints
+    num_logprobs_R: Ints
+    picked: Picked
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
+    """Where the logits are, until somebody reads it."""
+
     token_ids_P: Tensor  # int64
-    logprobs: list[Logprobs | None] | None  # one per row, None where not asked for; None when nobody asked
+    asked: Asked | None  # None: nobody did
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of it that is on the device."""
+        return [self.token_ids_P] if self.asked is None else [self.token_ids_P, *self.asked.picked]
+
+    def moved(self, tensors: Sequence[Tensor]) -> Sampled:
+        """The same with its tensors elsewhere."""
+        if tensors[0] is self.token_ids_P:
+            return self
+        asked = None if self.asked is None else replace(self.asked, picked=Picked(*tensors[1:]))
+        return Sampled(tensors[0], asked)
+
+    @property
+    def logprobs(self) -> list[Logprobs | None] | None:
+        """One per row, None where not asked for; None when nobody asked. Reads on the host."""
+        if self.asked is None:
+            return None
+        logprobs: list[Logprobs | None] = [None] * self.token_ids_P.shape[0]
+        picked = self.asked.picked.lists(self.asked.num_logprobs_R.tolist())
+        for p, entry in zip(self.asked.rows_R.tolist(), picked, strict=True):
+            logprobs[p] = entry
+        return logprobs
 
 
 def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode = "raw_logprobs") -> Sampled:
@@ -51,9 +86,11 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
     keep_logits = bool(needs & LOGPROBS) and not logprobs_mode.startswith("raw")
     if keep_logits or not sampling.can_run(logits_PV):
         logits_PV = logits_PV.float()
-    asked_R = np.flatnonzero(batch.needs_P & LOGPROBS)
-    if needs & LOGPROBS and not keep_logits:
-        values_RV = reported_values(logits_PV[_to(asked_R, logits_PV.device)].float(), logprobs_mode)
+    if needs & LOGPROBS:
+        asked_R = np.flatnonzero(batch.needs_P & LOGPROBS)
+        (rows_R,) = to_device([asked_R], logits_PV.device)
+        if not keep_logits:
+            values_RV = reported_values(logits_PV[rows_R].float(), logprobs_mode)
     if needs & (EDITS | RANDOM) and not keep_logits and sampling.can_run(logits_PV):
         token_ids_P = _natively(logits_PV, batch)
     else:
@@ -61,13 +98,15 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
     if not needs & LOGPROBS:
         return Sampled(token_ids_P, None)
     if keep_logits:
-        values_RV = reported_values(logits_PV[_to(asked_R, logits_PV.device)], logprobs_mode)
-    logprobs: list[Logprobs | None] = [None] * batch.num_rows
-    chosen_R = token_ids_P[_to(asked_R, logits_PV.device)]
-    picked = pick_logprobs(values_RV, chosen_R, batch.num_logprobs_P[asked_R].tolist())
-    for p, entry in zip(asked_R.tolist(), picked, strict=True):
-        logprobs[p] = entry
-    return Sampled(token_ids_P, logprobs)
+        values_RV = reported_values(logits_PV[rows_R], logprobs_mode)
+    num_logprobs_R = batch.num_logprobs_P[asked_R]
+    picked = pick_logprobs(values_RV, token_ids_P[rows_R], int(num_logprobs_R.max()))
+    return Sampled(token_ids_P, Asked(asked_R, num_logprobs_R, picked))
+
+
+def reads_on_the_host(batch: SamplingBatch, logprobs_mode: LogprobsMode) -> bool:
+    """Whether `sample` may wait for the device on the way: what it does for the processed modes of log-probabilities."""
+    return bool(batch.needs & LOGPROBS) and not logprobs_mode.startswith("raw")
 
 
 def _natively(logits_PV: Tensor, batch: SamplingBatch) -> Tensor:
@@ -98,16 +137,12 @@ def _in_torch(logits_PV: Tensor, batch: SamplingBatch, keep_logits: bool) -> Ten
     if len(random_R) == batch.num_rows:
         return _sample_rows(logits_PV, batch, random_R, keep_logits)
     token_ids_P = greedy(logits_PV)
-    rows_R = _to(random_R, device)
+    (rows_R,) = to_device([random_R], device)
     some_RV = logits_PV[rows_R]
     token_ids_P[rows_R] = _sample_rows(some_RV, batch, random_R, keep_logits)
     if keep_logits:
         logits_PV[rows_R] = some_RV
     return token_ids_P
-
-
-def _to(array: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
 
 
 def _edit(logits_PV: Tensor, batch: SamplingBatch) -> None:
@@ -154,8 +189,8 @@ def _sample_rows(logits_RV: Tensor, batch: SamplingBatch, rows_R: Ints, keep_log
         ):
             if chosen_R.any():
                 some = np.flatnonzero(chosen_R)
-                rows = _to(some, device)
-                top_k, top_p = (torch.from_numpy(a[rows_R[some]]).to(device) for a in (batch.top_k_P, batch.top_p_P))
+                limits = batch.top_k_P[rows_R[some]], batch.top_p_P[rows_R[some]]
+                rows, top_k, top_p = to_device([some, *limits], device)
                 least_R[rows] = function(probs_RV if len(some) == len(rows_R) else probs_RV[rows], top_k, top_p)
         _drop(probs_RV, least_R, logits_RV if keep_logits else None)
     uniform_R = torch.from_numpy(uniform(batch.seed_keys_P[rows_R], batch.positions_P[rows_R])).to(device)
@@ -172,7 +207,7 @@ def _sample_on_gpu(logits_RV: Tensor, batch: SamplingBatch, rows_R: Ints) -> Ten
         batch.positions_P,
     )
     sample_rows: Callable[..., Tensor] = choice.triton_form("layers.triton_sampling", "sample")
-    return sample_rows(logits_RV, *(torch.from_numpy(column[rows_R]).to(logits_RV.device) for column in columns))
+    return sample_rows(logits_RV, *to_device([column[rows_R] for column in columns], logits_RV.device))
 
 
 def _drop(probs_RV: Tensor, least_R: Tensor, logits_RV: Tensor | None) -> None:

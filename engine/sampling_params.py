@@ -19,6 +19,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters; so that looking for them stays cheap
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 100.0
+REPETITION_PENALTIES = 0.001, 1000.0  # beyond, logits leave float32
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -33,16 +34,18 @@ def validate(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None
         raise ValueError(f"min_tokens must be at most max_tokens ({params.max_tokens}), not {params.min_tokens}")
     _number("temperature", params.temperature, 0.0, 2.0)
     _number("top_p", params.top_p, 0.0, 1.0, above=True)
-    _integer("top_k", params.top_k, -1, None)
+    _integer("top_k", params.top_k, -1, (1 << 63) - 1)
     _number("min_p", params.min_p, 0.0, 1.0)
     _number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
-    _number("repetition_penalty", params.repetition_penalty, 0.0, None, above=True)
+    _number("repetition_penalty", params.repetition_penalty, *REPETITION_PENALTIES)
     if params.seed is not None:
         _integer("seed", params.seed, -(1 << 63), (1 << 63) - 1)
     _strings("stop", params.stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH)
     _strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH)
     _token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    if not isinstance(params.bad_words_token_ids, (tuple, list)):
+        raise ValueError("bad_words_token_ids must be a tuple of words, each a tuple of token ids")
     for word in params.bad_words_token_ids:
         if not word:
             raise ValueError("bad_words_token_ids must not hold an empty word")
@@ -52,9 +55,14 @@ def validate(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None
             raise ValueError("allowed_token_ids must not be empty")
         _token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
     if params.logit_bias is not None:
+        if not isinstance(params.logit_bias, dict):
+            raise ValueError(f"logit_bias must be a dict of token ids, not {type(params.logit_bias).__name__}")
         _token_ids("logit_bias", params.logit_bias, vocab_size)
         for token_id, bias in params.logit_bias.items():
-            _number(f"logit_bias[{token_id}]", bias, None, None)
+            _number(f"logit_bias[{token_id}]", bias, -math.inf, math.inf)
+    _flag("include_stop_str_in_output", params.include_stop_str_in_output)
+    _flag("ignore_eos", params.ignore_eos)
+    _flag("skip_special_tokens", params.skip_special_tokens)
     for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None:
             _logprobs(field, count, vocab_size, max_logprobs)
@@ -120,22 +128,20 @@ def _bad_words(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
     return tuple(found)
 
 
-def _range(low: float | None, high: float | None, above: bool) -> str:
-    if low is None:
-        return "be a finite number"
-    if high is None:
-        return f"be above {low:g}" if above else f"be at least {low:g}"
-    return f"be above {low:g} and at most {high:g}" if above else f"be from {low:g} to {high:g}"
-
-
-def _number(field: str, value: object, low: float | None, high: float | None, above: bool = False) -> None:
-    """above: low itself is not allowed."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _number(field: str, value: object, low: float, high: float, above: bool = False) -> None:
+    """Finite, and in [low, high]; above: low itself is not allowed."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
     if good:
         assert isinstance(value, (int, float))
-        good = (low is None or value > low or (value == low and not above)) and (high is None or value <= high)
+        good = low <= value <= high and not (above and value == low)
     if not good:
-        raise ValueError(f"{field} must {_range(low, high, above)}, not {value!r}")
+        limit = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+        raise ValueError(f"{field} must be {'a finite number' if high == math.inf else limit}, not {value!r}")
+
+
+def _flag(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{field} must be True or False, not {value!r}")
 
 
 def _integer(field: str, value: object, low: int, high: int | None) -> None:
@@ -145,9 +151,12 @@ def _integer(field: str, value: object, low: int, high: int | None) -> None:
         raise ValueError(f"{field} must be an integer {limit}, not {value!r}")
 
 
-def _token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def _token_ids(field: str, token_ids: object, vocab_size: int) -> None:
+    if not isinstance(token_ids, (tuple, list, dict)):
+        raise ValueError(f"{field} must be a tuple of token ids, not {type(token_ids).__name__}")
     for token_id in token_ids:
-        _integer(field, token_id, 0, vocab_size - 1)
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+            raise ValueError(f"{field} must hold token ids from 0 to {vocab_size - 1}, not {token_id!r}")
 
 
 def _strings(field: str, strings: object, max_count: int, max_length: int) -> None:

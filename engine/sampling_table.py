@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.device import to_device
 from engine.noise import seed_keys
 from engine.schedule import NewRow
 
@@ -143,7 +144,7 @@ class SamplingTable:
         if params.allowed_token_ids is not None:
             needs |= ALLOWED
             ids = [token for token in params.allowed_token_ids if 0 <= token < size]
-            self._allowed[row] = torch.tensor(ids, dtype=torch.int64, device=self.device)
+            (self._allowed[row],) = to_device([np.array(ids, np.int64)], self.device)
         if params.logit_bias:
             bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < size}
             if bias:
@@ -173,6 +174,11 @@ class SamplingTable:
             for table in (self._new_row, self._stops, self._allowed, self._bias, self._history):
                 table.pop(row, None)
 
+    @property
+    def all_greedy(self) -> bool:
+        """No row wants more than the best token: a step may do without `gather` and `note`."""
+        return not self._num_needy
+
     # ---- one step ------------------------------------------------------------------------------------------------
 
     def gather(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingBatch:
@@ -196,6 +202,11 @@ class SamplingTable:
         if needs & EDITS:
             self._gather_edits(batch, rows, positions)
         return batch
+
+    @property
+    def has_history(self) -> bool:
+        """Whether any row's next token depends on those before it, other than through the model."""
+        return bool(self._history)
 
     def note(self, rows: Sequence[int], token_ids_P: Tensor) -> None:
         """The tokens just drawn (int64 [P]) become part of the rows' histories. Reads them on the host only when some
@@ -232,8 +243,9 @@ class SamplingTable:
             if needs & PENALTY:
                 penalties.append((p, *self._penalty_values(row, new)))
         if forbidden_p:
-            ids_tensor = torch.tensor(forbidden_ids, device=self.device)
-            batch.forbidden = Pairs(torch.tensor(forbidden_p, device=self.device), ids_tensor, ids_tensor[:0])
+            places = np.array(forbidden_p, np.int64), np.array(forbidden_ids, np.int64)
+            at_N, tokens_N = to_device(places, self.device)
+            batch.forbidden = Pairs(at_N, tokens_N, tokens_N[:0])
         batch.bias = self._pairs(bias)
         batch.penalties = self._pairs(penalties)
 
@@ -263,4 +275,4 @@ class SamplingTable:
         p_N = np.repeat([p for p, _, _ in lists], [len(ids) for _, ids, _ in lists])
         ids_N = np.concatenate([ids for _, ids, _ in lists])
         values_MN = np.concatenate([values for _, _, values in lists], axis=1)
-        return Pairs(*(torch.from_numpy(array).to(self.device) for array in (p_N, ids_N, values_MN)))
+        return Pairs(*to_device([p_N, ids_N, values_MN], self.device))

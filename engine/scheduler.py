@@ -303,7 +303,7 @@ class Scheduler:
                 request.keep_prompt_logprobs(start, chunk)
         outputs: list[TokenOutput] = []
         block_size = self.kv.block_size
-        num_finished = 0
+        num_finished = num_tokens = 0
         for index, (request, start, count, new) in enumerate(
             zip(requests, step.starts, step.counts, token_ids, strict=True)
         ):
@@ -325,15 +325,17 @@ class Scheduler:
                 and request.first_output_sent
             ):
                 outputs.append(TokenOutput(request.request_id, new))
+                num_tokens += 1
                 continue
             output = self._output(request, new, None if logprobs is None else logprobs[index])
             outputs.append(output)
+            num_tokens += len(output.new_token_ids)
             if output.finish_reason is not None:
                 self._finish(request)
                 num_finished += 1
         if num_finished:
             self._drop_finished()
-        self._num_generation_tokens += sum(len(output.new_token_ids) for output in outputs)
+        self._num_generation_tokens += num_tokens
         return outputs
 
     def _output(self, request: Request, new: list[int], logprobs: list[Logprobs] | None) -> TokenOutput:

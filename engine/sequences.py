@@ -67,6 +67,7 @@ class Sequence:
         "cost",
         "detokenizer",
         "index",
+        "key",
         "min_tokens",
         "num_output",
         "pending",
@@ -83,6 +84,7 @@ class Sequence:
         self.index = index
         self.seed = seed
         self.request = request
+        self.key = request.prompt.request_id
         self.detokenizer = detokenizer
         self.stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self.min_tokens = params.min_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.chips import CHIPS, chip_named
+from configs.chips import CHIPS
 from configs.engine import EngineConfig, Plan
 from configs.gpu import MEBI, Exchange, Gpu, capture_sizes, chosen_device, find_gpus, graph_mode
 from configs.machine import Machine, ModelNumbers
@@ -23,16 +23,20 @@ MOE = ModelNumbers(
     num_moe_layers=4, kv_numbers_per_token=8192, weight_bytes=40 * GIBI, expert_bytes=32 * GIBI, dtype="bfloat16",
 )  # fmt: skip
 
+CPU = Machine("cpu", 2, 256 * GIBI, True, True, "avx512_bf16", "a test")
 
-def plan(model: ModelNumbers = MOE, ranks: int = 4, exchange: Exchange | None = FAST, **wishes: object) -> Plan:
+
+def plan(
+    model: ModelNumbers = MOE, ranks: int = 4, exchange: Exchange | None = FAST, gpu: Gpu = GPU, **wishes: object
+) -> Plan:
     machine = Machine(
         "cuda",
         16,
-        ranks * GPU.memory,
+        ranks * gpu.memory,
         True,
         True,
         native_reason="on a GPU",
-        gpu=GPU,
+        gpu=gpu,
         exchange=exchange,
         device_reason="a test",
     )
@@ -61,6 +65,10 @@ def test_experts_stay_in_fp8_where_the_checkpoint_has_them() -> None:
     assert plan(quantization="fp8").expert_format == "fp8"
     with pytest.raises(ValueError, match="INT8"):
         plan(quantization="int8")
+    dense = replace(MOE, num_experts=0, num_moe_layers=0, expert_bytes=0)
+    for kind in ("fp8", "int8"):
+        with pytest.raises(ValueError, match=f"quantization {kind}: on a GPU only experts .* this model has none"):
+            plan(dense, quantization=kind)
 
 
 def test_what_is_captured_follows_from_the_backend() -> None:
@@ -86,15 +94,24 @@ def test_it_says_which_split_steps_are_captured() -> None:
         assert "split" not in whole.reasons["cudagraph_mode"]
 
 
+def test_a_cpu_records_decode_steps_where_it_has_native_kernels() -> None:
+    assert resolve(EngineConfig(), MOE, CPU).cudagraph_mode == "tapes"
+    assert resolve(EngineConfig(cudagraph_mode="none"), MOE, CPU).reasons["cudagraph_mode"] == "as asked"
+    without = resolve(EngineConfig(), MOE, replace(CPU, native_kernels="none"))
+    assert without.cudagraph_mode == "none" and "no native kernels" in without.reasons["cudagraph_mode"]
+
+
 def test_graphs_want_a_gpu() -> None:
-    assert graph_mode("auto", "cpu", None, False)[0] == "none"
-    with pytest.raises(ValueError, match="needs a GPU"):
-        graph_mode("full", "cpu", None, False)
+    for wishes in ({"cudagraph_mode": "full"}, {"cudagraph_capture_sizes": (1, 2)}):
+        with pytest.raises(ValueError, match="needs a GPU"):
+            resolve(EngineConfig(**wishes), MOE, CPU)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is for a CPU"):
+        plan(cudagraph_mode="tapes")
     with pytest.raises(ValueError, match="unknown"):
-        graph_mode("some", "cuda", None, False)
-    assert graph_mode("auto", "cuda", None, False, planned_attention=True)[0] == "piecewise"
+        graph_mode("some", None, False)
+    assert graph_mode("auto", None, False, planned_attention=True)[0] == "piecewise"
     with pytest.raises(ValueError, match="FlashInfer plans its attention on the host"):
-        graph_mode("full", "cuda", None, False, planned_attention=True)
+        graph_mode("full", None, False, planned_attention=True)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 512, 5000])
@@ -132,7 +149,7 @@ def fake_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_gpus_are_read_from_nvidia_smi(fake_smi: Path) -> None:
     gpu, _ = find_gpus(None)
     assert gpu == Gpu("NVIDIA H200", "sm_90", 143000 * MEBI, 2)
-    assert chip_named(gpu.name) == CHIPS["h200"] and CHIPS["h200"].capability == (9, 0)
+    assert CHIPS["h200"].capability == (9, 0)
     for visible, count in (("0", 1), ("GPU-bb", 1), ("0,1", 2), ("1,0", 2)):
         found, _ = find_gpus(visible)
         assert found is not None and found.count == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -139,7 +140,18 @@ def test_whole_prompts_need_a_budget_as_long_as_the_context() -> None:
         ("max_model_len", 5000, "max_position_embeddings 4096"),
         ("max_num_seqs", 0, "max_num_seqs must be at least 1"),
         ("all2all_backend", "pigeon", "one of auto, local, gloo, shm"),
+        ("max_num_seqs", 10**13, "max_num_seqs must be at most 1048576, not 10000000000000"),
+        ("threads_per_rank", 9999, "threads_per_rank must be at most 1024"),
+        ("served_model_name", ("",), "served_model_name must not be empty"),
+        ("data_parallel_size", "2", "data_parallel_size must be an integer, not '2'"),
+        ("max_num_seqs", 1.5, "max_num_seqs must be an integer or None, not 1.5"),
+        ("enable_prefix_caching", 1, "enable_prefix_caching must be True or False, not 1"),
+        ("served_model_name", "mine", "served_model_name must be a tuple, each a text, not 'mine'"),
+        ("device", "tpu", "device must be one of auto, cpu, cuda, not 'tpu'"),
+        ("quantization", "q4", "quantization must be one of fp8, int8 or None, not 'q4'"),
+        ("eplb", {}, "eplb must be of type EplbConfig"),
         ("exchange_timeout", 0.0, "exchange_timeout must be above 0"),
+        ("exchange_timeout", math.nan, "exchange_timeout must be above 0 and at most 86400 seconds, not nan"),
         ("gpu_memory_utilization", 1.5, "must be in"),
         ("num_redundant_experts", -1, "num_redundant_experts"),
         ("max_logprobs", -2, "max_logprobs"),

@@ -41,20 +41,19 @@ CORPUS = [
 ] * 4
 
 
-def byte_level(directory: Path, vocab_size: int = 420, add_bos: bool = True) -> Path:
+def byte_level(directory: Path) -> Path:
     """A byte-level BPE, as DeepSeek and Qwen have, small enough that most characters are several tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=420,
         special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    if add_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
     return _save(directory, tokenizer)
 
 
@@ -113,14 +112,13 @@ class FakeRanks:
     It has a descriptor that is readable while messages wait, as ZmqRanks has.
     """
 
-    def __init__(self, size: int, script: list[int], tokens_per_step: int = 1) -> None:
+    def __init__(self, size: int, script: list[int]) -> None:
         self.size = size
         self.script = script
         self.sent: list[tuple[int, FrontToRank]] = []
         self.closed = False
         self.paused = False
         self.queue: list[RankToFront] = [ready(rank) for rank in range(size)]
-        self._tokens_per_step = tokens_per_step
         self._running: dict[int, tuple[int, AddRequest, int]] = {}  # id -> rank, message, tokens sent
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
@@ -179,7 +177,7 @@ class FakeRanks:
             if own != rank:
                 continue
             limit = min(len(self.script), message.params.max_tokens or 0)
-            end = min(num_sent + self._tokens_per_step, limit)
+            end = min(num_sent + 1, limit)
             token_ids = self.script[num_sent:end]
             reason = None
             if end == limit:

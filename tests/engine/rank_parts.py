@@ -36,12 +36,15 @@ DEFAULTS: dict[str, Any] = {
     "logprobs_mode": "raw_logprobs",
     "max_logprobs": 20,
     "exchange_timeout": 10.0,
+    "cudagraph_mode": "tapes",
 }
 
 
 def make_plan(path: Path, **overrides: Any) -> Plan:
     facts = read_config(path)
     values = {**DEFAULTS, **overrides}
+    if values["device"] == "cuda":  # tapes are a CPU's
+        values["cudagraph_mode"] = overrides.get("cudagraph_mode", "none")
     slots = -(-facts.num_experts // values["data_parallel_size"]) if facts.num_experts else 0
     values.setdefault("slots_per_rank", slots)
     values.setdefault("num_experts", facts.num_experts)

@@ -55,6 +55,30 @@ def test_stream() -> None:
     run(body)
 
 
+def test_a_request_that_cannot_be_sent_does_not_stay() -> None:
+    """Otherwise it would count as running for ever, and a drain would wait for it."""
+
+    class Refusing(FakeRanks):
+        refuses = True
+
+        def send(self, rank: int, message: FrontToRank) -> None:
+            if isinstance(message, AddRequest) and self.refuses:
+                raise OverflowError("can't serialize")
+            super().send(rank, message)
+
+    async def body() -> None:
+        ranks = Refusing(2, SCRIPT)
+        async with asyncio.timeout(90), AsyncLLM(ranks, TOKENIZER) as llm:
+            await llm.wait_ready(30)
+            with pytest.raises(OverflowError):
+                llm.stream(make_prompt())
+            assert llm.num_requests == 0 and not llm._streams and llm.front.router.loads == [0, 0]
+            ranks.refuses = False
+            assert (await llm.generate(make_prompt())).outputs[0].text == TEXT, "the id is free again"
+
+    asyncio.run(body())
+
+
 def test_many_at_once() -> None:
     async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
         prompts = [make_prompt(str(number), n=1 + number % 2) for number in range(200)]

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Batch, PreparedStep
+from engine.batch import Batch
 from engine.messages import SamplingParams
+from engine.prepared import PreparedStep
 from engine.schedule import NewRow, Schedule
 from layers.step import StepInput
 

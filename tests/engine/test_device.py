@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda_graph import FakeGraphLibrary
+from fake_events import FakeEvents as Asked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_parts import Job, drive, make_plan
 
 from engine import build
-from engine.device import PackedUpload, make_upload, open_device
+from engine.device import LateReadback, PackedUpload, make_feedback, make_readback, make_upload, open_device, ran_out
 from native import Isa, isa, limit_isa
 
 CPU = torch.device("cpu")
@@ -35,6 +36,9 @@ class FakeEvents:
 
     def synchronize(self) -> None:
         self.log.append("synchronize")
+
+    def query(self) -> bool:
+        return True
 
 
 @settings(max_examples=30, deadline=None)
@@ -60,6 +64,28 @@ def test_memory_is_written_again_only_when_its_copy_is_over() -> None:
         upload.send()
     assert events.log == ["record", "record", "synchronize", "record", "synchronize", "record"]
     upload.send()  # nothing was given
+
+
+def test_a_readback_waits_until_its_event_says_so() -> None:
+    """And looks again after that without a wait: two threads take the same."""
+    events = Asked(looks=3)
+    arrival = LateReadback(events.new, 5.0, pinned=False).fetch([torch.arange(3), torch.ones(2, 2)])
+    assert events.made[0].recorded and not arrival.done()
+    numbers, ones = arrival.take()
+    assert events.made[0].num_looks == 4 and arrival.done()
+    assert numbers.tolist() == [0, 1, 2] and ones.sum() == 4
+    assert arrival.take()[0] is numbers
+    assert not make_readback(CPU, 1.0).late and make_feedback(CPU, 4) is None
+
+
+def test_a_capture_that_ran_out_of_memory_is_told_by_what_came_first() -> None:
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("capture failed")  # as capture_end does
+    except RuntimeError as error:
+        assert ran_out(error) and not ran_out(RuntimeError("another"))
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:

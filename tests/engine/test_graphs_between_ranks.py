@@ -12,6 +12,7 @@ import hf_tiny
 import pytest
 import torch
 from fake_cuda_graph import FakeGraphLibrary
+from puts_in_threads import fakes_for
 from rank_threads import on_ranks
 from torch import Tensor
 from use_fakes import use_fakes
@@ -152,6 +153,7 @@ def tokens_of(step: Step) -> list[int]:
         ("deepep_low_latency", "fp8"),
         ("pplx", "plain"),
         ("deepep_high_throughput+deepep_low_latency", "plain"),
+        pytest.param("nvshmem+nvshmem_low_latency", "fp8", marks=pytest.mark.slow),  # kernels in the interpreter
     ],
 )
 def test_captured_steps_equal_eager_ones(backend: str, rows: str, tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_captured_steps_equal_eager_ones(backend: str, rows: str, tmp_path: Path
             found.append(ours.run(ours.work(step), max(tokens_of(step)), step.split))
         return found
 
-    with use_fakes():
+    with fakes_for(backend):
         by_rank = on_ranks(tmp_path, 2, act)
     for rank, found in enumerate(by_rank):
         assert isinstance(found, list)

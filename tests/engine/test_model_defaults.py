@@ -21,7 +21,7 @@ def test_no_file_means_no_opinion(tmp_path: Path) -> None:
     assert model_defaults(tmp_path) == SamplingParams()
 
 
-@pytest.mark.parametrize("text", ['{"temperature": "warm"}', "{", "[]"])
+@pytest.mark.parametrize("text", ['{"temperature": "warm"}', '{"temperature": 9}', "{", "[]"])
 def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"generation_config\.json"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import hf_tiny
@@ -232,3 +233,35 @@ def test_an_idle_local_rank_waits_for_a_message_from_another_thread(checkpoint: 
     assert isinstance(outputs, Outputs) and outputs.outputs[0].finish_reason == "length"
     timer.join()
     ranks.close()
+
+
+def test_a_local_rank_prepares_while_it_has_no_work(checkpoint: Path) -> None:
+    rank = build_rank(make_plan(checkpoint))
+    pieces = 0
+
+    def preparation() -> Iterator[int]:
+        nonlocal pieces
+        while True:
+            pieces += 1
+            yield 1
+
+    def prepares(more_than: int) -> None:
+        deadline = time.monotonic() + 10
+        while pieces <= more_than:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    rank._preparation = preparation()
+    ranks = LocalRanks(rank)
+    prepares(0)
+    ranks.receive(0)
+    ranks.send(0, Job([5, 6, 7], 20).message(0))
+    ranks.receive(1.0)
+    begun = pieces
+    for _ in range(18):
+        assert ranks.receive(1.0)
+    assert pieces <= begun + 1  # one may have been under way
+    ranks.receive(1.0)
+    prepares(begun + 1)
+    ranks.close()
+    assert not any(thread.name == "prepare" for thread in threading.enumerate())

@@ -18,19 +18,18 @@ def layer_slots(
     num_ranks: int,
     total_slots: int,
     min_copies: int = 1,
-    max_slots: int | None = None,
 ) -> tuple[int, ...]:
     """Slots per rank of each layer, their sum at most `total_slots` (an average of total_slots / L).
 
     Every layer gets what its experts need; each further slot goes to the layer where it lowers the bound on the fullest
     rank's load most, as a part of the layer's load (eplb.bounds); when no bound falls any more, to the layer whose largest copy is
-    heaviest. max_slots: no layer gets more (all experts on every rank otherwise).
+    heaviest. No layer gets more than all experts on every rank.
     Raises ValueError, naming the smallest sum that does, when the experts do not fit.
     """
     load = checked_load(load_LE)
     num_layers, num_experts = load.shape
     least = -(-num_experts * min_copies // num_ranks)
-    most = max(least, min(max_slots or num_experts, num_experts))
+    most = max(least, num_experts)
     if total_slots < least * num_layers:
         raise ValueError(
             f"total slots is {total_slots}; {num_layers} layers of {num_experts} experts on {num_ranks} rank(s) need at "

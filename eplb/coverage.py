@@ -88,10 +88,3 @@ def fewest_uncovered(num_experts: int, slots: int, num_ranks: int) -> int:
     if num_ranks == 1:
         return num_experts
     return -(-max(0, 2 * num_experts - slots) // num_ranks)
-
-
-def reload_bytes(placement: Placement, bytes_per_expert: int) -> tuple[float, int]:
-    """(expected, worst) bytes to load after the loss of one living rank, each equally likely, all layers together."""
-    _, count_LG = uncovered_by_group(placement, range(placement.num_ranks))
-    total_G = count_LG.sum(0)[np.array(placement.alive, dtype=bool)] * bytes_per_expert
-    return float(total_G.mean()), int(total_G.max(initial=0))

@@ -22,6 +22,7 @@ from eplb.replay import slot_part, step_counts
 from eplb.shapes import ModelShape
 from eplb.trace import Trace
 
+_STEPS = 4  # single steps looked at in a pair of windows
 _GPU_MEMORY = 0.9  # of a GPU's memory, for weights and cache
 
 
@@ -34,7 +35,7 @@ class Pair:
     steps: tuple[Floats, ...]
 
 
-def window_pairs(trace: Trace, window: int, count: int, steps: int = 4, seed: int = 0) -> list[Pair]:
+def window_pairs(trace: Trace, window: int, count: int) -> list[Pair]:
     """At most `count` pairs of windows of `window` records each, evenly over the trace.
 
     Raises ValueError when the trace holds no two windows.
@@ -47,8 +48,8 @@ def window_pairs(trace: Trace, window: int, count: int, steps: int = 4, seed: in
     pairs = []
     for start in sorted(set(np.linspace(0, last, count).round().astype(int).tolist())):
         middle, end = start + window, start + 2 * window
-        chosen = sorted(set(np.linspace(middle, end - 1, min(steps, window)).round().astype(int).tolist()))
-        counts = tuple(step_counts(trace, record, seed) for record in chosen)
+        chosen = sorted(set(np.linspace(middle, end - 1, min(_STEPS, window)).round().astype(int).tolist()))
+        counts = tuple(step_counts(trace, record) for record in chosen)
         pairs.append(Pair(trace.window(start, middle), trace.window(middle, end), counts))
     return pairs
 

@@ -23,7 +23,7 @@ Integers = npt.NDArray[np.int64]
 
 _POINTER, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _ARGUMENTS: dict[str, list[type]] = {
-    "eplb_reweight": [*[_POINTER] * 6, *[_INT] * 4],
+    "eplb_reweight": [*[_POINTER] * 5, *[_INT] * 4],
     "eplb_pack": [*[_POINTER] * 4, _REAL, _INT, _INT, _POINTER, *[_INT] * 4],
     "eplb_improve": [*[_POINTER] * 4, _INT, _INT, _REAL, _INT, *[_POINTER] * 3, *[_INT] * 4],
     "eplb_relabel": [*[_POINTER] * 4, *[_INT] * 4],
@@ -44,17 +44,14 @@ def _kernels() -> dict[str, Callable[..., None]] | None:
     return {name: function(name, *arguments) for name, arguments in _ARGUMENTS.items()}
 
 
-def native_reweight(
-    ids_LGS: Ids, load_LE: Floats, alive_G: npt.NDArray[np.bool_], warm_LGS: Shares | None
-) -> tuple[Shares, int] | None:
+def native_reweight(ids_LGS: Ids, load_LE: Floats, alive_G: npt.NDArray[np.bool_]) -> tuple[Shares, int] | None:
     """(shares, -1), or (anything, layer * E + expert) of the first expert without a living slot."""
     kernels = _kernels()
     if kernels is None:
         return None
     ids, load, alive = _c(ids_LGS, np.int32), _c(load_LE, np.float64), _c(alive_G, np.uint8)
-    warm = None if warm_LGS is None else _c(warm_LGS, np.float32)
     share, missing = np.zeros(ids.shape, np.float32), np.full(1, -1, np.int64)
-    kernels["eplb_reweight"](*_at(ids, load, alive, warm, share, missing), *ids.shape, load.shape[1])
+    kernels["eplb_reweight"](*_at(ids, load, alive, share, missing), *ids.shape, load.shape[1])
     return share, int(missing[0])
 
 
@@ -133,5 +130,5 @@ def _c(array: npt.NDArray[np.generic], dtype: npt.DTypeLike) -> npt.NDArray[np.g
     return np.ascontiguousarray(array, dtype=dtype)
 
 
-def _at(*arrays: npt.NDArray[np.generic] | None) -> list[int | None]:
-    return [None if array is None else array.ctypes.data for array in arrays]
+def _at(*arrays: npt.NDArray[np.generic]) -> list[int]:
+    return [array.ctypes.data for array in arrays]

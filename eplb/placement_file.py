@@ -161,11 +161,6 @@ def read_placement(path: str | Path) -> PlacementFile:
     return decode_placement(read_bytes(Path(path)), path)
 
 
-def is_native(head: bytes) -> bool:
-    """Whether a file that begins with `head` is a native placement."""
-    return b'"moesaic-placement"' in head
-
-
 def decode_placement(data: bytes, where: object = "placement") -> PlacementFile:
     """read_placement without a file. `where` begins the message of an error."""
     parsed: _Json = decode_json(data, _Json, where)

@@ -23,13 +23,12 @@ def reweight(
     slot_to_expert_LGS: Ids,
     load_LE: npt.ArrayLike,
     alive: Sequence[bool] | None = None,
-    warm_share: Shares | None = None,
 ) -> Shares:
     """float32 [L, G, S]: the shares whose rank loads are lexicographically least, fullest rank first.
 
-    slot_to_expert_LGS: int32, -1 for an unused slot; alive: ranks that take part (all); warm_share: where to begin, for
-    speed. Several slots of one rank with the same expert: the first takes the rank's part. An expert without load is split
-    evenly. Raises ValueError when shapes do not fit, a load is negative or not finite, or an expert has no living slot.
+    slot_to_expert_LGS: int32, -1 for an unused slot; alive: ranks that take part (all). Several slots of one rank with the
+    same expert: the first takes the rank's part. An expert without load is split evenly.
+    Raises ValueError when shapes do not fit, a load is negative or not finite, or an expert has no living slot.
     """
     ids = np.ascontiguousarray(slot_to_expert_LGS, dtype=np.int32)
     load = checked_load(load_LE)
@@ -42,28 +41,23 @@ def reweight(
         raise ValueError(f"alive has {len(living)} entries for {ids.shape[1]} ranks")
     if ids.size and (ids.min() < -1 or ids.max() >= load.shape[1]):
         raise ValueError(f"slot_to_expert holds ids from {ids.min()} to {ids.max()}; load has {load.shape[1]} experts")
-    if warm_share is not None and warm_share.shape != ids.shape:
-        raise ValueError(f"warm_share has shape {list(warm_share.shape)}; slot_to_expert has {list(ids.shape)}")
-    native = native_reweight(ids, load, living, warm_share)
+    native = native_reweight(ids, load, living)
     if native is not None:
         share, missing = native
         if missing >= 0:
             raise ValueError(_no_slot(*divmod(missing, load.shape[1])))
         return share
-    return _reweight_plain(ids, load, living, warm_share)
+    return _reweight_plain(ids, load, living)
 
 
-def _reweight_plain(ids: Ids, load: Floats, living: npt.NDArray[np.bool_], warm_share: Shares | None) -> Shares:
+def _reweight_plain(ids: Ids, load: Floats, living: npt.NDArray[np.bool_]) -> Shares:
     share = np.zeros(ids.shape, dtype=np.float32)
     for layer, ids_GS in enumerate(ids):
-        warm = None if warm_share is None else warm_share[layer]
-        _reweight_layer(ids_GS, load[layer], living, warm, share[layer], layer)
+        _reweight_layer(ids_GS, load[layer], living, share[layer], layer)
     return share
 
 
-def _reweight_layer(
-    ids_GS: Ids, load_E: Floats, living: npt.NDArray[np.bool_], warm_GS: Shares | None, out_GS: Shares, layer: int
-) -> None:
+def _reweight_layer(ids_GS: Ids, load_E: Floats, living: npt.NDArray[np.bool_], out_GS: Shares, layer: int) -> None:
     num_ranks = len(ids_GS)
     slots_of: list[list[tuple[int, int]]] = [[] for _ in load_E]  # (rank, its first slot with the expert)
     for rank in range(num_ranks):
@@ -79,10 +73,6 @@ def _reweight_layer(
         if not pairs:
             raise ValueError(_no_slot(layer, expert))
         parts = [weight / len(pairs)] * len(pairs)
-        if warm_GS is not None:
-            warm = [float(warm_GS[rank, slot]) for rank, slot in pairs]
-            if sum(warm) > 0:
-                parts = [weight * part / sum(warm) for part in warm]
         for (rank, _), part in zip(pairs, parts, strict=True):
             load_G[rank] += part
         if len(pairs) > 1 and weight > 0:

@@ -90,9 +90,9 @@ def windows(trace: Trace, records: int) -> Iterator[Floats]:
         yield trace.window(start, min(start + records, trace.num_records))
 
 
-def window_records(trace: Trace, steps: int = 100) -> int:
-    """How many records make a window of about `steps` steps, in a short trace fewer: so many that there are ten windows."""
-    by_steps = round(steps / float(np.median(trace.steps)))
+def window_records(trace: Trace) -> int:
+    """How many records make a window of about 100 steps, in a short trace fewer: so many that there are ten windows."""
+    by_steps = round(100 / float(np.median(trace.steps)))
     return max(1, min(by_steps, trace.num_records // 10))
 
 

@@ -205,11 +205,6 @@ def read_trace(path: str | Path, progress: Progress | None = None, skip_cut_line
         return _read_lines(path, stream, progress, skip_cut_line)
 
 
-def is_native(head: bytes) -> bool:
-    """Whether a file that begins with `head` is the JSON lines form."""
-    return b'"moesaic-load"' in head.split(b"\n", 1)[0]
-
-
 def _read_lines(path: Path, stream: BinaryIO, progress: Progress | None, skip_cut_line: bool) -> Trace:
     size = path.stat().st_size
     header: _Header | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Sets:
     complete: bool = True
 
 
-def parse_kill(text: str, placement: Placement, seed: int = 0) -> Sets:
+def parse_kill(text: str, placement: Placement) -> Sets:
     """`rank:3`, `rank:3,7` (at once), `node:1`, `any-rank`, `any-node` or `k=2` (any two ranks).
 
     Raises ValueError when it is none of these, or names a rank or node that is not there or not alive.
@@ -50,7 +50,7 @@ def parse_kill(text: str, placement: Placement, seed: int = 0) -> Sets:
     if text == "any-node":
         return Sets(text, tuple(_of_node(node, domains, living) for node in sorted({domains[rank] for rank in living})))
     if text.startswith("k="):
-        return _any_k(text, living, seed)
+        return _any_k(text, living)
     numbers = [int(part) for part in rest.split(",") if part.isascii() and part.isdigit()]
     if kind not in ("rank", "node") or len(numbers) != len(rest.split(",")):
         raise ValueError(f"--kill {text}: it must be rank:3, rank:3,7, node:1, any-rank, any-node or k=2")
@@ -66,23 +66,16 @@ def _of_node(node: int, domains: Sequence[int], living: Sequence[int]) -> tuple[
     return tuple(rank for rank in living if domains[rank] == node)
 
 
-def _any_k(text: str, living: list[int], seed: int) -> Sets:
+def _any_k(text: str, living: list[int]) -> Sets:
     count = text.removeprefix("k=")
     if not (count.isascii() and count.isdigit()) or not 1 <= int(count) < len(living):
         raise ValueError(f"--kill {text}: k must be 1 or more, and less than the {len(living)} living rank(s)")
     k = int(count)
     if math.comb(len(living), k) <= MAX_SETS:
         return Sets(text, tuple(itertools.combinations(living, k)))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     drawn = {tuple(sorted(rng.choice(living, k, replace=False).tolist())) for _ in range(MAX_SETS)}
     return Sets(text, tuple(sorted(drawn)), complete=False)
-
-
-def count_uncovered(hosts_LGE: Bools, lost: Iterable[int]) -> npt.NDArray[np.int64]:
-    """int64 [L]: experts of which every copy is on a rank of `lost`."""
-    there = hosts_LGE[:, list(lost)].sum(1)
-    counts: npt.NDArray[np.int64] = ((hosts_LGE.sum(1) == there) & (there > 0)).sum(1)
-    return counts
 
 
 def scan(placement: Placement, sets: Sets) -> dict[str, Any]:

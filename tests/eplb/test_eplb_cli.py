@@ -96,6 +96,7 @@ def test_help_imports_nothing_heavy_and_verbs_no_torch(tmp_path: Path, trace_pat
         (["check", "missing.json", "--min-balance", "0.9"], "--min-balance needs --trace"),
         (["check", "missing.json", "--max-move-gib", "1"], "--max-move-gib needs --against"),
         (["export", "missing.json", "-o", "x"], "--format"),
+        (["check", "placement.json", "--min-balance", "nan"], "'nan' is not a number"),
     ],
 )
 def test_usage_errors_exit_with_1(arguments: list[str], message: str) -> None:

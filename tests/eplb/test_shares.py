@@ -25,7 +25,7 @@ def test_exact(seed: int, sharp: float) -> None:
     load = rng.lognormal(0, sharp, (1, num_experts))
     hosts = [frozenset(np.flatnonzero((ids[0] == e).any(1)).tolist()) for e in range(num_experts)]
     best = min_max_loads(hosts, load[0].tolist(), frozenset(range(num_ranks)))
-    for share in (reweight(ids, load), _reweight_plain(ids, load, np.ones(num_ranks, dtype=bool), None)):
+    for share in (reweight(ids, load), _reweight_plain(ids, load, np.ones(num_ranks, dtype=bool))):
         found = rank_load(ids, share, load)[0]
         np.testing.assert_allclose(found, [best[rank] for rank in range(num_ranks)], atol=2e-6 * load.sum())
 

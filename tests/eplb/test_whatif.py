@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.coverage import host_matrix, uncovered
+from eplb.coverage import uncovered
 from eplb.placement import Placement, linear_placement
 from eplb.planner import plan
-from eplb.whatif import MAX_SETS, count_uncovered, guarantees, loss, parse_kill, scan
+from eplb.whatif import MAX_SETS, Sets, guarantees, loss, parse_kill, scan
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 24, 6, 5
 NODES = (0, 0, 0, 1, 1, 1)
@@ -102,7 +102,7 @@ def test_uncovered_experts_against_brute_force(
     placement = Placement(0, experts, ids, share, (True,) * ranks)
     lost = data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1))
     brute = [e for e in range(experts) if all(e not in ids[0, g] for g in range(ranks) if g not in lost)]
-    assert count_uncovered(host_matrix(placement), sorted(lost)).tolist() == [len(brute)]
+    assert scan(placement, Sets("these", (tuple(lost),)))["uncovered_worst"] == len(brute)
     assert uncovered(placement, lost)[0] == tuple(brute)
 
 

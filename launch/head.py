@@ -7,7 +7,6 @@ ends, is lost: its ranks are, and the others go on. It may come back.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -155,12 +154,17 @@ class HeadSupervisor(Supervisor):
     # ---- other machines ----
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
+        for _ in range(MAX_STRANGERS):
+            try:
                 connection, _ = self.listener.accept()
+            except OSError:  # nobody is there
+                break
+            try:
                 self.strangers.append(Link(connection))
-                if len(self.strangers) > MAX_STRANGERS:
-                    self.strangers.pop().close()
+            except OSError:  # it has left again
+                connection.close()
+            if len(self.strangers) > MAX_STRANGERS:
+                self.strangers.pop().close()
         for link in list(self.strangers):
             for message in link.receive():
                 if isinstance(message, Hello) and link in self.strangers:

@@ -8,7 +8,6 @@ times as long for that as the ranks took at first.
 
 from __future__ import annotations
 
-import struct
 import sys
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from configs.engine import Plan
 from configs.env import child_environment
+from engine.heartbeat import last_beat
 from engine.messages import RankLost
 from launch.processes import Child, Children, RuntimeDir
 
@@ -223,11 +223,7 @@ class RankKeeper:
 
     def _beat(self, rank: int, name: str = "beat") -> float | None:
         """When the rank last wrote. None: it has not (or is just writing)."""
-        try:
-            payload = self._beat_path(rank, name).read_bytes()
-        except OSError:
-            return None
-        return float(struct.unpack("=d", payload)[0]) if len(payload) == 8 else None
+        return last_beat(self._beat_path(rank, name))
 
 
 def say(event: str, **fields: object) -> None:

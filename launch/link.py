@@ -83,8 +83,6 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
     pass
 
 
-ToHead = Hello | Started | Lost | Leaving | Beat
-ToHost = Refused | Welcome | Restarts | End | Beat
 Message = Hello | Started | Lost | Leaving | Refused | Welcome | Restarts | End | Beat
 
 _encode = msgspec.msgpack.Encoder().encode

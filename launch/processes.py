@@ -6,6 +6,7 @@ kills whatever has not left in time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -22,6 +23,7 @@ from types import TracebackType
 import msgspec
 
 MAX_SOCKET_PATH = 80  # a unix socket's path may have 107 bytes; names are appended to this directory
+KILLED_SECONDS = 10.0  # until a killed process has ended; longer only in a system call that cannot be broken off
 
 
 class RuntimeDir:
@@ -104,7 +106,8 @@ class Children:
         for child in self.all:
             if child.process.returncode is None:
                 child.process.kill()
-                child.process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel: nobody can do more
+                    child.process.wait(KILLED_SECONDS)
         for child in self.all:
             os.close(child.pidfd)
         self.all.clear()

@@ -20,7 +20,7 @@ from configs.env import read_env
 from engine.messages import SamplingParams
 from moesaic.bench_dbo import make_command
 from moesaic.http_client import Client, HttpError
-from moesaic.options import engine_config, engine_options
+from moesaic.options import Number, engine_config, engine_options
 
 
 @click.group("bench")
@@ -29,10 +29,12 @@ def command() -> None:
 
 
 @command.command("throughput")
-@click.option("--num-prompts", type=int, default=64, show_default=True)
-@click.option("--input-len", type=int, default=128, show_default=True, help="Tokens of each (random) prompt.")
-@click.option("--output-len", type=int, default=64, show_default=True)
-@click.option("--repeats", type=int, default=3, show_default=True)
+@click.option("--num-prompts", type=click.IntRange(1), default=64, show_default=True)
+@click.option(
+    "--input-len", type=click.IntRange(1), default=128, show_default=True, help="Tokens of each (random) prompt."
+)
+@click.option("--output-len", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
 @engine_options
 def throughput(num_prompts: int, input_len: int, output_len: int, repeats: int, **options: Any) -> None:
     """All prompts at once, greedy, without stopping early: tokens per second."""
@@ -56,10 +58,10 @@ def throughput(num_prompts: int, input_len: int, output_len: int, repeats: int, 
 
 
 @command.command("latency")
-@click.option("--batch-size", type=int, default=1, show_default=True)
-@click.option("--input-len", type=int, default=128, show_default=True)
-@click.option("--output-len", type=int, default=64, show_default=True)
-@click.option("--num-iters", type=int, default=5, show_default=True)
+@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--output-len", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--num-iters", type=click.IntRange(1), default=5, show_default=True)
 @engine_options
 def latency(batch_size: int, input_len: int, output_len: int, num_iters: int, **options: Any) -> None:
     """One batch at a time: time to the first token and per token after it."""
@@ -107,11 +109,17 @@ class _Offline:
 @command.command("serve")
 @click.option("--url", help="The server; default: MOESAIC_URL or http://127.0.0.1:8000.")
 @click.option("--api-key", help="Default: the first of MOESAIC_API_KEY.")
-@click.option("--num-prompts", type=int, default=64, show_default=True)
-@click.option("--input-len", type=int, default=128, show_default=True)
-@click.option("--output-len", type=int, default=64, show_default=True)
-@click.option("--request-rate", type=float, default=0.0, show_default=True, help="Requests per second; 0: all at once.")
-@click.option("--max-concurrency", type=int, default=256, show_default=True)
+@click.option("--num-prompts", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--output-len", type=click.IntRange(1), default=64, show_default=True)
+@click.option(
+    "--request-rate",
+    type=Number(0),
+    default=0.0,
+    show_default=True,
+    help="Requests per second; 0: all at once.",
+)
+@click.option("--max-concurrency", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--bench-seed", type=int, default=0, show_default=True)
 def serve(url: str | None, api_key: str | None, **case: Any) -> None:
     """Stream completions from a running server and time every token."""

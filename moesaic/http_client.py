@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 READ_LIMIT = 1 << 20
+CUT_OFF = "the server closed the connection before the end of its answer"
+
+Result = TypeVar("Result")
 
 
 class HttpError(RuntimeError):
@@ -27,10 +30,14 @@ class Client:
     """One connection per request. `timeout`: seconds without any byte from the server before giving up."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port or 80
+        except ValueError:
+            raise ValueError(f"url {url!r} has no port from 1 to 65535") from None
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"url {url!r} must look like http://host:port")
-        self.host, self.port = parts.hostname, parts.port or 80
+        self.host, self.port = parts.hostname, port
         self.api_key, self.timeout = api_key, timeout
 
     async def get(self, path: str) -> Any:
@@ -71,15 +78,13 @@ class _Exchange:
 
     async def __aenter__(self) -> _Exchange:
         connect = asyncio.open_connection(self.client.host, self.client.port, limit=READ_LIMIT)
-        self.reader, self.writer = await asyncio.wait_for(connect, self.client.timeout)
-        self.writer.write(self.request)
-        self.status = int((await self._line()).split()[1])
-        while header := await self._line():
-            name, _, value = header.partition(b":")
-            if name.lower() == b"transfer-encoding" and b"chunked" in value.lower():
-                self.chunked = True
-        if self.status >= 400:
-            raise HttpError(self.status, _message(await self.body()))
+        self.reader, self.writer = await self._within(connect)
+        try:
+            self.writer.write(self.request)
+            await self._begin()
+        except BaseException:
+            self.writer.close()
+            raise
         return self
 
     async def __aexit__(
@@ -87,19 +92,43 @@ class _Exchange:
     ) -> None:
         self.writer.close()
 
+    async def _begin(self) -> None:
+        try:
+            self.status = int((await self._line()).split()[1])
+        except (IndexError, ValueError):
+            raise ConnectionError("what answers does not speak HTTP") from None
+        while header := await self._line():
+            name, _, value = header.partition(b":")
+            if name.lower() == b"transfer-encoding" and b"chunked" in value.lower():
+                self.chunked = True
+        if self.status >= 400:
+            raise HttpError(self.status, _message(await self.body()))
+
+    async def _within(self, coming: Awaitable[Result]) -> Result:
+        """TimeoutError when the server says nothing for too long."""
+        try:
+            return await asyncio.wait_for(coming, self.client.timeout)
+        except TimeoutError:
+            raise TimeoutError(f"no answer for {self.client.timeout:g} s") from None
+
     async def _line(self) -> bytes:
-        return (await asyncio.wait_for(self.reader.readline(), self.client.timeout)).rstrip(b"\r\n")
+        line = await self._within(self.reader.readline())
+        if not line.endswith(b"\n"):
+            raise ConnectionError(CUT_OFF)
+        return line.rstrip(b"\r\n")
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         while True:
             if self.chunked:
-                size = int(await self._line() or b"0", 16)
+                size = int(await self._line(), 16)
                 if not size:
                     return
-                piece = await asyncio.wait_for(self.reader.readexactly(size), self.client.timeout)
-                await self._line()
+                try:
+                    piece = (await self._within(self.reader.readexactly(size + 2)))[:-2]
+                except asyncio.IncompleteReadError:
+                    raise ConnectionError(CUT_OFF) from None
             else:
-                piece = await asyncio.wait_for(self.reader.read(READ_LIMIT), self.client.timeout)
+                piece = await self._within(self.reader.read(READ_LIMIT))
                 if not piece:
                     return
             yield piece

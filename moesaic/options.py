@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,9 +30,25 @@ class Bytes(click.ParamType[int]):
         digits = text.rstrip("KMGIkmgi")
         suffix = text[len(digits) :].upper()
         try:
-            return int(float(digits) * (MULTIPLES[suffix] if suffix else 1))
-        except (ValueError, KeyError):
+            number = int(float(digits) * (MULTIPLES[suffix] if suffix else 1))
+        except (ValueError, KeyError, OverflowError):
+            number = 0
+        if number < 1:
             self.fail(f"{value!r} is not a number of bytes such as 500M or 4Gi", param, ctx)
+        return number
+
+
+class Number(click.FloatRange):
+    """click's own range lets NaN through."""
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(str(value), param, ctx)  # type: ignore[arg-type]  # it parses text
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
+SECONDS = Number(0, 1e6)
 
 
 OPTIONS = [
@@ -110,10 +127,10 @@ OPTIONS = [
     click.option("--moe-backend", default="auto", show_default=True, help="What multiplies by the experts' weights."),
     click.option(
         "--cudagraph-mode",
-        type=click.Choice(["auto", "none", "piecewise", "full", "full_and_piecewise"]),
+        type=click.Choice(["auto", "none", "piecewise", "full", "full_and_piecewise", "tapes"]),
         default="auto",
         show_default=True,
-        help="Which steps are captured as CUDA graphs: whole decode steps, all steps in pieces, or both.",
+        help="Which steps are captured as CUDA graphs: whole decode steps, all steps in pieces, or both; tapes: decode steps, on a CPU.",
     ),
     click.option("--enforce-eager", is_flag=True, help="The same as --cudagraph-mode none."),
     click.option("--cudagraph-capture-sizes", help="Rows of the graphs, e.g. 1,2,4,8; default: decided."),

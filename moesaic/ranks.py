@@ -16,6 +16,7 @@ from rich.table import Table
 
 from configs.env import read_env
 from moesaic.http_client import Client, HttpError
+from moesaic.options import SECONDS
 
 LOOK_SECONDS = 0.5
 COLOURS = {"up": "green", "joining": "yellow", "starting": "yellow", "loading": "yellow", "lost": "red"}
@@ -25,7 +26,7 @@ COLOURS = {"up": "green", "joining": "yellow", "starting": "yellow", "loading": 
 @click.option("--url", help="The server; default: MOESAIC_URL or http://127.0.0.1:8000.")
 @click.option("--admin-api-key", help="Default: the first of MOESAIC_ADMIN_KEY.")
 @click.option("--count", type=int, help="Grow or shrink to so many ranks, and wait until they serve.")
-@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds for --count.")
+@click.option("--timeout", type=SECONDS, default=600.0, show_default=True, help="Seconds for --count.")
 @click.option("--watch", is_flag=True, help="Show the table again and again, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of a table; with --watch one line each time.")
 def command(

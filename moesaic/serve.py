@@ -16,7 +16,7 @@ from engine.plan import make_plan
 from launch.head import HeadSupervisor
 from launch.remote import RemoteSupervisor
 from launch.supervisor import Supervisor
-from moesaic.options import Bytes, engine_config, engine_options
+from moesaic.options import SECONDS, Bytes, engine_config, engine_options
 
 # In the order of configs.hosts.hosts_of.
 HOST_OPTIONS = (
@@ -43,10 +43,16 @@ EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is 
     help="Where the defaults of sampling come from: the model's generation_config.json, or the API's own.",
 )
 @click.option("--max-request-bytes", type=Bytes(), default=8 << 20, show_default=True)
-@click.option("--max-num-queued-reqs", type=int, default=4096, show_default=True, help="Beyond: 503 with Retry-After.")
-@click.option("--shutdown-timeout", type=float, default=30.0, show_default=True, help="Seconds a drain may take.")
-@click.option("--sse-keep-alive-interval", type=float, default=15.0, show_default=True, help="Seconds; 0: never.")
-@click.option("--request-timeout", type=float, default=0.0, show_default=True, help="Seconds; 0: none.")
+@click.option(
+    "--max-num-queued-reqs",
+    type=click.IntRange(0),
+    default=4096,
+    show_default=True,
+    help="Beyond: 503 with Retry-After.",
+)
+@click.option("--shutdown-timeout", type=SECONDS, default=30.0, show_default=True, help="Seconds a drain may take.")
+@click.option("--sse-keep-alive-interval", type=SECONDS, default=15.0, show_default=True, help="Seconds; 0: never.")
+@click.option("--request-timeout", type=SECONDS, default=0.0, show_default=True, help="Seconds; 0: none.")
 @click.option("--allowed-origins", multiple=True, help="CORS origins; none: closed.")
 @click.option(
     "--eplb-record-dir",
@@ -60,7 +66,7 @@ EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is 
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True)
-@click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds until ready.")
+@click.option("--startup-timeout", type=SECONDS, default=600.0, show_default=True, help="Seconds until ready.")
 @click.option("--data-parallel-size-local", "-dpl", type=int, help="Ranks on this machine; default: all that are left.")
 @click.option("--data-parallel-address", "-dpa", help="The head's address, when ranks are on several machines.")
 @click.option(
@@ -121,6 +127,8 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
 
 
 def _digests(keys: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(keys):
+        raise ValueError("--api-key and --admin-api-key must not be empty")
     return tuple(hashlib.sha256(key.encode()).hexdigest() for key in keys)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,20 +10,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.outputs import Delta
-from server.completions import continuous_usage
+from server.endpoint import ChunkWriter, encode, make_job, take
 from server.errors import bad_request
 from server.generate import Answer, Choice, Job, PromptFacts
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.logs import Record
 from server.openai import AnswerMessage, ChatChoice, ChatCompletion, ChatMessage, ChatRequest, ToolCall, Usage
-from server.params import check_chat, check_common, either, sampling_params
-from server.service import Service, record_of
+from server.params import check_chat, either, sampling_params
+from server.service import Service
 
 # A request may not set these through chat_template_kwargs: they have fields of their own.
-RESERVED = frozenset({"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"})
+RESERVED = frozenset({"self", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"})
+NAMES = {"logprobs": "top_logprobs", "prompt": "messages"}  # the engine's names of what a chat request calls otherwise
 
 _decoder = msgspec.json.Decoder(ChatRequest)
-_encode = msgspec.json.Encoder().encode
 
 
 class ChatCompletions:
@@ -32,14 +31,9 @@ class ChatCompletions:
         self._service = service
 
     async def answer(self, request: Request) -> Response:
-        service = self._service
-        body = await service.read(request, _decoder)
-        model = service.model_name(body.model)
-        check_common(body, service.config, service.plan.scheduling_policy == "priority")
-        check_chat(body)
-        service.require_ready()
-        job = await self._job(body, model, either(body.request_id, record_of(request.scope).request_id))
-        return Answer(service, job, ChatWriter(job))
+        body, model, request_id = await take(self._service, request, _decoder, check_chat)
+        job = await self._job(body, model, request_id)
+        return Answer(self._service, job, ChatWriter(job))
 
     async def _job(self, body: ChatRequest, model: str, request_id: str) -> Job:
         service = self._service
@@ -58,25 +52,18 @@ class ChatCompletions:
         (token_ids,) = await service.encode([text], either(body.add_special_tokens, False), "messages")
         service.check_token_ids(token_ids, "messages")
         token_ids = service.truncate(token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", wanted)
-        options = body.stream_options
         last = body.messages[-1]
-        return Job(
-            request_id=request_id,
+        return make_job(
+            service,
+            body,
+            model,
+            request_id,
+            [token_ids],
+            params,
+            NAMES if body.max_completion_tokens is None else {**NAMES, "max_tokens": "max_completion_tokens"},
             answer_id=f"chatcmpl-{request_id}",
-            model=model,
-            created=int(time.time()),
-            prompts=service.prompts(
-                request_id, [token_ids], params, either(body.priority, 0), either(body.cache_salt, "")
-            ),
-            n=params.n,
-            stream=either(body.stream, False),
-            include_usage=options is not None and either(options.include_usage, False),
-            continuous_usage=options is not None and either(options.continuous_usage_stats, False),
             logprobs=bool(body.logprobs),
             echo=[text_of(last, len(body.messages) - 1)] if body.echo and last.role == "assistant" else None,
-            prompt_logprobs=body.prompt_logprobs is not None,
-            return_token_ids=either(body.return_token_ids, False),
-            tokens_as_ids=either(body.return_tokens_as_token_ids, False),
         )
 
 
@@ -175,23 +162,14 @@ def _tool_call(call: ToolCall, index: int, place: int) -> dict[str, Any]:
 # ---- answers ------------------------------------------------------------------------------------------------------
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """Everything of a chunk but its text is rendered once for each choice."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
-        self._common = {
-            "id": job.answer_id,
-            "object": "chat.completion.chunk",
-            "created": job.created,
-            "model": job.model,
-        }
-        common = _encode(self._common)[:-1]
+        super().__init__(job, "chat.completion.chunk")
         choices = range(job.num_choices)
-        self._heads = [b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (common, i) for i in choices]
-        usage = b',"usage":null' if job.include_usage else b""
-        self._tail = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % usage
-        self._plain = not (job.logprobs or job.return_token_ids or job.continuous_usage)
+        self._heads = [b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (self._head, i) for i in choices]
+        self._tail = b'},"logprobs":null,"finish_reason":null}]' + self._end
         self._begun = [False] * job.num_choices
         self._prompt_shown = not job.return_token_ids
 
@@ -207,7 +185,7 @@ class ChatWriter:
                 parts.append(self._opening(index, record))
             if plain and delta.finish_reason is None:
                 if delta.text:  # half a character, or the beginning of a stop string, is held back
-                    parts += (heads[index], _encode(delta.text), tail)
+                    parts += (heads[index], encode(delta.text), tail)
             else:
                 parts.append(self._frame(delta, record))
         return b"".join(parts)
@@ -219,10 +197,10 @@ class ChatWriter:
         extra = {} if self._prompt_shown else {"prompt_token_ids": job.prompts[0].token_ids}
         self._prompt_shown = True
         frame = self._event(
-            [{"index": index, "delta": opening, "logprobs": None, "finish_reason": None}], record, extra
+            [{"index": index, "delta": opening, "logprobs": None, "finish_reason": None}], record, **extra
         )
         if job.echo is not None:
-            frame += self._heads[index] + _encode(job.echo[0]) + self._tail
+            frame += self._heads[index] + encode(job.echo[0]) + self._tail
         return frame
 
     def _frame(self, delta: Delta, record: Record) -> bytes:
@@ -236,18 +214,7 @@ class ChatWriter:
             choice["stop_reason"] = delta.stop_reason
         if job.return_token_ids:
             choice["token_ids"] = delta.token_ids
-        return self._event([choice], record, {})
-
-    def _event(self, choices: list[dict[str, Any]], record: Record, extra: dict[str, Any]) -> bytes:
-        chunk = self._common | {"choices": choices} | extra
-        if self._job.continuous_usage:
-            chunk["usage"] = continuous_usage(record)
-        elif self._job.include_usage:
-            chunk["usage"] = None
-        return b"data: %b\n\n" % _encode(chunk)
-
-    def usage_frame(self, total: Usage) -> bytes:
-        return b"data: %b\n\n" % _encode(self._common | {"choices": [], "usage": total})
+        return self._event([choice], record)
 
     # ---- whole -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -10,18 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.outputs import Delta, PositionLogprobs
+from server.endpoint import ChunkWriter, encode, make_job, take
 from server.errors import ApiError, bad_request
 from server.generate import Answer, Choice, Job, PromptFacts
 from server.logprobs import completion_logprobs, prompt_logprobs
 from server.logs import Record
 from server.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from server.params import check_common, check_completion, either, sampling_params
-from server.service import Service, record_of
+from server.params import check_completion, either, sampling_params
+from server.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
-_encode = msgspec.json.Encoder().encode
 
 
 class Completions:
@@ -29,14 +28,9 @@ class Completions:
         self._service = service
 
     async def answer(self, request: Request) -> Response:
-        service = self._service
-        body = await service.read(request, _decoder)
-        model = service.model_name(body.model)
-        check_common(body, service.config, service.plan.scheduling_policy == "priority")
-        check_completion(body)
-        service.require_ready()
-        job = await self._job(body, model, either(body.request_id, record_of(request.scope).request_id))
-        return Answer(service, job, CompletionWriter(service, job))
+        body, model, request_id = await take(self._service, request, _decoder, check_completion)
+        job = await self._job(body, model, request_id)
+        return Answer(self._service, job, CompletionWriter(self._service, job))
 
     async def _job(self, body: CompletionRequest, model: str, request_id: str) -> Job:
         service = self._service
@@ -53,25 +47,19 @@ class Completions:
         )
         if echo and texts is None:
             texts = [service.tokenizer.decode(ids, params.skip_special_tokens) for ids in token_id_lists]
-        salt = either(body.cache_salt, "")
-        options = body.stream_options
-        return Job(
-            request_id=request_id,
+        return make_job(
+            service,
+            body,
+            model,
+            request_id,
+            token_id_lists,
+            params,
+            {},
             answer_id=f"cmpl-{request_id}",
-            model=model,
-            created=int(time.time()),
-            prompts=service.prompts(request_id, token_id_lists, params, either(body.priority, 0), salt),
-            n=params.n,
-            stream=either(body.stream, False),
-            include_usage=options is not None and either(options.include_usage, False),
-            continuous_usage=options is not None and either(options.continuous_usage_stats, False),
             logprobs=body.logprobs is not None,
             echo=texts if echo else None,
             echo_logprobs=echo_logprobs,
-            prompt_logprobs=body.prompt_logprobs is not None,
             no_output=wanted == 0,
-            return_token_ids=either(body.return_token_ids, False),
-            tokens_as_ids=either(body.return_tokens_as_token_ids, False),
         )
 
     async def _prompt(self, body: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
@@ -116,18 +104,14 @@ def _bad_prompt(message: str) -> ApiError:
     return bad_request(f"prompt {message}", "prompt", "invalid_value")
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """Everything of a chunk but its text is rendered once for each choice."""
 
     def __init__(self, service: Service, job: Job) -> None:
-        self._job = job
+        super().__init__(job, "text_completion")
         self._tokenizer = service.tokenizer
-        self._common = {"id": job.answer_id, "object": "text_completion", "created": job.created, "model": job.model}
-        common = _encode(self._common)[:-1]
-        self._heads = [b'data: %b,"choices":[{"index":%d,"text":' % (common, i) for i in range(job.num_choices)]
-        usage = b',"usage":null' if job.include_usage else b""
-        self._tail = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % usage
-        self._plain = not (job.logprobs or job.return_token_ids or job.continuous_usage)
+        self._heads = [b'data: %b,"choices":[{"index":%d,"text":' % (self._head, i) for i in range(job.num_choices)]
+        self._tail = b',"logprobs":null,"finish_reason":null}]' + self._end
         self._begun = [job.echo is None and not job.return_token_ids] * job.num_choices
         self._offsets = [0] * job.num_choices
         self._prompt_positions: dict[int, list[PositionLogprobs | None]] = {}
@@ -140,7 +124,7 @@ class CompletionWriter:
         for delta in deltas:
             if plain and delta.finish_reason is None and begun[delta.index]:
                 if delta.text:  # half a character, or the beginning of a stop string, is held back
-                    parts += (heads[delta.index], _encode(delta.text), tail)
+                    parts += (heads[delta.index], encode(delta.text), tail)
             else:
                 parts.append(self._frame(delta, record))
         return b"".join(parts)
@@ -170,17 +154,6 @@ class CompletionWriter:
             if first:
                 choice["prompt_token_ids"] = job.prompts[prompt].token_ids
         return self._event([choice], record)
-
-    def _event(self, choices: list[dict[str, Any]], record: Record) -> bytes:
-        chunk = self._common | {"choices": choices}
-        if self._job.continuous_usage:
-            chunk["usage"] = continuous_usage(record)
-        elif self._job.include_usage:
-            chunk["usage"] = None
-        return b"data: %b\n\n" % _encode(chunk)
-
-    def usage_frame(self, total: Usage) -> bytes:
-        return b"data: %b\n\n" % _encode(self._common | {"choices": [], "usage": total})
 
     # ---- whole -------------------------------------------------------------------------------------------------
 
@@ -217,9 +190,3 @@ class CompletionWriter:
         first = self._job.prompts[prompt].token_ids[0]
         name = f"token_id:{first}" if self._job.tokens_as_ids else self._tokenizer.token_str(first)
         return completion_logprobs(positions, name, offset, self._job.tokens_as_ids)
-
-
-def continuous_usage(record: Record) -> dict[str, int]:
-    """stream_options.continuous_usage_stats: the totals so far."""
-    prompt, output = record.prompt_tokens, record.output_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -28,7 +28,8 @@ TYPES = {
 }
 
 encode = msgspec.json.Encoder().encode
-_WHERE = re.compile(r"^(?P<what>.*) - at (`key` in )?`\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_WHERE = re.compile(r"^(?P<what>.*?)( - at (`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 class ApiError(Exception):
@@ -78,18 +79,29 @@ def from_decode_error(error: msgspec.DecodeError | RecursionError | UnicodeError
     if isinstance(error, RecursionError):
         return bad_request("JSON is nested too deeply", code="invalid_json")
     if not isinstance(error, msgspec.ValidationError):
-        return bad_request(str(error) or "JSON is malformed", code="invalid_json")
+        message = str(error)
+        return bad_request(
+            message if message.startswith("JSON") else f"JSON is malformed: {message}", code="invalid_json"
+        )
     match = _WHERE.match(str(error))
-    if match is None:
-        return bad_request(str(error), code="invalid_value")
-    path = match["path"]
-    return bad_request(f"{path or 'body'}: {match['what']}", path or None, "invalid_value")
+    assert match is not None
+    path, what = match["path"] or "", match["what"]
+    missing = _MISSING.fullmatch(what)
+    if missing is not None:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return bad_request(f"{path} is missing", path, "invalid_value")
+    return bad_request(f"{path or 'body'}: {what}", path or None, "invalid_value")
 
 
-def from_value_error(error: ValueError, fields: Sequence[str]) -> ApiError:
-    """400 from a ValueError of the engine, whose message begins with the field or names it first."""
+def from_value_error(error: ValueError, fields: Sequence[str], names: Mapping[str, str]) -> ApiError:
+    """400 from a ValueError of the engine, whose message begins with the field or names it first. names: what fields are
+    called in this request, where that is not the engine's name."""
     message = str(error)
     words = re.findall(r"[a-z_0-9]+", message)
     param = next((word for word in words if word in fields), None)
+    if param is not None and param in names:
+        if message.startswith(param):
+            message = names[param] + message.removeprefix(param)
+        param = names[param]
     code = "context_length_exceeded" if "context length" in message or "max_model_len" in message else "invalid_value"
     return bad_request(message, param, code)

@@ -122,15 +122,16 @@ class Gate:
         except Exception as raised:
             log.exception("request %s failed", record.request_id, exc_info=raised)
             error = ApiError(500, "internal error; the server's log has the details", code="internal_error")
-        if error is not None and not started:
+        half_sent = started
+        if error is not None and not half_sent:
             await _send_error(error, marked_send)
         if "route" in scope:
             record.route = scope["route"].path
         self._service.metrics.count_http(record.method, record.route, record.status)
         if record.route not in OPEN:
             log_request(record)
-        if error is not None and started and error.status == 500:
-            raise error  # half an answer has gone: the connection must end
+        if error is not None and half_sent and error.status == 500:
+            raise error  # the connection must end
 
     def _add_headers(self, message: Message, record: Record) -> None:
         headers = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode())]

@@ -45,7 +45,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -25,8 +25,8 @@ def check_common(request: GenerationRequest, config: ServerConfig, priorities: b
     """ApiError 400. priorities: the scheduler looks at them."""
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream: true", "stream_options")
-    if either(request.n, 1) > config.max_n:
-        raise bad_request(f"n must be at most {config.max_n}, got {request.n}", "n")
+    if not 1 <= either(request.n, 1) <= config.max_n:
+        raise bad_request(f"n must be from 1 to {config.max_n}, got {request.n}", "n")
     if len(stops(request)) > config.max_stop:
         raise bad_request(f"stop takes at most {config.max_stop} strings, got {len(stops(request))}", "stop")
     if request.bad_words is not None and len(request.bad_words) > 128:
@@ -37,6 +37,8 @@ def check_common(request: GenerationRequest, config: ServerConfig, priorities: b
         raise bad_request("cache_salt must have 1 to 128 characters, none of them @, / or \\", "cache_salt")
     if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
         raise bad_request("request_id must have 1 to 128 printable ASCII characters", "request_id")
+    if not -(2**63) <= either(request.priority, 0) < 2**63:
+        raise bad_request(f"priority must fit in 64 bits, got {request.priority}", "priority")
     if request.priority and not priorities:
         raise bad_request("priority needs a server started with --scheduling-policy priority", "priority")
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
@@ -114,5 +116,4 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=either(request.skip_special_tokens, True),
-        spaces_between_special_tokens=either(request.spaces_between_special_tokens, True),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -117,6 +117,8 @@ class Service:
             raise bad_request("the client left before its body had come") from None
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="timeout") from None
+        if not body:
+            raise bad_request("the body is empty; a JSON object is needed", code="invalid_json")
         try:
             return decoder.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
@@ -160,8 +162,9 @@ class Service:
         params: SamplingParams,
         priority: int,
         cache_salt: str,
+        names: Mapping[str, str],
     ) -> list[Prompt]:
-        """Checked, with a name each that no other request in flight has. ApiError 400."""
+        """Checked, with a name each that no other request in flight has. ApiError 400; names: of fields (from_value_error)."""
         prompts = []
         serial = next(self._serial)
         try:
@@ -174,5 +177,5 @@ class Service:
                 )
                 prompts.append(prompt)
         except ValueError as error:
-            raise from_value_error(error, FIELDS) from None
+            raise from_value_error(error, FIELDS, names) from None
         return prompts

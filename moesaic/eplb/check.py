@@ -26,22 +26,23 @@ from moesaic.eplb.common import (
 )
 from moesaic.eplb.diff import GIB
 from moesaic.eplb.options import expert_bytes, node_options, with_nodes
+from moesaic.options import Number
 
 
 @click.command("check")
 @click.argument("path", metavar="PLACEMENT")
 @click.option("--trace", "trace_path", help="Loads to judge the balance by.")
 @click.option("--against", "old_path", metavar="OLD", help="The placement in use: count what would move from it.")
-@click.option("--min-balance", type=click.FloatRange(0, 1), help="Mean over layers of mean/max; else exit code 3.")
-@click.option("--min-worst-balance", type=click.FloatRange(0, 1), help="The same of the worst layer.")
+@click.option("--min-balance", type=Number(0, 1), help="Mean over layers of mean/max; else exit code 3.")
+@click.option("--min-worst-balance", type=Number(0, 1), help="The same of the worst layer.")
 @click.option(
     "--max-uncovered",
-    type=click.FloatRange(0),
+    type=Number(0),
     help="Experts that the worst rank takes along, mean over layers; else 4.",
 )
-@click.option("--max-uncovered-node", type=click.FloatRange(0), help="The same of the worst node.")
-@click.option("--max-move-gib", type=click.FloatRange(0), help="Weights that --against would move; else 5.")
-@click.option("--max-moved", type=click.FloatRange(0, 1), help="Part of the slots that --against would move; else 5.")
+@click.option("--max-uncovered-node", type=Number(0), help="The same of the worst node.")
+@click.option("--max-move-gib", type=Number(0), help="Weights that --against would move; else 5.")
+@click.option("--max-moved", type=Number(0, 1), help="Part of the slots that --against would move; else 5.")
 @click.option("--max-slots", type=click.IntRange(1), help="Slots that a rank has memory for; else 2.")
 @node_options
 @output_options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -148,10 +147,10 @@ def plain(value: Any) -> Any:
     return value
 
 
-def trace_of(path: str, out: Output, hints: Hints | None = None) -> Trace:
+def trace_of(path: str, out: Output) -> Trace:
     """The loads in a file of any format, with a bar. ValueError naming the file when it cannot be read."""
     with out.progress(f"reading {path}") as tell:
-        return read_any_trace(Path(path), dataclasses.replace(hints or Hints(), progress=tell))
+        return read_any_trace(Path(path), Hints(progress=tell))
 
 
 def placement_of(path: str, ranks: int = 0) -> PlacementFile:

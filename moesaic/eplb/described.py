@@ -15,6 +15,7 @@ import numpy.typing as npt
 from eplb.cluster import GPUS, Cluster, load_cluster, make_cluster
 from eplb.cost import ASSUMPTIONS, DEFAULT, Phase, StepCost, Workload, step_cost
 from eplb.shapes import MODELS, WEIGHT_BYTES, ModelShape, load_shape
+from moesaic.options import Number
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -23,8 +24,14 @@ _OPTIONS = (
         "--gpu", type=click.Choice(list(GPUS)), help="Print milliseconds for GPUs of this kind, one per rank."
     ),
     click.option("--gpus-per-node", "--ranks-per-node", "gpus_per_node", type=click.IntRange(1), help="Default: 8."),
-    click.option("--nvlink-gbps", type=float, help="GB/s of one direction of a GPU's NVLink. Default: the table's."),
-    click.option("--rdma-gbps", type=float, help="GB/s of a GPU's network card. Default: the table's."),
+    click.option(
+        "--nvlink-gbps",
+        type=Number(0, min_open=True),
+        help="GB/s of one direction of a GPU's NVLink. Default: the table's.",
+    ),
+    click.option(
+        "--rdma-gbps", type=Number(0, min_open=True), help="GB/s of a GPU's network card. Default: the table's."
+    ),
     click.option("--cluster", type=click.Path(), help="A JSON file that describes the cluster, in place of --gpu."),
     click.option("--model", help=f"{', '.join(MODELS)}, or a config.json. Default: what the trace says or fits."),
     click.option("--expert-dtype", type=click.Choice(list(WEIGHT_BYTES)), help="Default: the model's."),

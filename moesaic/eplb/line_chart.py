@@ -93,8 +93,9 @@ def _words(x: float, y: float, text: str, style: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{html.escape(text)}</text>'
 
 
-def text(chart: Chart, width: int = 72, height: int = 14) -> Text:
+def text(chart: Chart, width: int = 72) -> Text:
     """The same in characters: a mark per line and point, `-` for a dashed one."""
+    height = 14
     low, high = chart.y_range()
     first, last = chart.xs[0], chart.xs[-1]
     cells = [[" "] * width for _ in range(height)]

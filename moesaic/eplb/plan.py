@@ -35,6 +35,7 @@ from moesaic.eplb.common import (
 )
 from moesaic.eplb.described import Costing, Described, described_options
 from moesaic.eplb.layout import Layout, LayoutOptions, layout_options
+from moesaic.options import Number
 
 GIB = 1 << 30
 _STEPS_SCORED = 20  # single steps of the fitted records that are scored; they lie evenly
@@ -64,10 +65,10 @@ class _Moves:
 @click.option("--slots-per-layer", help="`auto` (with --total-slots), or a number for each layer: 9,9,10,...")
 @click.option("--total-slots", type=click.IntRange(1), help="Slots of a rank, all layers together, for `auto`.")
 @click.option("--current", "current_path", metavar="FILE", help="The placement in use: move as little as can be.")
-@click.option("--max-move-gib", type=click.FloatRange(0), help="Weights that may move from --current in all.")
+@click.option("--max-move-gib", type=Number(0), help="Weights that may move from --current in all.")
 @click.option("--full", is_flag=True, help="With --max-move-gib: the full plan or none, not the best moves within it.")
-@click.option("--min-balance", type=click.FloatRange(0, 1), help="In-window balance, mean of layers; else exit code 3.")
-@click.option("--max-uncovered", type=click.FloatRange(0), help="By the worst rank, mean of layers; else exit code 4.")
+@click.option("--min-balance", type=Number(0, 1), help="In-window balance, mean of layers; else exit code 3.")
+@click.option("--max-uncovered", type=Number(0), help="By the worst rank, mean of layers; else exit code 4.")
 @layout_options
 @described_options
 @output_options
@@ -114,7 +115,7 @@ def command(
     result |= coverage_facts(placement, slots_L)
     result |= _moved(current, placement, moves)
     result["plan_ms"] = (time.process_time() - began) * 1e3
-    result |= _predicted(trace, records, placement, costing)
+    result |= _predicted(trace, placement, costing)
     failures = _failures(result, min_balance, max_uncovered, max_move_gib)
     result |= {"passed": not failures, "failed": [str(failure) for failure in failures]}
     if out.path is not None and not failures:
@@ -272,7 +273,7 @@ def _moved(current: PlacementFile | None, placement: Placement, moves: _Moves) -
     }
 
 
-def _predicted(trace: Trace, records: int, placement: Placement, costing: Costing | None) -> dict[str, Any]:
+def _predicted(trace: Trace, placement: Placement, costing: Costing | None) -> dict[str, Any]:
     """The step of the last record's loads, and of the same loads with every rank equally busy."""
     if costing is None:
         return {}

@@ -82,7 +82,8 @@ def _columns(
         home = linear_placement(trace.num_layers, trace.num_experts, ranks)
         columns["balance_unplanned"] = balancedness(rank_load(home.slot_to_expert, home.share, load_LE))
     if ranks and slots:
-        columns["balance_bound"] = balance_bound(load_LE, ranks * slots, ranks)
+        most = min(slots, trace.num_experts)  # a second copy on the same rank changes nothing
+        columns["balance_bound"] = balance_bound(load_LE, ranks * most, ranks)
     return columns
 
 

@@ -24,6 +24,7 @@ from moesaic.eplb.common import BalanceGate, CoverageGate, Infeasible, Output, R
 from moesaic.eplb.described import Costing, Described, described_options
 from moesaic.eplb.layout import LayoutOptions, layout_options
 from moesaic.eplb.options import with_nodes
+from moesaic.options import Number
 
 _DEFAULT_BYTES = 44 << 20
 
@@ -33,11 +34,11 @@ _DEFAULT_BYTES = 44 << 20
 @click.option("--kill", "kills", multiple=True, metavar="WHAT",
               help="rank:3, rank:3,7 (at once), node:1, any-rank, any-node or k=2. Default: any-rank and any-node.")  # fmt: skip
 @click.option("--trace", "trace_path", help="Loads, when PATH is a placement. Without: every expert alike.")
-@click.option("--read-gbps", type=click.FloatRange(0, min_open=True), default=25.0, show_default=True,
+@click.option("--read-gbps", type=Number(0, min_open=True), default=25.0, show_default=True,
               help="GB/s at which a survivor reads lost experts (host memory 25 to 50, a disk 2 to 7).")  # fmt: skip
-@click.option("--max-uncovered", type=click.FloatRange(0), help="In the worst case, mean of layers; else exit code 4.")
-@click.option("--max-load", type=click.FloatRange(0, 1), help="Part of the tokens that lost experts take; else 4.")
-@click.option("--min-balance", type=click.FloatRange(0, 1), help="After the repair with new shares; else exit code 3.")
+@click.option("--max-uncovered", type=Number(0), help="In the worst case, mean of layers; else exit code 4.")
+@click.option("--max-load", type=Number(0, 1), help="Part of the tokens that lost experts take; else 4.")
+@click.option("--min-balance", type=Number(0, 1), help="After the repair with new shares; else exit code 3.")
 @layout_options
 @described_options
 @output_options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,6 +177,16 @@ def test_whoever_says_nothing_is_shown_out(head: Head, monkeypatch: pytest.Monke
         silent.setblocking(False)
         until(lambda: head.supervisor._accept() or head.supervisor.strangers, 5, "it is there")
         until(lambda: head.supervisor._accept() or not head.supervisor.strangers, 5, "it is gone")
+
+
+def test_whoever_comes_and_goes_at_once_does_no_harm(head: Head) -> None:
+    """A port scanner resets the connection before it is accepted."""
+    with socket.create_connection(("127.0.0.1", head.hosts.port)) as scanner:
+        scanner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    for _ in range(3):
+        head.supervisor._accept()
+    assert not head.supervisor.strangers
+    assert head.ask(first=2, local=1) is None, "others are still heard"
 
 
 def test_a_taken_port_is_refused(head: Head) -> None:

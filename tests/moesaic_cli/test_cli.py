@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 
 import pytest
+
+from moesaic.http_client import Client
 
 
 def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -60,10 +63,46 @@ def test_generate_continues_a_story() -> None:
     assert answer["text"].strip()
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"", "closed the connection before the end of its answer"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nda", "closed the connection before the end"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nda\r\n", "closed the connection before the end"),
+        (None, "no answer for 0.2 s"),
+    ],
+    ids=["nothing", "no HTTP", "half a chunk", "no last chunk", "silence"],
+)
+def test_a_server_that_breaks_off_is_an_error_in_words(answer: bytes | None, message: str) -> None:
+    async def run() -> None:
+        async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer or b"")
+            if answer is None:
+                await gone.wait()
+            writer.close()
+            await writer.wait_closed()
+            ended.set()
+
+        gone, ended = asyncio.Event(), asyncio.Event()
+        async with await asyncio.start_server(speak, "127.0.0.1") as server:
+            client = Client(
+                f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=0.2 if answer is None else 5
+            )
+            with pytest.raises(OSError, match=message):
+                async for _ in client.events("/v1/completions", {}):
+                    pass
+            gone.set()
+            await asyncio.wait_for(ended.wait(), 5)
+
+    asyncio.run(run())
+
+
 def test_bench_prints_json() -> None:
     done = run("bench", "latency", "--input-len", "8", "--output-len", "4", "--num-iters", "1")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["tpot_ms"] > 0
+    assert isinstance(json.loads(done.stdout)["tpot_ms"], float)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +112,13 @@ def test_bench_prints_json() -> None:
         (["generate", "--prompt", "x", "--top-p", "2"], "top_p"),
         (["chat", "--url", "http://127.0.0.1:9", "hello"], "127.0.0.1:9"),
         (["explain", "--kv-cache-memory-bytes", "lots"], "not a number of bytes"),
+        (["serve", "--max-request-bytes", "0"], "'0' is not a number of bytes"),
+        (["serve", "--request-timeout", "nan"], "'nan' is not a number"),
+        (["serve", "--startup-timeout", "-1"], "-1.0 is not in the range"),
+        (["serve", "--max-num-queued-reqs", "-1"], "-1 is not in the range"),
+        (["serve", "--api-key", ""], "must not be empty"),
+        (["chat", "--url", "http://127.0.0.1:99999", "hello"], "has no port from 1 to 65535"),
+        (["bench", "throughput", "--repeats", "0"], "0 is not in the range"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:

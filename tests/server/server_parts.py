@@ -166,9 +166,9 @@ class FakeRanks:
     A step happens whenever the front reads. `paused` holds all of them still. Its descriptor is a pipe.
     """
 
-    def __init__(self, size: int = 2, *, ready: bool = True, script: list[int] | None = None) -> None:
+    def __init__(self, size: int = 2, *, ready: bool = True) -> None:
         self.size = size
-        self.script = story_tokens() if script is None else script
+        self.script = story_tokens()
         self.sent: list[FrontToRank] = []
         self.resizes: list[int] = []
         self.paused = False
@@ -318,7 +318,7 @@ async def server(
     service = Service(engine, small_tokenizer(), decided, config, SamplingParams(), created=1_700_000_000)
     app = build_app(service)
     clock = asyncio.create_task(service.flights.clock())
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    transport = httpx.ASGITransport(app=app)
     async with (
         asyncio.timeout(TEST_SECONDS),
         httpx.AsyncClient(transport=transport, base_url="http://test", timeout=TEST_SECONDS) as http,

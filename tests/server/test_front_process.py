@@ -200,15 +200,22 @@ def test_the_openai_client_then_a_drain(tmp_path: Path) -> None:
         until(lambda: all(rank.shut_down for rank in server.ranks), "the ranks are told to leave", 5.0)
 
 
+@contextlib.contextmanager
+def held_stream(server: Front) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun, and stops at the ninth token."""
+    for rank in server.ranks:
+        rank.hold_at = 9
+    body = {"prompt": "a", "stream": True, "max_tokens": 200}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = answer.iter_lines()
+        next(lines)
+        yield lines
+
+
 def test_a_drain_that_takes_too_long_aborts(tmp_path: Path) -> None:
     with front(tmp_path, shutdown_timeout=0.3) as server:
-        for rank in server.ranks:
-            rank.hold_at = 9
-        url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json={"prompt": "a", "stream": True, "max_tokens": 200}) as answer:
-            assert answer.status_code == 200, answer.read()
-            lines = answer.iter_lines()
-            next(lines)
+        with held_stream(server) as lines:
             server.process.send_signal(signal.SIGINT)
             data = [line.removeprefix("data: ") for line in lines if line]
         assert data[-1] == "[DONE]" and json.loads(data[-2])["choices"][0]["finish_reason"] == "abort"
@@ -217,29 +224,16 @@ def test_a_drain_that_takes_too_long_aborts(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_it_now(tmp_path: Path) -> None:
-    with front(tmp_path) as server:
-        for rank in server.ranks:
-            rank.hold_at = 9
-        url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json={"prompt": "a", "stream": True, "max_tokens": 200}) as answer:
-            assert answer.status_code == 200, answer.read()
-            lines = answer.iter_lines()  # kept: dropping it would close the connection
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, "draining")
-            server.process.send_signal(signal.SIGTERM)
-            assert server.wait()[0] == 1
+    with front(tmp_path) as server, held_stream(server):
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, "draining")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait()[0] == 1
 
 
 def test_the_last_rank_s_failure_ends_the_front_with_its_name(tmp_path: Path) -> None:
     with front(tmp_path) as server:
-        for rank in server.ranks:
-            rank.hold_at = 9
-        url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json={"prompt": "a", "stream": True, "max_tokens": 200}) as answer:
-            assert answer.status_code == 200, answer.read()
-            lines = answer.iter_lines()
-            next(lines)
+        with held_stream(server) as lines:
             server.ranks[0].failure = "ValueError: no luck"
             until(lambda: httpx.get(f"{server.url}/ready").json().get("mode") == "degraded", "one rank is lost")
             server.ranks[1].failure = "ValueError: a wire was cut"

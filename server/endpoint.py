@@ -1,0 +1,87 @@
+"""What the generating endpoints do alike: from a request's body to its job, and the events that a streamed answer is made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from engine.messages import SamplingParams
+from server.generate import Job
+from server.logs import Record
+from server.openai import GenerationRequest, Usage
+from server.params import check_common, either
+from server.service import Service, record_of
+
+Body = TypeVar("Body", bound=GenerationRequest)
+
+encode = msgspec.json.Encoder().encode
+
+
+async def take(
+    service: Service, request: Request, decoder: msgspec.json.Decoder[Body], check: Callable[[Body], None]
+) -> tuple[Body, str, str]:
+    """The body, the name of the model and the request's id. check: what this endpoint alone refuses. ApiError."""
+    body = await service.read(request, decoder)
+    model = service.model_name(body.model)
+    check_common(body, service.config, service.plan.scheduling_policy == "priority")
+    check(body)
+    service.require_ready()
+    return body, model, either(body.request_id, record_of(request.scope).request_id)
+
+
+def make_job(
+    service: Service,
+    body: GenerationRequest,
+    model: str,
+    request_id: str,
+    token_id_lists: list[list[int]],
+    params: SamplingParams,
+    names: Mapping[str, str],
+    **shown: Any,
+) -> Job:
+    """names: what fields are called in this request where the engine has another name. shown: other fields of Job.
+    ApiError 400."""
+    options = body.stream_options
+    priority, salt = either(body.priority, 0), either(body.cache_salt, "")
+    return Job(
+        request_id=request_id,
+        model=model,
+        created=int(time.time()),
+        prompts=service.prompts(request_id, token_id_lists, params, priority, salt, names),
+        n=params.n,
+        stream=either(body.stream, False),
+        include_usage=options is not None and either(options.include_usage, False),
+        continuous_usage=options is not None and either(options.continuous_usage_stats, False),
+        prompt_logprobs=body.prompt_logprobs is not None,
+        return_token_ids=either(body.return_token_ids, False),
+        tokens_as_ids=either(body.return_tokens_as_token_ids, False),
+        **shown,
+    )
+
+
+class ChunkWriter:
+    """What every event of a streamed answer repeats, rendered once. `_plain`: a chunk holds nothing but its text."""
+
+    def __init__(self, job: Job, kind: str) -> None:
+        """kind: the `object` of a chunk."""
+        self._job = job
+        self._common = {"id": job.answer_id, "object": kind, "created": job.created, "model": job.model}
+        self._head = encode(self._common)[:-1]
+        self._end = b',"usage":null}\n\n' if job.include_usage else b"}\n\n"
+        self._plain = not (job.logprobs or job.return_token_ids or job.continuous_usage)
+
+    def _event(self, choices: list[dict[str, Any]], record: Record, **extra: Any) -> bytes:
+        chunk = self._common | {"choices": choices} | extra
+        if self._job.continuous_usage:
+            prompt, output = record.prompt_tokens, record.output_tokens
+            chunk["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        elif self._job.include_usage:
+            chunk["usage"] = None
+        return b"data: %b\n\n" % encode(chunk)
+
+    def usage_frame(self, total: Usage) -> bytes:
+        return b"data: %b\n\n" % encode(self._common | {"choices": [], "usage": total})

@@ -3,7 +3,7 @@
     python benchmarks/bench_eplb.py [--part times] [--part routing] [--part recording] [--part live] [--repeats 20] [--json]
 
 times: a full plan, new shares and a few moves for 58 layers of 256 experts on 32 ranks of 9 slots, on one thread: ms of
-its CPU time; "again" is the call that follows another one, as in serving (the shares of before are where it begins).
+its CPU time.
 routing: from experts to slots by hash and shares (ep.place.SlotTable), beside replica = token index modulo replicas;
 us of CPU time per call of one layer, the two ways in turns.
 recording, live: benchmarks/eplb_live.py; real servers of 4 ranks on the embedded model.
@@ -65,17 +65,13 @@ def times(repeats: int) -> dict[str, Any]:
     nodes = [rank // 8 for rank in range(RANKS)]
     first = plan(load, RANKS, SLOTS, failure_domains=nodes).placement
     steps = [drifted(load, rng, 0.05) for _ in range(64)]
-    ids, share = first.slot_to_expert, first.share
+    ids = first.slot_to_expert
     turn = 0
 
     def following() -> npt.NDArray[np.float64]:
         nonlocal turn
         turn += 1
         return steps[turn % len(steps)]
-
-    def again() -> None:
-        nonlocal share
-        share = reweight(ids, following(), warm_share=share)
 
     placement = first
 
@@ -89,10 +85,9 @@ def times(repeats: int) -> dict[str, Any]:
             lambda: plan(following(), RANKS, SLOTS, failure_domains=nodes, current=first), repeats
         ),
         "reweight": timed(lambda: reweight(ids, following()), repeats),
-        "reweight_again": timed(again, repeats),
         "incremental": timed(moves, repeats),
         "placement_object": timed(
-            lambda: Placement(1, EXPERTS, ids, share, first.alive, first.failure_domains), repeats
+            lambda: Placement(1, EXPERTS, ids, first.share, first.alive, first.failure_domains), repeats
         ),
         "layers": LAYERS,
         "ranks": RANKS,

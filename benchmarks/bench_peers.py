@@ -25,6 +25,7 @@ from typing import Any
 
 from engines import Engine
 from quiet import Bandwidth, Watch, await_quiet
+from vllm_server import vllm_environment
 
 HERE = Path(__file__).resolve().parent
 Case = dict[str, int]
@@ -75,20 +76,12 @@ def start_engines(arguments: argparse.Namespace, model: str) -> dict[str, Engine
     engines = {"ours": Engine("ours", str(folder), single)}
     script, threads = str(HERE / "peer_engines.py"), ["--threads", str(arguments.threads)]
     if arguments.vllm_python and not arguments.quantization:
-        engines["vllm"] = Engine(
-            "vllm", str(folder), threads, arguments.vllm_python, script, _vllm_environment(arguments)
-        )
+        environment = vllm_environment(arguments.vllm_python, arguments.threads)
+        engines["vllm"] = Engine("vllm", str(folder), threads, arguments.vllm_python, script, environment)
     gguf = folder.with_name(f"{model}-q8.gguf" if arguments.quantization else f"{model}.gguf")
     if arguments.llama_python and gguf.exists():
         engines["llama"] = Engine("llama", str(gguf), threads, arguments.llama_python, script)
     return engines
-
-
-def _vllm_environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """vLLM's own advice: its OpenMP runtime, one thread per core."""
-    runtime = Path(arguments.vllm_python).parent.parent / "lib" / "libiomp5.so"
-    preload = {"LD_PRELOAD": str(runtime)} if runtime.exists() else {}
-    return preload | {"OMP_NUM_THREADS": str(arguments.threads)}
 
 
 def measure(engines: dict[str, Engine], cases: tuple[str, ...], arguments: argparse.Namespace) -> dict[str, Runs]:

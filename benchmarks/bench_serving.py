@@ -1,11 +1,15 @@
 """What serving over HTTP costs: a real server under load from a client on the same cores.
 
     python benchmarks/bench_serving.py [--cases overhead,online] [--models DIR] [--repeats 5] [--url URL] [--json]
+    python benchmarks/bench_serving.py --cases online --models DIR --vllm-python PATH [--json]
 
 overhead: 256 streams at once, 16 prompt and 32 output tokens, a tiny random model, so that the engine itself is what costs.
 online: 64 streams at once, 128 prompt and 64 output tokens, qwen3moe-small. start: seconds from the command to the first token.
 Costs are CPU time of the front, the ranks and the client divided by output tokens: unlike times on the clock they mean something
-while others use the machine. --url: measure this server instead, e.g. vLLM's (its costs are then not known).
+while others use the machine. --url: measure this server instead (its costs are then not known).
+--vllm-python: of a virtual environment that has vLLM: its server runs beside ours, the two are measured in turn (both sleep
+while they have no requests), and a line per figure says `ours`, `peer` and `ratio` (above 1 we are better), with the memory
+bandwidth before each repetition.
 
 All figures of a line are those of one repeat, the middle one by requests per second; `repeats` has that of each, and `foreign_cores`
 says how much of the machine others kept busy in the worst of them (of a server at --url this cannot be known). Figures on the clock
@@ -17,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -30,10 +35,12 @@ from urllib.parse import urlsplit
 import uvloop
 from bench_faults import Server, command_line, descendants
 from make_models import SHAPES, make
-from quiet import Watch
+from quiet import Bandwidth, Watch, await_rest
+from vllm_server import SERVED_NAME, VllmServer
 
 READ_SECONDS = 120.0
 SETTLE_SECONDS = 4.0  # from the first token to the first repeat: whoever serves has been up for more than a moment
+REST_CORES, REST_SECONDS = 0.3, 20.0  # between two servers in turn
 ROLES = {"server.process": "front", "engine.rank_process": "ranks"}
 
 
@@ -50,6 +57,7 @@ CASES = {
     "overhead": Case("tiny-qwen3moe", 256, 16, 32, ["--dtype", "bfloat16", "--max-num-batched-tokens", "4096"]),
     "online": Case("qwen3moe-small", 64, 128, 64),
 }
+COMPARED = {"requests_per_s": True, "ttft_p50_ms": False, "ttft_p99_ms": False, "tpot_p50_ms": False}  # is more better
 
 
 class Stream(asyncio.Protocol):
@@ -134,6 +142,7 @@ def cpu_seconds(server: Server | None) -> dict[str, float]:
 
 
 def measure(case: Case, url: str, model: str, server: Server | None, seed: int) -> dict[str, float]:
+    """server: of ours, whose costs are then known."""
     bodies = requests(case, url, model, seed)
     before, began = cpu_seconds(server), time.perf_counter()
     with Watch() as watch:
@@ -151,7 +160,7 @@ def measure(case: Case, url: str, model: str, server: Server | None, seed: int) 
         "ttft_p99_ms": ttft[round(0.99 * (len(ttft) - 1))],
         "tpot_p50_ms": statistics.median(tpot),
         "tpot_p99_ms": tpot[round(0.99 * (len(tpot) - 1))],
-        "foreign_cores": watch.foreign if server is not None else 0.0,
+        "foreign_cores": watch.foreign,
     }
     roles = after if server is not None else ["client"]
     return result | {f"cpu_us_per_token_{role}": (after[role] - before[role]) / tokens * 1e6 for role in roles}
@@ -185,6 +194,8 @@ def run(name: str, arguments: argparse.Namespace, models: Path) -> dict[str, Any
     repeats = range(arguments.repeats + 1)  # the first warms up; each has prompts of its own, or they would be cached
     if arguments.url:
         rows = [measure(case, arguments.url, arguments.served_model, None, repeat) for repeat in repeats]
+        for row in rows:
+            row["foreign_cores"] = 0.0  # the server's own use is among it
         return {"case": name, "url": arguments.url} | middle(rows[1:])
     model = str(make(case.shape, models))
     server, start = serve(model, [*case.options, *arguments.option])
@@ -197,6 +208,52 @@ def run(name: str, arguments: argparse.Namespace, models: Path) -> dict[str, Any
     return {"case": name, "start_s": round(start, 2)} | middle(rows[1:])
 
 
+def beside_vllm(name: str, arguments: argparse.Namespace, models: Path) -> list[dict[str, Any]]:
+    """The two servers in turn; a line per figure."""
+    case = CASES[name]
+    model = str(make(case.shape, models))
+    bandwidth = Bandwidth()
+    rows: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
+    peer = VllmServer(arguments.vllm_python, model, os.cpu_count() or 1)
+    try:
+        peer.wait_ready()
+        server, _ = serve(model, [*case.options, *arguments.option])
+        try:
+            time.sleep(SETTLE_SECONDS)
+            for repeat in range(arguments.repeats + 1):
+                for side in rows:
+                    if not await_rest(REST_CORES, REST_SECONDS):
+                        sys.exit("the machine does not come to rest between the two servers: no figures")
+                    level = bandwidth.now()
+                    if side == "ours":
+                        row = measure(case, server.url, model, server, repeat)
+                    else:
+                        row = measure(case, peer.url, SERVED_NAME, None, repeat)
+                    rows[side].append(row | {"gb_s": level})
+        finally:
+            server.end()
+    finally:
+        peer.end()
+    found = {side: middle(values[1:]) for side, values in rows.items()}
+    lines = []
+    for figure, more in COMPARED.items():
+        ours, theirs = found["ours"][figure], found["peer"][figure]
+        lines.append(
+            {
+                "case": name,
+                "row": figure,
+                "peer_name": "vllm",
+                "ours": ours,
+                "peer": theirs,
+                "ratio": round(ours / theirs if more else theirs / ours, 3),
+                "ours_gb_s": [round(row["gb_s"]) for row in rows["ours"][1:]],
+                "peer_gb_s": [round(row["gb_s"]) for row in rows["peer"][1:]],
+                "foreign_cores": max(one["foreign_cores"] for one in found.values()),
+            }
+        )
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES))
@@ -204,12 +261,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--url", help="a server that runs already, e.g. vLLM's")
     parser.add_argument("--served-model", default="", help="the model's name there")
+    parser.add_argument("--vllm-python", metavar="PATH", help="measure vLLM's server beside ours, in turn")
     parser.add_argument("--option", action="append", default=[], help="one more word for `moesaic serve`; repeatable")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON lines")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         for name in arguments.cases.split(","):
-            result = run(name, arguments, arguments.models or Path(scratch))
+            models = arguments.models or Path(scratch)
+            if arguments.vllm_python:
+                for line in beside_vllm(name, arguments, models):
+                    print(json.dumps(line), flush=True)
+                continue
+            result = run(name, arguments, models)
             if not arguments.json:
                 for key, value in result.items():
                     print(f"{key:28} {value}", file=sys.stderr)

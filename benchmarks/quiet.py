@@ -70,6 +70,18 @@ def await_quiet(limit: float, longest: float) -> bool:
     return False
 
 
+def await_rest(limit: float, longest: float) -> bool:
+    """Wait until everybody, our own processes too, keeps less than `limit` cores busy for half a second: threads of an engine
+    may spin for a while after its work. False when that did not come in `longest` seconds."""
+    deadline = time.monotonic() + longest
+    while time.monotonic() < deadline:
+        before, began = _busy(), time.monotonic()
+        time.sleep(0.5)
+        if (_busy() - before) / (time.monotonic() - began) < limit:
+            return True
+    return False
+
+
 class Bandwidth:
     """Reads memory with every core."""
 

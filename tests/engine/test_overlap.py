@@ -34,14 +34,15 @@ def test_models_know_nothing_of_it() -> None:
     """They pass `lane` on; no other line of theirs speaks of lanes, overlap or streams (the residual stream is no such)."""
     allowed = re.compile(r", lane: int( = 0)?[,)]|, lane[,)]|residual stream")
     checked = 0
-    for path in sorted((Path(__file__).parent.parent.parent / "models").glob("*/*.py")):
+    models = Path(__file__).parent.parent.parent / "models"
+    for path in (models / "decoder.py", *sorted(models.glob("*/*.py"))):
         if path.parent.name == "tiny":  # data and training of the embedded model
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if re.search(r"\blanes?\b|overlap|stream|weave|dbo\.(?!steps import Steps$)", line):
                 assert allowed.search(line), f"{path.name}:{number}: {line.strip()}"
                 checked += 1
-    assert checked >= 8
+    assert checked >= 4
 
 
 def test_all_ranks_split_the_same_steps(plain: Plain) -> None:

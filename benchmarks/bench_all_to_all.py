@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from engine.memory import keep_freed_memory
+from engine.process.memory import keep_freed_memory
 from ep.experts import Experts
-from ep.group import GlooGroup, Group
 from ep.protocol import Routing
-from ep.shm_group import ShmGroup
 from ep.table import make_groups, make_lanes
+from ep.transport.group import GlooGroup, Group
+from ep.transport.shm_group import ShmGroup
 from native import Isa, limit_isa
 
 SECONDS = 60.0  # the bound of every wait
@@ -104,7 +104,8 @@ def run_rank(
         copies = memcpy((size - 1) * num_bytes)
         result.append(meet.row(f"exchange T={tokens}", (size - 1) * num_bytes, raw, copies))
     for tokens in options.moe_tokens if options.only in (None, "moe") else []:
-        num_bytes = (size - 1) * tokens * (row_bytes + options.hidden * 2)
+        back = tokens * options.top_k * options.hidden * 2 * (size - 1) // size  # a row for each choice, evenly spread
+        num_bytes = (size - 1) * tokens * row_bytes + back
         moe = {name: there_and_back(group, tokens, options) for name, (_, group) in groups.items()}
         result.append(meet.row(f"moe T={tokens}", num_bytes, moe, None))
     if rank == 0:

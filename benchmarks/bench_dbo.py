@@ -122,9 +122,9 @@ def measure(options: argparse.Namespace, mbit: float | None) -> Row:
 def write_timeline(path: Path, answers: Sequence[Row]) -> None:
     import msgspec
 
-    from engine.messages import ProfilePart
-    from engine.profiling import Profile
-    from engine.trace_file import write_trace
+    from front.messages import ProfilePart
+    from front.profiling import Profile
+    from front.trace_file import write_trace
 
     parts = [msgspec.convert(answer["part"], ProfilePart) for answer in answers]
     write_trace(Profile(path, parts, [], 0.0))
@@ -168,7 +168,15 @@ def ranks(options: argparse.Namespace, mbit: float | None) -> Iterator[list[subp
         part = {"plan": plan, "folder": folder, "size": size, "tokens": options.tokens, "prompts": options.prompts}
         part |= {"head": hosts.addresses[0] if hosts else "", "addresses": hosts.addresses if hosts else []}
         if hosts is not None:
-            store = [sys.executable, "-m", "engine.store_process", "--host", hosts.addresses[0], "--port", str(PORT)]
+            store = [
+                sys.executable,
+                "-m",
+                "engine.process.store_process",
+                "--host",
+                hosts.addresses[0],
+                "--port",
+                str(PORT),
+            ]
             hosts.start(0, store, env=environment)  # ends with its host
         workers = []
         for rank in range(size):
@@ -256,10 +264,10 @@ class RankBench:
         from configs.engine import Plan
         from dbo.gate import NEVER, Crossover, Gate
         from engine.build import build_rank
-        from engine.memory import keep_freed_memory
+        from engine.process.memory import keep_freed_memory
         from engine.team import Groups, OpeningThread
-        from ep.remote import remote_groups
         from ep.table import make_groups
+        from ep.transport.remote import remote_groups
 
         keep_freed_memory()
         self.part = part
@@ -297,7 +305,7 @@ class RankBench:
         self.rank._runner.launch = noting  # type: ignore[method-assign]
 
     def step(self, mode: str) -> Row:
-        from engine.messages import AddRequest, SamplingParams
+        from front.messages import AddRequest, SamplingParams
 
         self.rank._overlap._gate = self.gates[mode]
         each = self.part["tokens"] // self.part["prompts"]
@@ -329,7 +337,7 @@ class RankBench:
         """A few steps, and what was recorded of them."""
         import msgspec
 
-        from engine.messages import ProfileCommand
+        from front.messages import ProfileCommand
 
         self.rank.submit(ProfileCommand(profile_id=1, kind="start", capacity=1 << 16))
         for _ in range(5):

@@ -3,14 +3,19 @@
     python benchmarks/bench_faults.py [--ranks 4] [--streams 64] [--kills 20] [--signal KILL|STOP] [--all2all shm|gloo]
         [--spacing-ms N | --during load|repair|rebalance] [--spare-ranks N] [--model DIR] [--json]
 
-Every stream asks for the same continuation again and again (half of them greedy, half with a seed), first without faults,
-then with. A request fails when it ends with an error or without its end; it mismatches when its tokens are not those
+Every stream asks for the same continuation again and again (half of them greedy, half with a seed), first without faults (its
+first answer is what is expected, the next two give the goodput), then with. The streams begin one after another, so that not all
+of their prompts come at once. A request fails when it ends with an error or without its end; it mismatches when its tokens are not those
 of the run without faults. 503 with Retry-After (too few ranks are left to hold all experts) is tried again, as clients do.
 
-When the next kill comes: when all ranks serve again; with --spacing-ms so many milliseconds after the last one; with --during
+When the next kill comes: 5 s after all ranks serve again; with --spacing-ms so many milliseconds after the last one; with --during
 they come in pairs, the second one while the first rank loads again (load) or right after its loss is known, while the
-others repair (repair); with --during rebalance, one at a time, while experts are being moved between ranks. The last rank that serves is never killed. A pause is the time between two pieces of a stream (or from
-its start to its first) in which a kill fell. orphans: processes of the server that are left when it has ended.
+others repair (repair); with --during rebalance, one at a time, while experts are being moved between ranks. The last rank that serves is never killed.
+
+A gap is the time between two pieces of a stream, or from its start to its first. The pause of a stream at a kill is its longest gap
+of those that lie, at least in part, between the kill and 5 s after all ranks serve again: so what the return of the rank costs
+counts too. The percentiles are over all streams and kills. Without a kill there are gaps as well: without --json the longest ones of the run
+without faults are printed. orphans: processes of the server that are left when it has ended.
 
 --spare-ranks N: expert slots for the loss of N ranks at once (default: of one). overhead_pct: what surviving costs when nothing
 fails; benchmarks/fault_overhead.py says what is compared.
@@ -27,14 +32,14 @@ import random
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +53,9 @@ from moesaic.http_client import Client, HttpError
 START_SECONDS = 180.0
 RETURN_SECONDS = 180.0
 MOVE_SECONDS = 10.0  # within which some expert is to be moved
+BACK_SECONDS = 5.0  # for so long after all ranks serve again the pauses are still those of the kill
+BEGIN_SECONDS = 5.0  # within which the streams begin
+LOOK_SECONDS = 0.2  # how often the server is asked who serves, which takes time from it
 ADMIN_KEY = "bench-faults"
 # Moves by the operator's command only, few bytes per step, so that there is time for a kill.
 BALANCE = {"window_size": 100, "reweight_interval": 5, "move_interval": 0, "move_budget_mib": 0.25}
@@ -84,7 +92,7 @@ class Server:
         for pid in descendants(self.process.pid):
             self.seen.add(pid)
             words = command_line(pid)
-            if "engine.rank_process" in words:
+            if "engine.process.rank_process" in words:
                 found[int(words[words.index("--rank") + 1])] = pid
         return found
 
@@ -177,7 +185,7 @@ def command_line(pid: int) -> list[str]:
 
 @dataclass
 class Load:
-    """All streams. silences: (start, end) between two pieces of any stream."""
+    """All streams. gaps: of each, (start, end) between two pieces of it."""
 
     client: Client
     num_streams: int
@@ -185,11 +193,12 @@ class Load:
     in_words: bool = True  # the prompts; False: token ids
     expected: dict[int, list[int]] = field(default_factory=dict)
     num_requests: int = 0
+    num_done: Counter[int] = field(default_factory=Counter)  # by stream
     num_tokens: int = 0
     num_refused: int = 0
     failures: list[str] = field(default_factory=list)
     mismatched: int = 0
-    silences: list[tuple[float, float]] = field(default_factory=list)
+    gaps: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     async def one(self, number: int) -> list[int]:
         payload: dict[str, Any] = {
@@ -207,7 +216,7 @@ class Load:
         async with contextlib.aclosing(self.client.events("/v1/completions", payload)) as events:  # type: ignore[type-var]
             async for event in events:
                 now = time.monotonic()
-                self.silences.append((last, now))
+                self.gaps[number].append((last, now))
                 last = now
                 choice = event["choices"][0]
                 new = choice.get("token_ids") or []
@@ -218,11 +227,9 @@ class Load:
             raise RuntimeError(f"ended with {reason}")
         return token_ids
 
-    async def worker(self, number: int, stopping: asyncio.Event, rounds: int) -> None:
-        """rounds 0: until told to stop."""
-        done = 0
-        while not stopping.is_set() and (done < rounds or not rounds):
-            done += 1
+    async def worker(self, number: int, stopping: asyncio.Event) -> None:
+        await asyncio.sleep(BEGIN_SECONDS * number / self.num_streams)
+        while not stopping.is_set():
             self.num_requests += 1
             try:
                 token_ids = await self.one(number)
@@ -230,30 +237,60 @@ class Load:
                 if error.status == 503 and "ranks serve" in str(error):
                     self.num_refused += 1
                     self.num_requests -= 1
-                    await asyncio.sleep(0.25)
                 else:
                     self.failures.append(str(error))
+                await asyncio.sleep(0.25)
             except Exception as error:
                 self.failures.append(repr(error))
+                await asyncio.sleep(0.25)
             else:
+                self.num_done[number] += 1
                 if self.expected.setdefault(number, token_ids) != token_ids:
                     self.mismatched += 1
 
-    async def run(self, stopping: asyncio.Event, rounds: int = 0) -> float:
-        """Tokens per second."""
-        began, tokens = time.monotonic(), self.num_tokens
-        await asyncio.gather(*(self.worker(number, stopping, rounds) for number in range(self.num_streams)))
-        return (self.num_tokens - tokens) / (time.monotonic() - began)
+    async def done(self, times: int) -> None:
+        """Return when every stream has had so many answers more. RuntimeError when that takes too long, or one failed."""
+        before = Counter(self.num_done)
+        deadline = time.monotonic() + START_SECONDS
+        while any(self.num_done[number] - before[number] < times for number in range(self.num_streams)):
+            if self.failures or time.monotonic() > deadline:
+                raise RuntimeError(f"not every stream was answered before the first kill: {self.failures[:3]}")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """All streams, until told to stop."""
+        await asyncio.gather(*(self.worker(number, stopping) for number in range(self.num_streams)))
+
+    def pauses(self, windows: Sequence[tuple[float, float]]) -> list[float]:
+        """Seconds, ascending: of every stream that is open in it, its longest gap of each window (start, end)."""
+        found = []
+        for gaps in self.gaps.values():
+            for start, end in windows:
+                inside = [after - before for before, after in gaps if before < end and after > start]
+                found += [max(inside)] if inside else []
+        return sorted(found)
+
+
+class Goodput:
+    """Tokens per second, from when this is made."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self.began, self._tokens = time.monotonic(), load.num_tokens
+
+    def now(self) -> float:
+        return (self._load.num_tokens - self._tokens) / (time.monotonic() - self.began)
 
 
 class Killer:
-    """times: when each signal was sent."""
+    """times: when each signal was sent. windows: from each of them to 5 s after all ranks served again."""
 
     def __init__(self, server: Server, arguments: argparse.Namespace) -> None:
         self.server = server
         self.arguments = arguments
         self.chance = random.Random(arguments.seed)
         self.times: list[float] = []
+        self.windows: list[tuple[float, float]] = []
         self.num_moving = 0  # of those signals, how many came while experts were being moved
         self._number = signal.Signals[f"SIG{arguments.signal}"]
         self._gone: set[int] = set()
@@ -265,7 +302,7 @@ class Killer:
                 self.strike(await self.serving(2))
                 await asyncio.sleep(arguments.spacing_ms / 1000)
                 continue
-            found = await self.serving(arguments.ranks)
+            found = await self.all_serving()
             await asyncio.sleep(self.chance.uniform(0.0, 0.5))
             known = self.server.losses_known()
             if arguments.during == "rebalance":
@@ -274,7 +311,17 @@ class Killer:
             if arguments.during in MOMENTS:
                 await MOMENTS[arguments.during](self, first, known)
                 self.strike({rank: pid for rank, pid in found.items() if rank != first})
-        await self.serving(arguments.ranks)
+        await self.all_serving()
+
+    async def all_serving(self) -> dict[int, int]:
+        """Process ids of all ranks, once all serve; 5 s later, when there was a kill before."""
+        found = await self.serving(self.arguments.ranks)
+        struck = self.times[len(self.windows) :]
+        if struck:
+            end = time.monotonic() + BACK_SECONDS
+            self.windows += [(when, end) for when in struck]
+            await asyncio.sleep(BACK_SECONDS)
+        return found
 
     def strike(self, found: dict[int, int]) -> int:
         """One of these processes, by rank; which one it was."""
@@ -290,7 +337,7 @@ class Killer:
         while len(found := await asyncio.to_thread(self._serving)) < needed:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"only ranks {sorted(found)} serve {RETURN_SECONDS:.0f} s after a kill")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(LOOK_SECONDS)
         return found
 
     def _serving(self) -> dict[int, int]:
@@ -342,35 +389,46 @@ MOMENTS: dict[str, Callable[[Killer, int, int], Awaitable[None]]] = {
 
 async def measure(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
     load = Load(Client(server.url), arguments.streams, arguments.max_tokens, in_words=not arguments.model)
-    await load.run(asyncio.Event(), rounds=1)  # what is expected; also warms everything up
-    fault_free = await load.run(asyncio.Event(), rounds=2)
-    load.silences.clear()
     stopping = asyncio.Event()
     running = asyncio.create_task(load.run(stopping))
     killer = Killer(server, arguments)
     try:
+        await load.done(1)  # what is expected; also warms everything up
+        before = Goodput(load)
+        await load.done(2)
+        fault_free = before.now()
+        undisturbed = load.pauses([(before.began, time.monotonic())])
+        during = Goodput(load)
         await killer.run()
+        goodput = during.now()
     finally:
         stopping.set()
-        goodput = await running
-    pauses = sorted(end - start for start, end in load.silences for when in killer.times if start <= when < end)
+        await running
+    pauses = load.pauses(killer.windows)
     for failure in load.failures[:5]:
         print(f"failed: {failure}", file=sys.stderr)
     if not arguments.json:
         phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in server.recoveries().items())
         print(f"mean seconds of a recovery by phase, as the server counts: {phases}", file=sys.stderr)
         print(
-            f"{fault_free:.0f} tokens/s without faults, {goodput:.0f} with; {load.num_refused} tries refused with 503"
+            f"{fault_free:.0f} tokens/s without faults, {goodput:.0f} with; {load.num_refused} tries refused with 503; "
+            f"the longest gap of a stream without faults: median {at(undisturbed, 0.5)} s, largest {at(undisturbed, 1.0)} s"
         )
     return {
         "requests": load.num_requests,
         "failed": len(load.failures),
         "mismatched": load.mismatched,
-        "p50_pause_s": round(statistics.median(pauses), 3) if pauses else None,
-        "p95_pause_s": round(pauses[int(len(pauses) * 0.95)], 3) if pauses else None,
+        "p50_pause_s": at(pauses, 0.5),
+        "p95_pause_s": at(pauses, 0.95),
+        "max_pause_s": at(pauses, 1.0),
         "goodput_ratio": round(goodput / fault_free, 3),
         **({"kills_while_moving": killer.num_moving} if arguments.during == "rebalance" else {}),
     }
+
+
+def at(ascending: Sequence[float], part: float) -> float | None:
+    """What that part of the values does not exceed; None: there are none."""
+    return round(ascending[min(len(ascending) - 1, int(len(ascending) * part))], 3) if ascending else None
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ from vllm_server import SERVED_NAME, VllmServer
 READ_SECONDS = 120.0
 SETTLE_SECONDS = 4.0  # from the first token to the first repeat: whoever serves has been up for more than a moment
 REST_CORES, REST_SECONDS = 0.3, 20.0  # between two servers in turn
-ROLES = {"server.process": "front", "engine.rank_process": "ranks"}
+ROLES = {"server.process": "front", "engine.process.rank_process": "ranks"}
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ import torch
 from make_models import make
 from torch import Tensor
 
+from cache.memory import CacheMemory
+from cache.spec import CacheSizes
 from dbo.steps import drain
 from engine.tapes import Tapes
-from ep.local import LocalAllToAll
+from ep.backends.local import LocalAllToAll
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
-from layers.paged_kv import PagedKV
 from layers.step import StepInput
 from layers.weights import Checkpoint
 from models.base import CausalLM
@@ -67,8 +68,10 @@ def decodes(num_streams: int, context: int, vocab_size: int) -> StepInput:
 
 def compare(model: CausalLM, num_streams: int, context: int) -> dict[str, float]:
     blocks_each = -(-context // BLOCK_SIZE)
-    kv = PagedKV.allocate(model.kv_spec(), num_streams * blocks_each, BLOCK_SIZE, torch.device("cpu"))
-    tapes = Tapes(lambda step, cuts, lane: model.steps(step, kv, lane, cuts), num_streams, blocks_each, BLOCK_SIZE)
+    kv = CacheMemory.allocate(
+        model.cache_spec(), CacheSizes(BLOCK_SIZE, num_streams * blocks_each), torch.device("cpu")
+    )
+    tapes = Tapes(lambda step, breaks, lane: model.steps(step, kv, lane, breaks), num_streams, blocks_each, BLOCK_SIZE)
     tapes.capture()
     seconds: dict[str, list[float]] = {"written": [], "played": []}
     ways: dict[str, Callable[[StepInput], Tensor]] = {

@@ -12,9 +12,14 @@ from typing import Any
 import triton
 from triton.runtime.jit import JITFunction
 
-from layers import triton_attention, triton_merge
-from mla import triton_decode, triton_prefill
-from moe_kernels import triton_fp8_experts, triton_grouped_gemm, triton_quant, triton_tma_gemm
+from layers.triton import attention as triton_attention
+from layers.triton import merge as triton_merge
+from mla.triton import decode as triton_decode
+from mla.triton import prefill as triton_prefill
+from moe_kernels.triton import fp8_experts as triton_fp8_experts
+from moe_kernels.triton import grouped_gemm as triton_grouped_gemm
+from moe_kernels.triton import quant as triton_quant
+from moe_kernels.triton import tma_gemm as triton_tma_gemm
 
 TUNED = (
     triton_attention, triton_merge, triton_decode, triton_prefill, triton_fp8_experts, triton_grouped_gemm, triton_quant,
@@ -33,7 +38,8 @@ class _Compiles:
 
 
 @contextlib.contextmanager
-def _not_launched(modules: Sequence[ModuleType]) -> Iterator[None]:
+def not_launched(modules: Sequence[ModuleType]) -> Iterator[None]:
+    """Launches of their kernels compile, and that is all."""
     # Functions that kernels call must stay what they are: only what is launched from the host is replaced.
     kernels = [
         (module, name, kernel)
@@ -57,7 +63,7 @@ def compile_ahead(
     with (
         ThreadPoolExecutor(num_threads) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
-        _not_launched(modules),
+        not_launched(modules),
     ):
         for run in runs:
             with contextlib.suppress(Exception):

@@ -27,11 +27,11 @@ from torch import nn
 
 from configs.engine import EngineConfig
 from engine.build import build_rank
-from engine.messages import AddRequest, SamplingParams
 from engine.plan import make_plan
 from ep.moe import MoE
 from eplb.load import ExpertLoad, RowLoad
-from eplb.trace import TraceMeta, header_line, record_line
+from eplb.offline.trace import TraceMeta, header_line, record_line
+from front.messages import AddRequest, SamplingParams
 from moesaic.http_client import Client
 
 KEY = "bench"

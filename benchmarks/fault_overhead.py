@@ -6,7 +6,7 @@ Real rank processes (embedded model, float32) decode the same load over and over
 order A B B A, between two ways of taking a step; the model, the scheduler, the shared memory and the sockets are the same.
 
 A, as served: `Rank.steps` with the agreement's whole record (epoch, step, checksum, newest epoch heard of), its readiness to drop a
-step and to change membership, a heartbeat thread, the loop of engine/rank_process.py; the front keeps the log of the
+step and to change membership, a heartbeat, the loop of engine/process/rank_process.py; the front keeps the log of the
 tokens released and asks after recoveries, and a RankKeeper looks after the processes every 0.1 s.
 B, bare: schedule, gather two integers (tokens, has work), run the step, update; no heartbeat, no log, no keeper.
 
@@ -60,9 +60,9 @@ class Meter:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def steps(self, real: Any, schedule: Any, chores: Any) -> Any:
+    def steps(self, real: Any, *arguments: Any) -> Any:
         """A generator's, over all its turns."""
-        inner = real(schedule, chores)
+        inner = real(*arguments)
         while True:
             began = time.thread_time()
             try:
@@ -91,13 +91,14 @@ class _Metered:
 
 
 class MeasuredRank:
-    """The loop of engine/rank_process.py, or the bare one."""
+    """The loop of engine/process/rank_process.py, or the bare one."""
 
-    def __init__(self, rank: Any, socket: Any, rank_id: int, directory: Path) -> None:
+    def __init__(self, rank: Any, socket: Any, rank_id: int, directory: Path, places: Any) -> None:
         self.rank, self.socket, self.rank_id, self.directory = rank, socket, rank_id, directory
+        self.places = places
         self.mode = os.open(directory / MODE_FILE, os.O_WRONLY | os.O_CREAT) if rank_id == 0 else -1
         self.heartbeat: Any = None
-        self.heartbeat_seconds = self.served_seconds = 0.0
+        self.served_seconds = 0.0
         self.served_since = time.monotonic()
         self.served = True
         self.blocks: list[
@@ -111,7 +112,7 @@ class MeasuredRank:
         self.was_asleep = True
 
     def run(self) -> None:
-        from engine.wire import sleep_until_called
+        from front.wire import sleep_until_called
 
         rank, agreement = self.rank, lambda: self.rank._team.agreement._step
         self._start_heartbeat()
@@ -146,13 +147,14 @@ class MeasuredRank:
     def result(self) -> dict[str, Any]:
         return {
             "blocks": self.blocks,
-            "heartbeat_seconds": self.heartbeat_seconds,
             "served_seconds": self.served_seconds,
         }
 
     def _served_step(self) -> float:
-        from engine.messages import Membership, Outputs
+        from dbo.alive import mark
+        from front.messages import Membership, Outputs
 
+        mark()
         rank, socket = self.rank, self.socket
         for message in socket.poll(0):
             if isinstance(message, Membership):
@@ -171,7 +173,7 @@ class MeasuredRank:
         import torch
 
         from dbo.steps import drain
-        from engine.messages import Outputs
+        from front.messages import Outputs
 
         rank = self.rank
         scheduler = rank._scheduler
@@ -212,19 +214,13 @@ class MeasuredRank:
             self._start_heartbeat()
         else:
             self.served_seconds += time.monotonic() - self.served_since
-            self.heartbeat_seconds += _thread_seconds(self.heartbeat._thread.native_id)
             self.heartbeat.close()
 
     def _start_heartbeat(self) -> None:
-        from engine.heartbeat import Heartbeat
+        from engine.process.heartbeat import LoopBeat
 
         self.served_since = time.monotonic()
-        self.heartbeat = Heartbeat(self.directory / f"beat-{self.rank_id}")
-
-
-def _thread_seconds(native_id: int) -> float:
-    """Processor time of a thread of this process."""
-    return int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[0]) / 1e9
+        self.heartbeat = LoopBeat(self.places.file(f"beat-{self.rank_id}"))
 
 
 def rank_main() -> None:
@@ -232,26 +228,29 @@ def rank_main() -> None:
 
     from configs.engine import Plan
     from engine.build import build_rank
-    from engine.memory import keep_freed_memory
-    from engine.orphan import die_with_parent
-    from engine.rank_process import _meet_in
-    from engine.wire import RankSocket, ZmqDoorbell
+    from engine.process.memory import keep_freed_memory
+    from engine.process.orphan import die_with_parent
+    from engine.process.places import Places
+    from engine.process.rank_process import _meet_in
+    from front.wire import RankSocket, ZmqDoorbell
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--runtime-dir", type=Path, required=True)
+    parser.add_argument("--memory", type=Path, required=True)
     parser.add_argument("--parent", type=int)
     options = parser.parse_args()
     die_with_parent(options.parent)
     keep_freed_memory()
     directory = options.runtime_dir
-    socket = RankSocket(f"ipc://{directory}/front.ipc", options.rank)
+    places = Places(directory, options.memory)
+    socket = RankSocket(places.socket("front.ipc"), options.rank)
     plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
-    endpoints = [f"ipc://{directory}/bell-{rank}.ipc" for rank in range(plan.data_parallel_size)]
+    endpoints = [places.socket(f"bell-{rank}.ipc") for rank in range(plan.data_parallel_size)]
     bell = ZmqDoorbell(endpoints, options.rank)
-    rank = build_rank(plan, options.rank, _meet_in(plan, directory), bell)
-    MeasuredRank(rank, socket, options.rank, directory).run()
+    rank = build_rank(plan, options.rank, _meet_in(plan, options.rank, places.meetings), bell)
+    MeasuredRank(rank, socket, options.rank, directory, places).run()
     socket.close()
     os._exit(0)
 
@@ -269,11 +268,11 @@ class _NoLog(list[int]):
 def measure(rounds: int, sequences: int, ranks: int) -> dict[str, Any]:
     """sequences: of each rank."""
     from configs.engine import EngineConfig
-    from engine.front import Front
-    from engine.messages import RankLost, Shutdown
     from engine.plan import make_plan
-    from engine.text import Tokenizer
-    from engine.wire import ZmqRanks
+    from front.front import Front
+    from front.messages import RankLost, Shutdown
+    from front.text import Tokenizer
+    from front.wire import ZmqRanks
     from launch.keeper import RankKeeper
     from launch.processes import Children, RuntimeDir
 
@@ -284,7 +283,7 @@ def measure(rounds: int, sequences: int, ranks: int) -> dict[str, Any]:
     tokenizer = Tokenizer(plan.model_path)
     runtime = RuntimeDir(Path(tempfile.gettempdir()))
     with Children() as children:
-        wire = ZmqRanks(f"ipc://{runtime.path}/front.ipc", ranks)
+        wire = ZmqRanks(runtime.front, ranks)
         keeper = RankKeeper(children, plan, runtime, 60.0, "benchmarks.fault_overhead")
         keeper.start()
         front = Front(ranks, tokenizer, num_experts=plan.num_experts, slots_per_rank=plan.slots_per_rank)
@@ -309,8 +308,8 @@ def measure(rounds: int, sequences: int, ranks: int) -> dict[str, Any]:
 
 def _drive(front: Any, wire: Any, keeper: Any, children: Any, mode: int, number: int, count: int) -> float:
     """One round: `count` sequences from their prompts to their ends. Processor seconds that the keeper took."""
-    from engine.messages import Outputs, SamplingParams
-    from engine.outputs import Prompt
+    from front.messages import Outputs, SamplingParams
+    from front.outputs import Prompt
 
     length = FIRST_STEP + BLOCK_STEPS * NUM_BLOCKS + 32
     params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, seed=0)
@@ -360,14 +359,12 @@ def summary(results: list[dict[str, Any]], keeper_seconds: float) -> dict[str, A
             bare_cpu.append(bare[2])
             served_own.append(served[3])
     passed = results[0]["served_seconds"]
-    heartbeat_seconds = max(result["heartbeat_seconds"] for result in results)
     step = statistics.median(bare_cpu)
     per_step = 100 * statistics.median(own) / step
-    heartbeat, keeper = 100 * heartbeat_seconds / passed, 100 * keeper_seconds / passed
+    keeper = 100 * keeper_seconds / passed
     return {
-        "overhead_pct": round(per_step + heartbeat + keeper, 2),
+        "overhead_pct": round(per_step + keeper, 2),
         "per_step_pct": round(per_step, 2),
-        "heartbeat_pct": round(heartbeat, 3),
         "keeper_pct": round(keeper, 3),
         "own_us": round(1e6 * statistics.median(served_own), 1),
         "own_more_us": round(1e6 * statistics.median(own), 1),

@@ -14,21 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layers import triton_attention, triton_heads, triton_norm, triton_sampling, triton_silu_mul
 from layers.attention import Heads
 from layers.step import StepInput
-from layers.triton_attention import TritonAttentionPlan
-from layers.triton_configs import AttentionConfig
-from mla import latent_fp8, triton_cache
-from mla.triton_configs import DecodeConfig, PrefillConfig
-from mla.triton_decode import decode
-from mla.triton_prefill import PrefillPlan
-from moe_kernels import triton_fp8_experts as fp8
-from moe_kernels import triton_grouped_gemm as gemm
-from moe_kernels import triton_permute, triton_quant, triton_topk
+from layers.triton import attention as triton_attention
+from layers.triton import heads as triton_heads
+from layers.triton import norm as triton_norm
+from layers.triton import sampling as triton_sampling
+from layers.triton import silu_mul as triton_silu_mul
+from layers.triton.attention import TritonAttentionPlan
+from layers.triton.configs import AttentionConfig
+from mla import latent_fp8
+from mla.triton import cache as triton_cache
+from mla.triton.configs import DecodeConfig, PrefillConfig
+from mla.triton.decode import decode
+from mla.triton.prefill import PrefillPlan
 from moe_kernels.layout import ExpertBatch, Layout
 from moe_kernels.quant import num_blocks
-from moe_kernels.triton_configs import GemmConfig
+from moe_kernels.triton import fp8_experts as fp8
+from moe_kernels.triton import grouped_gemm as gemm
+from moe_kernels.triton import permute as triton_permute
+from moe_kernels.triton import quant as triton_quant
+from moe_kernels.triton import topk as triton_topk
+from moe_kernels.triton.configs import GemmConfig, choose
+from moe_kernels.triton.device import chip_of
 
 BLOCK_SIZE = 64
 BF16, F8, F32, I64 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64
@@ -102,10 +110,12 @@ def gemm_candidates(is_fp8: bool, two_products: bool, rows_per_slot: int) -> tup
     return tuple(found)
 
 
-def expert_cases(shape: Shape, device: torch.device, tokens: Sequence[int] = TOKENS) -> Iterator[Case]:
-    """The two products of the experts, in 16 and in 8 bits: rows in equal parts to random slots."""
+def expert_cases(
+    shape: Shape, device: torch.device, tokens: Sequence[int] = TOKENS, forms: Sequence[bool] = (False, True)
+) -> Iterator[Case]:
+    """The two products of the experts, in 16 bits and (forms: True) in 8: rows in equal parts to random slots."""
     s, d, f = shape.slots, shape.hidden, shape.width
-    for is_fp8 in (False, True):
+    for is_fp8 in forms:
         dtype, itemsize, name = (F8, 1, "fp8") if is_fp8 else (BF16, 2, "bf16")
         gate_up, down = _weights(s, 2 * f, d, dtype, device), _weights(s, d, f, dtype, device)
         up_scale = torch.ones(s, 2 * num_blocks(f), num_blocks(d), device=device)
@@ -143,6 +153,70 @@ def expert_cases(shape: Shape, device: torch.device, tokens: Sequence[int] = TOK
                 f"down{kernel}", (f, d, per_slot), gemm_candidates(is_fp8, False, per_slot),
             )  # fmt: skip
         del gate_up, down
+
+
+def padded_cases(
+    shape: Shape,
+    device: torch.device,
+    slots: int,
+    places: int,
+    rows: Sequence[int],
+    forms: Sequence[bool] = (True, False),
+) -> Iterator[Case]:
+    """The same products where every slot has many places and few rows (low-latency exchanges): as they are cut, by the places, and
+    as they would be by the rows. slots: of one rank; rows: of each slot on average, of so many places."""
+    d, f = shape.hidden, shape.width
+    chip = chip_of(device)
+    for is_fp8 in forms:
+        dtype, itemsize, name = (F8, 1, "fp8") if is_fp8 else (BF16, 2, "bf16")
+        gate_up, down = _weights(slots, 2 * f, d, dtype, device), _weights(slots, d, f, dtype, device)
+        up_scale = torch.ones(slots, 2 * num_blocks(f), num_blocks(d), device=device)
+        down_scale = torch.ones(slots, num_blocks(d), num_blocks(f), device=device)
+        for average in rows:
+            least, most = average // 2, 2 * average - average // 2 + 1
+            rows_S = torch.randint(
+                least, most, (slots,), dtype=torch.int32, generator=torch.Generator().manual_seed(average)
+            )
+            counts, total, label = (
+                rows_S.to(device),
+                int(rows_S.sum()),
+                f"{shape.name} S={slots} C={places} R={int(rows_S.sum())}",
+            )
+            x, mid = (
+                ExpertBatch(
+                    Layout.PADDED, torch.ones(slots, places, width, device=device, dtype=BF16).to(dtype), counts,
+                    torch.ones(slots, places, num_blocks(width), device=device) if is_fp8 else None,
+                )
+                for width in (d, f)
+            )  # fmt: skip
+            kernel = "_fp8" if is_fp8 else ""
+
+            def first(config: Any, x: ExpertBatch = x, is_fp8: bool = is_fp8, w: Any = (gate_up, up_scale)) -> object:
+                return fp8.multiply_gate_up_fp8(x, *w, config) if is_fp8 else gemm.multiply_gate_up(x, w[0], config)
+
+            def second(config: Any, x: ExpertBatch = mid, is_fp8: bool = is_fp8, w: Any = (down, down_scale)) -> object:
+                return (
+                    fp8.multiply_down_fp8(x, *w, None, config) if is_fp8 else gemm.multiply_down(x, w[0], None, config)
+                )
+
+            for run, op, inputs, outputs, matrices in ((first, "gate_up", d, f, 2), (second, "down", f, d, 1)):
+                moved = slots * matrices * f * d * itemsize + total * (d + f) * itemsize
+                by_rows = choose(f"{op}{kernel}", chip, inputs, outputs, average)
+                for how, config in (("", None), (", cut for its rows", by_rows)):
+                    yield Case(
+                        f"padded {op} {name}{how}", label, moved, total * 2 * matrices * f * d,
+                        functools.partial(_configured, run, config), name,
+                    )  # fmt: skip
+            if is_fp8:
+                halves = torch.ones(slots, places, 2 * f, device=device, dtype=BF16)
+                yield Case(
+                    "padded silu-mul to fp8", label, total * f * 5, 0,
+                    lambda _, a=(halves, counts): triton_quant.silu_mul_quantize(*a),  # type: ignore[misc]
+                )  # fmt: skip
+
+
+def _configured(run: Callable[[Any], object], config: Any, _: Any) -> object:
+    return run(config)
 
 
 def make_step(sequences: int, queries: int, length: int, device: torch.device) -> StepInput:

@@ -1,9 +1,11 @@
-"""Everything that a GPU machine allows, in one command: `python3 benchmarks/gpu_check.py [--out DIR] [--minutes 8]`.
+"""Everything that a GPU machine allows, in one command: `python3 benchmarks/gpu_check.py --out DIR [--seconds 540]`.
 
 Any Python that has torch and numpy runs it, from a copy of the repository, without installing anything: parts that want more say
-what is missing. Parts run one after another, each in a process of its own with a time limit: one that crashes or takes too long is
-a row, not the end. Nothing is fetched; DeepGEMM, FlashInfer and NVSHMEM are used where they can be imported. A table is printed at the
-end. In DIR: gpu_check.jsonl, a line as soon as a row is known; gpu_check.txt, the whole table; gpu_check.log, what the parts said besides.
+what is missing. Parts run one after another, the most telling first, each in a process of its own with a time limit: one that
+crashes or takes too long is a row, not the end. Beside them, on the other cores, the Triton kernels that they will launch are compiled
+(gpu_compile.py). Nothing is fetched; DeepGEMM, FlashInfer and NVSHMEM are used where they can be imported. A table is printed at the
+end. In DIR: gpu_check.jsonl, a line as soon as a row is known; gpu_check.txt, the whole table; gpu_check.log, what the parts said besides;
+and the tables of tuned configurations (*/triton/tuned.py), to be copied over those of the repository.
 `--device cpu --tiny` runs the same parts on the CPU (Triton in its interpreter): that tests this script, and measures nothing.
 
 A row: part, name, ok (true, false, null: only measured), and numbers; `note` says what was left out or went wrong.
@@ -17,22 +19,24 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import queue
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from types import FrameType
+from typing import IO
 
-ROOT = Path(__file__).resolve().parent.parent
+from gpu_children import JOIN_SECONDS, ROOT, Child, Row
+
 SCRIPT = ROOT / "benchmarks" / "gpu_parts.py"
-GRACE_SECONDS = 5.0  # for a part to end by itself at its limit
+COMPILE = ROOT / "benchmarks" / "gpu_compile.py"
+GRACE_SECONDS = 3.0  # for a part to end by itself at its limit
+START_SECONDS = 60.0  # for a part's process to import torch, from a disk that nothing has read yet
 LEAST_SECONDS = 8.0  # with less left a part is not begun
+LAST_SECONDS = 2 * JOIN_SECONDS + 1.0  # of the whole: for processes to end, and for the table
 ROOM = 10_000  # characters of the printed table: whoever runs this elsewhere may see no more than the end of the output
 NEEDED = ("torch", "numpy")
 WANTED = ("triton", "safetensors", "msgspec", "zmq", "tokenizers", "jinja2", "pytest", "hypothesis", "transformers")
@@ -46,114 +50,128 @@ class Part:
     seconds: float
 
 
-# The most telling first: what the time does not reach is cut.
+# The most telling first: what the time does not reach is cut. Even if all before it take their whole time, `tune` has most of its own.
 PARTS = (
-    Part("limits", 60),
-    Part("parity", 90),
-    Part("graphs", 60),
-    Part("qwen3", 75),
-    Part("deepseek", 90),
-    Part("kernels", 130),
-    Part("engine", 90),
-    Part("tests", 100),
+    Part("limits", 25),
+    Part("parity", 50),
+    Part("graphs", 35),
+    Part("qwen3", 45),
+    Part("deepseek", 55),
+    Part("profile", 40),
+    Part("padded", 25),
+    Part("kernels", 70),
+    Part("torch", 45),
+    Part("tune", 150),
+    Part("engine", 60),
     Part("deepgemm", 50),
+    Part("flashinfer", 60),
     Part("nvshmem", 45),
-    Part("flashinfer", 80),
+    Part("tests", 100),
 )
+AHEAD = "compile"  # what runs beside the parts
+ITSELF = "(the part itself)"
 
-Row = dict[str, Any]
 
+@dataclass
+class Check:
+    """One run. seconds: of all parts together, until the last process has ended."""
 
-def run_part(
-    part: Part,
-    device: str,
-    tiny: bool,
-    seconds: float,
-    log: IO[str],
-    script: Path = SCRIPT,
-    grace: float = GRACE_SECONDS,
-) -> Iterator[Row]:
-    """Its rows as they come, and one more if it ended badly. log: gets what it says besides."""
-    command = [sys.executable, "-u", str(script), part.name, "--device", device, "--seconds", str(seconds)]
-    command += ["--tiny"] if tiny else []
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    print(f"==== {part.name}", file=log, flush=True)
-    begins = log.tell()
-    began = time.monotonic()
-    child = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=log,
-        start_new_session=True,
-    )  # fmt: skip
-    note = ""
-    printed = _Lines(child)
-    try:
-        for line in printed.until(began + seconds + grace):
-            row = _row_of(line)
-            if row is None:
-                print(line, file=log, flush=True)
-            else:
+    device: str
+    tiny: bool
+    seconds: float
+    out: Path
+    log: IO[str]
+    only: Sequence[str] = ()
+    cache: Path | None = None  # Triton's; None: a folder that goes with the run
+    script: Path = SCRIPT
+    grace: float = GRACE_SECONDS
+    least: float = LEAST_SECONDS
+    under_way: str = ""  # the part
+    _children: list[tuple[str, Child]] = field(default_factory=list)
+
+    def rows(self) -> Iterator[Row]:
+        """As they come."""
+        deadline = time.monotonic() + self.seconds - LAST_SECONDS
+        yield here()
+        parts = [part for part in PARTS if not self.only or part.name in self.only]
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end_all)
+            self._choose_cache(stack)
+            compiling = self._compiling(deadline)
+            ready = self.start(parts[0]) if parts else None
+            for index, part in enumerate(parts):
+                assert ready is not None
+                if deadline - time.monotonic() - self.grace < self.least:
+                    yield {"part": part.name, "name": ITSELF, "ok": None, "note": "cut: no time was left"}
+                    continue
+                child, ready = ready, None
+                ready = self.start(parts[index + 1]) if index + 1 < len(parts) else None
+                yield from self.run(part, child, deadline)
+                if compiling is not None:
+                    yield from ({"part": AHEAD, **row} for row in compiling.rows_by_now())
+            if compiling is not None:
+                yield from ({"part": AHEAD, **row} for row in compiling.rows_by_now())
+
+    def _choose_cache(self, stack: contextlib.ExitStack) -> None:
+        if self.cache is None:
+            self.cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu_check-cache-")))
+        self.cache.mkdir(parents=True, exist_ok=True)
+
+    def _environment(self) -> dict[str, str]:
+        """One cache of compiled kernels for all."""
+        return dict(os.environ) if self.cache is None else {**os.environ, "TRITON_CACHE_DIR": str(self.cache)}
+
+    def _compiling(self, deadline: float) -> Child | None:
+        if (self.only and AHEAD not in self.only) or importlib.util.find_spec("triton") is None:
+            return None
+        seconds = deadline - time.monotonic()
+        command = [str(COMPILE), "--device", self.device, "--seconds", str(seconds), *(["--tiny"] if self.tiny else [])]
+        return self._keep(AHEAD, Child(command, self._environment()))
+
+    def start(self, part: Part) -> Child:
+        """Its process, which waits to be told to begin."""
+        command = [str(self.script), part.name, "--device", self.device, "--out", str(self.out)]
+        return self._keep(part.name, Child([*command, *(["--tiny"] if self.tiny else [])], self._environment()))
+
+    def run(self, part: Part, child: Child, ends: float) -> Iterator[Row]:
+        """Its rows as they come, and one more if it ended badly. ends: of the whole run (time.monotonic)."""
+        self.under_way = part.name
+        began = time.monotonic()
+        begun = child.ready(min(began + START_SECONDS, ends))
+        seconds = max(0.0, min(part.seconds, ends - time.monotonic() - self.grace)) if begun else 0.0
+        deadline = min(time.monotonic() + seconds + self.grace, ends) if begun else time.monotonic()
+        child.go(seconds)
+        note = ""
+        code: int | None = None
+        try:
+            for row in child.rows(deadline):
                 yield {"part": part.name, **row}
-        child.wait(max(0.1, began + seconds + grace - time.monotonic()))
-    except (TimeoutError, subprocess.TimeoutExpired):
-        note = f"stopped after {seconds:.0f} s: its later rows are missing"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # and what it has started
-        child.wait()
-        printed.close()
-    if not note and child.returncode:
-        note = f"exit code {child.returncode}: {_last_words(Path(log.name), begins)}"
-    if note:
-        yield {"part": part.name, "name": "(the part itself)", "ok": False, "note": note}
-    yield {"part": part.name, "name": "(seconds)", "ok": None, "seconds": round(time.monotonic() - began, 1)}
+            code = child.wait(deadline)
+        except TimeoutError:
+            pass
+        if code is None:
+            note = (
+                f"stopped after {seconds:.0f} s: its later rows are missing" if begun else "stopped: it had not begun"
+            )
+        last = self._end(part.name, child)
+        if code:
+            note = f"exit code {code}: {last}"
+        if note:
+            yield {"part": part.name, "name": ITSELF, "ok": False, "note": note}
+        yield {"part": part.name, "name": "(seconds)", "ok": None, "seconds": round(time.monotonic() - began, 1)}
+        self.under_way = ""
 
+    def _keep(self, name: str, child: Child) -> Child:
+        self._children.append((name, child))
+        return child
 
-class _Lines:
-    """What a child prints, read by a thread, because somebody in a session of his own may hold the pipe when the child is gone."""
+    def _end(self, name: str, child: Child) -> str:
+        self._children.remove((name, child))
+        return child.end(self.log, name)
 
-    def __init__(self, child: subprocess.Popen[str]) -> None:
-        self._found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._read, args=(child.stdout,), daemon=True)
-        self._thread.start()
-
-    def _read(self, pipe: IO[str]) -> None:
-        with pipe:
-            for line in pipe:
-                self._found.put(line.rstrip("\n"))
-        self._found.put(None)
-
-    def until(self, deadline: float) -> Iterator[str]:
-        """Until it closes its output. TimeoutError at the deadline (time.monotonic)."""
-        while True:
-            try:
-                line = self._found.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise TimeoutError from None
-            if line is None:
-                return
-            yield line
-
-    def close(self) -> None:
-        """After the child's end."""
-        self._thread.join(GRACE_SECONDS)
-
-
-def _row_of(line: str) -> Row | None:
-    if not line.startswith("{"):
-        return None
-    try:
-        row = json.loads(line)
-    except ValueError:  # cut off where the part was stopped
-        return None
-    return row if "name" in row else None
-
-
-def _last_words(log: Path, begins: int) -> str:
-    """The last line that was written to the log from there on: of a traceback the error."""
-    with log.open(errors="replace") as file:
-        file.seek(begins)
-        lines = [line.strip() for line in file if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    def _end_all(self) -> None:
+        for name, child in list(self._children):
+            self._end(name, child)
 
 
 def here() -> Row:
@@ -166,19 +184,6 @@ def here() -> Row:
     note = {"note": f"not here: {', '.join(missing)}"} if missing else {}
     python = ".".join(map(str, sys.version_info[:3]))
     return {"part": "machine", "name": f"Python {python}", "ok": None, "cores": os.cpu_count(), **versions, **note}
-
-
-def run_all(options: argparse.Namespace, log: IO[str]) -> Iterator[Row]:
-    deadline = time.monotonic() + 60 * options.minutes
-    yield here()
-    for part in PARTS:
-        if options.only and part.name not in options.only:
-            continue
-        seconds = min(part.seconds, deadline - time.monotonic() - GRACE_SECONDS)
-        if seconds < LEAST_SECONDS:
-            yield {"part": part.name, "name": "(the part itself)", "ok": None, "note": "cut: no time was left"}
-            continue
-        yield from run_part(part, options.device, options.tiny, seconds, log)
 
 
 def line_of(row: Row, brief: bool = False) -> str:
@@ -216,13 +221,43 @@ def short_table(rows: Sequence[Row], room: int = ROOM) -> list[str]:
     return [*lines, "failed:", *(line_of(row, brief=True) for row in rows if row.get("ok") is False)]
 
 
+def write_rows(check: Check, rows: list[Row]) -> None:
+    """Every row is on the disk before the next part of the work begins: whatever ends this process, it is there. SIGTERM ends the
+    part under way, which is a row too."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, leave)
+    with (check.out / "gpu_check.jsonl").open("w") as lines, contextlib.closing(check.rows()) as coming:
+
+        def write(row: Row) -> None:
+            rows.append(row)
+            print(json.dumps(row), file=lines, flush=True)
+            os.fsync(lines.fileno())
+
+        try:
+            for row in coming:
+                write(row)
+                print(f"  {row['part']}: {row['name']}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            write(
+                {"part": check.under_way or "machine", "name": ITSELF, "ok": False, "note": "gpu_check was told to end"}
+            )
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="smallest sizes: only whether it runs")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of all parts together")
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts")
+    parser.add_argument("--seconds", type=float, default=540.0, help="of all parts together; it takes no more")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*(part.name for part in PARTS), AHEAD], default=[], help="these parts"
+    )
     parser.add_argument("--out", type=Path, help="the directory where the results go too")
+    parser.add_argument("--cache", type=Path, help="where compiled kernels are, and stay (else they go with the run)")
     options = parser.parse_args()
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
@@ -235,11 +270,8 @@ def main() -> int:
             out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu_check-")))
         out.mkdir(parents=True, exist_ok=True)
         log = stack.enter_context((out / "gpu_check.log").open("w"))
-        lines = stack.enter_context((out / "gpu_check.jsonl").open("w"))
-        for row in run_all(options, log):
-            rows.append(row)
-            print(json.dumps(row), file=lines, flush=True)
-            print(f"  {row['part']}: {row['name']}", file=sys.stderr, flush=True)
+        cache = None if options.cache is None else options.cache.resolve()
+        write_rows(Check(options.device, options.tiny, options.seconds, out.resolve(), log, options.only, cache), rows)
         failed = sum(row.get("ok") is False for row in rows)
         summary = f"{sum(row.get('ok') is True for row in rows)} ok, {failed} failed, {len(rows)} rows"
         (out / "gpu_check.txt").write_text("\n".join([*map(line_of, rows), summary, ""]))

@@ -10,13 +10,13 @@ import time
 import torch
 from gpu_rows import Options, relative, row
 
+from ep.backends.nvshmem import start
+from ep.backends.nvshmem_ll import NvshmemLowLatency, PutKernels
 from ep.device import CurrentStream
-from ep.device_group import DeviceGroup
 from ep.experts import WeightFormat
-from ep.group import LocalGroup
-from ep.nvshmem import start
-from ep.nvshmem_ll import NvshmemLowLatency, PutKernels
 from ep.protocol import Routing
+from ep.transport.device_group import DeviceGroup
+from ep.transport.group import LocalGroup
 from moe_kernels import ExpertBatch, dequantize_rows
 
 _LOOKS = 1_000_000

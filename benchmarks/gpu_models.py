@@ -12,20 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache.memory import CacheMemory
+from cache.spec import CacheSizes, bytes_per_token
 from configs.presets import PRESETS
 from dbo.steps import Steps, drain
 from engine.graphs import GraphLibrary, Graphs, GraphSizes
+from ep.backends.local import LocalAllToAll
 from ep.experts import Experts, WeightFormat
-from ep.local import LocalAllToAll
 from ep.parallel import Parallel
 from ep.router import DeepseekV3Router
 from eplb.placement import linear_placement
 from layers.norm import RMSNorm
-from layers.paged_kv import PagedKV
 from layers.step import StepInput
 from models.base import CausalLM
-from models.cuts import Cuts
 from models.facts import ModelFacts
+from models.graph_breaks import GraphBreaks
 from models.registry import build, parse_config
 
 TINY_DENSE: dict[str, Any] = {
@@ -137,8 +138,8 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.columns = -(-self.max_len // self.block_size)
-        self.kv = PagedKV.allocate(
-            self.model.kv_spec(), self.num_sequences * self.columns + 1, self.block_size, self.device
+        self.kv = CacheMemory.allocate(
+            self.model.cache_spec(), CacheSizes(self.block_size, self.num_sequences * self.columns + 1), self.device
         )
 
     def step(self, sequences: Sequence[int], first: int, count: int, token_ids_T: Tensor | None = None) -> StepInput:
@@ -179,13 +180,56 @@ class Driver:
     def graphs(self, library: GraphLibrary, sizes: GraphSizes, cut_experts: bool = False) -> Graphs:
         """Captured."""
 
-        def forward(step: StepInput, cuts: Cuts, lane: int) -> Steps[Tensor]:
-            return self.model.steps(step, self.kv, lane, cuts)
+        def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+            return self.model.steps(step, self.kv, lane, breaks)
 
         scratch = self.kv.num_blocks - 1
         graphs = Graphs(forward, library, sizes, self.max_len, self.block_size, scratch, self.device, cut_experts)
         graphs.capture()
         return graphs
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model with few layers. tiny: what stands for it on a CPU."""
+
+    preset: str
+    num_layers: int
+    form: WeightFormat
+    tiny: str
+
+    def raw(self, tiny: bool) -> dict[str, Any]:
+        return TINY[self.tiny] if tiny else reduced(self.preset, self.num_layers)
+
+    def make(self, device: torch.device, tiny: bool, filled: bool = True) -> CausalLM:
+        return make_model(self.raw(tiny), torch.bfloat16, device, self.form, filled=filled)
+
+
+WHOLE = {
+    "qwen3": Whole("qwen3-30b-a3b", 8, WeightFormat.PLAIN, "qwen3-moe"),
+    "deepseek": Whole("deepseek-v3", 4, WeightFormat.FP8, "deepseek-v3"),
+}
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Of a whole model. decodes: numbers of sequences, each with `context` tokens; prompts: (sequences, queries)."""
+
+    context: int
+    decodes: tuple[int, ...]
+    prompts: tuple[tuple[int, int], ...]
+    block_size: int
+
+    def driver(self, model: CausalLM, device: torch.device) -> Driver:
+        return Driver(model, max(self.decodes), self.context + 16, self.block_size, device)
+
+
+def steps_of(tiny: bool) -> StepSizes:
+    return (
+        StepSizes(20, (1, 4), ((1, 16), (2, 8)), 16)
+        if tiny
+        else StepSizes(4096, (1, 16, 64, 128), ((1, 2048), (4, 2048)), 64)
+    )
 
 
 @dataclass(frozen=True)
@@ -205,13 +249,13 @@ def floor_of(
     """
     facts: ModelFacts = model.config
     expert, others = weight_bytes(model)
-    size = model.kv_spec().dtype.itemsize
+    size = model.dtype.itemsize
     head = facts.vocab_size * facts.hidden_size
     others -= 0 if num_logits else head * size
     top_k = _experts_per_token(facts)
     num_layers = facts.num_moe_layers
     touched = facts.num_experts * (1 - (1 - top_k / facts.num_experts) ** num_tokens) if facts.num_experts else 0.0
-    cache = kv_tokens * model.kv_spec().bytes_per_token
+    cache = kv_tokens * bytes_per_token(model.cache_spec())
     dense = (others // size - (head if num_logits else 0)) * num_tokens + head * num_logits
     attention = keys_seen * facts.num_layers * _attention_width(model)
     numbers = expert / (1.0 if form is WeightFormat.FP8 else size)
@@ -229,6 +273,6 @@ def _experts_per_token(facts: ModelFacts) -> int:
 def _attention_width(model: CausalLM) -> int:
     """Products of one (query, key) pair in one layer, over all heads."""
     facts: Any = model.config
-    if model.kv_spec().entries[0] == (getattr(facts, "kv_lora_rank", 0) + getattr(facts, "rope_dim", 0),):
+    if hasattr(facts, "kv_lora_rank"):
         return int(facts.num_heads * (2 * facts.kv_lora_rank + facts.rope_dim))
     return int(2 * facts.num_heads * facts.head_dim)

@@ -1,4 +1,4 @@
-"""The parts of gpu_check.py: `python benchmarks/gpu_parts.py NAME --device cuda --seconds N [--tiny]`. One JSON line per row.
+"""The parts of gpu_check.py: `python benchmarks/gpu_parts.py NAME --device cuda --seconds N [--tiny] [--out DIR]`. One JSON line per row.
 
 Optional libraries are looked for where a part needs them; without one the part says so and that is all.
 """
@@ -8,26 +8,28 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_clock import Limits
+from gpu_children import told_to_go
 from gpu_libraries import deepgemm, flashinfer, nvshmem
-from gpu_models import TINY, Driver, Floor, floor_of, make_model, reduced
-from gpu_rows import Options, attempt, relative, row
+from gpu_models import TINY, Driver, make_model
+from gpu_rows import Options, attempt, forms_of_gpu, relative, row
+from gpu_whole import deepseek, graph_library, profile, qwen3
 from torch import Tensor
 
-from engine.graphs import GraphLibrary, Graphs, GraphSizes
+from engine.graphs import GraphSizes
 from ep.experts import WeightFormat
-from layers.step import StepInput
 from models.base import CausalLM
 from native import Isa, limit_isa
 
@@ -92,13 +94,6 @@ def parity(options: Options) -> None:
 # ---- graphs ----
 
 
-def graph_library(options: Options) -> GraphLibrary:
-    if options.on_gpu:
-        return importlib.import_module("engine.device").graph_library(options.device)  # type: ignore[no-any-return]
-    sys.path.insert(0, str(ROOT / "tests/fakes/fake_parts"))
-    return importlib.import_module("fake_cuda_graph").FakeGraphLibrary()  # type: ignore[no-any-return]
-
-
 def graphs(options: Options) -> None:
     """Captured steps equal those that run as they are written, while the batch shrinks and grows."""
     dtype = torch.bfloat16 if options.on_gpu else torch.float32
@@ -129,110 +124,28 @@ def _worst(options: Options, model: CausalLM, sizes: GraphSizes, cut: bool) -> t
     return worst, sum(map(len, captured.captured))
 
 
-# ---- whole models ----
-
-
-def qwen3(options: Options) -> None:
-    _model(options, "qwen3-30b-a3b", 8, WeightFormat.PLAIN)
-
-
-def deepseek(options: Options) -> None:
-    _model(options, "deepseek-v3", 4, WeightFormat.FP8)
-
-
-def _model(options: Options, preset: str, num_layers: int, form: WeightFormat) -> None:
-    """Prefill and decode, tokens a second, and beside what the weights, the cache and the products cost at least."""
-    tiny = {"qwen3-30b-a3b": "qwen3-moe", "deepseek-v3": "deepseek-v3"}[preset]
-    raw = TINY[tiny] if options.tiny else reduced(preset, num_layers)
-    began = time.monotonic()
-    model = make_model(raw, torch.bfloat16, options.device, form)
-    num_layers = model.config.num_layers
-    row(f"{preset}, {num_layers} layers, {form.value} experts", None, made_s=time.monotonic() - began)
-    found = options.limits()
-    context, counts = (20, (1, 4)) if options.tiny else (4096, (1, 16, 64, 128))
-    driver = Driver(model, max(counts), context + 16, 16 if options.tiny else 64, options.device)
-    # What is cached does not matter, but it must be finite and not zero.
-    for layer in driver.kv.layers:
-        for tensor in layer:
-            if tensor.dtype.is_floating_point:
-                tensor.normal_()
-    for sequences, queries in ((1, 16), (2, 8)) if options.tiny else ((1, 2048), (4, 2048)):
-        with attempt(f"prefill {sequences} x {queries}"):
-            step = driver.step(range(sequences), 0, queries)
-            tokens = sequences * queries
-            seconds = _wall(options, functools.partial(_sampled, driver, step), 5)
-            floor = floor_of(model, tokens, sequences, tokens, sequences * queries * (queries + 1) // 2, form)
-            _timed(f"prefill {sequences} x {queries}", seconds, tokens, num_layers, found, floor)
-    captured = None
-    if options.on_gpu:
-        with attempt("capture of decode graphs"):
-            began = time.monotonic()
-            captured = driver.graphs(graph_library(options), GraphSizes(full=counts))
-            row(f"capture of {len(counts)} decode graphs", None, seconds=time.monotonic() - began)
-    for count in counts:
-        step = driver.step(range(count), context, 1)
-        floor = floor_of(model, count, count, count * context, count * context, form)
-        for name, how in (("eager", None), ("graph", captured)):
-            if (name == "graph" and how is None) or not options.left(3):
-                continue
-            with attempt(f"decode {count} x {context} {name}"):
-                seconds = _wall(options, functools.partial(_sampled, driver, step, how))
-                _timed(f"decode {count} x {context} {name}", seconds, count, num_layers, found, floor)
-
-
-def _sampled(driver: Driver, step: StepInput, captured: Graphs | None = None) -> Tensor:
-    """A whole step, greedy."""
-    hidden_TD = driver.run(step, captured)
-    return driver.model.best_tokens(hidden_TD[step.logits_rows_P], driver.model.config.vocab_size)
-
-
-def _wall(options: Options, run: Callable[[], object], repeats: int = 20) -> float:
-    """Seconds per call of several calls, the host's part included."""
-    repeats = repeats if options.on_gpu else 1
-    for _ in range(3 if options.on_gpu else 0):
-        run()
-    _wait(options)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    _wait(options)
-    return (time.perf_counter() - began) / repeats
-
-
-def _wait(options: Options) -> None:
-    if options.on_gpu:
-        torch.cuda.synchronize(options.device)
-
-
-def _timed(name: str, seconds: float, tokens: int, num_layers: int, found: Limits, floor: Floor) -> None:
-    """The floor is the longer of two times: all bytes at the copy's speed, all products at theirs."""
-    least = max(floor.bytes / found.memory, sum(count / found.products[kind] for kind, count in floor.flops.items()))
-    row(
-        name, None, ms=seconds * 1e3, tokens_s=tokens / seconds, ms_per_layer=seconds * 1e3 / num_layers, floor_ms=least * 1e3,
-        times_floor=seconds / least,
-    )  # fmt: skip
-
-
 # ---- kernels ----
 
 
 def kernels(options: Options) -> None:
     """Each Triton kernel beside the limit (benchmarks/gpu_ops.py)."""
-    if importlib.util.find_spec("triton") is None:
-        row("triton", None, note="not installed: left out")
+    _cases(options, padded_rows=False)
+
+
+def padded(options: Options) -> None:
+    """Experts whose slots have many places and few rows, as they are cut and as they could be."""
+    _cases(options, padded_rows=True)
+
+
+def _cases(options: Options, padded_rows: bool) -> None:
+    if not _has_triton():
         return
-    cases, ops = importlib.import_module("gpu_cases"), importlib.import_module("gpu_ops")
+    ops = importlib.import_module("gpu_ops")
     clock, found = options.clock(), options.limits()
-    with contextlib.ExitStack() as stack:
-        if not options.on_gpu:
-            sys.path.insert(0, str(ROOT / "tests"))
-            stack.enter_context(importlib.import_module("triton_support").as_on_gpu())
-        chosen: Iterator[Any] = cases.all_cases(options.device, list(cases.MODELS))
-        if options.tiny:
-            shape = cases.Shape("tiny", 128, 128, 4, 4, 2, 4, 2, 128, 300)
-            chosen = iter(
-                [*cases.expert_cases(shape, options.device, (3,)), *cases.row_cases(shape, options.device, (3,))]
-            )
+    with forms_of_gpu(options):
+        work = importlib.import_module("gpu_work")
+        make = work.padded if padded_rows else work.check_cases
+        chosen = make(options.device, options.tiny)
         for found_row in ops.rows(chosen, clock, found):
             error = found_row.pop("error", None)
             name = f"{found_row.pop('op')} {found_row.pop('shape')}"
@@ -240,7 +153,7 @@ def kernels(options: Options) -> None:
             if error and "CUDA error" in error:  # the device is of no use to this process any more
                 return
             if not options.left(2):
-                row("kernels left out", None, note="no time for the rest")
+                row("the rest left out", None, note="no time for the rest")
                 return
 
 
@@ -316,26 +229,72 @@ def engine(options: Options) -> None:
     row("embedded model, greedy tokens as on the CPU", same > 0.6, same=same, tokens=len(pairs))
 
 
+def torch_beside(options: Options) -> None:
+    """What torch has of the same (gpu_beside.py)."""
+    if _has_triton():
+        with forms_of_gpu(options):
+            importlib.import_module("gpu_beside").torch_beside(options)
+
+
+def tune(options: Options) -> None:
+    """Tables of configurations (tune_triton.py), written again after every shape."""
+    if not _has_triton():
+        return
+    tuner, work = importlib.import_module("tune_triton"), importlib.import_module("gpu_work")
+    chip = importlib.import_module("layers.triton.device").chip_of(options.device)
+    found: list[Any] = []
+    num_threads = max(1, (os.cpu_count() or 2) - 4) if options.on_gpu else 0
+    with forms_of_gpu(options):
+        cases = work.tune_cases(options.device, options.tiny)
+        if options.tiny:
+            cases = (dataclasses.replace(case, candidates=case.candidates[:2]) for case in cases)
+        for tuned in tuner.tune_all(cases, options.clock(), tuner.FILES, options.ends - 2, num_threads):
+            found.append(tuned)
+            if options.out is not None:
+                tuner.merge(found, chip, options.out)
+            row(
+                f"{tuned.kernel} {tuned.sizes}", None, config=tuned.config, us=1e6 * tuned.seconds, in_use_us=1e6 * tuned.default_seconds,
+                gain=tuned.default_seconds / tuned.seconds, measured=tuned.measured, failed=tuned.failed,
+            )  # fmt: skip
+    if not options.left(2):
+        row("the rest left out", None, note="no time for other shapes")
+
+
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    row("triton", None, note="not installed: left out")
+    return False
+
+
 PARTS: dict[str, Callable[[Options], None]] = {
-    part.__name__: part
-    for part in (limits, parity, graphs, qwen3, deepseek, kernels, tests, engine, deepgemm, flashinfer, nvshmem)
-}
+    **{
+        part.__name__: part
+        for part in (
+            limits, parity, graphs, qwen3, deepseek, profile, padded, kernels, tune, tests, engine, deepgemm, flashinfer, nvshmem,
+        )
+    },
+    "torch": torch_beside,
+}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, help="it is told through its standard input, if this is not given")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, help="the directory where tables go")
     given = parser.parse_args()
+    # Until here the GPU has not been touched: another part may be measuring on it.
+    seconds = told_to_go() if given.seconds is None else given.seconds
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no GPU here (--device cpu --tiny tests the script)")
     torch.set_grad_enabled(False)
     if given.device == "cpu":
         torch.set_num_threads(1)
         limit_isa(Isa.NONE)  # the fakes and the interpreter see torch's operations only
-    options = Options(torch.device(given.device), given.tiny, time.monotonic() + given.seconds)
+    options = Options(torch.device(given.device), given.tiny, time.monotonic() + seconds, given.out)
     PARTS[given.part](options)
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_clock import GpuClock, Limits
 from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass
@@ -21,6 +25,7 @@ class Options:
     device: torch.device
     tiny: bool
     ends: float  # on time.monotonic
+    out: Path | None = None  # where files go that are not rows
 
     @property
     def on_gpu(self) -> bool:
@@ -53,6 +58,16 @@ def attempt(name: str) -> Iterator[None]:
     except Exception as error:  # of any library
         traceback.print_exc(file=sys.stderr)
         row(name, False, note=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+
+
+@contextlib.contextmanager
+def forms_of_gpu(options: Options) -> Iterator[None]:
+    """On a CPU: every room takes its Triton forms, in the interpreter."""
+    with contextlib.ExitStack() as stack:
+        if not options.on_gpu:
+            sys.path.insert(0, str(ROOT / "tests"))
+            stack.enter_context(importlib.import_module("triton_support").as_on_gpu())
+        yield
 
 
 def _once(run: Callable[[], object], repeats: int = 1) -> float:

@@ -8,10 +8,10 @@ import torch
 from layer_ops import BLOCK_SIZE, in_torch
 from op_clock import Op
 
-from engine.messages import SamplingParams
-from engine.sampler import sample
-from engine.sampling_table import SamplingTable
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow
+from front.messages import SamplingParams
 from layers.attention import AttentionPlan, Heads, paged_attention
 from layers.step import StepInput
 from mla.attention import TorchMla

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from ep.local import LocalAllToAll
+from ep.backends.local import LocalAllToAll
 from ep.protocol import AllToAll, Routing
 from ep.recorder import Recorder
 from ep.traced import traced

@@ -4,7 +4,7 @@
     .venv/bin/python benchmarks/trace_picture.py off.json on.json --out dbo.svg [--step N] [--layers 2] [--ranks 0,1]
 
 Without --step: of the steps that have the most lanes and tokens the one of middle length. All traces have the same scale. Prints the figures of those
-steps (engine/trace_figures.py).
+steps (front/trace_figures.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.trace_figures import StepFigures, figures
+from front.trace_figures import StepFigures, figures
 
 Slice = dict[str, Any]
 

@@ -2,7 +2,7 @@
 `python benchmarks/tune_triton.py [--models NAME ...] [--kernels NAME ...] [--minutes 30] [--out DIR]`.
 
 A configuration that does not run, or whose result differs from that of the table's own, is left out. What was measured is merged
-with what is there already, in moe_kernels/triton_tuned.py, layers/triton_tuned.py and mla/triton_tuned.py (under --out instead of
+with what is there already, in moe_kernels/triton/tuned.py, layers/triton/tuned.py and mla/triton/tuned.py (under --out instead of
 the repository's root); the engine takes the nearest shape from there.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,16 +25,16 @@ from gpu_cases import MODELS, Case, all_cases
 from gpu_clock import GpuClock
 from torch import Tensor
 
-import layers.triton_tuned
-import mla.triton_tuned
-import moe_kernels.triton_tuned
+import layers.triton.tuned
+import mla.triton.tuned
+import moe_kernels.triton.tuned
 from moe_kernels.layout import ExpertBatch
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES: dict[str, Any] = {  # kernel -> the module of its table
-    **dict.fromkeys(("gate_up", "down", "gate_up_fp8", "down_fp8"), moe_kernels.triton_tuned),
-    **dict.fromkeys(("attention_decode", "attention_prefill"), layers.triton_tuned),
-    **dict.fromkeys(("mla_decode", "mla_decode_fp8", "mla_prefill"), mla.triton_tuned),
+    **dict.fromkeys(("gate_up", "down", "gate_up_fp8", "down_fp8"), moe_kernels.triton.tuned),
+    **dict.fromkeys(("attention_decode", "attention_prefill"), layers.triton.tuned),
+    **dict.fromkeys(("mla_decode", "mla_decode_fp8", "mla_prefill"), mla.triton.tuned),
 }
 TOLERANCE = 0.05  # of the largest number: candidates sum in other orders
 
@@ -42,7 +43,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Tuned:
-    """seconds, and default_seconds with the configuration that the table has now."""
+    """seconds, and default_seconds with the configuration that the table has now; failed, measured: how many of the candidates."""
 
     kernel: str
     sizes: tuple[int, ...]
@@ -50,17 +51,21 @@ class Tuned:
     seconds: float
     default_seconds: float
     failed: int
+    measured: int = 0
 
 
-def tune(case: Case, clock: Clock, num_threads: int = 0) -> Tuned:
+def tune(case: Case, clock: Clock, num_threads: int = 0, deadline: float = math.inf) -> Tuned:
     """The fastest of the candidates and of the one in use, which is config (). num_threads: that compile them first; 0: each is
-    compiled when it runs."""
+    compiled when it runs. deadline: on time.monotonic; candidates for which there is no time are left out."""
     if num_threads:
         compile_ahead([functools.partial(case.run, candidate) for candidate in case.candidates], num_threads)
     expected = _numbers(case.run(None))
     best, least, failed = (), clock(lambda: case.run(None)), 0
-    default = least
+    default, measured = least, 0
     for candidate in case.candidates:
+        if time.monotonic() > deadline:
+            break
+        measured += 1
         try:
             right = _close(_numbers(case.run(candidate)), expected)
             seconds = clock(lambda candidate=candidate: case.run(candidate)) if right else float("inf")  # type: ignore[misc]
@@ -69,7 +74,7 @@ def tune(case: Case, clock: Clock, num_threads: int = 0) -> Tuned:
         failed += not right
         if seconds < least:
             best, least = astuple(candidate), seconds
-    return Tuned(case.kernel, case.sizes, best, least, default, failed)
+    return Tuned(case.kernel, case.sizes, best, least, default, failed, measured)
 
 
 def _numbers(result: object) -> Tensor:
@@ -95,7 +100,7 @@ def tune_all(
         if time.monotonic() > deadline:
             return
         done.add(key)
-        yield tune(case, clock, num_threads)
+        yield tune(case, clock, num_threads, deadline)
 
 
 def merge(found: Iterable[Tuned], chip: str, root: Path) -> list[Path]:

@@ -15,8 +15,9 @@ DECODE_TOKENS, PREFILL_TOKENS = 32, 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DboPlan:
-    """Steps may be split in `num_parts`. From how many tokens of a rank on that pays: decode_tokens in a step of decodes
-    alone, prefill_tokens in any other; None: it is measured when the ranks have met, and remembered in `memory`."""
+    """Steps may be split in `num_parts`. From how many tokens of a rank on that pays: decode_tokens in a step of
+    decodes alone, prefill_tokens in any other; None: it is measured when no rank has work, and remembered in
+    `memory`."""
 
     num_parts: int = 2
     decode_tokens: int | None = None
@@ -60,5 +61,5 @@ def plan_dbo(
         why["dbo"] = "one rank exchanges nothing"
         return None
     measured = decode_tokens is None or prefill_tokens is None
-    why["dbo"] = "where it pays, as measured when the ranks have met" if measured else "from as many tokens as asked"
+    why["dbo"] = "where it pays, as measured when no rank has work" if measured else "from as many tokens as asked"
     return DboPlan(num_parts=num_parts, decode_tokens=decode_tokens, prefill_tokens=prefill_tokens)

@@ -7,16 +7,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from configs.dbo import DboMode, DboPlan
 from configs.eplb import EplbConfig
-from configs.kernels import KvCacheDtype
 from configs.types import check_types
 
-MAX_RANKS = 62  # those that can share memory (ep/shm_group.py)
+MAX_RANKS = 62  # those that can share memory (ep/transport/shm_group.py)
 
 Dtype = Literal["float32", "bfloat16"]
+KvCacheDtype = Literal["auto", "fp8"]
 ExpertFormat = Literal["plain", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
 GraphMode = Literal["none", "piecewise", "full", "full_and_piecewise", "tapes"]
@@ -25,9 +25,11 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "proc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """None means: decide for me. Field names are the command line's, with vLLM's names where the meaning is the same."""
+    """None means: decide for me. Field names are the command line's, with vLLM's names where the meaning is the
+    same."""
 
     model: str | None = None  # a Hugging Face directory; None: the embedded model
+    hf_overrides: dict[str, Any] = field(default_factory=dict)  # fields in the place of those of config.json
     served_model_name: tuple[str, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -55,7 +57,7 @@ class EngineConfig:
     threads_per_rank: int | None = None
     mla_prefill: Literal["auto", "naive", "absorbed"] = "auto"
     kv_cache_dtype: KvCacheDtype = "auto"  # fp8: latents in 8 bits
-    attention_backend: str = "auto"  # of latent attention: a name of mla/backend.py
+    attention_backend: str = "auto"  # of latent attention: a name of mla/requirements.py
     moe_backend: str = "auto"  # a name of moe_kernels/backends.py
     cudagraph_mode: Literal["auto", "none", "piecewise", "full", "full_and_piecewise", "tapes"] = "auto"
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows; (): decided
@@ -112,5 +114,9 @@ class Plan:
     spin_threads: bool = False  # a rank's threads look for work for some microseconds before they sleep
     cudagraph_mode: GraphMode = "none"
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows of the graphs, ascending
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
     ranks_per_machine: int = 0  # GPUs of one machine; 0: on CPUs
+    # What the checkpoint's files were at the start (layers/identity.py): size, time of change, inode, digest. Empty:
+    # unknown.
+    checkpoint: dict[str, tuple[int, int, int, str]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # field -> why

@@ -9,12 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """MOESAIC_API_KEY, MOESAIC_ADMIN_KEY: keys (comma-separated) that must not show in `ps`.
-    MOESAIC_RUNTIME_DIR: where sockets and stores of a running server live (default: the temporary directory).
-    MOESAIC_URL: the server that `chat`, `ranks` and `bench serve` talk to.
-    MOESAIC_CACHE_DIR: where measurements are remembered (default: moesaic in the user's cache directory).
-    MOESAIC_ISA: the most that native CPU kernels may use: none, avx2, avx512, avx512_bf16 (default: all that the CPU has).
-    CUDA_VISIBLE_DEVICES: the GPUs that this process may use, as CUDA reads it.
+    """MOESAIC_API_KEY, MOESAIC_ADMIN_KEY: keys (comma-separated) that must not show in `ps`. MOESAIC_RUNTIME_DIR: where
+    sockets and stores of a running server live (default: the temporary directory). MOESAIC_URL: the server that `chat`,
+    `ranks` and `bench serve` talk to. MOESAIC_CACHE_DIR: where measurements are remembered (default: moesaic in the
+    user's cache directory). MOESAIC_ISA: the most that native CPU kernels may use: none, avx2, avx512, avx512_bf16
+    (default: all that the CPU has). CUDA_VISIBLE_DEVICES: the GPUs that this process may use, as CUDA reads it.
     """
 
     api_keys: tuple[str, ...]
@@ -45,14 +44,18 @@ def _user_cache() -> Path:
 _SPINS = 10_000  # about 100 microseconds: from one operation to the next, and nothing while a rank is idle
 
 
-def child_environment(threads: int, spin: bool = False) -> dict[str, str]:
+def child_environment(threads: int, spin: bool = False, gpus: bool = False) -> dict[str, str]:
     """The environment of a rank: every OpenMP-like library of it gets `threads` threads and sleeps when it waits,
-    because ranks share the cores of one machine and a spinning one starves the others. spin: not before it has looked for
-    work for a moment."""
+    because ranks share the cores of one machine and a spinning one starves the others. spin: not before it has looked
+    for work for a moment. gpus: ranks have GPUs, all of one machine: DeepEP is not to ask NCCL for InfiniBand, and
+    NCCL's own watchdog is not to end a process whose peer is lost. Texts are tokenized in the thread that asks, as a
+    waiting core has other work."""
     wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    wanted["TOKENIZERS_PARALLELISM"] = "false"
     if spin:
         wanted["GOMP_SPINCOUNT"] = str(_SPINS)
-    return {**os.environ, **wanted}
+    unless_set = {"EP_DISABLE_GIN": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if gpus else {}
+    return {**unless_set, **os.environ, **wanted}
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from configs.json_option import json_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +48,7 @@ def parse_eplb_config(text: str) -> EplbOptions:
     vLLM's step_interval is move_interval, num_redundant_experts is the engine's option of that name, and use_async may
     only be true: weights always move beside the steps. ValueError on one line that names the field and the limit.
     """
-    where = "eplb_config"
-    if not text.lstrip().startswith("{"):
-        path = Path(text.removeprefix("@"))
-        where = f"eplb_config {path}"
-        try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ValueError(f"{where} is neither a JSON object nor a readable file: {reason}") from None
-    try:
-        values = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} must be a JSON object, not {values!r:.100}")
+    values, where = json_object("eplb_config", text)
     redundant = values.pop(REDUNDANT, None)
     if redundant is not None and (type(redundant) is not int or redundant < 0):
         raise ValueError(f"{where}: {REDUNDANT} must be an integer of at least 0, not {redundant!r:.100}")
@@ -103,8 +90,8 @@ def check_eplb(config: EplbConfig, where: str = "eplb_config") -> None:
 def plan_eplb(
     config: EplbConfig, enabled: bool, num_experts: int, num_ranks: int, slots_per_rank: int
 ) -> tuple[EplbConfig | None, str]:
-    """How experts are balanced (None: they are not), and why. A wish that has no meaning for this model is no error: launch
-    scripts carry it from one to the next."""
+    """How experts are balanced (None: they are not), and why. A wish that has no meaning for this model is no error:
+    launch scripts carry it from one to the next."""
     ignored = " (--enable-eplb is ignored)" if enabled else ""
     if not num_experts:
         return None, f"a dense model has no experts to balance{ignored}"

@@ -1,4 +1,5 @@
-"""What is decided about the way tokens travel to their experts, beside which backend carries them. Standard library only."""
+"""What is decided about the way tokens travel to their experts, beside which backend carries them. Standard library
+only."""
 
 from __future__ import annotations
 

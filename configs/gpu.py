@@ -1,13 +1,17 @@
-"""What is decided about GPUs: whether to use them, how tokens travel between them, and which steps are captured as graphs.
-Standard library only; `resolve` calls it, and nothing here looks at the machine but `find_gpus`.
+"""What is decided about GPUs: whether to use them, how tokens travel between them, and which steps are captured as
+graphs. Standard library only; `resolve` calls it, and nothing here looks at the machine but `find_gpus` and
+`find_rdma`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from configs.chips import Chip
@@ -23,7 +27,8 @@ MAX_CAPTURED = 512
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind, `count` of them in this machine, or in each of a cluster's. memory in bytes: what a rank may count on."""
+    """One kind, `count` of them in this machine, or in each of a cluster's. memory in bytes: what a rank may count
+    on."""
 
     name: str
     arch: str
@@ -37,8 +42,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """How tokens travel between GPUs: a name of ep/table.py, and why. not_captured: "", or why a CUDA graph cannot hold the
-    exchanges of decode steps. padded_tokens: of a rank, for which every expert slot has room for rows in those; 0: it has not."""
+    """How tokens travel between GPUs: a name of ep/table.py, and why. not_captured: "", or why a CUDA graph cannot hold
+    the exchanges of decode steps. padded_tokens: of a rank, for which every expert slot has room for rows in those; 0:
+    it has not."""
 
     name: str
     why: str
@@ -73,6 +79,28 @@ def find_gpus(visible: str | None) -> tuple[Gpu | None, str]:
         return None, "nvidia-smi lists no GPU that this process may use"
     memory = min(int(float(row[4])) for row in rows) * MEBI
     return Gpu(rows[0][2], "sm_" + rows[0][3].replace(".", ""), memory, len(rows)), "nvidia-smi found it"
+
+
+def find_rdma(root: Path = Path("/")) -> tuple[str, str]:
+    """Why this machine has no InfiniBand, and why its GPUs cannot write to InfiniBand's queues themselves (IBGDA): ""
+    and "" where they can. root: of the file system."""
+    states = []
+    for path in root.glob("sys/class/infiniband/*/ports/*/state"):
+        with contextlib.suppress(OSError):
+            states.append(path.read_text())
+    if not any("ACTIVE" in state for state in states):
+        found = f"none of {len(states)} ports is active" if states else "there is no port"
+        no_rdma = f"{found} under /sys/class/infiniband"
+        return no_rdma, no_rdma
+    if (root / "sys/module/gdrdrv").exists():
+        return "", ""
+    try:
+        driver = (root / "proc/driver/nvidia/params").read_text()
+    except OSError:
+        driver = ""
+    if re.search(r"EnableStreamMemOPs: *1", driver) and "PeerMappingOverride=1" in driver:
+        return "", ""
+    return "", "the driver has neither gdrdrv nor NVreg_EnableStreamMemOPs=1 with PeerMappingOverride=1"
 
 
 def chosen_device(asked: str, gpu: Gpu | None, reason: str) -> tuple[Literal["cpu", "cuda"], str]:

@@ -1,14 +1,16 @@
 """Memory that is kept for captured graphs when the size of a GPU's cache is decided. Standard library only.
 
-Graphs are captured after the cache has been allocated, so what they take must have been left for them. It is an estimate, in
-three parts: what the driver keeps for every kernel of every graph; the rows of one step, which the largest graph takes and the
-smaller ones share; and, where the exchange gives experts padded rows, the room of those. A rank says at the start what its graphs really took.
+Graphs are captured after the cache has been allocated, so what they take must have been left for them. It is an
+estimate, in three parts: what the driver keeps for every kernel of every graph; the rows of one step, which the largest
+graph takes and the smaller ones share; and, where the exchange gives experts padded rows, the room of those. A rank
+says at the start what its graphs really took.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from configs.cache import block_bytes
 from configs.engine import EngineConfig, Plan
 from configs.gpu import GPU_MEMORY_PART, Exchange
 from configs.machine import Machine, ModelNumbers
@@ -50,7 +52,7 @@ def with_graph_memory(plan: Plan, config: EngineConfig, model: ModelNumbers, mac
     missing = plan.rank_bytes + kept - limit
     if missing <= 0 or config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         return plan
-    bytes_per_block = model.kv_numbers_per_token * (4 if plan.dtype == "float32" else 2) * plan.block_size
+    bytes_per_block = block_bytes(model.cache_spec(plan.dtype, plan.kv_cache_dtype == "fp8"), plan.block_size)
     blocks = plan.num_kv_blocks - -(-missing // bytes_per_block)
     needed = -(-(config.max_model_len or 1) // plan.block_size)
     if blocks < needed:
@@ -61,6 +63,6 @@ def with_graph_memory(plan: Plan, config: EngineConfig, model: ModelNumbers, mac
     why["num_kv_blocks"] += f"; {plan.num_kv_blocks - blocks} fewer, for {kept // MEBI} MiB of graphs"
     length = min(plan.max_model_len, blocks * plan.block_size)
     if length < plan.max_model_len:
-        why["max_model_len"] = f"all that {blocks} KV blocks hold; the model allows {model.max_position_embeddings}"
+        why["max_model_len"] = f"all that {blocks} KV blocks hold; the model allows {model.usual_len}"
     saved = (plan.num_kv_blocks - blocks) * bytes_per_block
     return replace(plan, num_kv_blocks=blocks, max_model_len=length, rank_bytes=plan.rank_bytes - saved, reasons=why)

@@ -1,11 +1,11 @@
 """A server on several machines: which ranks are where, and how they reach each other. Standard library only.
 
-One machine is the head: it has the front (HTTP), the first ranks, and the ports below. The others are headless: they have
-ranks and nothing else. On the head, at --data-parallel-rpc-port and the ports after it:
+One machine is the head: it has the front (HTTP), the first ranks, and the ports below. The others are headless: they
+have ranks and nothing else. On the head, at --data-parallel-rpc-port and the ports after it:
 
     + 0  the supervisors of the other machines (launch/link.py)
-    + 1  front to ranks, + 2 ranks to front (engine/wire.py)
-    + 3  the store where ranks meet, epoch after epoch (engine/store_process.py)
+    + 1  front to ranks, + 2 ranks to front (front/wire.py)
+    + 3  the store where ranks meet, epoch after epoch (engine/process/store_process.py)
 
 and on each machine + 4 + R: the doorbell of its rank R. Exchanges between ranks take any free port.
 """
@@ -25,7 +25,8 @@ _FRONT, _STORE, _BELLS = 1, 3, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """The part of this machine: `local` of `size` ranks, from `first` on. head: its address; port: the first of its ports."""
+    """The part of this machine: `local` of `size` ranks, from `first` on. head: its address; port: the first of its
+    ports."""
 
     head: str
     port: int
@@ -49,10 +50,6 @@ class Network:
     head: str
     port: int
     addresses: tuple[str, ...]
-
-    @property
-    def front(self) -> str:
-        return front_endpoint(self.head, self.port)
 
     @property
     def store(self) -> tuple[str, int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cache.spec import CacheSpec
 from configs.engine import Dtype
 from configs.gpu import Exchange, Gpu
 
@@ -19,7 +21,7 @@ class Machine:
     cores: int
     free_memory: int
     fast_bfloat16: bool
-    shared_memory: bool  # its ranks can exchange through it (ep/shm_futex.py)
+    shared_memory: bool  # its ranks can exchange through it (ep/transport/shm_futex.py)
     native_kernels: str = "none"  # the instruction set that the CPU kernels may use
     native_reason: str = "nobody has looked for native kernels"
     restricted: bool = False  # this process may not run on all cores that there are
@@ -30,7 +32,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelNumbers:
-    """What a choice needs to know of a model. kv_numbers_per_token: times the item size gives bytes."""
+    """What a choice needs to know of a model. cache_spec(dtype, fp8): as models/facts.py has it."""
 
     path: str
     name: str  # what the server calls it unless told otherwise
@@ -38,14 +40,20 @@ class ModelNumbers:
     max_position_embeddings: int
     num_experts: int
     num_moe_layers: int
-    kv_numbers_per_token: int
+    cache_spec: Callable[[str, bool], CacheSpec]
     weight_bytes: int
     expert_bytes: int  # part of weight_bytes that the ranks share among them
     dtype: Dtype
     fp8_experts: bool = False  # the checkpoint has them in FP8; expert_bytes counts them widened
-    kv_fp8_bytes_per_token: int = 0  # of a cache kept in FP8; 0: there is none
     hidden_size: int = 0
     num_layers: int = 0
+    context_limit: int = 0  # the most tokens of a sequence; 0: max_position_embeddings
+    context_reason: str = "max_position_embeddings"
+
+    @property
+    def usual_len(self) -> int:
+        """max_model_len unless told otherwise."""
+        return min(self.max_position_embeddings, self.context_limit or self.max_position_embeddings)
 
 
 def this_machine() -> Machine:

@@ -1,5 +1,5 @@
-"""Well-known models by name, as the config.json of their families would describe them: what `explain` needs to plan for one that is
-not on this machine. Sizes as published; standard library only."""
+"""Well-known models by name, as the config.json of their families would describe them: what `explain` needs to plan for
+one that is not on this machine. Sizes as published; standard library only."""
 
 from __future__ import annotations
 

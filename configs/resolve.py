@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cache.spec import CacheSpec
+from configs.cache import block_bytes, bytes_beside_blocks, cache_bytes, kept_cache
 from configs.dbo import plan_dbo
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
 from configs.eplb import EplbConfig, check_eplb, plan_eplb
@@ -14,7 +16,6 @@ from configs.exchange import check_host_backend, with_dispatch
 from configs.formats import linear_format
 from configs.gpu import GPU_MEMORY_PART, Gpu, gpu_expert_format, with_graphs
 from configs.graph_memory import with_graph_memory
-from configs.kernels import kept_cache
 from configs.machine import Machine, ModelNumbers
 from configs.threads import pin_ranks, spin_threads
 
@@ -34,17 +35,16 @@ QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as 
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool = False) -> Plan:
     """ValueError names field and limit when a wish cannot be met. alone: in the caller's process, without a front."""
     _check(config, model, machine.gpu)
-    why: dict[str, str] = {}
-    ranks = config.data_parallel_size
+    why, ranks = dict[str, str](), config.data_parallel_size
     dtype = _dtype(config, model, machine, why)
-    expert_format = _expert_format(config, model, machine, why)
-    model = _with_cache(config, _as_kept(model, dtype, expert_format), dtype, why)
+    model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
+    spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
     kernels = machine.native_kernels, machine.native_reason
     why["native_kernels"], why["device"] = machine.native_reason, machine.device_reason
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     slots = _slots(config, model, machine, dtype, why)
-    max_model_len, num_blocks = _cache(config, model, machine, dtype, block_size, max_num_seqs, slots, why)
+    max_model_len, num_blocks = _cache(config, model, machine, dtype, spec, block_size, max_num_seqs, slots, why)
     threads = _threads(config, model, machine, alone and dtype == "bfloat16", why)
     dbo = config.enable_dbo, config.ubatch_size, config.dbo_decode_token_threshold, config.dbo_prefill_token_threshold
     eplb, why["eplb"] = plan_eplb(config.eplb, config.enable_eplb, model.num_experts, ranks, slots)
@@ -52,6 +52,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     spin, why["spin_threads"] = spin_threads(ranks, threads, machine.cores)
     plan = Plan(
         model_path=model.path,
+        hf_overrides=config.hf_overrides,
         served_model_names=config.served_model_name or (model.name,),
         architecture=model.architecture,
         device=machine.device,
@@ -77,8 +78,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         max_logprobs=config.max_logprobs,
         exchange_timeout=config.exchange_timeout,
         max_ranks=_max_ranks(config, machine, why),
-        rank_bytes=_weights(model, dtype, ranks, slots) // ranks
-        + num_blocks * block_size * model.kv_numbers_per_token * _item_size(dtype),
+        rank_bytes=_weights(model, dtype, ranks, slots) // ranks,
         ranks_per_machine=0 if machine.gpu is None else machine.gpu.count,
         pin_ranks=pin,
         spin_threads=spin,
@@ -90,6 +90,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         moe_backend=config.moe_backend,
         reasons=why,
     )
+    plan = replace(plan, rank_bytes=plan.rank_bytes + sum(cache_bytes(plan, spec).values()))
     return with_graph_memory(with_graphs(with_dispatch(plan, config), config, machine.exchange), config, model, machine)
 
 
@@ -144,9 +145,11 @@ def _check(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> None:
         raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {part}")
     if gpu is None:
         check_host_backend(config.all2all_backend, config.data_parallel_size, model.num_experts)
-    limit = model.max_position_embeddings
+    limit = model.context_limit or model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's max_position_embeddings {limit}")
+        raise ValueError(
+            f"max_model_len {config.max_model_len} exceeds the model's limit of {limit} tokens: {model.context_reason}"
+        )
 
 
 def _choose(why: dict[str, str], name: str, asked: int | None, default: int, reason: str) -> int:
@@ -204,41 +207,38 @@ def _as_kept(model: ModelNumbers, dtype: Dtype, expert_format: ExpertFormat) -> 
     return replace(model, weight_bytes=model.weight_bytes - model.expert_bytes + experts, expert_bytes=experts)
 
 
-def _with_cache(config: EngineConfig, model: ModelNumbers, dtype: Dtype, why: dict[str, str]) -> ModelNumbers:
-    kinds = model.architecture, model.kv_numbers_per_token, model.kv_fp8_bytes_per_token
-    numbers, why["kv_cache_dtype"] = kept_cache(config.kv_cache_dtype, *kinds, _item_size(dtype))
-    return replace(model, kv_numbers_per_token=numbers)
-
-
 def _cache(
     config: EngineConfig,
     model: ModelNumbers,
     machine: Machine,
     dtype: Dtype,
+    spec: CacheSpec,
     block_size: int,
     num_seqs: int,
     slots: int,
     why: dict[str, str],
 ) -> tuple[int, int]:
     """max_model_len and the number of KV blocks of a rank, which depend on each other."""
-    bytes_per_block = model.kv_numbers_per_token * _item_size(dtype) * block_size
-    wanted_len = config.max_model_len or model.max_position_embeddings
+    bytes_per_block = block_bytes(spec, block_size)
+    beside = bytes_beside_blocks(spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS)
+    wanted_len = config.max_model_len or model.usual_len
     full_blocks = -(-wanted_len // block_size)
     if config.num_kv_blocks is not None:
         blocks, source = config.num_kv_blocks, "as asked"
     elif config.kv_cache_memory_bytes is not None:
         blocks, source = (
-            config.kv_cache_memory_bytes // bytes_per_block,
+            max(0, config.kv_cache_memory_bytes - beside) // bytes_per_block,
             f"{config.kv_cache_memory_bytes} bytes as asked",
         )
     else:
         part = config.gpu_memory_utilization or _memory_part(machine)
         ranks = config.data_parallel_size
         weights = _weights(model, dtype, ranks, slots)
-        free = max(0, int(machine.free_memory * part) - weights) // ranks
+        free = max(0, max(0, int(machine.free_memory * part) - weights) // ranks - beside)
         blocks = min(free // bytes_per_block, full_blocks * num_seqs)
         source = (
-            f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of weights, over {ranks} "
+            f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of "
+            f"weights, over {ranks} "
             f"rank(s), and no more than {num_seqs} full sequences"
         )
     if blocks < 1:
@@ -248,14 +248,23 @@ def _cache(
     if blocks < full_blocks:
         if config.max_model_len is not None:
             raise ValueError(
-                f"max_model_len {wanted_len} needs {full_blocks} KV blocks of {block_size} tokens, but there are {blocks} ({source})"
+                f"max_model_len {wanted_len} needs {full_blocks} KV blocks of {block_size} tokens, "
+                f"but there are {blocks} ({source})"
             )
         wanted_len = blocks * block_size
-        why["max_model_len"] = f"all that {blocks} KV blocks hold; the model allows {model.max_position_embeddings}"
+        why["max_model_len"] = f"all that {blocks} KV blocks hold; the model allows {model.usual_len}"
     else:
-        why["max_model_len"] = "as asked" if config.max_model_len else "the model's max_position_embeddings"
+        why["max_model_len"] = "as asked" if config.max_model_len else _usual(model)
     why["num_kv_blocks"] = f"{source}; {blocks * bytes_per_block / MEBI:.0f} MiB per rank"
     return wanted_len, blocks
+
+
+def _usual(model: ModelNumbers) -> str:
+    limit = model.context_limit or model.max_position_embeddings
+    if limit < model.max_position_embeddings:
+        return f"the model's {model.context_reason}"
+    more = f"; up to {limit} may be asked for ({model.context_reason})" if limit > model.max_position_embeddings else ""
+    return f"the model's max_position_embeddings{more}"
 
 
 def _memory_part(machine: Machine) -> float:
@@ -270,7 +279,8 @@ def _batched_tokens(config: EngineConfig, max_model_len: int, why: dict[str, str
     asked = config.max_num_batched_tokens
     if asked is not None and asked < max_model_len:
         raise ValueError(
-            f"max_num_batched_tokens {asked} is below max_model_len {max_model_len}: a prompt must fit into one step when "
+            f"max_num_batched_tokens {asked} is below max_model_len {max_model_len}: a prompt must "
+            "fit into one step when "
             "chunked prefill is off"
         )
     default = max(DEFAULT_BATCHED_TOKENS, max_model_len)

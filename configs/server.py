@@ -16,6 +16,7 @@ class ServerConfig:
     chat_template: str | None = None  # text of a template that replaces the model's
     use_generation_config: bool = True  # defaults of sampling from the model's generation_config.json
     max_body_bytes: int = 8 << 20
+    max_inflight_bytes: int = 256 << 20  # bodies of all requests in flight together; beyond it: 503 with Retry-After
     max_header_bytes: int = 64 << 10
     max_prompts: int = 1024  # prompts in one completion request
     max_n: int = 128
@@ -29,3 +30,12 @@ class ServerConfig:
     profile_dir: str | None = None  # where profiles may be written (POST /start_profile); None: nowhere
     log_format: str = "text"  # or "json"
     log_requests: bool = True  # one line per finished request; prompts are never logged
+
+    def __post_init__(self) -> None:
+        """ValueError naming the field and its limit."""
+        if self.max_inflight_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_inflight_bytes must be at least max_request_bytes ({self.max_body_bytes}), or "
+                "the largest body could "
+                f"never be taken; it is {self.max_inflight_bytes}"
+            )

@@ -6,8 +6,8 @@ from __future__ import annotations
 def pin_ranks(ranks: int, threads: int, cores: int, small: bool, restricted: bool) -> tuple[bool, str]:
     """Whether each rank keeps to `threads` cores of its own, and why.
 
-    Only ranks that fill the machine do: others may share it with a second server, which would take the same cores. small:
-    the model is; restricted: somebody has chosen which cores this process may use.
+    Only ranks that fill the machine do: others may share it with a second server, which would take the same cores.
+    small: the model is; restricted: somebody has chosen which cores this process may use.
     """
     numbers = f"{ranks} rank(s) x {threads} thread(s) on {cores} core(s)"
     if ranks == 1:

@@ -1,4 +1,5 @@
-"""Whether the fields of a configuration hold what they are declared to hold: Python does not look. Standard library only."""
+"""Whether the fields of a configuration hold what they are declared to hold: Python does not look. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ def _fits(value: object, hint: Any) -> bool:
         return any(_fits(value, part) for part in parts)
     if get_origin(hint) is tuple:
         return isinstance(value, tuple | list) and all(_fits(item, parts[0]) for item in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict)
     if hint in (int, float):
         return isinstance(value, int | hint) and not isinstance(value, bool)
     if hint is str and isinstance(value, os.PathLike):

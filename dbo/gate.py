@@ -1,5 +1,5 @@
-"""Whether a step is to be split: from measured times to a number of tokens, from that to a rank's wish, and from all wishes to
-what all ranks do.
+"""Whether a step is to be split: from measured times to a number of tokens, from that to a rank's wish, and from all
+wishes to what all ranks do.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Crossover(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A step of so many tokens on every rank, measured: seconds per layer. exchange: for which the step as one is held up by
-    tokens that travel, which is the most that a split can hide; whole, split: the step as one and in parts."""
+    """A step of so many tokens on every rank, measured: seconds per layer. exchange: for which the step as one is held
+    up by tokens that travel, which is the most that a split can hide; whole, split: the step as one and in parts."""
 
     tokens: int
     exchange: float
@@ -31,8 +31,8 @@ class Sample(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """The part of the step that a split saves beyond MARGIN. No more can be saved than is waited for: more than that has
-        been measured beside something else that this machine did."""
+        """The part of the step that a split saves beyond MARGIN. No more can be saved than is waited for: more than
+        that has been measured beside something else that this machine did."""
         return min(self.whole - self.split, self.exchange) / self.whole - MARGIN
 
     @property
@@ -44,11 +44,11 @@ Search = Generator[int, Sample | None, int]
 
 
 def search(sizes: Sequence[int]) -> Search:
-    """A generator that asks for samples of some of `sizes` (ascending) and returns the crossover. Whoever drives it sends
-    the sample of the size that it yields, or None when there is no more time; what was not measured does not pay.
+    """A generator that asks for samples of some of `sizes` (ascending) and returns the crossover. Whoever drives it
+    sends the sample of the size that it yields, or None when there is no more time; what was not measured does not pay.
 
-    A split that pays at one size is taken to pay at all larger ones, so that three of seven sizes are enough. Exchanges and
-    arithmetic both grow with the tokens, so one size is enough where next to nothing can be saved.
+    A split that pays at one size is taken to pay at all larger ones, so that three of seven sizes are enough. Exchanges
+    and arithmetic both grow with the tokens, so one size is enough where next to nothing can be saved.
     """
     worse: Sample | None = None  # the largest that is known not to pay
     better: Sample | None = None  # the smallest that is known to
@@ -79,8 +79,8 @@ def between(worse: Sample, better: Sample) -> int:
 class Gate:
     """One rank's wish.
 
-    slack: once it has wished for a split it goes on doing so until a step has less than (1 - slack) times the tokens, so that
-    steps of about that size do not go to and fro.
+    slack: once it has wished for a split it goes on doing so until a step has less than (1 - slack) times the tokens,
+    so that steps of about that size do not go to and fro.
     """
 
     def __init__(self, num_parts: int, crossover: Crossover, slack: float = 0.0) -> None:
@@ -97,7 +97,8 @@ class Gate:
 
 
 def agree(num_tokens: Sequence[int], wishes: Sequence[int]) -> int:
-    """In how many parts all ranks compute the step: split if the ranks that wish it have at least half of the tokens."""
+    """In how many parts all ranks compute the step: split if the ranks that wish it have at least half of the
+    tokens."""
     most = max(wishes)
     if most <= 1:
         return 1

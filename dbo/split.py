@@ -1,8 +1,8 @@
 """Where to cut a step into parts of equal work (docs/dbo.md).
 
-A step is a list of entries: tokens start : start + count of a sequence (engine/schedule.py). Parts are cut from that list by
-tokens: an entry of one token goes into one part as a whole, a longer one may lie in several. Order is kept, so that the
-part of a prompt that comes later in the prompt also comes later in turn.
+A step is a list of entries: tokens start : start + count of a sequence (engine/schedule.py). Parts are cut from that
+list by tokens: an entry of one token goes into one part as a whole, a longer one may lie in several. Order is kept, so
+that the part of a prompt that comes later in the prompt also comes later in turn.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class Cut(NamedTuple):
 def context_cost(hidden_size: int) -> float:
     """What one earlier token adds to the work of a token, in tokens: an estimate.
 
-    A token takes about 12 * hidden_size^2 multiplications in each layer, and 2 * hidden_size for each token that it attends
-    to. The true ratio depends on the widths of a model; a cut that is a few percent off the middle costs nothing.
+    A token takes about 12 * hidden_size^2 multiplications in each layer, and 2 * hidden_size for each token that it
+    attends to. The true ratio depends on the widths of a model; a cut that is a few percent off the middle costs
+    nothing.
     """
     return 1 / (6 * hidden_size)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dbo.gate import agree
-from ep.group import Group
 from ep.protocol import Pending, Ready
+from ep.transport.group import Group
 
 
 class Wish(NamedTuple):
-    """What one rank says of its next step. has_work: it has requests, or results not yet taken. known_epoch: the highest
-    epoch of which it has heard. order, ready: of moving experts (engine/balance.py). parts: in how many it would compute its
-    tokens."""
+    """What one rank says of its next step. has_work: it has requests, or results not yet taken. known_epoch: the
+    highest epoch of which it has heard. order, ready: of moving experts (engine/rebalance/follower.py). parts: in how
+    many it would compute its tokens."""
 
     num_tokens: int
     has_work: bool

@@ -2,7 +2,8 @@
 
 It keeps, for every row, the tokens of its sequence and the table of its KV blocks. Only the device thread touches it,
 so the token that a row samples in step n stands here when step n+1 is prepared, though the scheduler, which made step
-n+1 in the meantime, has not seen it. With feedback (engine/feedback.py) it stands on the device, and the host does not know it.
+n+1 in the meantime, has not seen it. With feedback (engine/feedback.py) it stands on the device, and the host does not
+know it.
 
 A step may be laid out in parts, which the device computes in turn (dbo/split.py says where it is cut).
 
@@ -12,7 +13,6 @@ Legend: T tokens of the step, B sequences, N blocks per sequence, P rows whose l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,61 +22,12 @@ import torch
 
 from dbo.split import Cut, cut
 from engine.device import make_upload
+from engine.drafts import num_new
 from engine.feedback import Feedback
-from engine.prepared import PreparedStep, PromptPart
+from engine.prepared import Ints, PreparedStep, PromptPart, Work, runs
 from engine.schedule import NewRow, Schedule
 from engine.steady import SteadyDecodes
-from layers.step import StepInput
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Entries of a schedule, or pieces of them; entry_B: which."""
-
-    entry_B: Ints
-    rows_B: Ints
-    starts_B: Ints
-    counts_B: Ints
-    samples_B: Bools
-
-    def between(self, first: Cut, last: Cut) -> _Work:
-        """A part of it."""
-        chosen = slice(first.entry, last.entry + (last.tokens > 0))
-        starts_B, counts_B, samples_B = (
-            self.starts_B[chosen].copy(),
-            self.counts_B[chosen].copy(),
-            self.samples_B[chosen],
-        )
-        if last.tokens:
-            samples_B = samples_B.copy()
-            counts_B[-1], samples_B[-1] = last.tokens, False
-        if first.tokens and len(counts_B):
-            starts_B[0] += first.tokens
-            counts_B[0] -= first.tokens
-        part = _Work(self.entry_B[chosen], self.rows_B[chosen], starts_B, counts_B, samples_B)
-        filled_B = counts_B > 0
-        return part if filled_B.all() else part.take(filled_B)
-
-    def ordered(self) -> tuple[_Work, int]:
-        """Entries of one token first, and how many those are."""
-        one_B = self.counts_B == 1
-        num_decodes = int(np.count_nonzero(one_B))
-        if one_B[:num_decodes].all():
-            return self, num_decodes
-        return self.take(np.argsort(~one_B, kind="stable")), num_decodes
-
-    def take(self, which_B: Ints | Bools) -> _Work:
-        """These entries, in this order."""
-        return _Work(
-            self.entry_B[which_B],
-            self.rows_B[which_B],
-            self.starts_B[which_B],
-            self.counts_B[which_B],
-            self.samples_B[which_B],
-        )
+from layers.step import StateInput, StepInput, TableInput
 
 
 class _Asked(NamedTuple):
@@ -124,8 +75,12 @@ class Batch:
         device: torch.device,
         context_cost: float = 0.0,
         feedback: Feedback | None = None,
+        num_tables: int = 1,
+        has_state: bool = False,
     ) -> None:
-        """feedback: sampled tokens stay on the device; None: the host has each before the next step."""
+        """num_tables, has_state: token groups of the cache, and whether there are state groups. feedback: sampled
+        tokens stay on the device; None: the host has each before the next step."""
+        self._has_state = has_state
         self._feedback = feedback
         self._fills: list[_Fill] = []
         self._stated = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of each row that came with it
@@ -135,7 +90,8 @@ class Batch:
         self._upload = make_upload(device, 8 * max_num_seqs + 4 * max_model_len)
         # One more column: the last step of a full sequence still writes the token that it samples.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
-        self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
+        columns = -(-max_model_len // block_size)
+        self._tables = [np.zeros((max_num_seqs, columns), dtype=np.int64) for _ in range(num_tables)]
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._known = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of each row written so far
         self._asking: dict[int, tuple[int, int]] = {}  # rows that want prompt_logprobs -> prompt_len, how many
@@ -143,7 +99,8 @@ class Batch:
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """int32 [max_num_seqs, max_model_len + 1]; row r holds `known[r]` valid tokens (with feedback those that came with it)."""
+        """int32 [max_num_seqs, max_model_len + 1]; row r holds `known[r]` valid tokens (with feedback those that
+        came with it)."""
         self._settle()
         return self._token_ids
 
@@ -166,8 +123,10 @@ class Batch:
             self._place(new)
         for row, blocks in schedule.new_blocks:
             start = int(self._num_blocks[row])
-            self._block_table[row, start : start + len(blocks)] = blocks
-            self._num_blocks[row] = start + len(blocks)
+            end = start + len(blocks[0])
+            for table, added in zip(self._tables, blocks, strict=True):
+                table[row, start:end] = added
+            self._num_blocks[row] = end
         self._fills.clear()
         prepared = self._layout(schedule, num_parts)
         self._upload.send()
@@ -180,6 +139,9 @@ class Batch:
             and self._upload.in_place
             and self._feedback is None
             and not prepared.prompt_parts
+            and len(self._tables) == 1
+            and not self._has_state
+            and prepared.drafts is None
         ):
             self._steady = SteadyDecodes(prepared, schedule)
         return prepared
@@ -198,14 +160,19 @@ class Batch:
         if self._steady is not None and self._steady.note(prepared, token_ids_S):
             return
         self._token_ids[prepared.rows_S, prepared.positions_S] = token_ids_S
-        self._known[prepared.rows_S] = prepared.positions_S + 1
+        if prepared.drafts is None:
+            self._known[prepared.rows_S] = prepared.positions_S + 1
+            return
+        for first, sampled, drafts in runs(prepared, token_ids_S.tolist()):
+            self._known[prepared.rows_S[first]] = prepared.positions_S[first] + num_new(sampled, drafts)
 
     def _settle(self) -> None:
         if self._steady is not None:
             self._steady.write(self._token_ids, self._known)
 
     def _free(self, row: int) -> None:
-        self._block_table[row, : self._num_blocks[row]] = 0
+        for table in self._tables:
+            table[row, : self._num_blocks[row]] = 0
         self._num_blocks[row] = 0
         self._known[row] = self._stated[row] = 0
         self._asking.pop(row, None)
@@ -220,30 +187,36 @@ class Batch:
 
     def _layout(self, schedule: Schedule, num_parts: int) -> PreparedStep:
         num_entries = len(schedule.rows)
-        whole = _Work(
+        whole = Work(
             np.arange(num_entries),
             np.array(schedule.rows, dtype=np.int64),
             np.array(schedule.starts, dtype=np.int64),
             np.array(schedule.counts, dtype=np.int64),
             np.array(schedule.samples, dtype=bool),
+            np.ones(num_entries, dtype=bool),
         )
+        self._drafts_E = np.array([len(drafts) for drafts in schedule.drafts], dtype=np.int64)
+        for row, start, count, drafts in zip(
+            schedule.rows, schedule.starts, schedule.counts, schedule.drafts, strict=False
+        ):
+            if drafts:
+                self._token_ids[row, start + 1 : start + count] = drafts
+        self._records_2E = np.array([schedule.state_reads, schedule.state_writes], dtype=np.int64)
         if num_parts == 1:
             part = self._part(whole)
             step = part.step
             asked = _prompt_parts(part.asked, part.num_sampled)
             entries_S, rows_S, positions_S = part.entries_S, part.rows_S, part.positions_S
             there = self._rows_on_device(rows_S)
-            return PreparedStep(
-                (step,), step.logits_rows_P, num_entries, entries_S.tolist(), rows_S, positions_S, asked, there
-            )
+            sampled = entries_S.tolist(), rows_S, positions_S
+            return PreparedStep((step,), step.logits_rows_P, num_entries, *sampled, asked, there, _drafts_of(schedule))
         cuts = cut(schedule.starts, schedule.counts, num_parts, self._context_cost)
+        if schedule.drafts:  # they are sampled together
+            cuts = [Cut(one.entry, 0) if one.tokens and schedule.drafts[one.entry] else one for one in cuts]
         bounds = [Cut(0, 0), *cuts, Cut(num_entries, 0)]
-        return self._join(
-            [self._part(whole.between(first, last)) for first, last in pairwise(bounds)],
-            num_entries,
-        )
+        return self._join([self._part(whole.between(first, last)) for first, last in pairwise(bounds)], schedule)
 
-    def _join(self, parts: list[_Part], num_entries: int) -> PreparedStep:
+    def _join(self, parts: list[_Part], schedule: Schedule) -> PreparedStep:
         first_T = np.cumsum([0, *(part.step.num_tokens for part in parts[:-1])])
         sampled = [part.logits_P[: part.num_sampled] + first for part, first in zip(parts, first_T, strict=True)]
         prompts = [part.logits_P[part.num_sampled :] + first for part, first in zip(parts, first_T, strict=True)]
@@ -252,43 +225,72 @@ class Batch:
         return PreparedStep(
             tuple(part.step for part in parts),
             self._tensor(np.concatenate(sampled + prompts)),
-            num_entries,
+            len(schedule.rows),
             entries_S.tolist(),
             rows_S,
             np.concatenate([part.positions_S for part in parts]),
             _prompt_parts([one for part in parts for one in part.asked], len(entries_S)),
             self._rows_on_device(rows_S),
+            _drafts_of(schedule),
         )
 
-    def _part(self, work: _Work) -> _Part:
+    def _part(self, work: Work) -> _Part:
         work, num_decodes = work.ordered()
         rows_B, starts_B = work.rows_B, work.starts_B
         ends_B = starts_B + work.counts_B
-        assert (ends_B <= self._known[rows_B]).all(), "a schedule computes tokens that are not known yet"
+        guessed_B = self._drafts_E[work.entry_B] if len(self._drafts_E) else 0
+        assert (ends_B <= self._known[rows_B] + guessed_B).all(), "a schedule computes tokens that are not known yet"
         row_T, position_T, query_ends_B = _spread(rows_B, starts_B, work.counts_B, num_decodes)
-        slots_T = self._block_table[row_T, position_T // self._block_size] * self._block_size
-        slots_T += position_T % self._block_size
+        columns_T, offsets_T = np.divmod(position_T, self._block_size)
         num_columns = int(-(-ends_B.max() // self._block_size)) if len(rows_B) else 0
-        sampled = np.flatnonzero(work.samples_B)
-        asked, logits_P = self._ask(work, ends_B, query_ends_B, query_ends_B[sampled] - 1)
+        first, *more = [
+            TableInput(
+                self._tensor(table[row_T, columns_T] * self._block_size + offsets_T),
+                self._tensor(np.maximum(table[rows_B, :num_columns], 0)),
+            )
+            for table in self._tables
+        ]
+        sampled_S, behind_S = self._sampled(work)
+        asked, logits_P = self._ask(work, ends_B, query_ends_B, query_ends_B[sampled_S] - 1 - behind_S)
         step = StepInput(
             token_ids_T=self._tensor(self._token_ids[row_T, position_T].astype(np.int64)),
             positions_T=self._tensor(position_T),
-            slots_T=self._tensor(slots_T),
+            slots_T=first.slots_T,
             query_starts=(0, *query_ends_B.tolist()),
             kv_lens=tuple(ends_B.tolist()),
             kv_lens_B=self._tensor(ends_B),
-            block_table_BN=self._tensor(self._block_table[rows_B, :num_columns]),
+            block_table_BN=first.block_table_BN,
             num_decodes=num_decodes,
             block_size=self._block_size,
             logits_rows_P=self._tensor(logits_P),
+            more_tables=tuple(more),
+            state=self._state(work),
         )
         if self._feedback is not None:
             self._feed(step.token_ids_T, rows_B[:num_decodes], starts_B[:num_decodes])
-        return _Part(step, work.entry_B[sampled], rows_B[sampled], ends_B[sampled], logits_P, asked)
+        positions_S = ends_B[sampled_S] - behind_S
+        return _Part(step, work.entry_B[sampled_S], rows_B[sampled_S], positions_S, logits_P, asked)
+
+    def _sampled(self, work: Work) -> tuple[Ints, Ints]:
+        """For every token to be sampled its place in the work, and how many of that place's are sampled behind it."""
+        places = np.flatnonzero(work.samples_B)
+        if not len(self._drafts_E):
+            return places, np.zeros(len(places), dtype=np.int64)
+        more = self._drafts_E[work.entry_B[places]]
+        behind = [np.arange(count, -1, -1) for count in more.tolist()]
+        return np.repeat(places, more + 1), np.concatenate([*behind, np.zeros(0, dtype=np.int64)])
+
+    def _state(self, work: Work) -> StateInput | None:
+        """A sequence that is cut begins its second part with what the first one has left in the record that it
+        writes."""
+        if not self._has_state:
+            return None
+        reads_B, writes_B = self._records_2E[:, work.entry_B]
+        return StateInput(self._tensor(np.where(work.begins_B, reads_B, writes_B)), self._tensor(writes_B))
 
     def _feed(self, token_ids_T: torch.Tensor, rows_B: Ints, starts_B: Ints) -> None:
-        """Of the entries of one token, those that no NewRow has stated come from the device: what is sampled is computed alone."""
+        """Of the entries of one token, those that no NewRow has stated come from the device: what is sampled is
+        computed alone."""
         places_F = np.flatnonzero(starts_B >= self._stated[rows_B])
         if not len(places_F):
             return
@@ -299,7 +301,7 @@ class Batch:
     def _rows_on_device(self, rows_S: Ints) -> torch.Tensor | None:
         return None if self._feedback is None else self._tensor(rows_S)
 
-    def _ask(self, work: _Work, ends_B: Ints, query_ends_B: Ints, last_S: Ints) -> tuple[list[_Asked], Ints]:
+    def _ask(self, work: Work, ends_B: Ints, query_ends_B: Ints, last_S: Ints) -> tuple[list[_Asked], Ints]:
         """The prompts whose logits are wanted, and all rows of the hidden state to make logits of."""
         if not self._asking:
             return [], last_S
@@ -321,6 +323,10 @@ class Batch:
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         return self._upload.tensor(array)
+
+
+def _drafts_of(schedule: Schedule) -> dict[int, list[int]] | None:
+    return {entry: drafts for entry, drafts in enumerate(schedule.drafts) if drafts} or None
 
 
 def _prompt_parts(asked: Sequence[_Asked], num_sampled: int) -> tuple[PromptPart, ...]:

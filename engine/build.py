@@ -11,45 +11,52 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cache.manager import CacheManager
+from cache.memory import CacheMemory
+from cache.spec import CacheSpec, check_spec, state_groups, token_groups
+from configs.cache import num_checkpoints, planned_sizes
 from configs.engine import Plan
 from dbo.split import context_cost
 from dbo.steps import Steps
-from engine.balance import Balance
-from engine.balance_start import start_placement
 from engine.batch import Batch
 from engine.device import check_room, graph_library, make_feedback, make_readback, open_device
+from engine.doorbell import Doorbell, SharedDoorbell
 from engine.graphs import MANY, Captured, GraphLibrary, Graphs, GraphSizes
-from engine.measure import Measure
-from engine.messages import RankReady
-from engine.overlap import Overlap
-from engine.rank import Doorbell, Rank, SharedDoorbell
+from engine.overlap.measure import Measure
+from engine.overlap.policy import Overlap
+from engine.rank import Rank
+from engine.reading import reader
+from engine.rebalance.follower import Balance
+from engine.rebalance.start import start_placement
 from engine.runner import Runner
-from engine.sampling_table import SamplingTable
+from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
 from engine.tapes import Tapes
 from engine.team import Meet, Opening, Team
 from engine.timeline import Timeline
-from ep.backends import FEW_TOKENS
-from ep.dispatchers import StepState
+from ep.backends.dispatchers import StepState
 from ep.experts import WeightFormat
-from ep.group import Group
 from ep.parallel import Parallel
 from ep.protocol import AllToAll
+from ep.requirements import FEW_TOKENS
 from ep.table import make_lanes
 from ep.timed import Flights
+from ep.transport.group import Group
 from eplb.placement import Placement, linear_placement
-from layers.paged_kv import PagedKV
+from front.messages import RankReady
+from layers.identity import check
 from layers.step import StepInput
 from layers.weights import Checkpoint
 from models.base import CausalLM
-from models.cuts import Cuts
 from models.facts import ModelFacts
+from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
 from native import Isa, isa, limit_isa
 
-# Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more than
-# the weights take.
+# Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more
+# than the weights take.
 PREPARED_BYTES = 1 << 30
+PRACTICE_TOKENS = 32  # on a CPU; on a GPU kernels are compiled for the largest step
 MAX_RECORDED = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,18 +70,21 @@ def build_rank(
     progress: Callable[[int, int], None] | None = None,
     join: bool = False,
 ) -> Rank:
-    """Read the config, build and load the model, allocate the cache; the ranks of epoch 0 begin to meet before they load.
+    """Read the config, build and load the model, allocate the cache; the ranks of epoch 0 begin to meet before they
+    load.
 
-    meet: opens the groups of an epoch; None: there are no others. progress(bytes_done, bytes_total). join: the others are
-    at work already, so a Membership is waited for instead of epoch 0.
-    Raises ValueError, one line, for a checkpoint or a plan that cannot run.
+    meet: opens the groups of an epoch; None: there are no others. progress(bytes_done, bytes_total). join: the others
+    are at work already, so a Membership is waited for instead of epoch 0. Raises ValueError, one line, for a checkpoint
+    or a plan that cannot run.
     """
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
     limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
     device = open_device(plan.device, rank, plan.ranks_per_machine)
     check_room(device, plan.rank_bytes, plan.graph_bytes)
-    facts = read_config(plan.model_path)
+    if plan.checkpoint:
+        check(plan.model_path, plan.checkpoint)
+    facts = read_config(plan.model_path, plan.hf_overrides)
     size = plan.data_parallel_size
     placement = _placement(plan, facts, join) if facts.num_moe_layers else None
     parallel = Parallel(rank, size, placement, _no_lanes)
@@ -83,16 +93,16 @@ def build_rank(
     model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
     model.keep_linears(WeightFormat(plan.linear_format))
     exchange = StepState()
-    fingerprint = zlib.crc32(f"{plan.dtype} {facts}".encode())
     flights = Flights()
     lanes = partial(_lanes, plan, exchange, flights)
-    team = Team(rank, size, placement, model, fingerprint, meet or _nobody, lanes, plan.model_path)
+    checkpoint = Checkpoint(plan.model_path, progress, plan.checkpoint)
+    read = reader(model, checkpoint)
+    team = Team(rank, size, placement, model, _fingerprint(plan, facts), meet or _nobody, lanes, read)
     if not join:
         team.begin(0, (True,) * size)
-    checkpoint = Checkpoint(plan.model_path, progress)
     model.load(checkpoint)
     checkpoint.finish()
-    scheduler = _scheduler(plan)
+    scheduler = _scheduler(plan, model.cache_spec())
     ready = _ready(plan, rank, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read)
     timeline = Timeline(rank, model)
     kv = _cache(plan, model, device)
@@ -106,9 +116,16 @@ def build_rank(
         plan.exchange_timeout,
         balance=_balance(plan, team, model, device),
         timeline=timeline,
-        overlap=_overlap(plan, model, flights, runner, device),
-        preparation=kv.bring_in(min(checkpoint.bytes_read, PREPARED_BYTES)),
+        overlap=_overlap(plan, model, flights, exchange, runner, device),
+        preparation=kv.prefault(min(checkpoint.bytes_read, PREPARED_BYTES)),
+        practice_tokens=PRACTICE_TOKENS if device.type == "cpu" else plan.max_num_batched_tokens,
     )
+
+
+def _fingerprint(plan: Plan, facts: ModelFacts) -> int:
+    """Of what must be equal on all ranks, on all machines, besides the placement."""
+    files = {name: (size, digest) for name, (size, _, _, digest) in plan.checkpoint.items()}
+    return zlib.crc32(f"{plan.dtype} {facts} {files}".encode())
 
 
 def _ready(
@@ -133,14 +150,16 @@ def _balance(plan: Plan, team: Team, model: CausalLM, device: torch.device) -> B
     return Balance(team, model, plan.eplb, name, device, threaded=plan.all2all_backend != "mailbox")
 
 
-def _overlap(plan: Plan, model: CausalLM, flights: Flights, runner: Runner, device: torch.device) -> Overlap | None:
+def _overlap(
+    plan: Plan, model: CausalLM, flights: Flights, exchange: StepState, runner: Runner, device: torch.device
+) -> Overlap | None:
     dbo = plan.dbo
     if dbo is None:
         return None
 
     def measure() -> Measure:
         sizes = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, plan.block_size
-        return Measure(model, flights, device, *sizes, context_cost(model.config.hidden_size))
+        return Measure(model, flights, exchange, device, *sizes, context_cost(model.config.hidden_size))
 
     memory = Path(dbo.memory) if dbo.memory else None
     return Overlap(runner, flights, dbo.num_parts, dbo.decode_tokens, dbo.prefill_tokens, measure, memory)
@@ -168,8 +187,11 @@ def _placement(plan: Plan, facts: ModelFacts, join: bool) -> Placement:
     return start_placement(plan.eplb.placement, facts.num_experts, shape)
 
 
-def _scheduler(plan: Plan) -> Scheduler:
+def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
+    sizes = planned_sizes(plan, spec)
+    blocks = plan.num_kv_blocks, plan.block_size, plan.enable_prefix_caching
     return Scheduler(
+        cache=CacheManager(*blocks, spec, sizes, num_checkpoints(plan)),
         num_blocks=plan.num_kv_blocks,
         block_size=plan.block_size,
         max_num_seqs=plan.max_num_seqs,
@@ -182,16 +204,19 @@ def _scheduler(plan: Plan) -> Scheduler:
     )
 
 
-def _cache(plan: Plan, model: CausalLM, device: torch.device) -> PagedKV:
+def _cache(plan: Plan, model: CausalLM, device: torch.device) -> CacheMemory:
     """With graphs there is one block more, to which they write what is padding."""
-    num_blocks = plan.num_kv_blocks + (plan.cudagraph_mode not in ("none", "tapes"))
-    return PagedKV.allocate(model.kv_spec(), num_blocks, plan.block_size, device)
+    spec = model.cache_spec()
+    check_spec(spec, model.config.num_layers)
+    sizes = planned_sizes(plan, spec)
+    scratch = plan.cudagraph_mode not in ("none", "tapes")
+    return CacheMemory.allocate(spec, sizes._replace(num_blocks=sizes.num_blocks + scratch), device)
 
 
 def _runner(
     plan: Plan,
     model: CausalLM,
-    kv: PagedKV,
+    kv: CacheMemory,
     facts: ModelFacts,
     device: torch.device,
     exchange: StepState,
@@ -213,6 +238,8 @@ def _runner(
             device,
             cost,
             make_feedback(device, plan.max_num_seqs),
+            len(token_groups(model.cache_spec())),
+            bool(state_groups(model.cache_spec())),
         ),
         SamplingTable(plan.max_num_seqs, facts.vocab_size, device),
         plan.logprobs_mode,
@@ -230,10 +257,10 @@ def _few_tokens(plan: Plan) -> int:
     return min(plan.max_num_seqs, plan.max_num_batched_tokens, FEW_TOKENS)
 
 
-def make_tapes(plan: Plan, model: CausalLM, kv: PagedKV, timeline: Timeline) -> Tapes:
+def make_tapes(plan: Plan, model: CausalLM, kv: CacheMemory, timeline: Timeline) -> Tapes:
     """Those of decode steps. A rank whose experts are balanced counts their tokens as the layers go."""
     return Tapes(
-        lambda step, cuts, lane: model.steps(step, kv, lane, cuts),
+        lambda step, breaks, lane: model.steps(step, kv, lane, breaks),
         min(plan.max_num_seqs, MAX_RECORDED),
         -(-plan.max_model_len // plan.block_size),
         plan.block_size,
@@ -243,11 +270,11 @@ def make_tapes(plan: Plan, model: CausalLM, kv: PagedKV, timeline: Timeline) -> 
     )
 
 
-def make_graphs(plan: Plan, model: CausalLM, kv: PagedKV, library: GraphLibrary, exchange: StepState) -> Graphs:
+def make_graphs(plan: Plan, model: CausalLM, kv: CacheMemory, library: GraphLibrary, exchange: StepState) -> Graphs:
     """Those that the plan wants captured; padding goes to the last block of the cache."""
 
-    def forward(step: StepInput, cuts: Cuts, lane: int) -> Steps[Tensor]:
-        return model.steps(step, kv, lane, cuts)
+    def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+        return model.steps(step, kv, lane, breaks)
 
     rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
     alone = plan.all2all_backend == "local"

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from configs.cache import cache_bytes
 from configs.chips import CHIPS, Chip
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.gpu import GPU_MEMORY_PART, Gpu
@@ -19,14 +21,13 @@ from configs.presets import PRESETS
 from configs.resolve import resolve
 from engine.build import DTYPES
 from engine.plan import EMBEDDED_NAME, machine_for, model_numbers
-from ep.backends import DEVICE_NAMES, Situation, missing, not_captured, refusal, split_pair
 from ep.explain import explain_experts
 from ep.parallel import Parallel
+from ep.requirements import DEVICE_NAMES, Situation, missing, not_captured, refusal, split_pair
 from eplb.placement import linear_placement
 from models.explain import expert_width, explain_attention
 from models.facts import ModelFacts
-from models.fields import Fields
-from models.registry import build, parse_config
+from models.registry import build, overridden, parse_config, read_fields
 from models.tiny import CHECKPOINT
 
 LIBRARIES = ("deep_ep", "deep_gemm", "flashinfer", "flash_mla", "nvshmem", "pplx_kernels", "torch_nvshmem")
@@ -55,10 +56,10 @@ class ClusterPlan:
 def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], bool]) -> ClusterPlan:
     """chip: a name of configs/chips.py; installed: whether a library (LIBRARIES) is to be taken as there.
 
-    config.model: a directory with a config.json (weights are not needed), or a name of configs/presets.py. Raises ValueError,
-    one line, for what cannot be planned.
+    config.model: a directory with a config.json (weights are not needed), or a name of configs/presets.py. Raises
+    ValueError, one line, for what cannot be planned.
     """
-    raw, source = _read(config.model)
+    raw, source = _read(config.model, config.hf_overrides)
     facts = parse_config(raw, source)
     found = CHIPS[chip]
     gpu = Gpu.of(found)
@@ -73,14 +74,14 @@ def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], boo
     return ClusterPlan(plan, gpu, tuple(choices), _memory(plan, numbers, gpu, config.gpu_memory_utilization))
 
 
-def _read(model: str | None) -> tuple[dict[str, object], str]:
+def _read(model: str | None, overrides: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The fields of a config.json, and what errors call them."""
     if model in PRESETS:
-        return PRESETS[model], f"preset {model}"
+        return overridden(PRESETS[model], overrides), f"preset {model}"
     path = Path(model) if model else CHECKPOINT
     if not path.is_dir():
         raise ValueError(f"model {model!r} is neither a directory nor one of {', '.join(PRESETS)}")
-    fields = Fields.from_file(path / "config.json")
+    fields = read_fields(path, overrides)
     return fields.raw, fields.source
 
 
@@ -100,13 +101,14 @@ def _numbers(model: str | None, raw: dict[str, object], facts: ModelFacts) -> Mo
         max_position_embeddings=facts.max_position_embeddings,
         num_experts=facts.num_experts,
         num_moe_layers=facts.num_moe_layers,
-        kv_numbers_per_token=facts.kv_bytes_per_token(1),
+        cache_spec=facts.cache_spec,
         weight_bytes=(experts + others) * size,
         expert_bytes=experts * size,
         dtype=dtype,
-        kv_fp8_bytes_per_token=facts.kv_fp8_bytes_per_token(),
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
+        context_limit=facts.context_limit,
+        context_reason=facts.context_reason,
         fp8_experts=isinstance(quantization, dict) and quantization.get("quant_method") == "fp8",
     )
 
@@ -169,16 +171,14 @@ def _graphs(plan: Plan) -> Choice:
 
 def _memory(plan: Plan, numbers: ModelNumbers, gpu: Gpu, part: float | None) -> dict[str, int]:
     size = 4 if plan.dtype == "float32" else 2
-    in_fp8 = plan.kv_cache_dtype == "fp8"
-    per_token = numbers.kv_fp8_bytes_per_token if in_fp8 else numbers.kv_numbers_per_token * size
-    cache = plan.num_kv_blocks * plan.block_size * per_token
-    weights = plan.rank_bytes - cache
+    cache = cache_bytes(plan, numbers.cache_spec(plan.dtype, plan.kv_cache_dtype == "fp8"))
+    weights = plan.rank_bytes - sum(cache.values())
     others = (numbers.weight_bytes - numbers.expert_bytes) * size // (4 if numbers.dtype == "float32" else 2)
     usable = int(gpu.memory * (part or GPU_MEMORY_PART))
     return {
         "attention, embeddings and other weights": min(others, weights),
         f"experts ({plan.slots_per_rank} slots in each of {numbers.num_moe_layers} layers)": max(0, weights - others),
-        f"KV cache ({plan.num_kv_blocks} blocks of {plan.block_size} tokens)": cache,
+        **{f"KV cache, {name}": num_bytes for name, num_bytes in cache.items()},
         "graphs (an estimate that is kept free)": plan.graph_bytes,
         "free below the limit": usable - plan.rank_bytes - plan.graph_bytes,
         f"activations, libraries ({1 - (part or GPU_MEMORY_PART):.0%})": gpu.memory - usable,

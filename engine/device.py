@@ -1,4 +1,5 @@
-"""The one file of this room that asks which device there is: opening it, what goes to it, what comes back, and its graphs."""
+"""The one file of this room that asks which device there is: opening it, what goes to it, what comes back, and its
+graphs."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dbo.alive import mark
 from engine.feedback import Feedback
 from engine.graphs import Graph, GraphLibrary
 
@@ -46,8 +48,8 @@ def open_device(name: str, rank: int, ranks_per_machine: int) -> torch.device:
 
 
 def check_room(device: torch.device, num_bytes: int, graph_bytes: int = 0) -> None:
-    """Raises ValueError when weights and cache, and what is kept for graphs beside them, do not fit into the GPU's memory; a CPU's
-    is not looked at."""
+    """Raises ValueError when weights and cache, and what is kept for graphs beside them, do not fit into the GPU's
+    memory; a CPU's is not looked at."""
     if device.type == "cuda":
         check_free(str(device), *torch.cuda.mem_get_info(device), num_bytes, graph_bytes)
 
@@ -56,13 +58,15 @@ def check_free(name: str, free: int, total: int, num_bytes: int, graph_bytes: in
     """The same, for so many bytes."""
     if num_bytes + graph_bytes > free:
         raise ValueError(
-            f"{name}: weights and cache take {num_bytes >> 20} MiB and graphs {graph_bytes >> 20} MiB, and {free >> 20} of "
+            f"{name}: weights and cache take {num_bytes >> 20} MiB and graphs {graph_bytes >> 20} "
+            f"MiB, and {free >> 20} of "
             f"{total >> 20} MiB are free (--gpu-memory-utilization, --kv-cache-memory-bytes, --cudagraph-capture-sizes)"
         )
 
 
 def use_device(device: torch.device) -> None:
-    """What this thread does with "the current device" is meant for this one: every thread has a current device of its own."""
+    """What this thread does with "the current device" is meant for this one: every thread has a current device of
+    its own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -121,7 +125,8 @@ class Event(Protocol):
 class PackedUpload:
     """All arrays of a step in one copy from pinned memory, which the host does not wait for.
 
-    There are two such memories in turn: while the copy of one step may still be under way the next one is being written.
+    There are two such memories in turn: while the copy of one step may still be under way the next one is being
+    written.
     """
 
     in_place = False
@@ -173,8 +178,8 @@ class PackedUpload:
 
 
 def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Small host arrays of any dtype, on the device with what is queued next; the host does not wait. On the CPU they stay
-    what they are."""
+    """Small host arrays of any dtype, on the device with what is queued next; the host does not wait. On the CPU they
+    stay what they are."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     return in_one_copy(arrays, device, pinned=device.type == "cuda")
@@ -281,6 +286,7 @@ class _Travelling:
         while not self._event.query():
             if time.monotonic() > end:
                 raise RuntimeError(f"the device has not finished a step within {self._timeout:g} s")
+            mark()
             time.sleep(_NAP_SECONDS)
         return self._hosts
 
@@ -298,8 +304,8 @@ def ran_out(error: BaseException | None) -> bool:
 
 
 class CudaGraphs:
-    """Implements engine.graphs.GraphLibrary. The graphs of a session share one pool of memory: they never run at the same
-    time."""
+    """Implements engine.graphs.GraphLibrary. The graphs of a session share one pool of memory: they never run at the
+    same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -310,8 +316,8 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """On a stream of its own, as capturing demands; the collector must not free a tensor meanwhile. Says what the graphs have
-        taken. RuntimeError names the options when there is no memory for them."""
+        """On a stream of its own, as capturing demands; the collector must not free a tensor meanwhile. Says what the
+        graphs have taken. RuntimeError names the options when there is no memory for them."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()

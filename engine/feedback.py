@@ -1,8 +1,8 @@
 """The token that each row has sampled last, where the next step takes it from without the host having seen it.
 
-A step on a GPU is prepared and queued while the one before still runs. What the host then does not know of it is one token
-of each row that sampled, which is never computed together with others: so it is enough to keep the last of each row on the
-device, and to lay it into the next step's tokens there.
+A step on a GPU is prepared and queued while the one before still runs. What the host then does not know of it is one
+token of each row that sampled, which is never computed together with others: so it is enough to keep the last of each
+row on the device, and to lay it into the next step's tokens there.
 
 Legend: R rows of the batch, S sequences sampled, T tokens of a step, F of them taken from here.
 """

@@ -1,9 +1,10 @@
 """Forward passes captured once and replayed, so that a step costs the host one launch, or a few, instead of hundreds.
 
-Full: a whole decode step of B sequences is one graph, also when it is split in parts that take turns. Piecewise: a step of T tokens, of whatever mix, is graphs with what cannot
-be captured in between (models/cuts.py): attention over the step's own lengths, and experts whose rows are counted on the host.
-Graphs read and write the same memory at every replay, so a step is copied into it and padded to the captured size. Rows of
-padding write to a scratch block that no sequence owns, and attend to it.
+Full: a whole decode step of B sequences is one graph, also when it is split in parts that take turns. Piecewise: a step
+of T tokens, of whatever mix, is graphs with what cannot be captured in between (models/graph_breaks.py): attention over
+the step's own lengths, and experts whose rows are counted on the host. Graphs read and write the same memory at every
+replay, so a step is copied into it and padded to the captured size. Rows of padding write to a scratch block that no
+sequence owns, and attend to it.
 
 The library that captures is injected: torch.cuda.CUDAGraph, or anything that behaves like it.
 
@@ -24,12 +25,12 @@ from torch import Tensor
 
 from dbo.steps import Steps, drain, weave
 from engine.static_step import CutExperts, StaticDecodes, StaticTokens
-from ep.dispatchers import StepState
+from ep.backends.dispatchers import StepState
 from ep.protocol import PeerLost
 from layers.step import StepInput
-from models.cuts import UNCUT, Attend, Cuts, Prepare
+from models.graph_breaks import EAGER, GraphBreaks, Operation, Prepare
 
-Forward = Callable[[StepInput, Cuts, int], Steps[Tensor]]
+Forward = Callable[[StepInput, GraphBreaks, int], Steps[Tensor]]
 MANY = 1 << 30
 
 
@@ -101,12 +102,12 @@ class Graphs:
         together: bool = True,
         num_parts: int = 1,
     ) -> None:
-        """forward(step, cuts, lane): the model's. scratch_block: of the cache, no sequence's. cut_experts: in piecewise graphs they
-        run outside, with the rows that there really are. exchange: between the ranks; full graphs are for steps in which no
-        rank has more than few_tokens. together: they can hold the exchange of several ranks. num_parts: of a step that is split; full graphs are
-        captured of those too, with a lane for each part."""
+        """forward(step, breaks, lane): the model's. scratch_block: of the cache, no sequence's. cut_experts: in
+        piecewise graphs they run outside, with the rows that there really are. exchange: None: this rank is alone; full
+        graphs are for steps in which no rank has more than few_tokens. together: they can hold the exchange of several
+        ranks. num_parts: of a step that is split; full graphs are captured of those too, with a lane for each part."""
         self._together = together
-        self._exchange = exchange or StepState()
+        self._exchange = exchange
         self._few_tokens = few_tokens
         self._forward = forward
         self._library = library
@@ -132,8 +133,9 @@ class Graphs:
         self._pieces.clear()
 
     def capture(self, num_ranks: int = 1) -> None:
-        """Capture every size anew. num_ranks: that exchange rows with each other; all of them do this at the same time, because
-        each size runs once before it is captured, so that kernels are compiled and libraries have their workspaces.
+        """Capture every size anew. num_ranks: that exchange rows with each other; all of them do this at the same time,
+        because each size runs once before it is captured, so that kernels are compiled and libraries have their
+        workspaces.
 
         PeerLost; RuntimeError when the library cannot capture something.
         """
@@ -144,11 +146,14 @@ class Graphs:
             with self._library.session():
                 # The largest first: the others fit into its memory.
                 for size in sorted(self._sizes.full if num_ranks == 1 or self._together else (), reverse=True):
-                    self._exchange.begin(size)
+                    if self._exchange is not None:
+                        self._exchange.begin(size)
                     for num_parts in sorted({len(self._decodes), 1}, reverse=True):
                         self._full[num_parts, size] = self._capture_full(size, num_parts)
                 for size in sorted(self._sizes.piecewise, reverse=True):
                     self._pieces[size] = self._capture_pieces(size, cut_experts)
+            if self._exchange is not None:
+                self._exchange.ended()
         except PeerLost:
             raise
         except Exception as error:
@@ -158,22 +163,24 @@ class Graphs:
     def steps(self, step: StepInput) -> Steps[Tensor]:
         """The forward pass: [T, D], valid until the next one begins."""
         count = step.num_tokens
-        if count == 0:
-            return (yield from self._forward(step, UNCUT, 0))
+        if count == 0 or step.more_tables or step.state is not None:
+            return (yield from self._forward(step, EAGER, 0))
         hidden_TD = self.woven([step])
         if hidden_TD is not None:
             return hidden_TD
         pieces = self._pieces.get(_round_up(self._sizes.piecewise, count))
         if pieces is None:
-            return (yield from self._forward(step, UNCUT, 0))
+            return (yield from self._forward(step, EAGER, 0))
         self._tokens.fill(step)
         return (yield from pieces.steps(step))
 
     def woven(self, parts: Sequence[StepInput]) -> Tensor | None:
-        """The forward pass of a step whose parts take turns: [T, D], theirs one after another, valid until the next one begins.
-        None: no graph has it, and it is to run as it is written. All parts are padded to the largest."""
+        """The forward pass of a step whose parts take turns: [T, D], theirs one after another, valid until the next one
+        begins. None: no graph has it, and it is to run as it is written. All parts are padded to the largest."""
         counts = [part.num_tokens for part in parts]
-        if sum(counts) == 0 or self._exchange.largest > self._few_tokens:
+        if parts[0].more_tables or parts[0].state is not None:
+            return None
+        if sum(counts) == 0 or (self._exchange is not None and self._exchange.largest > self._few_tokens):
             return None
         if any(part.num_decodes < part.num_sequences for part in parts):
             return None
@@ -188,7 +195,7 @@ class Graphs:
 
     def part(self, step: StepInput, lane: int) -> Steps[Tensor]:
         """The forward pass of one of the parts that `woven` has no graph of, as it is written."""
-        return self._forward(step, UNCUT, lane)
+        return self._forward(step, EAGER, lane)
 
     def _capture_full(self, size: int, num_parts: int) -> _Full:
         parts = [static.step(size, self._max_model_len) for static in self._decodes[:num_parts]]
@@ -202,7 +209,7 @@ class Graphs:
         return _Full(graph, hidden)
 
     def _turns(self, parts: Sequence[StepInput]) -> Steps[list[Tensor]]:
-        return weave(*[self._forward(part, UNCUT, lane) for lane, part in enumerate(parts)])
+        return weave(*[self._forward(part, EAGER, lane) for lane, part in enumerate(parts)])
 
     def _capture_pieces(self, size: int, cut_experts: bool) -> _Pieces:
         step = self._tokens.step(size, self._block_size)
@@ -235,29 +242,32 @@ def _round_up(sizes: Sequence[int], count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Attention:
-    """arguments: of the captured pass; the first num_queries of them have a row per token. out_T: what it reads next."""
+class _Call:
+    """A call of the index-th operation. arguments: of the captured pass, the first num_rows of which have a row per
+    token. out_T: what the graph behind it reads."""
 
+    index: int
+    num_rows: int
     arguments: tuple[object, ...]
-    num_queries: int
     out_T: Tensor
 
 
 class _Pieces:
     """The parts of a forward pass in their order."""
 
-    def __init__(self, parts: list[Graph | _Attention | CutExperts], prepare: Prepare, hidden_TD: Tensor) -> None:
+    def __init__(self, parts: list[Graph | _Call | CutExperts], prepares: list[Prepare], hidden_TD: Tensor) -> None:
+        """prepares: of each operation, what makes it anew for a step."""
         self._parts = parts
-        self._prepare = prepare
+        self._prepares = prepares
         self._hidden_TD = hidden_TD
 
     def steps(self, step: StepInput) -> Steps[Tensor]:
         count = step.num_tokens
-        attend = self._prepare(step)
+        operations = [prepare(step) for prepare in self._prepares]
         for part in self._parts:
-            if isinstance(part, _Attention):
-                queries = [_rows(x, count) for x in part.arguments[: part.num_queries]]
-                part.out_T[:count].copy_(attend(*queries, *part.arguments[part.num_queries :]))
+            if isinstance(part, _Call):
+                rows = [_rows(x, count) for x in part.arguments[: part.num_rows]]
+                part.out_T[:count].copy_(operations[part.index](*rows, *part.arguments[part.num_rows :]))
             elif isinstance(part, CutExperts):
                 part.out_TD[:count].copy_((yield from part.steps(part.x_TD[:count], part.lane)))
             else:
@@ -271,14 +281,15 @@ def _rows(x: object, count: int) -> Tensor:
 
 
 class _Recorder:
-    """Implements models.cuts.Cuts: ends a graph where the forward pass is left, and begins one where it is entered again."""
+    """Implements models.graph_breaks.GraphBreaks: ends a graph where the forward pass is left, and begins one where
+    it is entered again."""
 
     def __init__(self, new: Callable[[], Graph], cut_experts: bool) -> None:
         self._new = new
         self._cut_experts = cut_experts
-        self._parts: list[Graph | _Attention | CutExperts] = []
+        self._parts: list[Graph | _Call | CutExperts] = []
         self._graph: Graph | None = None
-        self._prepare: Prepare | None = None
+        self._prepares: list[Prepare] = []
 
     def begin(self) -> None:
         self._graph = self._new()
@@ -291,17 +302,16 @@ class _Recorder:
             self._parts.append(graph)
 
     def pieces(self, hidden_TD: Tensor) -> _Pieces:
-        assert self._prepare is not None
-        return _Pieces(self._parts, self._prepare, hidden_TD)
+        return _Pieces(self._parts, self._prepares, hidden_TD)
 
-    def attention(self, prepare: Prepare, step: StepInput, num_queries: int) -> Attend:
+    def operation(self, prepare: Prepare, step: StepInput, num_rows: int) -> Operation:
         self.end()
-        self._prepare = prepare
-        attend = prepare(step)
+        self._prepares.append(prepare)
+        operation = prepare(step)
         self.begin()
-        return partial(self._attend, attend, num_queries)
+        return partial(self._call, operation, len(self._prepares) - 1, num_rows)
 
-    def experts(self, steps: Callable[[Tensor, int], Steps[Tensor]], x_TD: Tensor, lane: int) -> Steps[Tensor]:
+    def exchange(self, steps: Callable[[Tensor, int], Steps[Tensor]], x_TD: Tensor, lane: int) -> Steps[Tensor]:
         if not self._cut_experts:
             return (yield from steps(x_TD, lane))
         self.end()
@@ -310,10 +320,10 @@ class _Recorder:
         self.begin()
         return out_TD
 
-    def _attend(self, attend: Attend, num_queries: int, *arguments: object) -> Tensor:
+    def _call(self, operation: Operation, index: int, num_rows: int, *arguments: object) -> Tensor:
         self.end()
-        out_T = attend(*arguments).zero_()  # of rows that stay padding until the first replays: finite
-        self._parts.append(_Attention(arguments, num_queries, out_T))
+        out_T = operation(*arguments).zero_()  # of rows that stay padding until the first replays: finite
+        self._parts.append(_Call(index, num_rows, arguments, out_T))
         self.begin()
         return out_T
 

@@ -11,12 +11,12 @@ from safetensors import SafetensorError, safe_open
 
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.env import read_env
-from configs.gpu import Exchange, Gpu, chosen_device, find_gpus
+from configs.gpu import Exchange, Gpu, chosen_device, find_gpus, find_rdma
 from configs.hosts import Hosts, as_one
 from configs.machine import Machine, ModelNumbers, this_machine
 from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
-from engine.overlap_memory import with_memory
-from ep.backends import (
+from engine.overlap.memory import with_memory
+from ep.requirements import (
     DEVICE_NAMES,
     FEW_TOKENS,
     PADDED,
@@ -27,6 +27,7 @@ from ep.backends import (
     refusal,
     split_pair,
 )
+from layers.identity import identify
 from models.facts import ModelFacts
 from models.registry import read_config
 from models.tiny import CHECKPOINT
@@ -39,13 +40,14 @@ ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 
 def make_plan(
     config: EngineConfig, machine: Machine | None = None, hosts: Hosts | None = None, alone: bool = False
 ) -> Plan:
-    """hosts: some of the ranks are on other machines. alone: as for `resolve`. Raises ValueError, one line that names the file
-    or the field, for whatever cannot be served."""
+    """hosts: some of the ranks are on other machines. alone: as for `resolve`. Raises ValueError, one line that names
+    the file or the field, for whatever cannot be served."""
     path = Path(config.model) if config.model else CHECKPOINT
     if not path.is_dir():
         raise ValueError(f"model {config.model!r} is not a directory (models are read from disk; there is no download)")
     name = config.model or EMBEDDED_NAME
-    facts = read_config(path)
+    files = identify(path)  # before anything is read of them
+    facts = read_config(path, config.hf_overrides)
     machine = machine or machine_for(config, facts)
     numbers = model_numbers(path, name, facts)
     if hosts is not None:
@@ -53,22 +55,25 @@ def make_plan(
             raise ValueError(f"all2all_backend {config.all2all_backend!r} does not reach other machines; gloo does")
         plan = resolve(config, numbers, as_one(machine, hosts))
         why = {"all2all_backend": "ranks of several machines", "data_parallel_size_local": "as asked"}
-        plan = replace(plan, data_parallel_size_local=hosts.local, reasons={**plan.reasons, **why})
+        reasons = {**plan.reasons, **why}
+        plan = replace(plan, data_parallel_size_local=hosts.local, checkpoint=files, reasons=reasons)
         return with_memory(plan, read_env().cache_root)
     if machine.gpu is not None and config.data_parallel_size > machine.gpu.count:
         raise ValueError(
             f"data_parallel_size {config.data_parallel_size} exceeds the {machine.gpu.count} GPU(s) of this machine"
         )
-    return with_memory(resolve(config, numbers, machine, alone), read_env().cache_root)
+    plan = replace(resolve(config, numbers, machine, alone), checkpoint=files)
+    return with_memory(plan, read_env().cache_root)
 
 
 def machine_for(
     config: EngineConfig, facts: ModelFacts, gpu: Gpu | None = None, installed: Callable[[str], bool] = is_installed
 ) -> Machine:
-    """This machine as the config uses it: its CPU, or its GPUs. gpu: what every rank of a cluster has; None: look for one.
-    installed: whether a module is there."""
+    """This machine as the config uses it: its CPU, or its GPUs. gpu: what every rank of a cluster has; None: look for
+    one. installed: whether a module is there."""
     machine = _with_kernels(this_machine())
     reason = f"a cluster with {gpu.count} {gpu.name} in each machine" if gpu is not None else "as asked"
+    no_rdma, no_ibgda = ("", "") if gpu is not None or config.device == "cpu" else find_rdma()
     if gpu is None and config.device != "cpu":
         gpu, reason = find_gpus(read_env().visible_gpus)
     device, why = chosen_device(config.device, gpu, reason)
@@ -78,7 +83,7 @@ def machine_for(
         machine,
         device="cuda",
         gpu=gpu,
-        exchange=_exchange(config, facts, gpu, installed),
+        exchange=_exchange(config, facts, gpu, installed, no_rdma, no_ibgda),
         device_reason=reason,
         free_memory=gpu.memory * config.data_parallel_size,
         fast_bfloat16=True,
@@ -87,8 +92,11 @@ def machine_for(
     )
 
 
-def _exchange(config: EngineConfig, facts: ModelFacts, gpu: Gpu, installed: Callable[[str], bool]) -> Exchange | None:
-    """None: no tokens travel. Raises ValueError for a backend that cannot serve."""
+def _exchange(
+    config: EngineConfig, facts: ModelFacts, gpu: Gpu, installed: Callable[[str], bool], no_rdma: str, no_ibgda: str
+) -> Exchange | None:
+    """None: no tokens travel. no_rdma, no_ibgda: of this machine; of a cluster that is not here "". Raises
+    ValueError for a backend that cannot serve."""
     if config.data_parallel_size == 1 or not facts.num_experts:
         return None
     asked, dtype = config.all2all_backend, "float32" if config.dtype == "float32" else "bfloat16"
@@ -101,6 +109,8 @@ def _exchange(config: EngineConfig, facts: ModelFacts, gpu: Gpu, installed: Call
         max_tokens=config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
         rows="fp8" if config.dispatch_dtype == "fp8" else "plain",
         num_parts=1 if config.enable_dbo == "off" else config.ubatch_size,
+        no_rdma=no_rdma,
+        no_ibgda=no_ibgda,
         installed=installed,
     )
     if asked == "auto":
@@ -157,14 +167,15 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
         max_position_embeddings=facts.max_position_embeddings,
         num_experts=facts.num_experts,
         num_moe_layers=facts.num_moe_layers,
-        kv_numbers_per_token=facts.kv_bytes_per_token(1),
+        cache_spec=facts.cache_spec,
         weight_bytes=total * widened,
         expert_bytes=experts * widened,
         dtype=held,
         fp8_experts=fp8_experts > experts // 2,
-        kv_fp8_bytes_per_token=facts.kv_fp8_bytes_per_token(),
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
+        context_limit=facts.context_limit,
+        context_reason=facts.context_reason,
     )
 
 

@@ -5,23 +5,81 @@ Legend: P rows whose logits are wanted, S sequences sampled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dbo.split import Cut
 from layers.step import StepInput
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Entries of a schedule, or pieces of them; entry_B: which. begins_B: whether it is the first piece of its
+    entry."""
+
+    entry_B: Ints
+    rows_B: Ints
+    starts_B: Ints
+    counts_B: Ints
+    samples_B: Bools
+    begins_B: Bools
+
+    def between(self, first: Cut, last: Cut) -> Work:
+        """A part of it."""
+        chosen = slice(first.entry, last.entry + (last.tokens > 0))
+        starts_B, counts_B, samples_B = (
+            self.starts_B[chosen].copy(),
+            self.counts_B[chosen].copy(),
+            self.samples_B[chosen],
+        )
+        if last.tokens:
+            samples_B = samples_B.copy()
+            counts_B[-1], samples_B[-1] = last.tokens, False
+        if first.tokens and len(counts_B):
+            starts_B[0] += first.tokens
+            counts_B[0] -= first.tokens
+        begins_B = self.begins_B[chosen].copy()
+        if first.tokens and len(begins_B):
+            begins_B[0] = False
+        part = Work(self.entry_B[chosen], self.rows_B[chosen], starts_B, counts_B, samples_B, begins_B)
+        filled_B = counts_B > 0
+        return part if filled_B.all() else part.take(filled_B)
+
+    def ordered(self) -> tuple[Work, int]:
+        """Entries of one token first, and how many those are."""
+        one_B = self.counts_B == 1
+        num_decodes = int(np.count_nonzero(one_B))
+        if one_B[:num_decodes].all():
+            return self, num_decodes
+        return self.take(np.argsort(~one_B, kind="stable")), num_decodes
+
+    def take(self, which_B: Ints | Bools) -> Work:
+        """These entries, in this order."""
+        return Work(
+            self.entry_B[which_B],
+            self.rows_B[which_B],
+            self.starts_B[which_B],
+            self.counts_B[which_B],
+            self.samples_B[which_B],
+            self.begins_B[which_B],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
     """Prompt tokens whose log-probabilities were asked for and whose predecessors are computed in this step.
 
-    Their logits are rows first_logit : first_logit + len(target_ids) of `PreparedStep.logits_rows_P`. A prompt that is cut
-    has several of these, in the order of its tokens.
+    Their logits are rows first_logit : first_logit + len(target_ids) of `PreparedStep.logits_rows_P`. A prompt that is
+    cut has several of these, in the order of its tokens.
     """
 
     entry: int  # index into the schedule's lists
@@ -34,8 +92,8 @@ class PromptPart:
 class PreparedStep:
     """inputs: one per part; their tokens one after another are those of the step. A part may have none.
 
-    logits_rows_P: rows of all parts' hidden states, one after another. The first S are to be sampled; the rest belong to
-    `prompt_parts`.
+    logits_rows_P: rows of all parts' hidden states, one after another. The first S are to be sampled; the rest belong
+    to `prompt_parts`.
     """
 
     inputs: tuple[StepInput, ...]
@@ -47,6 +105,10 @@ class PreparedStep:
     prompt_parts: tuple[PromptPart, ...]
     device_rows_S: torch.Tensor | None = None  # rows_S on the device, where it is wanted there
 
+    drafts: dict[int, list[int]] | None = (
+        None  # of the entries that have any, each sampled once more than it has drafts
+    )
+
     @property
     def num_sampled(self) -> int:
         return len(self.entries_S)
@@ -55,3 +117,12 @@ class PreparedStep:
     def samples_all(self) -> bool:
         """Every token of the step is sampled, in order: all decode."""
         return len(self.inputs) == 1 and len(self.entries_S) == self.inputs[0].num_tokens
+
+
+def runs(prepared: PreparedStep, values: list[V]) -> Iterator[tuple[int, list[V], list[int]]]:
+    """For every sampled entry: where its samples begin, those of `values` (one per sample), and its drafts."""
+    first = 0
+    while first < len(values):
+        drafts = (prepared.drafts or {}).get(prepared.entries_S[first], [])
+        yield first, values[first : first + 1 + len(drafts)], drafts
+        first += 1 + len(drafts)

@@ -11,21 +11,30 @@ Epochs: see engine/team.py, and docs/surviving.md for the whole.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from dbo.steps import Steps, drain
 from engine.agreement import StepPlan, Wish
-from engine.balance import LOOK_SECONDS, Balance, refuse
-from engine.messages import (
+from engine.doorbell import Doorbell
+from engine.overlap.policy import Overlap
+from engine.rebalance.follower import LOOK_SECONDS, Balance, refuse
+from engine.runner import Flight, Runner
+from engine.schedule import Schedule
+from engine.scheduler import Scheduler
+from engine.team import Team
+from engine.timeline import Timeline
+from ep.protocol import PeerLost
+from front.messages import (
     Abort,
     AddRequest,
     BalanceCommand,
+    EpochLost,
     FrontToRank,
     Joined,
     Membership,
@@ -35,48 +44,20 @@ from engine.messages import (
     RankToFront,
     ResetPrefixCache,
     TokenOutput,
+    Waiting,
 )
-from engine.overlap import Overlap
-from engine.runner import Flight, Runner
-from engine.schedule import Schedule
-from engine.scheduler import Scheduler
-from engine.team import Team
-from engine.timeline import Timeline
-from ep.protocol import PeerLost
 
 log = logging.getLogger("moesaic.rank")
 
-OPENING_SECONDS = 0.002  # how soon a rank looks again whether the groups of a new epoch are open
-
-
-class Doorbell(Protocol):
-    """Wakes the other ranks (engine/wire.py has the one between processes)."""
-
-    def ring(self, generation: int) -> None: ...
-
-    def heard(self, generation: int) -> bool:
-        """Whether somebody has rung for this sleep; older rings are forgotten. Does not wait."""
-        ...
-
-
-class SharedDoorbell:
-    """The doorbell of ranks that live in one thread: all of them hold the same object."""
-
-    def __init__(self) -> None:
-        self._rung = -1
-
-    def ring(self, generation: int) -> None:
-        self._rung = generation
-
-    def heard(self, generation: int) -> bool:
-        return self._rung == generation
+FENCE_SECONDS = 10.0  # for the one that hangs to be found and killed, whatever a rank's patience is
 
 
 class Rank:
     """Not thread-safe: one thread submits and steps.
 
-    A lost peer (PeerLost out of any wait) ends the epoch for this rank: steps in flight are forgotten, requests and their
-    cache stay, and `step` does nothing until a Membership of a higher epoch comes. Then the living meet again and go on.
+    A lost peer (PeerLost out of any wait) ends the epoch for this rank: steps in flight are forgotten, requests and
+    their cache stay, and `step` does nothing until a Membership of a higher epoch comes. Then the living meet again and
+    go on.
     """
 
     def __init__(
@@ -92,10 +73,13 @@ class Rank:
         timeline: Timeline | None = None,
         overlap: Overlap | None = None,
         preparation: Iterator[int] | None = None,
+        practice_tokens: int = 1,
     ) -> None:
-        """patience: seconds that a rank which has lost a peer waits to be told who is left. balance: None: experts stay.
-        overlap: None: no step is split. preparation: what `prepare` does, a little with each number that it gives."""
+        """patience: seconds (and ten more) that a rank which has lost a peer waits to be told who is left. balance:
+        None: experts stay. overlap: None: no step is split. preparation: what `prepare` does, a little with each number
+        that it gives. practice_tokens: of prompts in a step of practice (engine/process/settle.py)."""
         self.ready = ready
+        self.practice_tokens = practice_tokens
         self._scheduler = scheduler
         self._team = team
         self._runner = runner
@@ -120,6 +104,7 @@ class Rank:
         self._formed: Joined | None = None  # becomes _joined when the first record of the epoch is agreed on
         self._joined: Joined | None = None
         self._news: list[RankToFront] = []
+        self._waits_for = ""  # what the front knows of it
 
     @property
     def done(self) -> bool:
@@ -146,6 +131,29 @@ class Rank:
         """The ranks of an epoch are about to meet; `step` goes on with it."""
         return self._team.opening
 
+    @property
+    def serving(self) -> bool:
+        """It has met the others of this epoch, and has lost none of them."""
+        return self._team.working
+
+    @contextlib.contextmanager
+    def practising(self, alone: bool) -> Iterator[None]:
+        """What is computed meanwhile counts for nothing and is forgotten; requests have ended by then. alone:
+        without the others, as long as it has not met them."""
+        balance, overlap, self._balance, self._overlap = self._balance, self._overlap, None, None
+        if alone:
+            self._team.work_alone()
+            self._asleep = False
+        yield
+        self._balance, self._overlap = balance, overlap
+        if alone:
+            self._team.working, self._asleep, self._flight = False, True, None
+            self._runner.reset()
+            self._scheduler.rollback()
+        self._scheduler.reset_prefix_cache()
+        self._scheduler.forget_counts()
+        self._scheduler.kv.forget_counts()
+
     def pause(self, longest: float) -> float:
         """Seconds for which there is nothing to do, unless a message or a ring comes; at most `longest`."""
         if self._done:
@@ -153,7 +161,7 @@ class Rank:
         if self._wanted is not None and self._may_change(self._wanted):  # it came before the ranks fell asleep
             return 0.0
         if self._team.opening:
-            return min(longest, OPENING_SECONDS)
+            return min(longest, self._team.look_seconds)
         if not self._team.working and not self._shutdown:
             return longest if self._loss is None else max(0.0, min(longest, self._loss[1] - self._clock()))
         if not self._asleep or self.has_work:
@@ -263,6 +271,8 @@ class Rank:
             return self._take_early() + outputs
         elif plan.busy:
             return (yield from self._compute(schedule, plan))
+        elif self._overlap is not None and self._overlap.unsettled:
+            yield from self._overlap.measure(self._team.experts_group)
         else:
             self._asleep = True
             self._sleep += 1
@@ -296,14 +306,18 @@ class Rank:
         """Go on with the epoch that has begun. False: it takes more time, or there is none."""
         if self._team.epoch > 0 or not self._team.opening:  # in the first epoch others may be quicker than this rank
             self._bell.heard(-1)  # rings of an epoch that is over
-        if not self._team.opening and self._shutdown:
+        if self._shutdown and (not self._team.opening or self._waits_for):
             self._leave()
-        if not self._team.opened:
+        if self._done or not self._team.opened:
             return False
         joined = yield from self._team.form()
+        self._say_trouble()
+        if joined is None:
+            return False
         self._runner.warm_up()
         if self._overlap is not None:
             yield from self._overlap.begin(self._team.experts_group)
+            self._asleep = self._asleep and not self._overlap.unsettled
         self._timeline.attach()
         if self._balance is not None:
             self._balance.begin()
@@ -314,9 +328,17 @@ class Rank:
             log.info("epoch %d: ranks %s, %d expert(s) read", joined.epoch, self._team.living, joined.experts_loaded)
         return True
 
+    def _say_trouble(self) -> None:
+        """The front is told when this rank begins to wait for weights, and when it does not any more."""
+        trouble = self._team.trouble
+        if trouble != self._waits_for:
+            self._waits_for = trouble
+            self._news.append(Waiting(self.ready.rank, trouble))
+
     def _lose(self, loss: PeerLost) -> None:
         log.warning("epoch %d: lost rank(s) %s: %s", self._team.epoch, self._team.names(loss), loss.reason)
-        self._loss = (loss, self._clock() + self._patience)
+        self._loss = (loss, self._clock() + self._patience + FENCE_SECONDS)
+        self._news.append(EpochLost(self.ready.rank, self._team.epoch, loss.reason))
         self._drop_steps()
 
     def _drop_steps(self) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from engine.messages import AddRequest, FinishReason, Logprobs
+from cache.manager import Holding
+from front.messages import AddRequest, FinishReason, Logprobs, TokenOutput
 
 
 class Status(IntEnum):
@@ -24,19 +25,16 @@ class Request:
     """Plain mutable state; the scheduler and the KV cache own the changes. Ordered by `order`, which is unique."""
 
     __slots__ = (
-        "block_keys",
-        "blocks",
-        "cache_generation",
         "cache_salt",
         "eos_token_ids",
         "first_output_sent",
+        "held",
         "last_step",
         "length",
         "max_length",
         "message",
         "min_length",
         "num_cached",
-        "num_committed",
         "num_computed",
         "order",
         "prompt_len",
@@ -48,7 +46,7 @@ class Request:
         "tokens",
     )
 
-    def __init__(self, message: AddRequest, order: tuple[float, ...], max_length: int) -> None:
+    def __init__(self, message: AddRequest, order: tuple[float, ...], max_length: int, held: Holding) -> None:
         """max_length: the most tokens (prompt and output) that fit anywhere; params.max_tokens may lower it."""
         params = message.params
         assert params.max_tokens is not None, "the front resolves max_tokens"
@@ -74,11 +72,7 @@ class Request:
         wants = params.prompt_logprobs is not None and not replayed
         self.prompt_logprobs: list[Logprobs | None] | None = [None] if wants else None  # None: none wanted, or all sent
 
-        # Owned by KVCache.
-        self.blocks: list[int] = []
-        self.block_keys: list[bytes] = []  # chained hashes of the full blocks, each made once
-        self.num_committed = 0  # leading blocks already offered to the prefix cache
-        self.cache_generation = -1
+        self.held = held  # of the cache; the manager's
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order
@@ -98,8 +92,8 @@ class Request:
             self.prompt_logprobs[start + 1 :] = chunk
 
     def end_within(self, num_new: int) -> tuple[int, FinishReason | None, int | None]:
-        """The last num_new known tokens came from one sample; drop those behind the end of the sequence. Returns how many
-        stay, why it ends there (None: it goes on), and the stop token id that did it (None for EOS and length).
+        """The last num_new known tokens came from one sample; drop those behind the end of the sequence. Returns how
+        many stay, why it ends there (None: it goes on), and the stop token id that did it (None for EOS and length).
 
         Stop tokens do not count before min_tokens outputs.
         """
@@ -114,3 +108,23 @@ class Request:
                     return index + 1 - first, "length", None
                 return index + 1 - first, "stop", None if token in self.eos_token_ids else token
         return num_new, None, None
+
+    def output(self, num_new: int, logprobs: list[Logprobs] | None) -> TokenOutput:
+        """Of a sample of num_new tokens, the last of `tokens`: cut where the sequence ends, with what comes only
+        once."""
+        new = self.tokens[len(self.tokens) - num_new :]
+        num_new, reason, stop_reason = self.end_within(num_new)
+        prompt_logprobs, num_cached = None, 0
+        if not self.first_output_sent:
+            self.first_output_sent = True
+            prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+            num_cached = self.num_cached
+        return TokenOutput(
+            request_id=self.request_id,
+            new_token_ids=new[:num_new],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            logprobs=None if logprobs is None else logprobs[:num_new],
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=num_cached,
+        )

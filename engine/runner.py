@@ -15,21 +15,22 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from cache.memory import CacheMemory
 from dbo.steps import Steps, drain, weave
 from engine.batch import Batch
 from engine.device import Arrival, AtOnce, Readback, use_device
+from engine.drafts import num_new
 from engine.graphs import Captured
-from engine.logprobs import prompt_logprobs
-from engine.messages import Logprobs, LogprobsMode
-from engine.prepared import PreparedStep
-from engine.sampler import Sampled, reads_on_the_host, sample
-from engine.sampling_table import SamplingTable
+from engine.prepared import PreparedStep, runs
+from engine.sampling.logprobs import prompt_logprobs
+from engine.sampling.sampler import Sampled, reads_on_the_host, sample
+from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import Schedule
 from engine.timeline import Timeline
-from ep.dispatchers import Confirm, StepState
+from ep.backends.dispatchers import Confirm, StepState
 from ep.protocol import PeerLost
 from ep.recorder import Kind
-from layers.paged_kv import PagedKV
+from front.messages import Logprobs, LogprobsMode
 from layers.step import StepInput
 from models.base import CausalLM
 
@@ -71,7 +72,8 @@ class Landing:
         return self.arrival.take()[0]
 
     def result(self) -> StepResult:
-        """Raises PeerLost; RuntimeError when the device does not come to the step's end. Kept: it is asked for by one thread."""
+        """Raises PeerLost; RuntimeError when the device does not come to the step's end. Kept: it is asked for by
+        one thread."""
         if self._result is None:
             self._confirm()
             tensors = self.arrival.take()
@@ -84,7 +86,10 @@ class Landing:
         logprobs: list[list[Logprobs] | None] | None = None
         if sampled is not None:
             tokens = sampled.token_ids_P.tolist()
-            if prepared.samples_all:
+            if prepared.drafts is not None:
+                for first, new, drafts in runs(prepared, tokens):
+                    token_ids[prepared.entries_S[first]] = new[: num_new(new, drafts)]
+            elif prepared.samples_all:
                 token_ids = [[token] for token in tokens]
             else:
                 for entry, token in zip(prepared.entries_S, tokens, strict=True):
@@ -92,9 +97,10 @@ class Landing:
             values = sampled.logprobs
             if values is not None:
                 logprobs = [None] * prepared.num_entries
-                for entry, value in zip(prepared.entries_S, values, strict=True):
-                    if value is not None:
-                        logprobs[entry] = [value]
+                for first, run, _ in runs(prepared, list(values)):
+                    entry = prepared.entries_S[first]
+                    if run[0] is not None:
+                        logprobs[entry] = [value for value in run[: len(token_ids[entry])] if value is not None]
         return StepResult(token_ids, logprobs, self._prompt_logprobs)
 
 
@@ -110,7 +116,7 @@ class Flight(Protocol):
 
 
 class Chores(Protocol):
-    """What else the device thread does around a forward pass (engine/balance.py)."""
+    """What else the device thread does around a forward pass (engine/rebalance/follower.py)."""
 
     def before(self) -> None: ...
 
@@ -127,7 +133,7 @@ class Runner:
     def __init__(
         self,
         model: CausalLM,
-        kv: PagedKV,
+        kv: CacheMemory,
         batch: Batch,
         table: SamplingTable,
         logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -137,8 +143,8 @@ class Runner:
         exchange: StepState | None = None,
         readback: Readback | None = None,
     ) -> None:
-        """exchange: is told of every step, and confirms that what it brought is whole. readback: how what was sampled comes to the
-        host; a late one wants a batch with feedback."""
+        """exchange: is told of every step, and confirms that what it brought is whole. readback: how what was sampled
+        comes to the host; a late one wants a batch with feedback."""
         self._readback = readback or AtOnce()
         self._unnoted: Landing | None = None  # its tokens are in no history yet
         self._graphs = graphs
@@ -186,8 +192,8 @@ class Runner:
                 self._graphs.capture(num_ranks)
 
     def reset(self) -> None:
-        """After a lost peer: wait for the steps launched, and forget them and how they ended. The next schedule must state
-        every row anew (Scheduler.rollback). Raises what a step failed of, unless it was PeerLost."""
+        """After a lost peer: wait for the steps launched, and forget them and how they ended. The next schedule must
+        state every row anew (Scheduler.rollback). Raises what a step failed of, unless it was PeerLost."""
         if self._threads is not None:
             self._threads.submit(_nothing).result()  # one thread: whatever came before it is over
         if self._graphs is not None:
@@ -250,9 +256,9 @@ class Runner:
     def _forward(self, inputs: tuple[StepInput, ...]) -> Steps[Tensor]:
         """The hidden states of all parts, one after another.
 
-        Parts read what earlier ones have written to the cache, as the rest of a prompt does. Each layer writes before it
-        attends, all parts yield equally often, and `weave` gives the earlier one its turn first: so in every layer the
-        earlier part has written when the later one attends.
+        Parts read what earlier ones have written to the cache, as the rest of a prompt does. Each layer writes before
+        it attends, all parts yield equally often, and `weave` gives the earlier one its turn first: so in every layer
+        the earlier part has written when the later one attends.
         """
         if len(inputs) == 1:
             if self._graphs is not None:
@@ -333,7 +339,8 @@ class _Threaded:
 
     def steps(self) -> Steps[StepResult]:
         yield
-        # Every wait within the step is bounded (ep/protocol.py), so these are too. The next step may be queued meanwhile.
+        # Every wait within the step is bounded (ep/protocol.py), so these are too. The next step may be queued
+        # meanwhile.
         return self._future.result().result()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.messages import SamplingParams
+from front.messages import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,9 @@ class NewRow:
 @dataclass(slots=True)
 class Schedule:
     """Lists of equal length describe the work: row rows[i] computes tokens starts[i] : starts[i] + counts[i] of its
-    sequence; if samples[i], its last hidden state is sampled. Rows with counts 1 that sample come first.
+    sequence; if samples[i], its last hidden state is sampled. Rows with counts 1 that sample come first. With drafts
+    (engine/drafts.py) the last len(drafts[i]) of those tokens are guesses, and the states from the last known token on
+    are sampled.
 
     Order of application: freed rows, new rows, new blocks, work. prompt_logprobs rows need logits of all their tokens.
     """
@@ -36,11 +38,14 @@ class Schedule:
     step_id: int
     freed_rows: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: list[tuple[int, list[int]]] = field(default_factory=list)  # (row, block numbers appended to its table)
+    new_blocks: list[tuple[int, list[list[int]]]] = field(default_factory=list)  # (row, per group what its table gets)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)  # behind the last known token; [] where no entry has any
+    state_reads: list[int] = field(default_factory=list)  # records (cache/records.py); [] where a model has no state
+    state_writes: list[int] = field(default_factory=list)
     most_tokens: int = 0  # of any rank in this step, as the ranks have agreed
 
     @property

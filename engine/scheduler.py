@@ -11,25 +11,24 @@ counts on a token that it has not seen (Request.length runs ahead of Request.tok
 - A request that turns out to have ended at step n may also be in step n+1. What n+1 samples for it is thrown away.
   Ends by length are known in advance, and not scheduled past.
 - A preempted or aborted request may be in step n. A token that n samples for a preempted one is released as usual.
-- Steps run one after another on one device thread. So the blocks of a request may be handed out as soon as it is
-  preempted or finished: whoever gets them first writes to them in a later step, after all writes of the steps in
-  flight. Nor can such a late write spoil a block that is findable: only full blocks of computed tokens are, and a
-  sequence never writes to those again. A row is more than memory of the device (the batch keeps state for it),
-  so it is only given away when no step in flight refers to it.
+- Steps run one after another on one device thread, so the blocks of a request may be handed out as soon as it is
+  preempted or finished: writes of the steps in flight come before those of the next owner, and a findable block is
+  never written to. A row, which the batch keeps state for, waits for the steps in flight (engine/batch_rows.py).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from heapq import heappop, heappush
 from typing import Literal
 
-from engine.draft import Draft, undo
-from engine.kv_cache import KVCache
-from engine.messages import AddRequest, Logprobs, RankStats, TokenOutput
+from cache.manager import CacheManager
+from engine.batch_rows import BatchRows
+from engine.drafts import Drafter, may_draft
 from engine.request import Request, Status
 from engine.schedule import Schedule
+from engine.schedule_builder import Draft, undo
+from front.messages import AddRequest, Logprobs, RankStats, TokenOutput
 
 _RUNNING = Status.RUNNING
 _FINISHED = Status.FINISHED
@@ -53,10 +52,13 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
         async_depth: int = 0,
+        cache: CacheManager | None = None,
     ) -> None:
+        """cache: of a model that keeps more than rows per token in one paged group."""
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ValueError(
-                f"max_num_seqs ({max_num_seqs}) and max_num_batched_tokens ({max_num_batched_tokens}) must be at least 1"
+                f"max_num_seqs ({max_num_seqs}) and max_num_batched_tokens ({max_num_batched_tokens}) "
+                "must be at least 1"
             )
         if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
             raise ValueError(
@@ -67,7 +69,7 @@ class Scheduler:
             raise ValueError(f"scheduling policy {policy!r} is not one of fcfs, priority")
         if async_depth not in (0, 1):
             raise ValueError(f"async_depth ({async_depth}) must be 0 or 1")
-        self.kv = KVCache(num_blocks, block_size, enable_prefix_caching)
+        self.kv = cache or CacheManager(num_blocks, block_size, enable_prefix_caching)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_length = min(max_model_len, self.kv.capacity + 1)  # the last token sampled needs no place in the cache
@@ -75,21 +77,22 @@ class Scheduler:
         self.policy = policy
         self.async_depth = async_depth
 
+        self.drafter: Drafter | None = None  # None: a decode computes one token
+        self.max_drafts = 0  # of a request and step
         self._requests: dict[int, Request] = {}  # all unfinished
         self._running: list[Request] = []  # sorted by order
         self._waiting: list[Request] = []  # sorted by order; the preempted too
         self._in_flight: deque[tuple[Schedule, list[Request]]] = deque()
-        self._free_rows = list(range(max_num_seqs))  # a heap: the lowest goes first
-        self._retiring: list[tuple[int, int]] = []  # (last step that refers to it, row)
-        self._freed_rows: list[int] = []  # free, and not yet said so in a schedule
+        self.rows = BatchRows(max_num_seqs)
         self._restates = False  # after a rollback: the next schedule tells the batch everything anew
         self._next_step = 0
         self._updated_step = -1
         self._num_added = 0
-        self._num_preemptions = 0
-        self._num_steps = 0
-        self._num_prompt_tokens = 0
-        self._num_generation_tokens = 0
+        self.forget_counts()
+
+    def forget_counts(self) -> None:
+        """Count from here on."""
+        self._num_preemptions = self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
 
     # ---- requests come and go ------------------------------------------------------------------------------------
 
@@ -103,7 +106,7 @@ class Scheduler:
         self._num_added += 1
         if not 0 < message.prompt_len < self.max_length:
             return TokenOutput(message.request_id, [], "error")
-        request = Request(message, order, self.max_length)
+        request = Request(message, order, self.max_length, self.kv.new_holding())
         if len(request.tokens) > request.prompt_len:
             _, reason, stop_reason = request.end_within(1)
             if reason is not None:
@@ -115,8 +118,8 @@ class Scheduler:
         return None
 
     def abort(self, request_ids: list[int]) -> None:
-        """Forget these requests at once; no output follows, also when a step in flight computes some. Unknown and
-        finished ones are ignored."""
+        """Forget these requests at once; no output follows, also when a step in flight computes some. Unknown ones
+        are ignored."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -129,14 +132,6 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def stats(self) -> RankStats:
         kv = self.kv
@@ -158,7 +153,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """The next step. Without rows when nothing can run now (no requests, or all wait for tokens in flight)."""
         assert len(self._in_flight) <= self.async_depth, "update() is missing"
-        self._release_rows()
+        self.rows.release(self._updated_step)
         draft = Draft(self._next_step, self.max_num_batched_tokens)
         self._next_step += 1
         self._schedule_decodes(draft)
@@ -168,11 +163,9 @@ class Scheduler:
         if not draft.ones and not draft.chunks:
             return Schedule(draft.step_id)  # freed rows are kept for a schedule that somebody applies
         if self._restates:
-            self._restates = False
-            self._freed_rows = list(range(self.max_num_seqs))
             draft.restate(self._running)
-        schedule = draft.finish(self._freed_rows)
-        self._freed_rows = []
+        schedule = draft.finish(self.rows.take_freed(self._restates), self.kv)
+        self._restates = False
         self._num_steps += 1
         self._in_flight.append((schedule, draft.ones + draft.chunks))
         return schedule
@@ -183,10 +176,11 @@ class Scheduler:
         requests, rows, starts = draft.ones, draft.one_rows, draft.one_starts
         step_id = draft.step_id
         budget = draft.budget
+        drafting = self.drafter is not None and not self.kv.has_state
         for request in self._running:  # preemption pops from its end, which the loop allows for
             start = request.num_computed
             length = request.length
-            if length - start != 1:
+            if length - start != 1 or drafting:
                 draft.partial.append(request)
                 continue
             if length >= request.max_length:
@@ -205,15 +199,34 @@ class Scheduler:
         draft.budget = budget
 
     def _schedule_partial(self, draft: Draft) -> None:
-        """Go on with prompts that an earlier step cut."""
+        """Go on with prompts that an earlier step cut, and decode those that may have drafts."""
         for request in draft.partial:
             if not draft.budget:
                 break
             if request.status is not _RUNNING:
                 continue  # preempted a moment ago
-            count = min(request.length - request.num_computed, draft.budget)
+            if request.length - request.num_computed == 1:
+                self._schedule_drafts(request, draft)
+                continue
+            start, left = request.num_computed, request.length - request.num_computed
+            count = self.kv.chunk(start, min(left, draft.budget), request.length)
             if self._reserve(request, request.num_computed + count, draft):
                 draft.add(request, count)
+
+    def _schedule_drafts(self, request: Request, draft: Draft) -> None:
+        """A decode that waits until all its tokens are known, and then computes drafts behind the last one."""
+        if request.num_pending or request.length >= request.max_length or self.drafter is None:
+            return
+        limit = min(self.max_drafts, draft.budget - 1, request.max_length - request.length - 1)
+        drafts: list[int] = []
+        if limit > 0 and may_draft(request.message.params):
+            drafts = self.drafter.propose(request.request_id, request.tokens, limit)[:limit]
+        if not self._reserve(request, request.length + len(drafts), draft):
+            return
+        if drafts:
+            draft.add_drafts(request, drafts)
+        else:
+            draft.add(request, 1)
 
     def _reserve(self, request: Request, num_tokens: int, draft: Draft) -> bool:
         """Get blocks for num_tokens tokens, from those that come last if need be. False: that was the request itself.
@@ -248,21 +261,21 @@ class Scheduler:
         kv = self.kv
         num_admitted = 0
         for request in self._waiting:
-            if not draft.budget or not self._free_rows or request.num_pending:
+            if not draft.budget or not self.rows.any_free or request.num_pending:
                 break
-            prefix = [] if request.prompt_logprobs is not None else kv.find_prefix(request)
-            num_cached = len(prefix) * kv.block_size
+            prefix = kv.nothing if request.prompt_logprobs is not None else kv.find_prefix(request)
+            num_cached = prefix.num_blocks * kv.block_size
             count = len(request.tokens) - num_cached
             if count > draft.budget and not self.enable_chunked_prefill:
                 break
-            count = min(count, draft.budget)
+            count = kv.chunk(num_cached, min(count, draft.budget), len(request.tokens))
             if not kv.can_admit(request, prefix):
                 break
             kv.admit(request, prefix)
             new = kv.allocate(request, num_cached + count)
             assert new is not None
             self._take_row(request, num_cached, draft)
-            draft.new_blocks.append((request.row, prefix + new))
+            draft.new_blocks.append((request.row, [table.copy() for table in request.held.tables]))
             draft.add(request, count)
             num_admitted += 1
         for request in self._waiting[:num_admitted]:
@@ -270,7 +283,7 @@ class Scheduler:
         del self._waiting[:num_admitted]
 
     def _take_row(self, request: Request, num_cached: int, draft: Draft) -> None:
-        request.row = heappop(self._free_rows)
+        request.row = self.rows.take()
         request.status = _RUNNING
         request.num_computed = num_cached
         if request.num_cached < 0:  # else it was preempted, and its hits are its own work
@@ -302,7 +315,7 @@ class Scheduler:
             for request, start, chunk in zip(requests, step.starts, prompt_logprobs, strict=True):
                 request.keep_prompt_logprobs(start, chunk)
         outputs: list[TokenOutput] = []
-        block_size = self.kv.block_size
+        block_size, stateful = self.kv.block_size, self.kv.has_state
         num_finished = num_tokens = 0
         for index, (request, start, count, new) in enumerate(
             zip(requests, step.starts, step.counts, token_ids, strict=True)
@@ -310,13 +323,16 @@ class Scheduler:
             status = request.status
             if status is _FINISHED:
                 continue  # aborted, or ended at the step before this one
-            if status is _RUNNING and (start + count) // block_size > request.num_committed:
-                self.kv.commit(request, start + count)
+            drafts = step.drafts and step.drafts[index]
+            if status is _RUNNING and (stateful or (start + count) // block_size > request.held.num_committed):
+                self.kv.commit(request, start + 1 if drafts else start + count)
             if not new:
                 continue
             tokens = request.tokens
             tokens += new
             request.length += len(new) - 1
+            if drafts:
+                self._accept(request, start, len(drafts), len(new))
             if (
                 len(new) == 1
                 and new[0] not in request.stop_ids
@@ -327,7 +343,9 @@ class Scheduler:
                 outputs.append(TokenOutput(request.request_id, new))
                 num_tokens += 1
                 continue
-            output = self._output(request, new, None if logprobs is None else logprobs[index])
+            if not request.first_output_sent:
+                self._num_prompt_tokens += request.prompt_len
+            output = request.output(len(new), None if logprobs is None else logprobs[index])
             outputs.append(output)
             num_tokens += len(output.new_token_ids)
             if output.finish_reason is not None:
@@ -338,32 +356,23 @@ class Scheduler:
         self._num_generation_tokens += num_tokens
         return outputs
 
-    def _output(self, request: Request, new: list[int], logprobs: list[Logprobs] | None) -> TokenOutput:
-        """The general case, `new` being appended already: cut it where the sequence ends, add what comes only once."""
-        num_new, reason, stop_reason = request.end_within(len(new))
-        prompt_logprobs, num_cached = None, 0
-        if not request.first_output_sent:
-            request.first_output_sent = True
-            self._num_prompt_tokens += request.prompt_len
-            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-            num_cached = request.num_cached
-        return TokenOutput(
-            request_id=request.request_id,
-            new_token_ids=new[:num_new],
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            logprobs=None if logprobs is None else logprobs[:num_new],
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=num_cached,
-        )
+    def _accept(self, request: Request, start: int, num_drafts: int, num_new: int) -> None:
+        """The tokens that came are known; of the drafts behind them nothing stays."""
+        assert self.drafter is not None
+        self.drafter.observe(request.request_id, num_drafts, num_new - 1)
+        if request.status is _RUNNING:
+            request.num_computed = start + num_new
+            self.kv.commit(request, start + num_new)
 
     def rollback(self) -> None:
-        """Forget every step in flight; none of them may still run. Requests keep rows, blocks and known tokens, and what
-        those steps were to compute is computed again.
+        """Forget every step in flight; none of them may still run. Requests keep rows, blocks and known tokens, and
+        what those steps were to compute is computed again.
 
         Nobody knows which of the steps the batch has seen, so the next schedule frees all rows and states them anew.
         """
         undo(self._in_flight)
+        for request in self._running:
+            self.kv.drop_steps(request)
         self._in_flight.clear()
         for request in self._requests.values():
             request.length = len(request.tokens)
@@ -387,14 +396,5 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Give blocks and row back (see the top of this file for when the row can be used again)."""
         self.kv.free(request)
-        self._retiring.append((request.last_step, request.row))
+        self.rows.give_back(request.row, request.last_step)
         request.row = -1
-
-    def _release_rows(self) -> None:
-        if not self._retiring:
-            return
-        done = [row for last_step, row in self._retiring if last_step <= self._updated_step]
-        self._retiring = [(last_step, row) for last_step, row in self._retiring if last_step > self._updated_step]
-        self._freed_rows += done
-        for row in done:
-            heappush(self._free_rows, row)

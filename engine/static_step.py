@@ -1,4 +1,5 @@
-"""What steps that are captured once and replayed read: the same memory for all of them, into which every step is copied.
+"""What steps that are captured once and replayed read: the same memory for all of them, into which every step is
+copied.
 
 Legend: T tokens of the step, B sequences, N blocks of a sequence, D hidden size.
 """
@@ -17,8 +18,8 @@ from layers.step import StepInput
 
 @dataclass(frozen=True, slots=True)
 class CutExperts:
-    """Experts that run as they are written between two captured pieces. x: what the piece before leaves for them, out: where the
-    one after finds what they give."""
+    """Experts that run as they are written between two captured pieces. x: what the piece before leaves for them, out:
+    where the one after finds what they give."""
 
     steps: Callable[[Tensor, int], Steps[Tensor]]
     x_TD: Tensor
@@ -86,7 +87,8 @@ class StaticDecodes:
         self._used = count
 
     def step(self, size: int, longest: int) -> StepInput:
-        """kv_lens on the host are the most that may come: kernels take them as a bound, and the truth from kv_lens_B."""
+        """kv_lens on the host are the most that may come: kernels take them as a bound, and the truth from
+        kv_lens_B."""
         return StepInput(
             token_ids_T=self._tokens.token_ids_T[:size],
             positions_T=self._tokens.positions_T[:size],

@@ -1,7 +1,7 @@
 """Decode steps that follow each other: the same rows, each one token further.
 
-Most steps are such steps. To lay one out in full (engine/batch.py) takes thirty operations on arrays. They are small, but
-the forward pass has just swept every cache with weights, so that each of them comes from memory anew.
+Most steps are such steps. To lay one out in full (engine/batch.py) takes thirty operations on arrays. They are small,
+but the forward pass has just swept every cache with weights, so that each of them comes from memory anew.
 
 Legend: B sequences, N steps.
 """

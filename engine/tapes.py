@@ -1,9 +1,9 @@
 """Decode steps without Python, on a CPU: what graphs are on a GPU (engine/graphs.py).
 
-The first step of so many sequences is recorded while it runs (native/tape.py), later ones of as many are played: one call, or one
-between any two exchanges of rows with other ranks. Recording costs next to nothing, so there is a tape for every number of sequences and no
-padding. A step that cannot be recorded, because torch computes something in it, has lost nothing: it has run as it is written,
-and so do all others of its size from then on.
+The first step of so many sequences is recorded while it runs (native/tape.py), later ones of as many are played: one
+call, or one between any two exchanges of rows with other ranks. Recording costs next to nothing, so there is a tape for
+every number of sequences and no padding. A step that cannot be recorded, because torch computes something in it, has
+lost nothing: it has run as it is written, and so do all others of its size from then on.
 
 Legend: T tokens of the step, D hidden size.
 """
@@ -20,15 +20,16 @@ from dbo.steps import Steps, drain
 from engine.graphs import Forward
 from engine.static_step import CutExperts, StaticDecodes
 from layers.step import StepInput
-from models.cuts import UNCUT, Attend, Prepare
+from models.graph_breaks import EAGER, Operation, Prepare
 from native.tape import Memory, Recording, Tape
 
 
 class Tapes:
     """Implements engine.graphs.Captured. Not thread-safe: the thread that runs the steps records and plays.
 
-    forward(step, cuts, lane): the model's. sizes: most sequences of a step, and the blocks of the longest. cut_experts: they exchange with others, or somebody counts what they
-    are given, so they run as they are written. as_written(): is asked before every step whether somebody watches what its layers do.
+    forward(step, breaks, lane): the model's. sizes: most sequences of a step, and the blocks of the longest.
+    cut_experts: they exchange with others, or somebody counts what they are given, so they run as they are written.
+    as_written(): is asked before every step whether somebody watches what its layers do.
     """
 
     def __init__(
@@ -79,37 +80,39 @@ class Tapes:
         return self._steps(step, 0)
 
     def part(self, step: StepInput, lane: int) -> Steps[Tensor]:
-        """The same for a part of a step, whose results are valid until the next one of this lane begins. Parts have to take turns
-        after every exchange, because one may read what another has written; uncut tapes do not."""
-        return self._steps(step, lane) if self._cut_experts else self._forward(step, UNCUT, lane)
+        """The same for a part of a step, whose results are valid until the next one of this lane begins. Parts have to
+        take turns after every exchange, because one may read what another has written; uncut tapes do not."""
+        return self._steps(step, lane) if self._cut_experts else self._forward(step, EAGER, lane)
 
     def _steps(self, step: StepInput, lane: int) -> Steps[Tensor]:
         count = step.num_tokens
-        usable = 0 < count <= self._max_sequences and step.num_decodes == step.num_sequences
+        plain = not step.more_tables and step.state is None
+        usable = plain and 0 < count <= self._max_sequences and step.num_decodes == step.num_sequences
         own = self._lanes[lane]
         if not usable or count in own.refused or self._as_written():
-            return self._forward(step, UNCUT, lane)
+            return self._forward(step, EAGER, lane)
         own.inputs.fill(step)
         found = own.steps.get(count)
         return self._record(own, step, lane) if found is None else found.play()
 
     def _record(self, own: _Lane, step: StepInput, lane: int) -> Steps[Tensor]:
         count = step.num_tokens
-        cuts = _Recorder(Recording(own.memory), self._cut_experts)
-        recording = cuts.recording
+        breaks = _Recorder(Recording(own.memory), self._cut_experts)
+        recording = breaks.recording
         recording.begin()
         try:
-            # With the lengths of this step: who reads them on the host computes in torch, and that is refused, but right.
-            forward = self._forward(replace(own.inputs.step(count, 0), kv_lens=step.kv_lens), cuts, lane)
+            # With the lengths of this step: who reads them on the host computes in torch, and that is refused, but
+            # right.
+            forward = self._forward(replace(own.inputs.step(count, 0), kv_lens=step.kv_lens), breaks, lane)
             # Nobody else may have a turn while this thread records, and there is no exchange to wait for.
             hidden_TD = (yield from forward) if self._cut_experts else drain(forward)
-            cuts.finish()
+            breaks.finish()
         finally:
             recording.abandon()
         if recording.refused:
             own.refused[count] = recording.refused
         else:
-            own.steps[count] = _Taped(recording, cuts.parts, hidden_TD)
+            own.steps[count] = _Taped(recording, breaks.parts, hidden_TD)
         return hidden_TD
 
 
@@ -141,17 +144,18 @@ class _Taped:
 
 
 class _Recorder:
-    """Implements models.cuts.Cuts: a tape ends where experts that are cut begin, and the next one begins behind them."""
+    """Implements models.graph_breaks.GraphBreaks: a tape ends where experts that are cut begin, and the next one
+    begins behind them."""
 
     def __init__(self, recording: Recording, cut_experts: bool) -> None:
         self.recording = recording
         self.parts: list[Tape | CutExperts] = []
         self._cut_experts = cut_experts
 
-    def attention(self, prepare: Prepare, step: StepInput, num_queries: int) -> Attend:
+    def operation(self, prepare: Prepare, step: StepInput, num_rows: int) -> Operation:
         return prepare(step)
 
-    def experts(self, steps: Callable[[Tensor, int], Steps[Tensor]], x_TD: Tensor, lane: int) -> Steps[Tensor]:
+    def exchange(self, steps: Callable[[Tensor, int], Steps[Tensor]], x_TD: Tensor, lane: int) -> Steps[Tensor]:
         if not self._cut_experts:
             return (yield from steps(x_TD, lane))
         out_TD = self.recording.empty_like(x_TD)

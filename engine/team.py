@@ -2,8 +2,9 @@
 
 An epoch begins with `begin`, when a Membership says who takes part. While its groups open, a higher epoch may begin
 instead. `form` does the rest: the ranks tell each other which placement they have, repair the newest one for the
-living, and each reads the experts that are new to it. All ranks come to the same placement, because `repair` is
-a pure function; the first record of the agreement proves it.
+living, and each reads the experts that are new to it (engine/reading.py). While one of them reads, all of them go on to
+hear the front, and tell each other how far they are. All ranks come to the same placement, because `repair` is a pure
+function; the first record of the agreement proves it.
 """
 
 from __future__ import annotations
@@ -13,25 +14,30 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from dbo.steps import Steps
 from engine.agreement import Agreement
-from engine.messages import Joined
-from ep.group import Group, LocalGroup
+from engine.reading import Read, Reading
 from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.protocol import AllToAll, PeerLost
+from ep.transport.group import Group, LocalGroup
 from eplb.placement import Placement, owner_shares
-from eplb.repair import diff, ranks_needed, repair
-from layers.weights import Checkpoint
+from eplb.repair import Load, diff, ranks_needed, repair
+from front.messages import Joined
 from models.base import CausalLM
 
 log = logging.getLogger("moesaic.team")
 
-INTS_AT_ONCE = 256  # a small gather carries no more (ep/shm_group.py)
+INTS_AT_ONCE = 256  # a small gather carries no more (ep/transport/shm_group.py)
+FILL_SECONDS = 0.05  # for experts that have been read; then the rank looks up
+# How soon `form` is to be called again.
+LOOK_SECONDS = 0.002
+TROUBLED_LOOK_SECONDS = 0.05  # while experts cannot be read
 
 
 class Groups(NamedTuple):
@@ -80,10 +86,11 @@ class Opened:
 
 
 class OpeningThread:
-    """Groups that open on a thread of their own, because whoever waits for others there cannot hear the front meanwhile.
+    """Groups that open on a thread of their own, because whoever waits for others there cannot hear the front
+    meanwhile.
 
-    open_groups(stop): its waits are bounded; it may give up when stop() is True. A thread that is not wanted any more is
-    left to end by itself.
+    open_groups(stop): its waits are bounded; it may give up when stop() is True. A thread that is not wanted any more
+    is left to end by itself.
     """
 
     def __init__(self, open_groups: Callable[[Callable[[], bool]], Groups]) -> None:
@@ -122,7 +129,8 @@ class OpeningThread:
 
 
 class Team:
-    """living: the ranks of the epoch, by their numbers in the placement. working: the epoch has been formed, and still is.
+    """living: the ranks of the epoch, by their numbers in the placement. working: the epoch has been formed, and still
+    is.
 
     Without a placement (a dense model) a rank needs no other: every epoch has it alone.
     """
@@ -136,10 +144,11 @@ class Team:
         fingerprint: int,
         meet: Meet,
         make_lanes: MakeLanes,
-        model_path: str,
+        read: Read,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """placement: which experts the model's slots hold. fingerprint: of whatever else must be equal on all ranks."""
+        """placement: which experts the model's slots hold. fingerprint: of whatever else must be equal on all ranks.
+        read: how experts come that are new to this rank."""
         self.rank = rank
         self.epoch = -1
         self.living: tuple[int, ...] = ()
@@ -151,9 +160,14 @@ class Team:
         self._fingerprint = fingerprint
         self._meet = meet
         self._make_lanes = make_lanes
-        self._model_path = model_path
+        self._read = read
         self._clock = clock
+        self.look_seconds = LOOK_SECONDS
         self._opening: Opening | None = None
+        self._forming: _Forming | None = None
+        self._filled: dict[
+            tuple[int, int], int
+        ] = {}  # (layer, slot) -> expert, where that is not what `placement` says
         self._groups: Groups | None = None
         self._alive: tuple[bool, ...] = ()
         self._began = 0.0
@@ -161,12 +175,17 @@ class Team:
     @property
     def opening(self) -> bool:
         """An epoch has begun and is not formed yet."""
-        return self._opening is not None
+        return self._opening is not None or self._forming is not None
+
+    @property
+    def trouble(self) -> str:
+        """Why the experts that this rank reads do not come; "": they do."""
+        return "" if self._forming is None else self._forming.reading.trouble
 
     @property
     def opened(self) -> bool:
         """`form` may be called."""
-        return self._opening is not None and self._opening.done()
+        return self._forming is not None or (self._opening is not None and self._opening.done())
 
     @property
     def placement(self) -> Placement | None:
@@ -211,31 +230,78 @@ class Team:
         else:
             self._opening = self._meet(epoch, self.living.index(self.rank), size)
 
-    def form(self) -> Steps[Joined]:
-        """The groups have opened: agree on the placement and bring the experts. Raises PeerLost."""
+    def work_alone(self) -> None:
+        """Work without having met the others: this rank's experts stand in for all. What comes out is of no use, but
+        whatever is slow at its first time is over then (engine/process/settle.py). An epoch that is about to begin
+        stays so."""
+        self._rehost(self._placement, LocalGroup())
+        self.agreement = Agreement(LocalGroup(), self.epoch, 0)
+        self.working = True
+
+    def form(self) -> Steps[Joined | None]:
+        """The groups have opened: agree on the placement and bring the experts. None: some rank still reads, so call it
+        again in `look_seconds`. Raises PeerLost."""
+        if self._forming is None:
+            self._forming = yield from self._agree()
+        forming, groups = self._forming, self._groups
+        assert groups is not None
+        self._fill(forming)
+        # Ranks that start together all have the placement they start with, and load for different times.
+        if forming.placement is not None and self.epoch > 0:
+            gathered = groups.agreement.all_gather_ints([forming.reading.left, bool(forming.reading.trouble)])
+            yield
+            states = gathered.wait()
+            self.look_seconds = TROUBLED_LOOK_SECONDS if any(state[1] for state in states) else LOOK_SECONDS
+            if any(state[0] for state in states):
+                return None
+        return self._formed(forming, groups)
+
+    def _agree(self) -> Steps[_Forming]:
+        """On the placement; the reading of what is new to this rank begins."""
         assert self._opening is not None
         opening, self._opening = self._opening, None
         self._groups = opening.take()
         placement = self._placement
-        # Ranks that start together all have the placement they start with, and load for different times.
         if placement is not None and self.epoch > 0:
             newest = yield from self._newest(placement, self._groups.agreement)
-            agreed = self._clock()
             placement = repair(newest, self._alive, self.epoch)
-        else:
-            agreed = self._clock()
-        num_loaded, bytes_read = self._rehost(placement, self._groups.experts)
+        loads = self._loads(placement)
+        return _Forming(placement, self._read(loads), len(loads), self._clock())
+
+    def _fill(self, forming: _Forming) -> None:
+        reading = forming.reading
+        end = self._clock() + FILL_SECONDS
+        while reading.left and (seconds := end - self._clock()) > 0:
+            piece = reading.take(seconds)
+            if piece is None:
+                break
+            load = piece.load
+            self._model.read_expert(piece.source, load.layer, load.slot, load.expert)
+            self._filled[load.layer, load.slot] = load.expert
+            forming.bytes_read += piece.bytes_read
+
+    def _formed(self, forming: _Forming, groups: Groups) -> Joined:
+        placement, self._forming = forming.placement, None
+        self._placement = placement
+        self._filled.clear()
+        self._rehost(placement, groups.experts)
         checksum = self._fingerprint ^ (0 if placement is None else placement.checksum())
-        self.agreement = Agreement(self._groups.agreement, self.epoch, checksum)
+        self.agreement = Agreement(groups.agreement, self.epoch, checksum)
         self.working = True
         return Joined(
             rank=self.rank,
             epoch=self.epoch,
-            agree_seconds=agreed - self._began,
-            repair_seconds=self._clock() - agreed,
-            experts_loaded=num_loaded,
-            bytes_read=bytes_read,
+            agree_seconds=forming.agreed - self._began,
+            repair_seconds=self._clock() - forming.agreed,
+            experts_loaded=forming.num_loads,
+            bytes_read=forming.bytes_read,
         )
+
+    def _rehost(self, placement: Placement | None, experts: Group) -> None:
+        def lanes(num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
+            return self._make_lanes(experts, num_slots, hidden_size)
+
+        self._model.rehost(Parallel(self.rank, self._num_ranks, placement, lanes))
 
     def close(self) -> None:
         """Leave the others; whatever waits for them, here or there, fails with PeerLost."""
@@ -243,6 +309,9 @@ class Team:
         if self._opening is not None:
             self._opening.drop()
             self._opening = None
+        if self._forming is not None:
+            self._forming.reading.drop()
+            self._forming = None
         if self._groups is not None:
             self._groups.close()
             self._groups = None
@@ -270,24 +339,29 @@ class Team:
             received += gathered.wait()[newest]
         return _unpack(received, num_ranks, mine, epoch)
 
-    def _rehost(self, placement: Placement | None, experts: Group) -> tuple[int, int]:
-        """Experts and bytes that were read."""
-        loads = []
-        if placement is not None and self._placement is not None:
-            loads = [load for load in diff(self._placement, placement) if load.rank == self.rank]
-        bytes_read = 0
-        if loads:
-            checkpoint = Checkpoint(self._model_path)
-            for load in loads:
-                self._model.read_expert(checkpoint, load.layer, load.slot, load.expert)
-            bytes_read = checkpoint.bytes_read
-        self._placement = placement
+    def _loads(self, placement: Placement | None) -> list[Load]:
+        """What this rank has to read for it. An epoch that was broken off has left other experts in some slots than the
+        placement that was in force says."""
+        if placement is None or self._placement is None:
+            return []
+        loads = {(load.layer, load.slot): load for load in diff(self._placement, placement) if load.rank == self.rank}
+        for (layer, slot), held in self._filled.items():
+            loads.pop((layer, slot), None)
+            wanted = int(placement.slot_to_expert[layer, self.rank, slot])
+            if wanted not in (-1, held):
+                loads[layer, slot] = Load(layer, self.rank, slot, wanted)
+        return sorted(loads.values())
 
-        def lanes(num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
-            return self._make_lanes(experts, num_slots, hidden_size)
 
-        self._model.rehost(Parallel(self.rank, self._num_ranks, placement, lanes))
-        return len(loads), bytes_read
+@dataclass(slots=True)
+class _Forming:
+    """An epoch whose ranks have met, and bring what its placement wants. agreed: when they knew it, by the clock."""
+
+    placement: Placement | None
+    reading: Reading
+    num_loads: int
+    agreed: float
+    bytes_read: int = 0
 
 
 def _pack(placement: Placement) -> list[int]:

@@ -10,9 +10,9 @@ import socket
 from pathlib import Path
 from time import perf_counter_ns
 
-from engine.messages import ProfileCommand, ProfilePart
 from ep.recorder import Kind, Recorder
 from ep.traced import plain, traced
+from front.messages import ProfileCommand, ProfilePart
 from models.base import CausalLM
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -109,8 +109,8 @@ class Timeline:
 
 
 def _node() -> dict[str, str]:
-    """Where this process runs. Ranks with the same `clock` have read the same one; hosts that are made of network namespaces
-    of one machine (benchmarks/bench_dbo.py) differ by `network`."""
+    """Where this process runs. Ranks with the same `clock` have read the same one; hosts that are made of network
+    namespaces of one machine (benchmarks/bench_dbo.py) differ by `network`."""
     try:
         clock, network = BOOT_ID.read_text().strip(), str(os.stat(NETWORK).st_ino)
     except OSError:  # not Linux: one machine, as far as anybody can tell

@@ -31,8 +31,9 @@ def await_true(
     missing: Callable[[], tuple[int, ...]],
     spin: float = _SPIN_SECONDS,
 ) -> None:
-    """Return when done(). spin: seconds for which it is asked without a pause, on a thread that has the interpreter. Raises PeerLost naming missing(): after `timeout` seconds; when somebody has left() and what it
-    may have done before does not come soon; at once when the group is closed() here, by another thread."""
+    """Return when done(). spin: seconds for which it is asked without a pause, on a thread that has the interpreter.
+    Raises PeerLost naming missing(): after `timeout` seconds; when somebody has left() and what it may have done before
+    does not come soon; at once when the group is closed() here, by another thread."""
     began = time.monotonic()
     end = began + timeout
     noticed = False
@@ -63,6 +64,11 @@ def beside(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def pinned(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, where the device's copy engines read it by themselves."""
+    return x.pin_memory() if device.type == "cuda" else x
 
 
 def fetch(x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ __all__ = ["SCALE_ROWS", "Experts", "ScaledMatrix", "WeightFormat", "quantize"]
 
 
 class Experts(nn.Module):
-    """S experts of width F on rows of size D; uninitialised until loaded. `weights` has them, in the form that the fastest
-    arithmetic here wants (moe_kernels/weights.py)."""
+    """S experts of width F on rows of size D; uninitialised until loaded. `weights` has them, in the form that the
+    fastest arithmetic here wants (moe_kernels/weights.py)."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Experts(nn.Module):
         return self._form if self._weights is None else self._weights.format
 
     def keep_as(self, form: WeightFormat, backend: str | None = None) -> None:
-        """From now on weights are kept in this format, if they can be; what was loaded before is lost. backend: a name of
-        moe_kernels/backends.py; None: as before. Raises ValueError where it cannot run."""
+        """From now on weights are kept in this format, if they can be; what was loaded before is lost. backend: a name
+        of moe_kernels/backends.py; None: as before. Raises ValueError where it cannot run."""
         chosen = self._backend if backend is None else backend
         if form is self.format and chosen == self._backend:
             return
@@ -83,6 +83,6 @@ class Experts(nn.Module):
         return self.weights.read(slot)
 
     def slot_storage(self, slot: int) -> tuple[Tensor, ...]:
-        """Every tensor that makes up the expert of one slot, as contiguous views in the form in which it is kept: what a
-        move to another rank's slot copies."""
+        """Every tensor that makes up the expert of one slot, as contiguous views in the form in which it is kept: what
+        a move to another rank's slot copies."""
         return self.weights.storage(slot)

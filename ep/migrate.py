@@ -1,4 +1,5 @@
-"""The weights of experts on their way from rank to rank, a piece per step, into memory beside the slots; then swapped in.
+"""The weights of experts on their way from rank to rank, a piece per step, into memory beside the slots; then swapped
+in.
 
 Everybody works out the same list of moves and the same pieces, so that nothing is said about them. Until the swap
 nothing that computes has changed: a migration that is given up is forgotten.
@@ -33,7 +34,8 @@ class Move(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Bytes start to stop of an expert, from a rank of the group to another; at: where they lie in what that one receives."""
+    """Bytes start to stop of an expert, from a rank of the group to another; at: where they lie in what that one
+    receives."""
 
     move: Move
     source: int
@@ -44,8 +46,8 @@ class _Part(NamedTuple):
 
 
 def plan_moves(current: Placement, target: Placement) -> list[Move]:
-    """For every slot whose expert changes where it comes from: its own rank, else the holder of its failure domain, else the
-    one that sends least so far. Ordered by layer, rank and slot."""
+    """For every slot whose expert changes where it comes from: its own rank, else the holder of its failure domain,
+    else the one that sends least so far. Ordered by layer, rank and slot."""
     old, new = current.slot_to_expert, target.slot_to_expert
     domains = current.failure_domains or tuple(range(current.num_ranks))
     sent = [0] * current.num_ranks
@@ -64,13 +66,13 @@ def plan_moves(current: Placement, target: Placement) -> list[Move]:
 class Migration:
     """The moves from one placement to the next, as one rank takes part in them.
 
-    In pieces numbered 0 to num_pieces - 1: `outgoing` says what to send, `receive` takes what came. `swap` after the last
-    one. From the first piece to the swap it holds memory for the experts that this rank is brought.
+    In pieces numbered 0 to num_pieces - 1: `outgoing` says what to send, `receive` takes what came. `swap` after the
+    last one. From the first piece to the swap it holds memory for the experts that this rank is brought.
     """
 
     def __init__(self, current: Placement, target: Placement, rank: int, storage: Storage, piece_bytes: int) -> None:
-        """storage: the slots of this rank; experts of a layer are equally large on all ranks. piece_bytes: what one rank
-        receives at most in one piece."""
+        """storage: the slots of this rank; experts of a layer are equally large on all ranks. piece_bytes: what one
+        rank receives at most in one piece."""
         assert piece_bytes > 0 and current.alive == target.alive
         living = [index for index, alive in enumerate(current.alive) if alive]
         self._size = len(living)

@@ -21,13 +21,14 @@ from moe_kernels import TokenBatch, add_rows
 class MoE(nn.Module):
     """out = shared(x) + sum over the chosen experts of weight * expert(x).
 
-    router: x [T, D] -> (expert int64 [T, K], weight float32 [T, K]) (ep/router.py).
-    lanes: one all-to-all per lane of overlap; layers of a model share them.
-    table: logical expert -> slot of the group; None: the two numbers are the same.
-    shared: computed by every rank on its own tokens while theirs are in flight; None: there is none.
-    Whoever counts sets `load`, which is shown the expert ids of every step (eplb.load.ExpertLoad.recorder), and `arrivals`,
+    router: x [T, D] -> (expert int64 [T, K], weight float32 [T, K]) (ep/router.py). lanes: one all-to-all per lane of
+    overlap; layers of a model share them. table: logical expert -> slot of the group; None: the two numbers are the
+    same. shared: computed by every rank on its own tokens while theirs are in flight; None: there is none. Whoever
+    counts sets `load`, which is shown the expert ids of every step (eplb.load.ExpertLoad.recorder), and `arrivals`,
     which is shown how many rows each slot gets (eplb.load.RowLoad.recorder).
     """
+
+    exchanges = True  # with other ranks
 
     def __init__(
         self,
@@ -66,7 +67,8 @@ class MoE(nn.Module):
         return out_TD if shared_TD is None else add_rows(out_TD, shared_TD)
 
     def rehost(self, lanes: Sequence[AllToAll], table: SlotTable) -> None:
-        """Exchange with other ranks from now on; between steps only. The weights of the slots are the caller's business."""
+        """Exchange with other ranks from now on; between steps only. The weights of the slots are the caller's
+        business."""
         self.lanes = tuple(lanes)
         self.table = table
 
@@ -78,8 +80,8 @@ class MoE(nn.Module):
 
 
 class MoELayers:
-    """Makes the MoE layers of a model, in their order, on one rank: it hosts its part of their experts, and all of them exchange
-    through the same lanes."""
+    """Makes the MoE layers of a model, in their order, on one rank: it hosts its part of their experts, and all of them
+    exchange through the same lanes."""
 
     def __init__(self, parallel: Parallel, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """ValueError when nobody has said which experts the rank hosts."""

@@ -154,8 +154,8 @@ def _rows(placement: Placement, layers: Sequence[int]) -> list[_Rows]:
 
 
 def _alias(hashes_RB: Ints) -> tuple[Ints, Ints]:
-    """cut and other, int64 [R, B] each: bucket b of a row is shared by replica b, which has its first cut[b] hashes, and
-    by replica other[b]. Every replica then has as many hashes as it should; hashes_RB: those, 2**16 in each row.
+    """cut and other, int64 [R, B] each: bucket b of a row is shared by replica b, which has its first cut[b] hashes,
+    and by replica other[b]. Every replica then has as many hashes as it should; hashes_RB: those, 2**16 in each row.
 
     A. J. Walker, An efficient method for generating discrete random variables with general distributions, 1977: the
     emptiest bucket is filled up by the replica that has most left, and is done with; and so on.

@@ -17,7 +17,8 @@ V = TypeVar("V")
 
 
 class PeerLost(RuntimeError):
-    """An exchange cannot complete because peers are gone. `ranks`, of the group, names those known to be (may be empty)."""
+    """An exchange cannot complete because peers are gone. `ranks`, of the group, names those known to be (may be
+    empty)."""
 
     def __init__(self, ranks: tuple[int, ...], reason: str) -> None:
         super().__init__(f"lost rank(s) {list(ranks) if ranks else 'unknown'}: {reason}")
@@ -45,8 +46,8 @@ class Ready(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where each token goes. slot_TK: int64 [T, K] slot in the group (rank of the group * S + local slot), distinct within
-    a row; weight_TK: float32 [T, K]."""
+    """Where each token goes. slot_TK: int64 [T, K] slot in the group (rank of the group * S + local slot), distinct
+    within a row; weight_TK: float32 [T, K]."""
 
     slot_TK: Tensor
     weight_TK: Tensor
@@ -65,8 +66,9 @@ class AllToAll(Protocol):
     """Moves rows to their experts and results back. Nothing is remembered between calls except buffers.
 
     Every rank of the group calls dispatch and combine equally often and in the same order (zero tokens are fine).
-    `combine` multiplies by the routing weights and sums (of tokens the experts have done both already), and writes float32-accumulated results in x's dtype to out_TD.
-    Both raise PeerLost out of `wait()` (or at once) when a peer is gone; no wait is without a bound.
+    `combine` multiplies by the routing weights and sums, unless the experts have done both already (TokenBatch), and
+    writes float32-accumulated results in x's dtype to out_TD. Both raise PeerLost out of `wait()` (or at once) when a
+    peer is gone; no wait is without a bound.
     """
 
     @property

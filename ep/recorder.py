@@ -1,7 +1,7 @@
 """What one rank did when: a bounded record of slices of time. Standard library only, because the front reads it too.
 
-Everything is laid out beforehand, so that recording a slice costs about a microsecond and can never take more memory than
-was given. Times are nanoseconds of time.perf_counter_ns(), which all processes of one machine share on Linux.
+Everything is laid out beforehand, so that recording a slice costs about a microsecond and can never take more memory
+than was given. Times are nanoseconds of time.perf_counter_ns(), which all processes of one machine share on Linux.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Kind(enum.IntEnum):
 
 
 class Event(NamedTuple):
-    """A slice of time. step: the schedule's number; of an AGREEMENT the agreed one, equal on all ranks. amount: tokens, rows
-    that arrived for EXPERTS, the epoch for AGREEMENT. layer, lane: 0 where they mean nothing."""
+    """A slice of time. step: the schedule's number; of an AGREEMENT the agreed one, equal on all ranks. amount: tokens,
+    rows that arrived for EXPERTS, the epoch for AGREEMENT. layer, lane: 0 where they mean nothing."""
 
     start: int
     end: int

@@ -75,8 +75,8 @@ class DeepseekV2Router(nn.Module):
 
 
 class DeepseekV3Router(nn.Module):
-    """DeepSeek-V3/R1: sigmoid in float32; `bias_E` (e_score_correction_bias) takes part in the choice only; groups by the
-    sum of their two best. `weight` and `bias_E` are float32 whatever the model's dtype."""
+    """DeepSeek-V3/R1: sigmoid in float32; `bias_E` (e_score_correction_bias) takes part in the choice only; groups by
+    the sum of their two best. `weight` and `bias_E` are float32 whatever the model's dtype."""
 
     def __init__(
         self,

@@ -1,6 +1,8 @@
-"""In what form a token's hidden state travels to its experts. The results come back in the dtype in which they are computed.
+"""In what form a token's hidden state travels to its experts. The results come back in the dtype in which they are
+computed.
 
-Legend: T tokens, N tokens that arrived, R rows, S slots, C rows per padded slot, D hidden size, B blocks of a row, W width of a row as it travels.
+Legend: T tokens, N tokens that arrived, R rows, S slots, C rows per padded slot, D hidden size, B blocks of a row, W
+width of a row as it travels.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ class PlainRows:
 
 
 class Fp8Rows:
-    """float8_e4m3fn with a scale per 128 of a row (moe_kernels/quant.py): half the bytes of bfloat16. As bytes, because not
-    every transport knows FP8; the scales come behind the values. A rank's own rows are rounded too, so that a result does
-    not depend on where an expert lives."""
+    """float8_e4m3fn with a scale per 128 of a row (moe_kernels/quant.py): half the bytes of bfloat16. As bytes, because
+    not every transport knows FP8; the scales come behind the values. A rank's own rows are rounded too, so that a
+    result does not depend on where an expert lives."""
 
     dtype = torch.uint8
 
@@ -102,5 +104,6 @@ def rounded(name: str, x_TD: Tensor) -> Tensor:
 
 
 def padding(dtype: torch.dtype) -> float:
-    """What rows past a slot's count are filled with, so that it shows at once who reads them: NaN, also in FP8 (0x7f)."""
+    """What rows past a slot's count are filled with, so that it shows at once who reads them: NaN, also in FP8
+    (0x7f)."""
     return 0x7F if dtype is torch.uint8 else float("nan")

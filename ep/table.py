@@ -1,5 +1,5 @@
-"""The all-to-all backends by name (ep/backends.py has their limits). What is optional is imported by the backend's own file
-when it is made."""
+"""The all-to-all backends by name (ep/requirements.py has their limits). What is optional is imported by the backend's
+own file when it is made."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from ep.backends import FEW_TOKENS, NAMES, PADDED, Situation, family, missing, refusal, split_pair
-from ep.collective import CollectiveAllToAll
-from ep.deepep import DeepEpBuffer
-from ep.deepep_ht import HighThroughput
-from ep.deepep_ll import LowLatency, confirm
-from ep.deepep_v2 import Elastic, ElasticBuffers
-from ep.device_group import DeviceGroup, device_group
-from ep.dispatchers import PairedLane, StepState
-from ep.flashinfer import OneSided
-from ep.group import GlooGroup, Group, LocalGroup, MailboxGroup, gloo_group
-from ep.local import LocalAllToAll
-from ep.mailbox import Mailbox
-from ep.nccl import NcclAllToAll
-from ep.nvshmem import nvshmem_lanes
-from ep.nvshmem_ll import NvshmemLowLatency, PutKernels
-from ep.nvshmem_ll import confirm as confirm_puts
-from ep.parcels import CollectiveParcels, LocalParcels, MailboxParcels, Parcels, ShmParcels
-from ep.pplx import Pplx
+from ep.backends.collective import CollectiveAllToAll
+from ep.backends.deepep import DeepEpBuffer
+from ep.backends.deepep_ht import HighThroughput
+from ep.backends.deepep_ll import LowLatency, confirm
+from ep.backends.deepep_v2 import Elastic, ElasticBuffers
+from ep.backends.dispatchers import PairedLane, StepState
+from ep.backends.flashinfer import OneSided
+from ep.backends.local import LocalAllToAll
+from ep.backends.mailbox import Mailbox
+from ep.backends.nccl import NcclAllToAll
+from ep.backends.nvshmem import nvshmem_lanes
+from ep.backends.nvshmem_ll import NvshmemLowLatency, PutKernels
+from ep.backends.nvshmem_ll import confirm as confirm_puts
+from ep.backends.pplx import Pplx
+from ep.backends.shm import ShmAllToAll
 from ep.protocol import AllToAll
+from ep.requirements import FEW_TOKENS, NAMES, PADDED, Situation, family, missing, refusal, split_pair
 from ep.rows import make_rows
-from ep.shm import ShmAllToAll
-from ep.shm_futex import unsupported
-from ep.shm_group import ShmGroup, shm_group
-from ep.shm_meeting import Watch, await_sign_ins, sign_in
+from ep.transport.device_group import DeviceGroup, device_group
+from ep.transport.group import GlooGroup, Group, LocalGroup, MailboxGroup, join_gloo
+from ep.transport.loopback import join_store, serve_store, store_of
+from ep.transport.parcels import CollectiveParcels, LocalParcels, MailboxParcels, Parcels, ShmParcels
+from ep.transport.shm_futex import unsupported
+from ep.transport.shm_group import ShmGroup, shm_group
+from ep.transport.shm_meeting import Watch, meeting
 from moe_kernels import Layout
 
 AUTO = ("local", "shm", "gloo")  # "auto" takes the first that can serve, where there is no GPU
@@ -40,8 +42,8 @@ MANY_TOKENS = 2048  # of a rank in one exchange, unless said otherwise
 
 
 def explain(size: int, situation: Situation | None = None) -> dict[str, str]:
-    """For each backend "ok", or why it cannot serve `size` ranks in processes of their own. situation: what else is known;
-    None: the ranks are on this machine, without a GPU."""
+    """For each backend "ok", or why it cannot serve `size` ranks in processes of their own. situation: what else is
+    known; None: the ranks are on this machine, without a GPU."""
     known = situation or Situation(size, shared_memory=unsupported() or "")
     return {name: refusal(name, known) or missing(name, known) or "ok" for name in NAMES}
 
@@ -76,13 +78,12 @@ def make_lanes(
 ) -> Sequence[AllToAll]:
     """One all-to-all per lane of overlap. Every rank of the group calls this in the same order.
 
-    num_slots: expert slots of each rank; dtype: of hidden states and results. layout: of the experts' rows (PADDED: shm and
-    mailbox). rows: "plain", or "fp8": rows travel to the experts in half the bytes (ep/rows.py; one rank alone sends
-    nothing, and leaves them as they are). name: with "auto" the backend that the group belongs to
-    (size 1: local, whatever the name; ShmGroup: shm; GlooGroup: gloo; MailboxGroup: mailbox; DeviceGroup: nccl), or "a+b": a
-    for steps with many tokens, b for those in which no rank has more than few_tokens. max_tokens: of a rank in one
-    exchange. state: of the steps of this rank; a pair needs it.
-    Raises ValueError as `choose`, and for another backend's group.
+    num_slots: expert slots of each rank; dtype: of hidden states and results. layout: of the experts' rows (PADDED: shm
+    and mailbox). rows: "plain", or "fp8": rows travel to the experts in half the bytes (ep/rows.py; one rank alone
+    sends nothing, and leaves them as they are). name: with "auto" the backend that the group belongs to (size 1: local,
+    whatever the name; ShmGroup: shm; GlooGroup: gloo; MailboxGroup: mailbox; DeviceGroup: nccl), or "a+b": a for steps
+    with many tokens, b for those in which no rank has more than few_tokens. max_tokens: of a rank in one exchange.
+    state: of the steps of this rank; a pair needs it. Raises ValueError as `choose`, and for another backend's group.
     """
     if isinstance(group, LocalGroup):
         return [LocalAllToAll(num_slots) for _ in range(num_lanes)]
@@ -188,8 +189,8 @@ def _check_names(name: str) -> None:
 
 
 def make_parcels(group: Group, room_bytes: int) -> Parcels:
-    """What carries bytes between the ranks of the group. Every rank calls this in the same order, with equal room_bytes:
-    what one rank receives at most in one exchange."""
+    """What carries bytes between the ranks of the group. Every rank calls this in the same order, with equal
+    room_bytes: what one rank receives at most in one exchange."""
     if isinstance(group, MailboxGroup):
         return MailboxParcels(group.world, group.rank)
     if isinstance(group, ShmGroup):
@@ -211,7 +212,7 @@ def _of_group(group: Group) -> str:
 
 def make_groups(
     backend: str,
-    folder: Path,
+    place: Path,
     rank: int,
     size: int,
     timeout: float,
@@ -220,11 +221,12 @@ def make_groups(
 ) -> tuple[Group, Group]:
     """The two groups of a rank: where the ranks agree, and where tokens travel to experts (make_lanes wants that one).
 
-    Two, because the next step is agreed on while the last one's tokens still travel. backend: one that joins processes, or
-    a pair; with size 1 any name gives LocalGroups. rank: 0 to size - 1, that is among the living. folder: exists, on this machine;
-    epoch: new for every membership. timeout: seconds, the bound of every wait of the groups, joining included.
-    stop: asked every few milliseconds while others have not come yet; True (this membership is out of date) ends that.
-    Raises PeerLost when others do not come, have ended, or `stop` said so; ValueError for numbers out of range.
+    Two, because the next step is agreed on while the last one's tokens still travel. backend: one that joins processes,
+    or a pair; with size 1 any name gives LocalGroups. rank: 0 to size - 1, that is among the living. place: a directory
+    or a file that exists, on this machine (ep/transport/shm_meeting.py). epoch: new for every membership. timeout:
+    seconds, the bound of every wait of the groups, joining included. stop: asked every few milliseconds while others
+    have not come yet; True (this membership is out of date) ends that. Raises PeerLost when others do not come, have
+    ended, or `stop` said so; ValueError for numbers out of range.
     """
     if size == 1:
         return LocalGroup(), LocalGroup()
@@ -232,22 +234,22 @@ def make_groups(
     kind = family(split_pair(backend)[0])
     join = _shm_groups if kind == "shm" or (kind == "device" and not unsupported()) else _gloo_groups
     if kind in ("shm", "gloo"):
-        return join(folder, rank, size, timeout, epoch, stop)
+        return join(place, rank, size, timeout, epoch, stop)
     if kind == "device":
-        agreement, hosts = join(folder, rank, size, timeout, epoch, stop)
-        store = str(folder / f"devices-{epoch}")
-        return agreement, device_group(hosts, store, timeout, epoch, torch.device("cuda"))
+        agreement, hosts = join(place, rank, size, timeout, epoch, stop)
+        store = store_of(agreement, f"device/{epoch}", timeout)
+        return agreement, device_group(hosts, store, timeout, torch.device("cuda"))
     raise ValueError(f"all2all backend {backend!r} does not join processes; it must be shm or gloo, or one for GPUs")
 
 
 def _shm_groups(
-    folder: Path, rank: int, size: int, timeout: float, epoch: int, stop: Callable[[], bool] | None
+    place: Path, rank: int, size: int, timeout: float, epoch: int, stop: Callable[[], bool] | None
 ) -> tuple[Group, Group]:
-    agreement = shm_group(folder, rank, size, timeout, "agreement", epoch, stop)
+    agreement = shm_group(place, rank, size, timeout, "agreement", epoch, stop)
     try:
         # Who ended in between will not sign in again.
         return agreement, shm_group(
-            folder, rank, size, timeout, "experts", epoch, lambda: agreement.anybody_ended() or bool(stop and stop())
+            place, rank, size, timeout, "experts", epoch, lambda: agreement.anybody_ended() or bool(stop and stop())
         )
     except BaseException:
         agreement.close()
@@ -255,16 +257,25 @@ def _shm_groups(
 
 
 def _gloo_groups(
-    folder: Path, rank: int, size: int, timeout: float, epoch: int, stop: Callable[[], bool] | None
+    place: Path, rank: int, size: int, timeout: float, epoch: int, stop: Callable[[], bool] | None
 ) -> tuple[Group, Group]:
     # gloo waits for a process that has ended, so the ranks first meet without it.
+    served = serve_store(timeout) if rank == 0 else None
     watch = Watch()
-    path = sign_in(folder, f"gloo-{epoch}", rank)
-    try:
-        await_sign_ins(folder, f"gloo-{epoch}", rank, size, timeout, watch, stop)
-        store = str(folder / f"store-{epoch}")
-        agreement, experts = (gloo_group(store, rank, size, timeout, name, epoch) for name in ("agreement", "experts"))
-    finally:
-        watch.close()
-        path.unlink(missing_ok=True)
-    return agreement, experts
+    with meeting(place, "gloo", rank, size, epoch) as all_ranks:
+        try:
+            all_ranks.sign_in(port=-1 if served is None else served.port)
+            found = all_ranks.await_all(timeout, watch, stop)
+            store = PrefixStore(str(epoch), join_store(found[0].port, timeout) if served is None else served)
+
+            def gone() -> bool:
+                return bool(watch.ended()) or (stop is not None and stop())
+
+            agreement = join_gloo(store, rank, size, timeout, "agreement", epoch, stop=gone)
+            try:
+                return agreement, join_gloo(store, rank, size, timeout, "experts", epoch, stop=gone)
+            except BaseException:
+                agreement.close()
+                raise
+        finally:
+            watch.close()

@@ -1,4 +1,5 @@
-"""An all-to-all that another one is put into, to know how long its exchanges are under way, and how long they are waited for.
+"""An all-to-all that another one is put into, to know how long its exchanges are under way, and how long they are
+waited for.
 
 Legend: T tokens, D hidden size.
 """
@@ -12,6 +13,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from ep.protocol import AllToAll, Arrived, Pending, Routing
+from moe_kernels import Layout
 
 V = TypeVar("V")
 
@@ -19,8 +21,8 @@ V = TypeVar("V")
 class Flights:
     """Of all lanes of a rank, since its start. Written by whoever computes; anybody may read.
 
-    flown: seconds from when rows were sent until they were taken, summed over the exchanges; waited: the part of it in which
-    this rank did nothing but wait. An exchange that was waited for took as long as it was flown.
+    flown: seconds from when rows were sent until they were taken, summed over the exchanges; waited: the part of it in
+    which this rank did nothing but wait. An exchange that was waited for took as long as it was flown.
     """
 
     def __init__(self) -> None:
@@ -34,8 +36,8 @@ class Flights:
         return self._lanes
 
     def settle(self) -> None:
-        """Wait for whatever is still under way: a forward pass that is not carried on leaves its lanes in order, if it ended
-        in a combine."""
+        """Wait for whatever is still under way: a forward pass that is not carried on leaves its lanes in order, if it
+        ended in a combine."""
         for lane in self._lanes:
             lane.settle()
 
@@ -44,10 +46,14 @@ class TimedAllToAll:
     """One lane; it has at most one exchange under way."""
 
     def __init__(self, inner: AllToAll, flights: Flights) -> None:
-        self.layout = inner.layout
         self.flights = flights
         self._inner = inner
         self._under_way: _Timed[Arrived] | _Timed[Tensor] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Of the rows of this step: a pair's change from step to step."""
+        return self._inner.layout
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Arrived]:
         sent = _Timed(self._inner.dispatch(x_TD, routing), self.flights)

@@ -16,21 +16,25 @@ from torch import Tensor
 
 from ep.protocol import AllToAll, Arrived, Pending, Routing
 from ep.recorder import Kind, Recorder
-from moe_kernels import TokenBatch
+from moe_kernels import Layout, TokenBatch
 
 V = TypeVar("V")
 
 
 class TracedAllToAll:
-    """One layer's use of one lane. All that a rank computes for its lanes is computed by one thread, so what lies between two
-    exchanges of a lane is known by where the last slice ended (Recorder.resumed)."""
+    """One layer's use of one lane. All that a rank computes for its lanes is computed by one thread, so what lies
+    between two exchanges of a lane is known by where the last slice ended (Recorder.resumed)."""
 
     def __init__(self, inner: AllToAll, recorder: Recorder, layer: int, lane: int) -> None:
-        self.layout = inner.layout
         self.inner = inner
         self.recorder = recorder
         self._layer = layer
         self._lane = lane
+
+    @property
+    def layout(self) -> Layout:
+        """Of the rows of this step."""
+        return self.inner.layout
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Arrived]:
         num_tokens = x_TD.shape[0]

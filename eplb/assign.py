@@ -19,9 +19,9 @@ Floats = npt.NDArray[np.float64]
 def relabel(new_LGS: Ids, old_LGS: Ids, num_experts: int, alive: Sequence[bool], domains: Sequence[int]) -> Ids:
     """The same rank contents, given to the ranks that keep most experts in place; int32 [L, G, S].
 
-    Exact in every layer among all renamings that keep ranks of one failure domain together (so that what the plan covers stays
-    covered); with no two ranks in a domain that is all of them. Only living ranks are renamed. Within a rank, an expert
-    that stays keeps its slot. Both arrays have the same shape.
+    Exact in every layer among all renamings that keep ranks of one failure domain together (so that what the plan
+    covers stays covered); with no two ranks in a domain that is all of them. Only living ranks are renamed. Within a
+    rank, an expert that stays keeps its slot. Both arrays have the same shape.
     """
     groups = rank_groups(alive, domains)
     native = native_relabel(new_LGS, old_LGS, num_experts, groups)
@@ -75,8 +75,8 @@ def assign(value: Floats) -> npt.NDArray[np.int64]:
 
 
 def rank_groups(alive: Sequence[bool], domains: Sequence[int]) -> list[list[int]]:
-    """The living ranks whose contents may be swapped without changing what a loss uncovers: those of one failure domain, or
-    all when every rank is its own."""
+    """The living ranks whose contents may be swapped without changing what a loss uncovers: those of one failure
+    domain, or all when every rank is its own."""
     living = [rank for rank, lives in enumerate(alive) if lives]
     labels = [domains[rank] for rank in living] if domains else living
     if len(set(labels)) == len(labels):

@@ -19,7 +19,8 @@ Ids = npt.NDArray[np.int32]
 
 
 def checked_load(load_LE: npt.ArrayLike, num_experts: int | None = None) -> Floats:
-    """load_LE as float64 [L, E]. Raises ValueError when it is no such table, or holds a number that is negative or not finite."""
+    """load_LE as float64 [L, E]. Raises ValueError when it is no such table, or holds a number that is negative or
+    not finite."""
     load = np.asarray(load_LE, dtype=np.float64)
     if load.ndim != 2:
         raise ValueError(f"load has shape {list(load.shape)}; it must be [layers, experts]")

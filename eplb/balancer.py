@@ -24,8 +24,8 @@ _CATCH_UP = 0.25  # of the distance between the two, for new shares
 _LEAD_STEPS = 20  # moves are made for the loads expected so far ahead: weights that were brought stay a while
 _CALM = 0.005  # part of all slots moved per _CHURN_STEPS; beyond it a move must gain proportionally more
 _CHURN_STEPS = 100
-# A gain must be at least this part of the standard deviation that sampling gives a rank's load, and, where that is large
-# (few tokens: any placement can then be fitted to chance), this multiple of its square.
+# A gain must be at least this part of the standard deviation that sampling gives a rank's load, and, where that is
+# large (few tokens: any placement can then be fitted to chance), this multiple of its square.
 _NOISE, _CHANCE = 0.25, 8.0
 
 
@@ -33,10 +33,10 @@ _NOISE, _CHANCE = 0.25, 8.0
 class BalancerConfig:
     """All in steps, bytes and balancedness (mean / max of rank loads).
 
-    memory_steps: time constant of the average of loads; reweight_interval, move_interval: steps between decisions, 0 never;
-    move_budget_bytes: what one rank may receive per step; min_gain: balancedness of its layer that an expert brought must
-    gain, more while many are being moved; max_moves_per_layer: experts brought per decision. Several tokens' worth of
-    sampling noise are never taken for a gain.
+    memory_steps: time constant of the average of loads; reweight_interval, move_interval: steps between decisions, 0
+    never; move_budget_bytes: what one rank may receive per step; min_gain: balancedness of its layer that an expert
+    brought must gain, more while many are being moved; max_moves_per_layer: experts brought per decision. Several
+    tokens' worth of sampling noise are never taken for a gain.
     """
 
     memory_steps: int = 10
@@ -50,7 +50,8 @@ class BalancerConfig:
 
 @dataclass(frozen=True)
 class Decision:
-    """The placement to use from now on. moved: the experts to be brought to a slot before (none when only shares change).
+    """The placement to use from now on. moved: the experts to be brought to a slot before (none when only shares
+    change).
 
     reason: one line for people.
     """
@@ -74,8 +75,8 @@ class Balancer:
 
     @property
     def load_LE(self) -> Floats:
-        """What new shares are made from: tokens per step, float64 [L, E]: the average, and a part of the way that the trend
-        has gone since, for an average lags behind."""
+        """What new shares are made from: tokens per step, float64 [L, E]: the average, and a part of the way that the
+        trend has gone since, for an average lags behind."""
         ahead: Floats = np.maximum(self._fast_LE + _CATCH_UP * (self._fast_LE - self._slow_LE), 0.5 * self._fast_LE)
         return ahead
 
@@ -86,8 +87,8 @@ class Balancer:
         self._seeded = True
 
     def resync(self, placement: Placement) -> None:
-        """The placement was changed by others (a rank was lost or came back, a move was not carried out): go on from it.
-        Raises ValueError when it has other layers or experts."""
+        """The placement was changed by others (a rank was lost or came back, a move was not carried out): go on from
+        it. Raises ValueError when it has other layers or experts."""
         shape = (placement.num_layers, placement.num_experts)
         if shape != self._fast_LE.shape:
             raise ValueError(

@@ -16,10 +16,10 @@ def lower_bound(
 ) -> npt.NDArray[np.float64]:
     """float64 [L]: the least load that the fullest rank of any placement can have, with any shares.
 
-    slots: the slots of a layer on all ranks together (P), one number or [L]. The bound is max(W / G, T): W is the layer's
-    load, and T the smallest level at which sum over experts of max(min_copies, ceil(w / T)) <= P, for a copy of
-    an expert is on one rank and cannot take more than that rank's load.
-    Raises ValueError when the experts do not fit the slots, or a load is negative or not finite.
+    slots: the slots of a layer on all ranks together (P), one number or [L]. The bound is max(W / G, T): W is the
+    layer's load, and T the smallest level at which sum over experts of max(min_copies, ceil(w / T)) <= P, for a copy of
+    an expert is on one rank and cannot take more than that rank's load. Raises ValueError when the experts do not fit
+    the slots, or a load is negative or not finite.
     """
     load = checked_load(load_LE)
     num_layers, num_experts = load.shape
@@ -30,8 +30,8 @@ def lower_bound(
             f"it takes {num_experts * min_copies}"
         )
     spare_L = slots_L - num_experts * min_copies
-    # The greatest quotient gets one more copy, again and again: Adams' divisor method, exact for this bound. Only the heaviest
-    # experts, one more than there are spare slots, can ever be the greatest.
+    # The greatest quotient gets one more copy, again and again: Adams' divisor method, exact for this bound. Only the
+    # heaviest experts, one more than there are spare slots, can ever be the greatest.
     most = int(spare_L.max(initial=0))
     heavy_LH = -np.sort(-load, axis=1)[:, : most + 1]
     copies_LH = np.full(heavy_LH.shape, min_copies, dtype=np.int64)

@@ -1,7 +1,8 @@
 """Exact min-max shares of one layer, in plain Python: the specification that native/src/eplb.h follows step by step.
 
-The copies of an expert share its load in any proportion. Wanted are the flows (expert, rank) -> load whose rank loads are
-lexicographically least when sorted from the fullest rank down. They exist, and the loads (not the flows) are unique.
+The copies of an expert share its load in any proportion. Wanted are the flows (expert, rank) -> load whose rank loads
+are lexicographically least when sorted from the fullest rank down. They exist, and the loads (not the flows) are
+unique.
 
 Legend: G ranks, J experts with copies on several ranks, M copies of one of them.
 """
@@ -14,8 +15,9 @@ _TOLERANCE = 1e-9  # of the mean rank load
 
 
 class Flows:
-    """hosts_JM: the distinct ranks of each expert; flow_JM: any split of its load to begin with (the nearer to the solution
-    the quicker); load_G: the load of each rank with those flows. `solve` changes flow_JM and load_G in place."""
+    """hosts_JM: the distinct ranks of each expert; flow_JM: any split of its load to begin with (the nearer to the
+    solution the quicker); load_G: the load of each rank with those flows. `solve` changes flow_JM and load_G in
+    place."""
 
     def __init__(self, hosts_JM: list[list[int]], flow_JM: list[list[float]], load_G: list[float]) -> None:
         self.hosts_JM = hosts_JM
@@ -29,10 +31,12 @@ class Flows:
         self._eps = _TOLERANCE * sum(load_G) / max(1, len(load_G))
 
     def solve(self) -> None:
-        """Level the set of ranks that the fullest one can give load to; where it stays uneven it splits. Finite and exact.
+        """Level the set of ranks that the fullest one can give load to; where it stays uneven it splits. Finite and
+        exact.
 
         A set closed under "can give load to" keeps its total whatever the shares, so its mean is a lower bound of its
-        fullest rank: once such a set is level and no rank outside is fuller, nothing better exists for it, and it is put aside.
+        fullest rank: once such a set is level and no rank outside is fuller, nothing better exists for it, and it is
+        put aside.
         """
         self._open = [bool(copies) for copies in self._copies_of]
         while any(self._open):
@@ -63,8 +67,8 @@ class Flows:
         ]
 
     def reach(self, start: int) -> list[int]:
-        """The ranks that `start` can give load to, directly or through others; itself first. Only those not yet put aside
-        while solving, all of them before and after."""
+        """The ranks that `start` can give load to, directly or through others; itself first. Only those not yet put
+        aside while solving, all of them before and after."""
         reached, seen = [start], {start}
         for rank in reached:
             for other, _, _, _ in self._next(rank):

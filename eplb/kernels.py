@@ -1,5 +1,5 @@
-"""The native versions of eplb.flow, eplb.pack, eplb.moves and eplb.assign. Each function here returns None where there is no
-native library; its caller then goes the plain way, which gives the same answers.
+"""The native versions of eplb.flow, eplb.pack, eplb.moves and eplb.assign. Each function here returns None where there
+is no native library; its caller then goes the plain way, which gives the same answers.
 
 Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 """

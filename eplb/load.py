@@ -1,5 +1,5 @@
-"""How many tokens each logical expert received: what the balancer plans from. And how many rows each rank computed: whether
-that came true.
+"""How many tokens each logical expert received: what the balancer plans from. And how many rows each rank computed:
+whether that came true.
 
 Legend: L MoE layers, E logical experts, T tokens of a step, K experts per token, S slots of a rank, N steps.
 """
@@ -89,7 +89,8 @@ class ExpertLoad:
 
 
 class RowLoad:
-    """Rows that arrived at the experts of this rank, by step and layer. As cheap as ExpertLoad, and by the same means."""
+    """Rows that arrived at the experts of this rank, by step and layer. As cheap as ExpertLoad, and by the same
+    means."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -98,7 +99,8 @@ class RowLoad:
         self._places: list[int] = []  # step * L + layer of each
 
     def record(self, layer: int, rows_S: Tensor) -> None:
-        """rows_S: int32 [S], the rows of each slot; not to be written to afterwards. Several of a step and layer add up."""
+        """rows_S: int32 [S], the rows of each slot; not to be written to afterwards. Several of a step and layer add
+        up."""
         self._rows.append(rows_S)
         self._places.append(self._step * self.num_layers + layer)
 
@@ -115,7 +117,8 @@ class RowLoad:
             del self._rows[self._mark :], self._places[self._mark :]
 
     def take(self) -> npt.NDArray[np.int64]:
-        """int64 [N, L]: rows of each step that has ended since the last call; a step that was broken off is forgotten."""
+        """int64 [N, L]: rows of each step that has ended since the last call; a step that was broken off is
+        forgotten."""
         self.end_step(counts=False)
         size = self._step * self.num_layers
         counts = torch.stack(self._rows).sum(1).cpu().numpy() if self._rows else np.zeros(0, dtype=np.int64)

@@ -31,11 +31,12 @@ def improve(
 ) -> Placement | None:
     """The placement after at most `max_moves` experts were brought to a slot, with new shares; None when nothing pays.
 
-    Layers whose moves gain most balancedness per byte come first; a layer is left alone when what it would gain is less than
-    min_gain per expert brought. budget_bytes: what any one rank may receive, None for no limit. min_copies, keep_coverage: no
-    expert loses a copy that it must have, and no rank and no failure domain comes to hold alone more experts of a layer
-    than the worst one did (or than one per rank above the least possible, for heavy experts may need a third copy). share_load_LE: loads for the new shares, where they differ from those to move for.
-    Raises ValueError when a load is negative or not finite, or its shape does not fit.
+    Layers whose moves gain most balancedness per byte come first; a layer is left alone when what it would gain is less
+    than min_gain per expert brought. budget_bytes: what any one rank may receive, None for no limit. min_copies,
+    keep_coverage: no expert loses a copy that it must have, and no rank and no failure domain comes to hold alone more
+    experts of a layer than the worst one did (or than one per rank above the least possible, for heavy experts may need
+    a third copy). share_load_LE: loads for the new shares, where they differ from those to move for. Raises ValueError
+    when a load is negative or not finite, or its shape does not fit.
     """
     load = checked_load(load_LE, placement.num_experts)
     if len(load) != placement.num_layers:

@@ -1,7 +1,7 @@
 """A few moves that help a layer most, in plain Python: the specification that native/src/eplb_moves.cpp follows.
 
-A move brings an expert to a slot: another copy in the place of a copy that can be spared, or two experts change places. Each
-candidate is judged with the shares that would be best after it.
+A move brings an expert to a slot: another copy in the place of a copy that can be spared, or two experts change places.
+Each candidate is judged with the shares that would be best after it.
 
 Legend: G ranks, S slots of a rank, E logical experts, J experts with copies on several ranks, M copies of one of them.
 """
@@ -41,11 +41,13 @@ def improve_layer(
     min_copies: int = 1,
     keep_coverage: bool = True,
 ) -> LayerMoves:
-    """The moves to make, at most max_loads experts brought, and the balancedness they gain; ids_GS is changed accordingly.
+    """The moves to make, at most max_loads experts brought, and the balancedness they gain; ids_GS is changed
+    accordingly.
 
     Takes the best move again and again, however small its gain, for often only several together help; then goes back to
-    the last point where every expert brought was worth min_gain on average. keep_coverage: no rank and no failure domain
-    comes to hold alone more experts than the worst one did, or than one per rank above the least possible (eplb.coverage).
+    the last point where every expert brought was worth min_gain on average. keep_coverage: no rank and no failure
+    domain comes to hold alone more experts than the worst one did, or than one per rank above the least possible
+    (eplb.coverage).
     """
     layer = _Layer(ids_GS, load_E, alive, domain_G, min_copies)
     loads: list[tuple[int, int, int]] = []
@@ -173,7 +175,8 @@ class _Layer:
     # ---- candidates ----
 
     def _spares(self) -> list[tuple[float, int, int, int]]:
-        """(harm, rank, slot, expert or -1): the slots outside the fullest set that can be given up, the least harm first.
+        """(harm, rank, slot, expert or -1): the slots outside the fullest set that can be given up, the least harm
+        first.
 
         Harm is the load that the rank, or the other copies' ranks on average, would have without that copy.
         """
@@ -210,8 +213,8 @@ class _Layer:
         return best
 
     def _try_swaps(self, best: _Move) -> _Move:
-        """Exchange of two experts that have one copy each. Of every rank outside the pair that seems best, were that rank
-        alone; of those pairs the best few in earnest."""
+        """Exchange of two experts that have one copy each. Of every rank outside the pair that seems best, were that
+        rank alone; of those pairs the best few in earnest."""
         size, level = len(self.top), self.base.load_G[self.top[0]]
         pairs = []
         for rank in self.outside if size <= _SMALL else self.outside[:_TARGETS]:

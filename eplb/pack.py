@@ -1,9 +1,10 @@
-"""Copies of experts into slots of ranks, one layer, in plain Python: the specification that native/src/eplb_pack.cpp follows.
+"""Copies of experts into slots of ranks, one layer, in plain Python: the specification that native/src/eplb_pack.cpp
+follows.
 
-Shares can even out a layer later without moving anything, but only between ranks that have a copy of an expert in common,
-directly or through others. So copies are spread to link as many ranks as can be (all of them, with a spare slot per rank), and
-every rank gets as many copies of such experts as any other. Placed for even shares, the shares then have room both ways. Copies
-of an expert are not all in one failure domain, if that can be.
+Shares can even out a layer later without moving anything, but only between ranks that have a copy of an expert in
+common, directly or through others. So copies are spread to link as many ranks as can be (all of them, with a spare slot
+per rank), and every rank gets as many copies of such experts as any other. Placed for even shares, the shares then have
+room both ways. Copies of an expert are not all in one failure domain, if that can be.
 
 Legend: G ranks, S slots of a rank, E logical experts.
 """
@@ -30,10 +31,10 @@ def pack_layer(
 ) -> list[list[int]]:
     """For each rank its experts, at most num_slots of them; all slots are used unless every expert is on every rank.
 
-    domain_G: the failure domain of each rank, 0 <= label < G. theta: heavy experts get further copies until no copy carries more than theta
-    times the mean rank load; then experts with a single copy get a second one, the heaviest first; then again the greatest
-    load per copy. 0 lets the load alone decide, 1 covers as many experts as the load allows.
-    linked False: largest copy first onto the emptiest rank, nothing else. first: the rank that ties go to.
+    domain_G: the failure domain of each rank, 0 <= label < G. theta: heavy experts get further copies until no copy
+    carries more than theta times the mean rank load; then experts with a single copy get a second one, the heaviest
+    first; then again the greatest load per copy. 0 lets the load alone decide, 1 covers as many experts as the load
+    allows. linked False: largest copy first onto the emptiest rank, nothing else. first: the rank that ties go to.
     """
     return _Packer(load_E, num_slots, domain_G, min_copies, first).pack(theta, linked)
 
@@ -111,8 +112,8 @@ class _Packer:
             self.load[rank] = _FULL
 
     def _place_links(self, experts: list[int]) -> None:
-        """Each copy goes to a rank with as few copies of such experts as any, then to another failure domain and to ranks
-        not yet linked with those chosen before, then to the emptiest."""
+        """Each copy goes to a rank with as few copies of such experts as any, then to another failure domain and to
+        ranks not yet linked with those chosen before, then to the emptiest."""
         num_ranks = len(self.domain)
         group = list(range(num_ranks))  # ranks that copies link have the same number
         links = [0] * num_ranks
@@ -136,7 +137,8 @@ class _Packer:
             group = [group[chosen[0]] if number in joined else number for number in group]
 
     def _cross(self) -> None:
-        """An expert whose copies all ended up in one domain changes places with the expert elsewhere that is most like it."""
+        """An expert whose copies all ended up in one domain changes places with the expert elsewhere that is most
+        like it."""
         domains_E: list[Counter[int]] = [Counter() for _ in self.w]
         for rank, experts in enumerate(self.ids):
             for e in experts:

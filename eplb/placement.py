@@ -196,7 +196,8 @@ def linear_placement(
 def owner_shares(slot_to_expert: npt.NDArray[np.int32], num_experts: int) -> npt.NDArray[np.float32]:
     """float32 [L, G, S]: 1 for one slot of each expert, 0 for its others.
 
-    Experts with fewest copies choose first; each takes its slot on the rank that owns fewest so far, the first of equals.
+    Experts with fewest copies choose first; each takes its slot on the rank that owns fewest so far, the first of
+    equals.
     """
     share = np.zeros(slot_to_expert.shape, dtype=np.float32)
     num_ranks, slots = slot_to_expert.shape[1:]

@@ -38,8 +38,8 @@ _DRIFT = 0.2
 class Plan:
     """A placement and how good it is for the loads it was made from.
 
-    method: how it was made; balance: float64 [L], balancedness with its shares; lower_bound: float64 [L], the least load
-    that the fullest rank of any placement in these slots can have (eplb.bounds).
+    method: how it was made; balance: float64 [L], balancedness with its shares; lower_bound: float64 [L], the least
+    load that the fullest rank of any placement in these slots can have (eplb.bounds).
     """
 
     placement: Placement
@@ -64,15 +64,15 @@ def plan(
 ) -> Plan:
     """Place every expert on the living ranks from scratch; equal inputs give equal plans.
 
-    load_LE: [L, E], any unit; slots_per_rank: one number, or one per layer (the placement then has the largest, the others
-    are padded with unused slots).
-    method: "lpt" packs copies largest first, linking all ranks (eplb.pack), with min-max shares; "flat" the same with even
-    shares, for export to engines without shares; "window" the sliding window (eplb.window), and lpt in layers where that
-    does not fit; "auto" is lpt, for it stays good longest when loads drift.
+    load_LE: [L, E], any unit; slots_per_rank: one number, or one per layer (the placement then has the largest, the
+    others are padded with unused slots). method: "lpt" packs copies largest first, linking all ranks (eplb.pack), with
+    min-max shares; "flat" the same with even shares, for export to engines without shares; "window" the sliding window
+    (eplb.window), and lpt in layers where that does not fit; "auto" is lpt, for it stays good longest when loads drift.
     coverage: "load" gives spare slots where the load wants them; "spread" to as many experts with a single copy as the
     load allows: in each layer the most covering way that reaches 95 % of the balance possible, and 88 % after a drift.
-    min_copies: copies of every expert, on different ranks. current: ranks are renamed so that most slots stay as they are.
-    Raises ValueError when the experts do not fit, naming the smallest slots_per_rank that does, or an argument is wrong.
+    min_copies: copies of every expert, on different ranks. current: ranks are renamed so that most slots stay as they
+    are. Raises ValueError when the experts do not fit, naming the smallest slots_per_rank that does, or an argument is
+    wrong.
     """
     load = checked_load(load_LE, num_experts)
     if method not in ("auto", "flat", "window", "lpt") or coverage not in _THETAS:
@@ -187,8 +187,8 @@ def _slide_into(packed: Ids, load: Floats, layout: _Layout) -> None:
 
 
 def _even_out(ids: Ids, num_experts: int, groups: list[list[int]]) -> None:
-    """Swap ranks of one failure domain, layer by layer, so that the loss of any one uncovers about as many experts in all
-    layers together. Nothing else changes by that."""
+    """Swap ranks of one failure domain, layer by layer, so that the loss of any one uncovers about as many experts in
+    all layers together. Nothing else changes by that."""
     total_G = np.zeros(ids.shape[1], dtype=np.int64)
     for ids_GS in ids:
         copies = np.bincount(ids_GS.ravel() + 1, minlength=num_experts + 1)

@@ -14,8 +14,8 @@ def min_max_loads(
 ) -> dict[int, float]:
     """The lexicographically least rank loads (fullest first) over all ways to share each expert's load among its ranks.
 
-    By definition: the fullest level is the greatest mean over sets of ranks of the load that only they can take; that set
-    is level, its ranks take nothing more, and the rest is solved again. Tries all 2**G sets.
+    By definition: the fullest level is the greatest mean over sets of ranks of the load that only they can take; that
+    set is level, its ranks take nothing more, and the rest is solved again. Tries all 2**G sets.
     """
     if not ranks:
         return {}

@@ -1,5 +1,5 @@
-"""Who hosts what after ranks were lost, came back or were added (docs/design.md, section 5). Pure: equal inputs give equal
-plans everywhere.
+"""Who hosts what after ranks were lost, came back or were added (docs/design.md, section 5). Pure: equal inputs give
+equal plans everywhere.
 
 Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 """
@@ -45,12 +45,12 @@ def lost_experts(placement: Placement, alive: Sequence[bool]) -> tuple[tuple[int
 def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement:
     """The placement of `epoch` among the ranks of `alive`, with as few loads as can be.
 
-    A rank that goes on keeps its slots; one that comes back gets those that the linear placement gives it, which is what a
-    rank that starts has read already. Only then experts without a living copy are placed: in the first unused slots, then
-    in slots whose expert has another copy, on the rank that has the fewest to read so far. The slots of dead ranks become -1
-    and one copy of each expert does all its work (owner_shares), until somebody who knows the loads says better.
-    `alive` may be longer than the placement: those ranks are new, and treated like ranks that come back.
-    Raises ValueError, naming the experts and the number of ranks it takes, when the living have too few slots.
+    A rank that goes on keeps its slots; one that comes back gets those that the linear placement gives it, which is
+    what a rank that starts has read already. Only then experts without a living copy are placed: in the first unused
+    slots, then in slots whose expert has another copy, on the rank that has the fewest to read so far. The slots of
+    dead ranks become -1 and one copy of each expert does all its work (owner_shares), until somebody who knows the
+    loads says better. `alive` may be longer than the placement: those ranks are new, and treated like ranks that come
+    back. Raises ValueError, naming the experts and the number of ranks it takes, when the living have too few slots.
     """
     if len(alive) < placement.num_ranks:
         raise ValueError(f"alive has {len(alive)} entries for {placement.num_ranks} ranks")
@@ -85,8 +85,8 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
 
 
 def widen(placement: Placement, num_ranks: int) -> Placement:
-    """The same for at least `num_ranks` ranks: those that it did not know are dead, have no expert, and each is a failure
-    domain of its own."""
+    """The same for at least `num_ranks` ranks: those that it did not know are dead, have no expert, and each is a
+    failure domain of its own."""
     num_new = num_ranks - placement.num_ranks
     if num_new <= 0:
         return placement
@@ -137,8 +137,8 @@ def _cover(
 ) -> None:
     """Write every expert without a slot into one of the living ranks' slots, and count in reads_G who has to read one.
 
-    Serving waits for the rank that reads most, so the reads are spread first, in the layer and over all layers. Nobody is
-    sure of the loads here; but what was a small part of its expert's tokens is missed least.
+    Serving waits for the rank that reads most, so the reads are spread first, in the layer and over all layers. Nobody
+    is sure of the loads here; but what was a small part of its expert's tokens is missed least.
     """
     slots = ids_GS.shape[1]
     rank_N = np.repeat(np.array(living), slots)

@@ -26,9 +26,9 @@ def reweight(
 ) -> Shares:
     """float32 [L, G, S]: the shares whose rank loads are lexicographically least, fullest rank first.
 
-    slot_to_expert_LGS: int32, -1 for an unused slot; alive: ranks that take part (all). Several slots of one rank with the
-    same expert: the first takes the rank's part. An expert without load is split evenly.
-    Raises ValueError when shapes do not fit, a load is negative or not finite, or an expert has no living slot.
+    slot_to_expert_LGS: int32, -1 for an unused slot; alive: ranks that take part (all). Several slots of one rank with
+    the same expert: the first takes the rank's part. An expert without load is split evenly. Raises ValueError when
+    shapes do not fit, a load is negative or not finite, or an expert has no living slot.
     """
     ids = np.ascontiguousarray(slot_to_expert_LGS, dtype=np.int32)
     load = checked_load(load_LE)

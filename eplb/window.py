@@ -1,8 +1,9 @@
-"""The sliding window: perfect balance with shares whenever there is about one spare slot per rank (facts: data placement).
+"""The sliding window: perfect balance with shares whenever there is about one spare slot per rank (facts: data
+placement).
 
 Experts by rising load; each rank takes the S neighbours in that order that first reach its part of the load, and of the
-largest only as much as it needs; the rest goes back in line. So S - 1 experts are used up per rank, and with P >= E + G - 1 slots
-all fit. It fits today's loads exactly and is soon off when they drift: use it with frequent new shares only.
+largest only as much as it needs; the rest goes back in line. So S - 1 experts are used up per rank, and with P >= E + G
+- 1 slots all fit. It fits today's loads exactly and is soon off when they drift: use it with frequent new shares only.
 
 Legend: G ranks, S slots of a rank, E logical experts.
 """

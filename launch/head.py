@@ -1,8 +1,8 @@
 """The supervisor of a server on several machines, on the machine that has the front.
 
-Other machines connect (launch/remote.py), say which ranks they bring, and are refused when something does not fit. When all
-ranks are there everybody is told to start them. From then on a machine that says nothing for 3 s, or whose connection
-ends, is lost: its ranks are, and the others go on. It may come back.
+Other machines connect (launch/remote.py), say which ranks they bring, and are refused when something does not fit. When
+all ranks are there everybody is told to start them. From then on a machine that says nothing for 3 s, or whose
+connection ends, is lost: its ranks are, and the others go on. It may come back.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from configs.engine import Plan
 from configs.env import child_environment
 from configs.hosts import Hosts, Network, front_endpoint, overlap
 from configs.server import ServerConfig
-from engine.messages import RankLost
-from launch.identity import differences, model_digest, versions
-from launch.keeper import RankKeeper, say
+from engine.process.console import say, say_text
+from front.messages import RankLost
+from launch.identity import differences, other_weights, versions
+from launch.keeper import RankKeeper
 from launch.link import (
     SILENT_SECONDS,
     End,
+    Fence,
     Hello,
     Leaving,
     Link,
@@ -34,7 +36,7 @@ from launch.link import (
     descriptors,
 )
 from launch.processes import Child
-from launch.supervisor import EXIT_RANK_LOST, LOOK_SECONDS, RANK_GRACE, Supervisor, say_text
+from launch.supervisor import EXIT_RANK_LOST, LOOK_SECONDS, RANK_GRACE, Supervisor
 
 HELLO_SECONDS = 5.0  # for a connection to say what it is
 MAX_STRANGERS = 64  # that have not
@@ -75,7 +77,7 @@ class HeadSupervisor(Supervisor):
             ) from None
         self.listener.setblocking(False)
         super().__init__(plan, server, runtime_root, startup_timeout, on_ready)
-        self.network_options = ("--network", str(self.runtime.path / "network.json"))
+        self.network_options = ("--network", str(self.runtime.write("network.json", None)))
         self.keeper = self._new_keeper()
         self.parts = hosts
         self.hosts: list[_Host] = []
@@ -85,7 +87,6 @@ class HeadSupervisor(Supervisor):
         self.store: Child | None = None
         self.restarting = False
         self.parting = False
-        self.digest = model_digest(plan.model_path)
 
     def _new_keeper(self) -> RankKeeper:
         ranks = range(self.plan.data_parallel_size_local)
@@ -95,7 +96,7 @@ class HeadSupervisor(Supervisor):
     def _start(self) -> None:
         """The ranks follow when all machines are there."""
         arguments = ["--host", self.parts.head, "--port", str(self.parts.store_port)]
-        self.store = self.children.start("store", -1, "engine.store_process", arguments, child_environment(1))
+        self.store = self.children.start("store", -1, "engine.process.store_process", arguments, child_environment(1))
         self._start_front("--endpoint", front_endpoint(self.parts.head, self.parts.port))
         say_text(
             f"waiting for {self.parts.size - self.parts.local} rank(s) of other machines at "
@@ -103,8 +104,14 @@ class HeadSupervisor(Supervisor):
         )
 
     def _front_left(self, front: Child) -> int:
-        self._part(max(0, front.process.returncode or 0))
+        if not self.stopped_by:
+            self._part(max(0, front.process.returncode or 0))
         return super()._front_left(front)
+
+    def _stopped(self) -> int:
+        code = super()._stopped()
+        self._part(code)
+        return code
 
     def _part(self, code: int) -> None:
         """It is over for the other machines too."""
@@ -144,12 +151,23 @@ class HeadSupervisor(Supervisor):
             lost += self._hear(host)
         return lost
 
+    def _fence(self, process: int) -> None:
+        super()._fence(process)
+        for host in self.hosts:
+            for rank, known in host.processes.items():
+                if known == process:
+                    host.link.send(Fence(rank, process))
+
     def _restart(self, on: bool) -> None:
         super()._restart(on)
         if on != self.restarting:
             self.restarting = on
             for host in self.hosts:
                 host.link.send(Restarts(on))
+
+    def _hopeless(self) -> str:
+        """A machine that is here starts its ranks again itself."""
+        return "" if self.hosts else super()._hopeless()
 
     # ---- other machines ----
 
@@ -200,8 +218,9 @@ class HeadSupervisor(Supervisor):
         unlike = differences(hello.plan, self.plan)
         if unlike:
             return Refused("; ".join(unlike))
-        if hello.model != self.digest:
-            return Refused(f"model is another checkpoint there (digest {hello.model}) than on the head ({self.digest})")
+        unlike_weights = other_weights(hello.plan, self.plan)
+        if unlike_weights:
+            return Refused(unlike_weights)
         end = hello.first + hello.local
         if hello.local < 1 or end > self.parts.size:
             return Refused(

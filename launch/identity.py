@@ -1,16 +1,14 @@
-"""What must be equal on all machines of a server: versions, checkpoint, and every choice but those of the machine itself."""
+"""What must be equal on all machines of a server: versions, checkpoint, and every choice but those of the machine
+itself."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from importlib.metadata import version
-from pathlib import Path
 
 from configs.engine import Plan
 
 PACKAGES = ("moesaic", "torch")
-SAMPLE_BYTES = 1 << 16
 # Fields of a plan that a machine decides for itself.
 OWN = frozenset(
     {
@@ -24,6 +22,7 @@ OWN = frozenset(
         "rank_bytes",
         "max_ranks",
         "data_parallel_size_local",
+        "checkpoint",  # `other_weights` compares it
         "reasons",
     }
 )
@@ -33,21 +32,19 @@ def versions() -> dict[str, str]:
     return {package: version(package) for package in PACKAGES}
 
 
-def model_digest(directory: str) -> str:
-    """Of the configuration and of the weights' names, shapes and samples: a checkpoint of other weights has another one.
-
-    Reads 128 KiB of each file."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(directory).glob("*")):
-        if path.name != "config.json" and path.suffix != ".safetensors":
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(SAMPLE_BYTES))
-            file.seek(max(0, size - SAMPLE_BYTES))
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+def other_weights(theirs: Plan, ours: Plan) -> str:
+    """Which file of the checkpoint there is another one than here, by size and digest; "": none is."""
+    there, here = (
+        {name: (size, digest) for name, (size, _, _, digest) in plan.checkpoint.items()} for plan in (theirs, ours)
+    )
+    unlike = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    if not unlike:
+        return ""
+    name = unlike[0]
+    said = [
+        f"{part[0]} bytes, digest {part[1]}" if part else "no such file" for part in (there.get(name), here.get(name))
+    ]
+    return f"model is another checkpoint there: {name} ({said[0]}) than on the head ({said[1]})"
 
 
 def differences(theirs: Plan, ours: Plan) -> list[str]:

@@ -1,7 +1,7 @@
 """What the supervisors of a server's machines say to each other: msgspec messages over one TCP connection.
 
-A frame is its length (4 bytes, big-endian) and that many bytes of msgpack. Nothing here waits: what cannot be sent yet is kept
-for the next `flush`. The port belongs to a private network: whoever reaches it may offer ranks.
+A frame is its length (4 bytes, big-endian) and that many bytes of msgpack. Nothing here waits: what cannot be sent yet
+is kept for the next `flush`. The port belongs to a private network: whoever reaches it may offer ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ STALL_SECONDS = 1.0  # when this process itself was not run for so long, the oth
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
-    """First word of a machine. versions: of what must be equal everywhere; model: digest of the checkpoint."""
+    """First word of a machine. versions: of what must be equal everywhere."""
 
     versions: dict[str, str]
-    model: str
     plan: Plan
     first: int
     local: int
@@ -39,7 +38,7 @@ class Started(msgspec.Struct, tag="started", frozen=True):
 
 
 class Lost(msgspec.Struct, tag="lost", frozen=True):
-    """engine.messages.RankLost; age: seconds since its last sign of life, as machines have clocks of their own."""
+    """front.messages.RankLost; age: seconds since its last sign of life, as machines have clocks of their own."""
 
     rank: int
     reason: str
@@ -73,6 +72,13 @@ class Restarts(msgspec.Struct, tag="restarts", frozen=True):
     on: bool
 
 
+class Fence(msgspec.Struct, tag="fence", frozen=True):
+    """Kill this process of that rank, unless it has ended. process: as Started told it."""
+
+    rank: int
+    process: int
+
+
 class End(msgspec.Struct, tag="end", frozen=True):
     """The server ends; the head has told the ranks."""
 
@@ -83,7 +89,7 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
     pass
 
 
-Message = Hello | Started | Lost | Leaving | Refused | Welcome | Restarts | End | Beat
+Message = Hello | Started | Lost | Leaving | Refused | Welcome | Restarts | Fence | End | Beat
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)

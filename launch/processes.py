@@ -1,12 +1,13 @@
 """The child processes of a server: one per rank and one front, started, watched and ended as one.
 
-No child outlives its parent: each asks the kernel to be killed when the parent dies (engine/orphan.py), and `end`
-kills whatever has not left in time.
+No child outlives its parent: each asks the kernel to be killed when the parent dies (engine/process/orphan.py), and
+`end` kills whatever has not left in time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import shutil
@@ -22,26 +23,135 @@ from types import TracebackType
 
 import msgspec
 
-MAX_SOCKET_PATH = 80  # a unix socket's path may have 107 bytes; names are appended to this directory
+from engine.process.places import FILE_BYTES, socket_address
+
+PREFIX = "moesaic-"  # of runtime directories
+OWNER = "owner-"  # and a process id: an empty file in each, which tells them from what other programs leave
 KILLED_SECONDS = 10.0  # until a killed process has ended; longer only in a system call that cannot be broken off
 
 
 class RuntimeDir:
-    """A private directory for sockets, the rendezvous store and configuration files; removed on close."""
+    """What the processes of a server share: files in memory (engine/process/places.py), which neither a full disk nor
+    whoever cleans a directory up can take away, and a private directory, where people and scripts find `ready`.
+
+    The directory is locked for the life of this process, however that ends, and removed on close. One whose owner was
+    killed is removed by the next start in the same place. ValueError when there can be none.
+    """
 
     def __init__(self, root: Path) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="moesaic-", dir=root))
-        if len(str(self.path)) > MAX_SOCKET_PATH:
-            shutil.rmtree(self.path)
-            raise ValueError(f"runtime directory {self.path} is too long for unix sockets; set MOESAIC_RUNTIME_DIR")
+        self._files: dict[str, int] = {}
+        self._index = self._num_indexed = 0
+        try:
+            sweep(root)
+            self.path, self._lock = _own_directory(root)
+        except OSError as error:
+            raise ValueError(f"no directory can be made in {root} (MOESAIC_RUNTIME_DIR): {error.strerror}") from None
+        self.clear("ready")
+        for name in ("resizes", "fences", "meetings"):
+            self._file(name)
+
+    @property
+    def options(self) -> list[str]:
+        """For the command line of each process: it may use what has been made by now."""
+        if self._num_indexed < len(self._files):  # a new index, as processes that start may just be reading the old one
+            self._num_indexed = len(self._files)
+            paths = {name: str(_path_of(file)) for name, file in self._files.items()}
+            self._index = self._file(f"index-{self._num_indexed}")
+            os.pwrite(self._index, msgspec.json.encode(paths), 0)
+            self._num_indexed = len(self._files)
+        return ["--runtime-dir", str(self.path), "--memory", str(_path_of(self._index))]
+
+    @property
+    def front(self) -> str:
+        """The address of the front's socket."""
+        return socket_address(self.path, "front.ipc", in_memory=True)
+
+    def file(self, name: str) -> Path:
+        """As every process of this machine finds it."""
+        return _path_of(self._files[name])
+
+    def clear(self, name: str) -> None:
+        """A file of fixed size with nothing but zeros."""
+        os.pwrite(self._file(name), bytes(FILE_BYTES), 0)
+
+    def read(self, name: str) -> str:
+        """The text in such a file."""
+        return os.pread(self._file(name), FILE_BYTES, 0).rstrip(b"\0").decode()
 
     def write(self, name: str, value: object) -> Path:
-        path = self.path / name
-        path.write_bytes(msgspec.json.encode(value))
-        return path
+        """As JSON; not while another process may be reading what was there before."""
+        file = self._file(name)
+        os.ftruncate(file, 0)
+        os.pwrite(file, msgspec.json.encode(value), 0)
+        return _path_of(file)
+
+    def show_ready(self, address: str) -> None:
+        """The file `ready` in the directory, with the address; gone when that is "". Without a word where the disk
+        is full."""
+        shown = self.path / "ready"
+        with contextlib.suppress(OSError):
+            if address:
+                draft = shown.with_suffix(".draft")
+                draft.write_text(address)
+                draft.replace(shown)
+            else:
+                shown.unlink(missing_ok=True)
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        for file in (self._lock, *self._files.values()):
+            os.close(file)
+        self._files.clear()
+
+    def _file(self, name: str) -> int:
+        if name not in self._files:
+            self._files[name] = os.memfd_create(f"{PREFIX}{name}", os.MFD_CLOEXEC)
+        return self._files[name]
+
+
+def _path_of(file: int) -> Path:
+    return Path(f"/proc/{os.getpid()}/fd/{file}")
+
+
+def _own_directory(root: Path) -> tuple[Path, int]:
+    """A new directory and the descriptor that holds its lock."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        with contextlib.suppress(FileNotFoundError):  # swept by another start before it was locked
+            lock = _locked(path)
+            if lock is not None:
+                (path / f"{OWNER}{os.getpid()}").touch()
+                return path, lock
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor of the directory with its lock; None: another process has it. The kernel gives it back with the
+    process, so this holds between containers too, where process ids say nothing."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(directory).st_ino == path.stat(follow_symlinks=False).st_ino:
+            return directory
+    except BlockingIOError:
+        pass
+    except BaseException:
+        os.close(directory)
+        raise
+    os.close(directory)
+    return None
+
+
+def sweep(root: Path) -> None:
+    """Remove what servers of this user that were killed have left in `root`: directories of theirs that no process
+    holds."""
+    for path in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another sweeps, it is another user's, ...
+            if path.stat(follow_symlinks=False).st_uid != os.geteuid() or not any(path.glob(f"{OWNER}*")):
+                continue
+            lock = _locked(path)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
 
 
 @dataclass(slots=True)
@@ -73,8 +183,8 @@ class Children:
         return child
 
     def exited(self, timeout: float, wake: Sequence[int] = ()) -> list[Child]:
-        """Children found dead within `timeout` seconds; each is reported once. wake: descriptors that end the waiting too,
-        when there is something to read."""
+        """Children found dead within `timeout` seconds; each is reported once. wake: descriptors that end the waiting
+        too, when there is something to read."""
         watched = {child.pidfd: child for child in self.all if child.process.returncode is None}
         if not watched and not wake:
             return []

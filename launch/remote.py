@@ -1,31 +1,47 @@
 """The process that `moesaic serve --headless` is: it starts the ranks of one machine and watches them for the head.
 
 It connects to the head (launch/head.py), says which ranks it brings, and starts them when it is told to. When the
-connection ends or the head says nothing for 2 s, it ends its ranks, because the others go on without them, and tries to come back
-for a minute.
+connection ends or the head says nothing for 2 s, it ends its ranks, because the others go on without them, and tries to
+come back for a minute.
 
-Exit codes: 0 the server has ended or this machine was told to leave, 2 bad input or refused by the head, 3 the head is lost.
+Exit codes: 0 the server has ended or this machine was told to leave, 2 bad input or refused by the head, 3 the head is
+lost, 128 and the signal's number when a signal ended it while its ranks were loading or the head was looked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import select
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from types import FrameType
 
 from configs.engine import Plan
-from configs.hosts import Hosts
-from engine.orphan import life_of
-from launch.identity import model_digest, versions
+from configs.hosts import Hosts, front_endpoint
+from engine.process.console import say_line, say_text
+from engine.process.orphan import life_of
+from launch.identity import versions
 from launch.keeper import RankKeeper
-from launch.link import LEASE_SECONDS, End, Hello, Leaving, Link, Lost, Refused, Restarts, Started, Welcome, descriptors
+from launch.link import (
+    LEASE_SECONDS,
+    End,
+    Fence,
+    Hello,
+    Leaving,
+    Link,
+    Lost,
+    Refused,
+    Restarts,
+    Started,
+    Welcome,
+    descriptors,
+)
 from launch.processes import Child, Children, RuntimeDir
-from launch.supervisor import LOOK_SECONDS, RANK_GRACE, say_text
+from launch.supervisor import LOOK_SECONDS, RANK_GRACE
 
 EXIT_BAD_INPUT, EXIT_HEAD_LOST = 2, 3
 RETURN_SECONDS = 60.0  # how long a lost head is looked for
@@ -43,9 +59,9 @@ class RemoteSupervisor:
         self.startup_timeout = startup_timeout
         self.runtime = RuntimeDir(runtime_root)
         self.signals = 0
+        self.stopped_by = 0  # the first signal
         self.hello = Hello(
             versions=versions(),
-            model=model_digest(plan.model_path),
             plan=dataclasses.replace(plan, reasons={}),
             first=hosts.first,
             local=hosts.local,
@@ -59,12 +75,11 @@ class RemoteSupervisor:
         try:
             while True:
                 link = self._connect(patience)
+                if link is None and self.signals:
+                    return self.stopped("while it looked for the head")
                 if link is None:
-                    where = f"{self.hosts.head}:{self.hosts.port}"
-                    say_text(
-                        "told to leave" if self.signals else f"the head at {where} was not found within {patience:g} s"
-                    )
-                    return 0 if self.signals else EXIT_HEAD_LOST
+                    say_text(f"the head at {self.hosts.head}:{self.hosts.port} was not found within {patience:g} s")
+                    return EXIT_HEAD_LOST
                 with Children() as children:
                     code = _Session(self, link, children).run()
                 if code is not None:
@@ -75,17 +90,40 @@ class RemoteSupervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signals += 1
+        self.stopped_by = self.stopped_by or number
+
+    def stopped(self, when: str) -> int:
+        """The exit code for a signal that came too early for anything to be drained."""
+        say_text(f"ended at once by {signal.Signals(self.stopped_by).name}, {when}")
+        return 128 + self.stopped_by
 
     def _connect(self, patience: float) -> Link | None:
         """Try until the head answers. None: it does not within `patience` seconds, or this machine is told to leave."""
         deadline = time.monotonic() + patience
         while not self.signals and time.monotonic() < deadline:
+            connection = socket.socket()
+            connection.setblocking(False)
             with contextlib.suppress(OSError):
-                link = Link(socket.create_connection((self.hosts.head, self.hosts.port), CONNECT_SECONDS))
+                self._await(connection)
+                link = Link(connection)
                 link.send(self.hello)
                 return link
+            connection.close()
             time.sleep(RETRY_SECONDS)
         return None
+
+    def _await(self, connection: socket.socket) -> None:
+        """Connect within CONNECT_SECONDS, or until a signal; OSError otherwise. A wait in the kernel would outlast
+        the signal."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        with contextlib.suppress(BlockingIOError):
+            connection.connect((self.hosts.head, self.hosts.port))
+        while not self.signals and time.monotonic() < deadline:
+            if select.select([], [connection], [], LOOK_SECONDS)[1]:
+                break
+        error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
 
 
 class _Session:
@@ -133,6 +171,10 @@ class _Session:
             self._refused = message
         elif isinstance(message, End):
             self._end = message
+        elif isinstance(message, Fence) and self._keeper is not None:
+            process, life = self._lives.get(message.rank, (0, 0))
+            if life == message.process:
+                self._keeper.fence(process)
         elif isinstance(message, Restarts) and self._keeper is not None:
             self._keeper.restarts = message.on and not self._owner.signals
         else:
@@ -142,7 +184,8 @@ class _Session:
         owner, hosts = self._owner, self._owner.hosts
         path = owner.runtime.write("network.json", welcome.network)
         ranks = range(hosts.first, hosts.first + hosts.local)
-        options = ("--network", str(path))
+        # Told by what each machine is, not by its address: two parts of a server may be on one machine.
+        options = ("--network", str(path), "--front", front_endpoint(hosts.head, hosts.port))
         self._keeper = RankKeeper(
             self._children, owner.plan, owner.runtime, owner.startup_timeout, ranks=ranks, options=options
         )
@@ -154,15 +197,19 @@ class _Session:
     def _over(self) -> int | None:
         """The exit code when this machine is done."""
         if self._end is not None:
-            self._children.end(RANK_GRACE)
+            self._children.end(
+                RANK_GRACE if self._end.code == 0 else 0.0
+            )  # only a front that drained tells ranks to leave
             return self._end.code
         if self._refused is not None and not self._refused.again:
-            print(f"moesaic: error: the head refuses: {self._refused.error}", file=sys.stderr, flush=True)
+            say_line(f"moesaic: error: the head refuses: {self._refused.error}")
             return EXIT_BAD_INPUT
         if self._owner.signals:
             self._children.end(grace=0.0)
             self._link.send(Leaving("it was told to leave"))
             self._link.close()
+            if self._keeper is None or self._keeper.loading:
+                return self._owner.stopped("while its ranks were loading")
             return 0
         return None
 

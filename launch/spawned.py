@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, for LLM and AsyncLLM: engine.wire.Ranks plus the care for those processes."""
+"""Ranks in processes of their own, for LLM and AsyncLLM: front.wire.Ranks plus the care for those processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from configs.engine import Plan
-from engine.messages import FrontToRank, RankReady, RankToFront, Shutdown
-from engine.wire import ZmqRanks
+from front.messages import FrontToRank, NoneLeft, RankReady, RankToFront, Shutdown
+from front.wire import ZmqRanks
 from launch.keeper import RankKeeper
 from launch.processes import Children, RuntimeDir
 
@@ -31,7 +31,7 @@ class SpawnedRanks:
         self._thread = threading.get_ident()
         self._looked = 0.0
         try:
-            self._ranks = ZmqRanks(f"ipc://{self._runtime.path}/front.ipc", plan.data_parallel_size)
+            self._ranks = ZmqRanks(self._runtime.front, plan.data_parallel_size)
             self._keeper = RankKeeper(self._children, plan, self._runtime, STARTUP_TIMEOUT)
             self._keeper.start()
         except BaseException:
@@ -54,6 +54,9 @@ class SpawnedRanks:
         self._ranks.resize(count)
         self._keeper.resize(count)
 
+    def fence(self, rank: int, process: int) -> None:
+        self._keeper.fence(process)
+
     def receive(self, timeout: float) -> list[RankToFront]:
         """May return with nothing before the time is up."""
         messages = self._ranks.receive(min(timeout, LOOK_SECONDS))
@@ -66,15 +69,18 @@ class SpawnedRanks:
         return messages + self._look()
 
     def _look(self) -> list[RankToFront]:
-        # A process ends with the thread that started it (engine/orphan.py), so only the first one's may start others.
+        # A process ends with the thread that started it (engine/process/orphan.py), so only the first one's may start
+        # others.
         self._keeper.restarts = not self._loading and threading.get_ident() == self._thread
-        return [*self._keeper.look(self._children.exited(timeout=0.0))]
+        found: list[RankToFront] = [*self._keeper.look(self._children.exited(timeout=0.0))]
+        hopeless = self._keeper.hopeless if not self._loading else ""
+        return [*found, NoneLeft(hopeless)] if hopeless else found
 
     def close(self) -> None:
         for rank in range(self._ranks.size):
             with contextlib.suppress(ConnectionError):
                 self._ranks.send(rank, Shutdown())
         self._keeper.kill_loading()
-        self._children.end(SHUTDOWN_GRACE)
+        self._children.end(0.0 if self._loading else SHUTDOWN_GRACE)  # while some load, the others wait for them
         self._ranks.close()
         self._runtime.close()

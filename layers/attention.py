@@ -1,12 +1,12 @@
 """Grouped-query attention over the paged cache.
 
 Everything that depends on the step alone (which rows, which blocks, which mask) is worked out once per step in
-`AttentionPlan` and shared by all layers. Where the native kernels are there, decodes and prompts run in them, and read the
-cache in place. Otherwise sequences with few queries (decodes above all) are gathered into padded batches of similar length,
-one call each; longer prefills go one by one, without padding.
+`AttentionPlan` and shared by all layers. Where the native kernels are there, decodes and prompts run in them, and read
+the cache in place. Otherwise sequences with few queries (decodes above all) are gathered into padded batches of similar
+length, one call each; longer prefills go one by one, without padding.
 
-Legend: T tokens of the step, B sequences, b sequences of a batch, Q queries per sequence (padded), N blocks per sequence,
-L keys per sequence (padded), H query heads, Hkv key/value heads, G query heads per key head, D head size.
+Legend: T tokens of the step, B sequences, b sequences of a batch, Q queries per sequence (padded), N blocks per
+sequence, L keys per sequence (padded), H query heads, Hkv key/value heads, G query heads per key head, D head size.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Single:
 
 
 class WholeStep(Protocol):
-    """The attention of a whole step elsewhere (layers/triton_attention.py)."""
+    """The attention of a whole step elsewhere (layers/triton/attention.py)."""
 
     def __call__(self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor: ...
 
@@ -86,7 +86,7 @@ class AttentionPlan:
         self.decode: PagedDecode | None = None
         self.whole: WholeStep | None = None
         if choice.on_gpu(step.slots_T.device):
-            self.whole = choice.triton_form("layers.triton_attention", "TritonAttentionPlan")(step, heads, dtype)
+            self.whole = choice.triton_form("layers.triton.attention", "TritonAttentionPlan")(step, heads, dtype)
             return
         if step.num_decodes and can_decode(dtype, step.kv_lens_B.device):
             sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
@@ -214,15 +214,15 @@ def place_heads(
 ) -> Tensor:
     """The queries, normed and rotated, [T, H, D]; keys, treated likewise, and values are stored in `cache`.
 
-    qkv: queries, keys and values side by side, [T, H + 2 Hkv, D]; it may be overwritten. norm [H + Hkv, D]: the weight of
-    the norm of each query and key head, or None.
+    qkv: queries, keys and values side by side, [T, H + 2 Hkv, D]; it may be overwritten. norm [H + Hkv, D]: the weight
+    of the norm of each query and key head, or None.
     """
     k_cache, v_cache = cache
     if rows.can_run(qkv_THD) and qkv_THD.is_contiguous():
         rows.place_heads(qkv_THD, num_heads, norm_HD, eps, rope, k_cache, v_cache, slots_T)
         return qkv_THD[:, :num_heads]
     if choice.on_gpu(qkv_THD.device):
-        place: Callable[..., Tensor] = choice.triton_form("layers.triton_heads", "place_heads")
+        place: Callable[..., Tensor] = choice.triton_form("layers.triton.heads", "place_heads")
         return place(qkv_THD, num_heads, norm_HD, eps, rope, cache, slots_T)
     num_qk = num_heads + k_cache.shape[1]
     # Queries and keys lie side by side, so one norm and one rotation serve both.
@@ -236,7 +236,8 @@ def place_heads(
 def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """Causal attention of every token to its own sequence: [T, H, D].
 
-    k_cache, v_cache: [rows, Hkv, D], this step's keys and values already written; rows past a sequence's end must be finite.
+    k_cache, v_cache: [rows, Hkv, D], this step's keys and values already written; rows past a sequence's end must be
+    finite.
     """
     if plan.whole is not None:
         return plan.whole(q_THD, k_cache, v_cache, scale)

@@ -1,4 +1,5 @@
-"""The one place of layers and mla where the device is asked for: Triton's kernels for tensors on a GPU where triton is installed.
+"""The one place of layers and mla where the device is asked for: Triton's kernels for tensors on a GPU where triton is
+installed.
 
 Triton is imported when the first tensor on a GPU arrives.
 """
@@ -25,7 +26,7 @@ def on_gpu(device: torch.device) -> bool:
 
 @functools.cache
 def triton_form(module: str, name: str) -> Any:
-    """What has this name in <module>, such as "layers.triton_norm"."""
+    """What has this name in <module>, such as "layers.triton.norm"."""
     try:
         return vars(importlib.import_module(module))[name]
     except ModuleNotFoundError as error:

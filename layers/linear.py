@@ -22,7 +22,8 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. weight [O, I]; bias [O] or None. packed: the weights as the kernels want them; then `weight` is empty."""
+    """y = x W^T + b. weight [O, I]; bias [O] or None. packed: the weights as the kernels want them; then `weight` is
+    empty."""
 
     bias: nn.Parameter | None
     packed: PackedLinear | None = None
@@ -50,8 +51,8 @@ class Linear(nn.Module):
         return is_faster_packed(self.weight)
 
     def pack(self, weight_OI: Tensor, scale: Tensor | None = None, scale_rows: int = 1) -> None:
-        """Keep these weights (PackedLinear: 8 bits with their scales, or `weight` itself) instead of `weight`, whose memory is
-        given back or used again."""
+        """Keep these weights (PackedLinear: 8 bits with their scales, or `weight` itself) instead of `weight`, whose
+        memory is given back or used again."""
         self.packed = PackedLinear(weight_OI, scale, scale_rows, in_place=True)
         self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 

@@ -5,7 +5,7 @@ Legend: T tokens, D hidden size, F width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     if rows.can_run(gate_up_T2F):
         return rows.silu_mul(gate_up_T2F)
     if choice.on_gpu(gate_up_T2F.device):
-        fused: Callable[[Tensor], Tensor] = choice.triton_form("layers.triton_silu_mul", "silu_mul")
+        fused: Callable[[Tensor], Tensor] = choice.triton_form("layers.triton.silu_mul", "silu_mul")
         return fused(gate_up_T2F)
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF).mul_(up_TF)
@@ -29,6 +29,8 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
 
 class GatedMLP(nn.Module):
     """gate_up: rows of gate_proj, then of up_proj, [2F, D]; down [D, F]."""
+
+    exchanges = False  # with other ranks
 
     def __init__(
         self, hidden_size: int, width: int, dtype: torch.dtype, device: torch.device, bias: bool = False
@@ -39,4 +41,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD: Tensor = self.down(silu_mul(self.gate_up(x_TD)))
+        return out_TD
+
+    def steps(self, x_TD: Tensor, lane: int = 0) -> Generator[None, None, Tensor]:
+        """The same as a sublayer, which never waits."""
+        yield from ()
+        out_TD: Tensor = self(x_TD)
         return out_TD

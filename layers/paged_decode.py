@@ -1,7 +1,8 @@
-"""Attention of single queries in the native kernel (native/src/attention.h): it walks the block table, nothing is gathered.
+"""Attention of single queries in the native kernel (native/src/attention.h): it walks the block table, nothing is
+gathered.
 
-Legend: B sequences with one query each, H query heads, Hkv key/value heads, K width of a key, V width of a value, N blocks per
-sequence.
+Legend: B sequences with one query each, H query heads, Hkv key/value heads, K width of a key, V width of a value, N
+blocks per sequence.
 """
 
 from __future__ import annotations
@@ -16,9 +17,19 @@ from native import Isa, function, isa
 
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FIELDS = (
-    "x_type", "num_sequences", "num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size", "key_stride", "value_stride",
-    "lens", "table", "table_stride",
-)  # fmt: skip
+    "x_type",
+    "num_sequences",
+    "num_heads",
+    "num_kv_heads",
+    "key_dim",
+    "value_dim",
+    "block_size",
+    "key_stride",
+    "value_stride",
+    "lens",
+    "table",
+    "table_stride",
+)
 
 
 class _Shape(ctypes.Structure):
@@ -31,9 +42,16 @@ class _Shape(ctypes.Structure):
 
 
 _attention_decode = function(
-    "attention_decode", ctypes.POINTER(_Shape), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
-    ctypes.c_float, ctypes.c_void_p, ctypes.c_int,
-)  # fmt: skip
+    "attention_decode",
+    ctypes.POINTER(_Shape),
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_float,
+    ctypes.c_void_p,
+    ctypes.c_int,
+)
 
 
 def can_decode(dtype: torch.dtype, device: torch.device) -> bool:
@@ -54,21 +72,37 @@ class PagedDecode:
         assert self._lens_B.dtype is torch.int64 and self._table_BN.dtype is torch.int64
         self._out_shape = (step.num_decodes, num_heads, value_dim)
         self._shape = _Shape(
-            _X_TYPES[dtype], step.num_decodes, num_heads, num_kv_heads, key_dim, value_dim, step.block_size, 0, 0,
-            self._lens_B.data_ptr(), self._table_BN.data_ptr(), self._table_BN.shape[1],
-        )  # fmt: skip
+            _X_TYPES[dtype],
+            step.num_decodes,
+            num_heads,
+            num_kv_heads,
+            key_dim,
+            value_dim,
+            step.block_size,
+            0,
+            0,
+            self._lens_B.data_ptr(),
+            self._table_BN.data_ptr(),
+            self._table_BN.shape[1],
+        )
         self._shape_pointer = ctypes.byref(self._shape)
 
     def __call__(self, q_BHK: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
-        """[B, H, V]. k_cache [rows, Hkv, K] and v_cache [rows, Hkv, V] may be views of one memory (MLA: values are the first
-        part of the keys); rows of q may be apart. Rows that no sequence has are not looked at."""
+        """[B, H, V]. k_cache [rows, Hkv, K] and v_cache [rows, Hkv, V] may be views of one memory (MLA: values are the
+        first part of the keys); rows of q may be apart. Rows that no sequence has are not looked at."""
         assert q_BHK.dtype is self._dtype and k_cache.dtype is self._dtype and v_cache.dtype is self._dtype
         if q_BHK.stride(2) != 1 or q_BHK.stride(1) != q_BHK.shape[2]:
             q_BHK = q_BHK.contiguous()
         self._shape.key_stride, self._shape.value_stride = k_cache.stride(0), v_cache.stride(0)
         out_BHV = torch.empty(self._out_shape, dtype=self._dtype)
         _attention_decode(
-            self._shape_pointer, q_BHK.data_ptr(), q_BHK.stride(0), k_cache.data_ptr(), v_cache.data_ptr(), scale,
-            out_BHV.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            self._shape_pointer,
+            q_BHK.data_ptr(),
+            q_BHK.stride(0),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            scale,
+            out_BHV.data_ptr(),
+            torch.get_num_threads(),
+        )
         return out_BHV

@@ -1,7 +1,8 @@
-"""Causal attention of prompts in the native kernel (native/src/prefill.h): it walks the block table, nothing is gathered.
+"""Causal attention of prompts in the native kernel (native/src/prefill.h): it walks the block table, nothing is
+gathered.
 
-Legend: T tokens of the step, B sequences, H query heads, Hkv key/value heads, K width of a key, V width of a value, R rows of the
-cache, N blocks per sequence.
+Legend: T tokens of the step, B sequences, H query heads, Hkv key/value heads, K width of a key, V width of a value, R
+rows of the cache, N blocks per sequence.
 """
 
 from __future__ import annotations
@@ -17,10 +18,30 @@ from native import Isa, function, isa
 
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NUMBERS = (
-    "x_type", "num_sequences", "num_heads", "num_kv_heads", "key_dim", "shared_dim", "value_dim", "block_size", "q_stride",
-    "key_stride", "shared_stride", "value_stride", "out_stride", "starts", "ends", "lens", "table", "table_stride", "q", "keys", "shared", "values",
+    "x_type",
+    "num_sequences",
+    "num_heads",
+    "num_kv_heads",
+    "key_dim",
+    "shared_dim",
+    "value_dim",
+    "block_size",
+    "q_stride",
+    "key_stride",
+    "shared_stride",
+    "value_stride",
+    "out_stride",
+    "starts",
+    "ends",
+    "lens",
+    "table",
+    "table_stride",
+    "q",
+    "keys",
+    "shared",
+    "values",
     "out",
-)  # fmt: skip
+)
 
 
 class _Call(ctypes.Structure):
@@ -33,8 +54,8 @@ _attention_prefill = function("attention_prefill", ctypes.POINTER(_Call), ctypes
 
 
 def can_prefill(dtype: torch.dtype, device: torch.device, key_dim: int, shared_dim: int = 0) -> bool:
-    """Whether prompts with such queries and keys can be attended to here. shared_dim: the part of a key's width that is the
-    same for all heads."""
+    """Whether prompts with such queries and keys can be attended to here. shared_dim: the part of a key's width that is
+    the same for all heads."""
     even = dtype is torch.float32 or (key_dim % 2 == 0 and shared_dim % 2 == 0)
     return even and device.type == "cpu" and dtype in _X_TYPES and isa() > Isa.NONE
 
@@ -48,8 +69,8 @@ class PagedPrefill:
     def __init__(
         self, queries: Sequence[tuple[int, int]], lens: Sequence[int], table_BN: Tensor, block_size: int
     ) -> None:
-        """queries: of each sequence its first query among the tokens, and the place behind its last. lens: tokens of each
-        sequence. table: int64, its blocks."""
+        """queries: of each sequence its first query among the tokens, and the place behind its last. lens: tokens of
+        each sequence. table: int64, its blocks."""
         assert table_BN.dtype is torch.int64 and len(queries) == len(lens) == table_BN.shape[0]
         assert all(0 <= first <= last for first, last in queries)
         self.num_sequences = len(lens)
@@ -76,8 +97,8 @@ class PagedPrefill:
     ) -> None:
         """Writes the rows of out [T, H, V] that are these sequences' queries.
 
-        k_cache [R, Hkv, K], v_cache [R, Hkv, V], shared_cache [R, S]: K numbers, and S more that all heads share, make up a
-        key; q [T, H, K + S]. Tokens and cache rows may be apart; rows that no sequence has are not looked at.
+        k_cache [R, Hkv, K], v_cache [R, Hkv, V], shared_cache [R, S]: K numbers, and S more that all heads share, make
+        up a key; q [T, H, K + S]. Tokens and cache rows may be apart; rows that no sequence has are not looked at.
         """
         shared_dim = 0 if shared_cache is None else shared_cache.shape[1]
         _, num_heads, width = q_THK.shape
@@ -88,13 +109,31 @@ class PagedPrefill:
         if not _rows_are_whole(q_THK):
             q_THK = q_THK.contiguous()
         call = _Call(
-            _X_TYPES[q_THK.dtype], self.num_sequences, num_heads, num_kv_heads, key_dim, shared_dim, value_dim,
-            self.block_size, q_THK.stride(0), k_cache.stride(0), 0 if shared_cache is None else shared_cache.stride(0),
-            v_cache.stride(0), out_THV.stride(0), self._starts_ends[0].data_ptr(), self._starts_ends[1].data_ptr(),
-            self._lens_B.data_ptr(), self._table_BN.data_ptr(), self._table_BN.shape[1], q_THK.data_ptr(),
-            k_cache.data_ptr(), 0 if shared_cache is None else shared_cache.data_ptr(), v_cache.data_ptr(),
-            out_THV.data_ptr(), scale,
-        )  # fmt: skip
+            _X_TYPES[q_THK.dtype],
+            self.num_sequences,
+            num_heads,
+            num_kv_heads,
+            key_dim,
+            shared_dim,
+            value_dim,
+            self.block_size,
+            q_THK.stride(0),
+            k_cache.stride(0),
+            0 if shared_cache is None else shared_cache.stride(0),
+            v_cache.stride(0),
+            out_THV.stride(0),
+            self._starts_ends[0].data_ptr(),
+            self._starts_ends[1].data_ptr(),
+            self._lens_B.data_ptr(),
+            self._table_BN.data_ptr(),
+            self._table_BN.shape[1],
+            q_THK.data_ptr(),
+            k_cache.data_ptr(),
+            0 if shared_cache is None else shared_cache.data_ptr(),
+            v_cache.data_ptr(),
+            out_THV.data_ptr(),
+            scale,
+        )
         _attention_prefill(ctypes.byref(call), torch.get_num_threads())
 
 

@@ -45,7 +45,8 @@ def _llama3(rope: RopeParameters, plain_R: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeParameters, plain_R: Tensor, stretched_R: Tensor) -> Tensor:
-    """Planes that turn often over the original context are kept, those that turn seldom are stretched (NTK by parts)."""
+    """Planes that turn often over the original context are kept, those that turn seldom are stretched (NTK by
+    parts)."""
 
     def plane_of(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)
@@ -93,7 +94,7 @@ def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     order when they are loaded.
     """
     if choice.on_gpu(x_THD.device):
-        rotate: Callable[..., Tensor] = choice.triton_form("layers.triton_rope", "apply_rope")
+        rotate: Callable[..., Tensor] = choice.triton_form("layers.triton.rope", "apply_rope")
         return rotate(x_THD, cos_T1D, sin_T1D)
     half = x_THD.shape[-1] // 2
     partner_THD = torch.cat((x_THD[..., half:], x_THD[..., :half]), -1)

@@ -28,6 +28,7 @@ class RopeParameters:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     attention_factor: float | None = None  # yarn
+    attn_factor: float = 1.0  # yarn; vLLM's: multiplies what would be the scale, where attention_factor replaces it
     truncate: bool = True  # yarn
 
     @property
@@ -38,8 +39,9 @@ class RopeParameters:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
-        return yarn_mscale(self.factor, 1.0)
+            both = yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+            return self.attn_factor * both
+        return self.attn_factor * yarn_mscale(self.factor, 1.0)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

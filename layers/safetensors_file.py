@@ -6,52 +6,30 @@ Format: 8 bytes little-endian length of the header, a JSON header {name: {dtype,
 
 from __future__ import annotations
 
-import json
-import math
 import mmap
 import os
-from dataclasses import dataclass
+import threading
+import weakref
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-MAX_HEADER_BYTES = 100 << 20  # the format's own limit
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: one line with the file or key, and what is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int  # byte in the file
-    num_bytes: int
+from layers.identity import MAX_HEADER_BYTES, CheckpointError, check_open, opened, read_at
+from layers.safetensors_header import HeaderError, parse_header
 
 
 class SafetensorsFile:
-    """entries: every tensor of the file, by key. Raises CheckpointError if the file is missing, cut short or corrupt."""
+    """entries: every tensor of the file, by key. It stays open: what it was when it was opened can be read as long as
+    this object lives, also when another file has taken its name.
 
-    def __init__(self, path: Path) -> None:
+    Raises CheckpointError if the file is missing, cut short or corrupt, or not the one that is `known`."""
+
+    def __init__(self, path: Path, known: tuple[int, int, int, str] | None = None) -> None:
+        """known: what it was at the start (layers/identity.py); None: whatever it is."""
         self.path = path
+        self._known = known
+        self._lock = threading.Lock()  # of the descriptor: a reading that was given up may still be under way
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -60,33 +38,58 @@ class SafetensorsFile:
                 if len(head) < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
                     raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
                 header = file.read(length)
-                # A private writable map: torch takes no read-only buffers. Nobody writes to it.
+                # A private writable map: torch takes no read-only buffers. Nothing writes to it.
                 self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+                self._keep(os.dup(file.fileno()))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        self.check()
         try:
-            raw = json.loads(header)
-            raw.pop("__metadata__", None)
-            self.entries = {name: self._entry(name, entry, 8 + length, size) for name, entry in raw.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{path}: corrupt safetensors header: {error!r}") from None
+            self.entries = parse_header(header, 8 + length, size)
+        except HeaderError as error:
+            raise CheckpointError(f"{path}: {error}") from None
 
-    def _entry(self, name: str, raw: dict[str, object], data: int, size: int) -> TensorEntry:
-        dtype = DTYPES.get(str(raw["dtype"]))
-        if dtype is None:
-            raise CheckpointError(f"{self.path}: {name}: unknown dtype {raw['dtype']!r}")
-        shape, offsets = raw["shape"], raw["data_offsets"]
-        if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-            raise CheckpointError(f"{self.path}: {name}: corrupt entry in the safetensors header")
-        start, end = (int(offset) for offset in offsets)
-        dims = tuple(int(n) for n in shape)
-        if start < 0 or end - start != math.prod(dims) * dtype.itemsize:
-            raise CheckpointError(f"{self.path}: {name}: {end - start} bytes do not hold shape {list(dims)}")
-        if data + end > size:
-            raise CheckpointError(f"{self.path}: {name}: file is cut short ({size} bytes, {data + end} needed)")
-        return TensorEntry(dtype, dims, data + start, end - start)
+    def _keep(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def check(self) -> None:
+        """Raise CheckpointError, naming what differs, when the file is not what it was at the start."""
+        if self._known is not None:
+            check_open(self._descriptor, self.path, self._known)
+
+    def fetch(self, name: str, index: int | None = None) -> Tensor:
+        """A copy of the tensor, or of its part `index` along the first dimension. Raises CheckpointError, also for a
+        file that was changed or cut short meanwhile."""
+        entry = self.entries[name]
+        shape, start, count = entry.shape, entry.start, entry.num_bytes
+        if index is not None:
+            shape, count = shape[1:], count // shape[0]
+            start += index * count
+        if not count:
+            return torch.empty(shape, dtype=entry.dtype)
+        with self._lock:
+            try:
+                data = self._read(start, count)
+            except CheckpointError:
+                self._reopen()
+                data = self._read(start, count)
+        return torch.frombuffer(data, dtype=torch.uint8).view(entry.dtype).view(shape)
+
+    def _read(self, start: int, count: int) -> bytearray:
+        data = read_at(self._descriptor, self.path, start, count)
+        self.check()  # after reading: whatever was written before has moved the time of change
+        return data
+
+    def _reopen(self) -> None:
+        """The open file is of no use (any more): perhaps that which has its name now is, after a network file
+        system's pause."""
+        with opened(self.path) as descriptor:
+            if self._known is not None:
+                check_open(descriptor, self.path, self._known)
+            kept = os.dup(descriptor)
+        self._close()
+        self._keep(kept)
 
     def view(self, name: str) -> Tensor:
         """The tensor's bytes as they lie in the file; valid while this object lives. Not to be written to."""

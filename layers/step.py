@@ -6,13 +6,31 @@ Sequences lie one after another in the token axis; those with exactly one query 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 
+class TableInput(NamedTuple):
+    """Where a token group of the cache (cache/spec.py) has the tokens of this step and of its sequences."""
+
+    slots_T: Tensor  # int64 [T], as StepInput.slots_T
+    block_table_BN: Tensor  # int64 [B, N]; blocks behind a window are 0 too
+
+
+class StateInput(NamedTuple):
+    """Records of the state groups (cache/records.py): what each sequence begins the step with, and where its end
+    goes."""
+
+    reads_B: Tensor  # int64 [B]
+    writes_B: Tensor  # int64 [B]
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
+    """slots_T and block_table_BN are those of the first token group; most models have no other."""
+
     token_ids_T: Tensor  # int64 [T]
     positions_T: Tensor  # int64 [T], position of each token in its sequence
     slots_T: Tensor  # int64 [T], row of the paged cache to write: block * block_size + offset
@@ -23,6 +41,15 @@ class StepInput:
     num_decodes: int  # the first num_decodes sequences have one query token each
     block_size: int
     logits_rows_P: Tensor  # int64 [P], tokens whose logits are wanted
+    more_tables: tuple[TableInput, ...] = ()  # of the other token groups
+    state: StateInput | None = None  # None: no layer keeps one
+
+    def of_group(self, index: int) -> StepInput:
+        """The same step as attention over the index-th token group sees it."""
+        if index == 0:
+            return self
+        slots_T, block_table_BN = self.more_tables[index - 1]
+        return replace(self, slots_T=slots_T, block_table_BN=block_table_BN)
 
     @property
     def num_tokens(self) -> int:

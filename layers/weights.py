@@ -6,22 +6,25 @@ Legend: O output features, I input features.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from layers.safetensors_file import CheckpointError, SafetensorsFile, TensorEntry
+from layers.identity import CheckpointError, Identities
+from layers.safetensors_file import SafetensorsFile
+from layers.safetensors_header import TensorEntry
 
-__all__ = ["BLOCK", "Checkpoint", "CheckpointError", "StoredWeight", "dequantize_blocks"]
+__all__ = ["BLOCK", "Checkpoint", "CheckpointError", "Key", "Staged", "StoredWeight", "dequantize_blocks"]
 
 INDEX = "model.safetensors.index.json"
 BLOCK = 128  # FP8 weights have one scale per BLOCK x BLOCK weights
 ROWS_AT_ONCE = 8 * BLOCK  # of a weight that is dequantised: bounds the float32 scratch
 
 Progress = Callable[[int, int], None]
+Key = tuple[str, int | None]  # a tensor's name, and which part of it along the first dimension; None: all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,27 @@ class StoredWeight:
         return out_OI
 
 
+class Staged:
+    """Implements models.base.ExpertSource: some weights in memory of their own, so that filling a slot touches no
+    disk."""
+
+    def __init__(self, weights: dict[Key, StoredWeight]) -> None:
+        self._weights = weights
+        self._names = {name for name, _ in weights}
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def borrow(self, name: str, shape: tuple[int, ...], index: int | None = None) -> StoredWeight:
+        stored = self._weights[name, index]
+        if tuple(stored.weight.shape) != shape:
+            raise CheckpointError(f"{name}: expected shape {list(shape)}, got {list(stored.weight.shape)}")
+        return stored
+
+    def give_back(self, name: str) -> None:
+        """It goes with this object."""
+
+
 class Checkpoint:
     """Implements models.base.WeightSource over `model.safetensors.index.json` or any `*.safetensors` of a directory.
 
@@ -47,8 +71,11 @@ class Checkpoint:
     was read or skipped. Raises CheckpointError for a directory without weights, and for broken or missing files.
     """
 
-    def __init__(self, path: str | Path, progress: Progress | None = None) -> None:
+    def __init__(self, path: str | Path, progress: Progress | None = None, known: Identities | None = None) -> None:
+        """known: what the files were at the start (layers/identity.py); others are refused, now and at every later
+        read."""
         self.path = Path(path)
+        self._known = known or {}
         self._files: dict[str, SafetensorsFile] = {}  # key -> its file
         for key, file in self._find():
             self._files[key] = file
@@ -71,7 +98,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no *.safetensors file in this directory")
         owner: dict[str, Path] = {}
         for path in paths:
-            file = SafetensorsFile(path)
+            file = SafetensorsFile(path, self._known.get(path.name))
             for key in file.entries:
                 if key in owner:
                     raise CheckpointError(f"{path}: {key}: also in {owner[key].name}, and there is no {INDEX}")
@@ -92,7 +119,7 @@ class Checkpoint:
             if name not in opened:
                 if not (self.path / name).exists():
                     raise CheckpointError(f"{index}: {key}: missing shard {name}")
-                opened[name] = SafetensorsFile(self.path / name)
+                opened[name] = SafetensorsFile(self.path / name, self._known.get(name))
             if key not in opened[name].entries:
                 raise CheckpointError(f"{self.path / name}: {key}: not in this file, though {INDEX} says so")
             yield key, opened[name]
@@ -119,8 +146,8 @@ class Checkpoint:
         self.give_back(name)
 
     def borrow(self, name: str, shape: tuple[int, ...], index: int | None = None) -> StoredWeight:
-        """Tensor `name`, or its part `index` along the first dimension, as it lies in the mapped file; not to be written to,
-        nor used after `give_back`. Marks it (and its scales) used. shape: what it must have."""
+        """Tensor `name`, or its part `index` along the first dimension, as it lies in the mapped file; not to be
+        written to, nor used after `give_back`. Marks it (and its scales) used. shape: what it must have."""
         file = self._file(name)
         entry = file.entries[name]
         found = entry.shape if index is None else entry.shape[1:]
@@ -141,6 +168,22 @@ class Checkpoint:
         """What was borrowed is no longer used: its memory may go."""
         self._file(name).release(name)
 
+    def stage(self, keys: Sequence[Key]) -> tuple[Staged, int]:
+        """Copies of these, with their scales, and the bytes that were read. May be called in a thread. Raises
+        CheckpointError."""
+        weights = {}
+        bytes_read = 0
+        for name, index in keys:
+            file = self._file(name)
+            weight, scale = file.fetch(name, index), None
+            bytes_read += weight.numel() * weight.element_size()
+            if self.is_scaled(name):
+                scale_name = f"{name}_scale_inv"
+                scale = self._fitting(scale_name, weight, self._file(scale_name).fetch(scale_name, index))
+                bytes_read += scale.numel() * scale.element_size()
+            weights[name, index] = StoredWeight(weight, None if scale is None else scale.float())
+        return Staged(weights), bytes_read
+
     def is_scaled(self, name: str) -> bool:
         """Whether there is such a key, with 8-bit weights and scales."""
         return f"{name}_scale_inv" in self._files and self.has(name) and self._entry(name).dtype.itemsize == 1
@@ -148,13 +191,18 @@ class Checkpoint:
     def _scale(self, name: str, part: Tensor, index: int | None) -> Tensor:
         file = self._file(name)
         scale = file.view(name)
-        scale = scale if index is None else scale[index]
-        expected = [-(-n // BLOCK) for n in part.shape]
-        if part.dim() != 2 or list(scale.shape) != expected:
-            raise CheckpointError(f"{file.path}: {name}: expected shape {expected}, got {list(scale.shape)}")
+        scale = self._fitting(name, part, scale if index is None else scale[index])
         self.bytes_read += scale.numel() * scale.element_size()
         self._mark(name)
         return scale.float()
+
+    def _fitting(self, name: str, part: Tensor, scale: Tensor) -> Tensor:
+        expected = [-(-n // BLOCK) for n in part.shape]
+        if part.dim() != 2 or list(scale.shape) != expected:
+            raise CheckpointError(
+                f"{self._file(name).path}: {name}: expected shape {expected}, got {list(scale.shape)}"
+            )
+        return scale
 
     def skip(self, name: str) -> None:
         """Mark a key (and its scales, if it has any) as deliberately not read. Its bytes are not touched."""
@@ -164,7 +212,10 @@ class Checkpoint:
             self._mark(f"{name}_scale_inv")
 
     def finish(self) -> None:
-        """Raise CheckpointError if any key was neither read nor skipped, naming the first few."""
+        """Raise CheckpointError if any key was neither read nor skipped, naming the first few, or if a file was changed
+        while it was read."""
+        for file in set(self._files.values()):
+            file.check()
         if self._unused:
             first = ", ".join(sorted(self._unused)[:4])
             more = f" and {len(self._unused) - 4} more" if len(self._unused) > 4 else ""

@@ -1,5 +1,5 @@
-"""MLA in PyTorch operations, on any device: decodes absorbed, prefills naive or absorbed. Where the native kernels are there,
-both run in those (mla/native_decode.py, mla/native_prefill.py).
+"""MLA in PyTorch operations, on any device: decodes absorbed, prefills naive or absorbed. Where the native kernels are
+there, both run in those (mla/native_decode.py, mla/native_prefill.py).
 
 Legend: T tokens of the step, U padded query rows of a side, b sequences of a group, Q queries of each, q queries of a
 tile, S keys of a piece, H heads; N, P, C, X, V widths (mla/protocol.py), R rows of the cache.

@@ -1,8 +1,8 @@
-"""MLA by FlashInfer's BatchMLAPagedAttentionWrapper (0.6.18; 0.7.2 takes the same calls, with a warning): prompts and decodes of a step in one call, all
-of them absorbed.
+"""MLA by FlashInfer's BatchMLAPagedAttentionWrapper (0.6.18; 0.7.2 takes the same calls, with a warning): prompts and
+decodes of a step in one call, all of them absorbed.
 
-Legend: T tokens of the step, B sequences, N blocks per sequence, H heads; N, P, C, X, V widths (mla/protocol.py), R rows of the
-cache.
+Legend: T tokens of the step, B sequences, N blocks per sequence, H heads; N, P, C, X, V widths (mla/protocol.py), R
+rows of the cache.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from layers.step import StepInput
-from mla.backend import load
 from mla.protocol import MlaShape
+from mla.requirements import load
 
 _WORKSPACE_BYTES = 128 << 20
 

@@ -1,8 +1,8 @@
-"""MLA decode by FlashMLA (github.com/deepseek-ai/FlashMLA, 1.0; Hopper, bfloat16, blocks of 64 tokens); prompts go the way that
-mla/backend.py would choose without it.
+"""MLA decode by FlashMLA (github.com/deepseek-ai/FlashMLA, 1.0; Hopper, bfloat16, blocks of 64 tokens); prompts go the
+way that mla/backend.py would choose without it.
 
-Legend: T tokens of the step, B sequences with one query each, H heads; N, P, C, X, V widths (mla/protocol.py), R rows of the
-cache.
+Legend: T tokens of the step, B sequences with one query each, H heads; N, P, C, X, V widths (mla/protocol.py), R rows
+of the cache.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 
 from layers.step import StepInput
-from mla.backend import FLASHMLA_BLOCK, load, make_backend
-from mla.protocol import MlaShape, PrefillMode, PreparedStep
+from mla.protocol import MlaBackend, MlaShape, PreparedStep
+from mla.requirements import FLASHMLA_BLOCK, load
 
 
 class FlashMla:
     """Implements mla.protocol.MlaBackend. Raises ImportError that names the line to type where it is not installed."""
 
-    def __init__(
-        self, shape: MlaShape, scale: float, prefill: PrefillMode, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shape: MlaShape, scale: float, rest: MlaBackend) -> None:
+        """rest: what prompts are left to."""
         self.library: Any = load("flashmla", "flash_mla")
         self.shape, self.scale = shape, scale
-        self.rest = make_backend(shape, scale, prefill, dtype, device)
+        self.rest = rest
 
     def prepare(self, step: StepInput) -> FlashMlaStep:
         """ValueError where the cache's blocks are not of 64 tokens."""
@@ -37,7 +36,8 @@ class FlashMla:
 
 
 class FlashMlaStep:
-    """Implements mla.protocol.PreparedStep. rest: the attention of all sequences but the decodes; None: there are none."""
+    """Implements mla.protocol.PreparedStep. rest: the attention of all sequences but the decodes; None: there are
+    none."""
 
     def __init__(self, backend: FlashMla, step: StepInput, rest: PreparedStep | None) -> None:
         n = step.num_decodes

@@ -28,7 +28,8 @@ def row_bytes(latent_dim: int, rope_dim: int) -> int:
 
 
 def views(cache_RW: Tensor, latent_dim: int, rope_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """uint8 [R, W] -> (latent float8_e4m3fn [R, C], scale float32 [R, B], rotated key bfloat16 [R, P]): the same memory."""
+    """uint8 [R, W] -> (latent float8_e4m3fn [R, C], scale float32 [R, B], rotated key bfloat16 [R, P]): the same
+    memory."""
     assert cache_RW.dtype == torch.uint8 and cache_RW.shape[1] == row_bytes(latent_dim, rope_dim)
     key = latent_dim + 4 * num_blocks(latent_dim)
     latent_RC = cache_RW.view(torch.float8_e4m3fn)[:, :latent_dim]

@@ -1,7 +1,8 @@
-"""Rows of the paged latent cache: how they are written and gathered. A cache of bytes has them in FP8 (mla/latent_fp8.py).
+"""Rows of the paged latent cache: how they are written and gathered. A cache of bytes has them in FP8
+(mla/latent_fp8.py).
 
-Legend: T tokens of the step, R rows of the cache (blocks of block_size rows), X width of a row, G blocks gathered, U rows
-gathered.
+Legend: T tokens of the step, R rows of the cache (blocks of block_size rows), X width of a row, G blocks gathered, U
+rows gathered.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def place(
     cache_RX: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
-    """Store the normed latents and the rotated keys; returns the queries' rotated part, [T, H, P]. q [T, H, N + P] may be
-    overwritten; latent: [T, C + P] as projected."""
+    """Store the normed latents and the rotated keys; returns the queries' rotated part, [T, H, P]. q [T, H, N + P] may
+    be overwritten; latent: [T, C + P] as projected."""
     latent_dim = norm.weight.shape[0]
     rope_dim = latent_TX.shape[1] - latent_dim
     nope_dim = q_THK.shape[2] - rope_dim
     if choice.on_gpu(q_THK.device):
-        write_entry: Callable[..., None] = choice.triton_form("mla.triton_cache", "write_entry")
+        write_entry: Callable[..., None] = choice.triton_form("mla.triton.cache", "write_entry")
         write_entry(latent_TX, norm.weight, norm.eps, *rope, slots_T, cache_RX)
         return apply_rope(q_THK[..., nope_dim:], *rope)
     scaled = cache_RX.dtype == torch.uint8

@@ -1,4 +1,5 @@
-"""Decodes in the native kernels: queries go into the latent's space, attend to the cache in place, and results come out of it.
+"""Decodes in the native kernels: queries go into the latent's space, attend to the cache in place, and results come out
+of it.
 
 Legend: B sequences with one query each, H heads; N, P, C, X, V widths (mla/protocol.py), R rows of the cache.
 """

@@ -1,8 +1,9 @@
-"""Prompts in the native kernel (layers/paged_prefill.py). Naive: keys and values of all heads are built from the latents, for as
-many sequences or heads at a time as memory is granted for. Absorbed: the cache is read in place, by all heads.
+"""Prompts in the native kernel (layers/paged_prefill.py). Naive: keys and values of all heads are built from the
+latents, for as many sequences or heads at a time as memory is granted for. Absorbed: the cache is read in place, by all
+heads.
 
-Legend: T tokens of the step, B sequences, N blocks of a sequence, R rows of the cache, S rows gathered, H heads, h some of
-them; N, P, C, X, K = N + P, V widths (mla/protocol.py).
+Legend: T tokens of the step, B sequences, N blocks of a sequence, R rows of the cache, S rows gathered, H heads, h some
+of them; N, P, C, X, K = N + P, V widths (mla/protocol.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from native.linear import linear
 
 
 def can_run(shape: MlaShape, dtype: torch.dtype, device: torch.device) -> bool:
-    return can_prefill(dtype, device, shape.nope_dim, shape.rope_dim)
+    """Naive keys have two parts, absorbed ones are rows of the cache."""
+    return can_prefill(dtype, device, shape.nope_dim, shape.rope_dim) and can_prefill(dtype, device, shape.cache_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,8 @@ def absorbs(shape: MlaShape, mode: PrefillMode, num_queries: int, num_keys: int)
 
 
 def make_plan(step: StepInput, shape: MlaShape, prefill: PrefillMode, limits: Limits, first_token: int = 0) -> Plan:
-    """Cut a step into groups. Sequences without queries are left out. first_token: num_decodes, if decodes are left out too."""
+    """Cut a step into groups. Sequences without queries are left out. first_token: num_decodes, if decodes are left
+    out too."""
     counts = [last - first for first, last in zip(step.query_starts, step.query_starts[1:], strict=False)]
     decodes = [] if first_token else list(_cut_decodes(step, limits.absorbed_keys))
     absorbed: list[int] = []

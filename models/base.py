@@ -10,16 +10,17 @@ from typing import Protocol
 
 from torch import Tensor
 
+from cache.memory import CacheMemory
+from cache.spec import CacheSpec
 from dbo.steps import Steps
 from ep.experts import WeightFormat
 from ep.moe import MoE
 from ep.parallel import Parallel
 from ep.place import SlotTable
-from layers.paged_kv import KVSpec, PagedKV
 from layers.step import StepInput
-from layers.weights import StoredWeight
-from models.cuts import UNCUT, Cuts
+from layers.weights import Key, StoredWeight
 from models.facts import ModelFacts
+from models.graph_breaks import EAGER, GraphBreaks
 
 Recorder = Callable[[Tensor], None]
 
@@ -35,11 +36,11 @@ class CausalLM(Protocol):
         """The numbers of the layers with routed experts, among all layers."""
         ...
 
-    def kv_spec(self) -> KVSpec:
-        """The paged cache that this model reads and writes, in its own dtype."""
+    def cache_spec(self) -> CacheSpec:
+        """The cache that this model reads and writes."""
         ...
 
-    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0, cuts: Cuts = UNCUT) -> Steps[Tensor]:
+    def steps(self, step: StepInput, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER) -> Steps[Tensor]:
         """Forward pass as a generator; its value is the hidden state after the last norm, [T, D]."""
         ...
 
@@ -84,18 +85,19 @@ class CausalLM(Protocol):
         """Everything that makes up the expert in `slot` of this rank, in the layer-th MoE layer: contiguous views."""
         ...
 
-    def read_expert(self, source: WeightSource, layer: int, slot: int, expert: int) -> None:
+    def read_expert(self, source: ExpertSource, layer: int, slot: int, expert: int) -> None:
         """Read `expert` of the layer-th MoE layer into `slot` of this rank."""
         ...
 
-
-class WeightSource(Protocol):
-    """A checkpoint, by key (layers/weights.py has the safetensors one)."""
-
-    def read(self, name: str, out: Tensor, index: int | None = None) -> None:
-        """Read tensor `name`, or its part `index` along the first dimension, into `out` (shape checked, dtype converted,
-        block-FP8 dequantised); marks it used."""
+    def expert_keys(self, source: ExpertSource, layer: int, expert: int) -> Sequence[Key]:
+        """What `read_expert` borrows for it."""
         ...
+
+
+class ExpertSource(Protocol):
+    """Where experts are read from when the ranks are at work: a checkpoint, or what was read of it ahead."""
+
+    def has(self, name: str) -> bool: ...
 
     def borrow(self, name: str, shape: tuple[int, ...], index: int | None = None) -> StoredWeight:
         """Tensor `name`, or its part `index`, as it lies in the checkpoint, with its scales if it has any; until
@@ -104,6 +106,15 @@ class WeightSource(Protocol):
 
     def give_back(self, name: str) -> None: ...
 
+
+class WeightSource(ExpertSource, Protocol):
+    """A checkpoint, by key (layers/weights.py has the safetensors one)."""
+
+    def read(self, name: str, out: Tensor, index: int | None = None) -> None:
+        """Read tensor `name`, or its part `index` along the first dimension, into `out` (shape checked, dtype
+        converted, block-FP8 dequantised); marks it used."""
+        ...
+
     def is_scaled(self, name: str) -> bool:
         """Whether there is such a key, with 8-bit weights and scales."""
         ...
@@ -111,8 +122,6 @@ class WeightSource(Protocol):
     def skip(self, name: str) -> None:
         """Mark a key as deliberately not read by this rank (an expert that lives elsewhere, an MTP layer)."""
         ...
-
-    def has(self, name: str) -> bool: ...
 
     def names(self) -> Iterable[str]:
         """Every key of the checkpoint."""

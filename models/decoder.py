@@ -1,5 +1,5 @@
-"""What the decoder-only families share: layers of attention and a feed-forward part, each behind its norm, between the embedding and
-the head. A family adds its attention, its routers, its cache, and how its checkpoints are read.
+"""What the decoder-only families share: layers of attention and a feed-forward part, each behind its norm, between the
+embedding and the head. A family adds its attention, its routers, its cache, and how its checkpoints are read.
 
 Legend: T tokens, D hidden size, P rows sampled, V vocabulary.
 """
@@ -7,11 +7,15 @@ Legend: T tokens, D hidden size, P rows sampled, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from cache.memory import CacheMemory
+from cache.spec import CacheSpec
+from dbo.alive import mark
 from dbo.steps import Steps
 from ep.moe import MoE
 from ep.parallel import Parallel
@@ -19,17 +23,13 @@ from layers.embed import Embedding
 from layers.head import Head
 from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
-from layers.paged_kv import PagedKV
 from layers.rope import Rope
 from layers.rope_parameters import RopeParameters
 from layers.step import StepInput
 from models.base import WeightSource
-from models.cuts import UNCUT, Cuts, Prepare
+from models.graph_breaks import EAGER, GraphBreaks, Operation
 from models.hosting import ExpertHost
 from models.loading import read_ends
-
-A = TypeVar("A", bound=nn.Module)
-Mlp = GatedMLP | MoE
 
 
 class DecoderConfig(Protocol):
@@ -47,68 +47,100 @@ class DecoderConfig(Protocol):
     def tie_word_embeddings(self) -> bool: ...
     @property
     def rope(self) -> RopeParameters: ...
+    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What the sublayers of one forward pass share. rope: of its positions. operations: what the family has prepared
+    for this step (`Decoder.prepare`). lane: of the exchanges between ranks."""
+
+    step: StepInput
+    rope: tuple[Tensor, Tensor]
+    operations: tuple[Operation, ...]
+    breaks: GraphBreaks
+    lane: int
+
+
+class Mixer(Protocol):
+    """A sublayer that mixes tokens of a sequence: attention over a cache, or a recurrent state. It reads and writes its
+    layer's part of the cache and may yield wherever its bytes are in flight."""
+
+    def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]: ...
+
+
+A = TypeVar("A", bound=Mixer)
+Mlp = GatedMLP | MoE
 
 
 class DecoderLayer(nn.Module, Generic[A]):
-    """attention(x [T, D], rope, the layer's cache, slots_T, attend) -> [T, D]."""
+    """mixer and mlp, each behind its norm."""
 
     def __init__(
-        self, attention: A, mlp: Mlp, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
+        self, mixer: A, mlp: Mlp, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.input_norm = RMSNorm(hidden_size, eps, dtype, device)
-        self.attention = attention
+        self.mixer = mixer
         self.post_norm = RMSNorm(hidden_size, eps, dtype, device)
         self.mlp = mlp
 
-    def mlp_steps(self, x_TD: Tensor, lane: int, cuts: Cuts) -> Steps[Tensor]:
-        """The feed-forward layer; only routed experts yield."""
-        if isinstance(self.mlp, GatedMLP):
-            out_TD: Tensor = self.mlp(x_TD)
-            return out_TD
-        return (yield from cuts.experts(self.mlp.steps, x_TD, lane))
+    def mlp_steps(self, x_TD: Tensor, context: LayerContext) -> Steps[Tensor]:
+        """The feed-forward sublayer; where it exchanges rows with other ranks, a graph may break."""
+        if self.mlp.exchanges:
+            return context.breaks.exchange(self.mlp.steps, x_TD, context.lane)
+        return self.mlp.steps(x_TD, context.lane)
 
 
 class Decoder(ExpertHost, Generic[A]):
     """Implements the forward pass of models.base.CausalLM."""
 
+    config: DecoderConfig
+
     def __init__(
         self,
         config: DecoderConfig,
-        make_attention: Callable[[], A],
+        make_mixer: Callable[[int], A],
         mlps: Sequence[Mlp],
         parallel: Parallel,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """mlps: of each layer."""
+        """make_mixer(layer): the one of that layer. mlps: of each layer."""
         super().__init__(parallel, config.hidden_size, device)
         self.dtype = dtype
+        self.config = config
+        self.fp8_cache = False
         self._tied = config.tie_word_embeddings
         size, eps = config.hidden_size, config.rms_norm_eps
         self.embed = Embedding(config.vocab_size, size, dtype, device)
         self.host(mlps)
-        self.decoders = [DecoderLayer(make_attention(), mlp, size, eps, dtype, device) for mlp in mlps]
+        self.decoders = [
+            DecoderLayer(make_mixer(layer), mlp, size, eps, dtype, device) for layer, mlp in enumerate(mlps)
+        ]
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(size, eps, dtype, device)
         self.head = Head(size, config.vocab_size, self.embed.weight if self._tied else None, dtype, device)
         self.rope = Rope(config.rope, dtype, device)
 
-    def attending(self) -> tuple[Prepare, int]:
-        """What prepares a step's attention, and how many of its arguments have a row per token (models/cuts.py)."""
+    def cache_spec(self) -> CacheSpec:
+        """In the model's dtype, or in FP8 where the family's class has been told so."""
+        return self.config.cache_spec(str(self.dtype).removeprefix("torch."), self.fp8_cache)
+
+    def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
+        """What this family's sublayers do by the lengths of the step's sequences, prepared once for all layers."""
         raise NotImplementedError
 
-    def steps(self, step: StepInput, kv: PagedKV, lane: int = 0, cuts: Cuts = UNCUT) -> Steps[Tensor]:
+    def steps(self, step: StepInput, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER) -> Steps[Tensor]:
         """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
         residual_TD = self.embed(step.token_ids_T)
-        rope = self.rope(step.positions_T)
-        prepare, num_queries = self.attending()
-        attend = cuts.attention(prepare, step, num_queries)
+        context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
         x_TD: Tensor = self.decoders[0].input_norm(residual_TD)
         for index, layer in enumerate(self.decoders):
-            attended_TD = layer.attention(x_TD, rope, kv.layers[index], step.slots_T, attend)
-            x_TD = layer.post_norm.add(attended_TD, residual_TD)
-            mlp_TD = yield from layer.mlp_steps(x_TD, lane, cuts)
+            mark()
+            mixed_TD = yield from layer.mixer.steps(x_TD, context, cache.layers[index])
+            x_TD = layer.post_norm.add(mixed_TD, residual_TD)
+            mlp_TD = yield from layer.mlp_steps(x_TD, context)
             following = self.decoders[index + 1].input_norm if index + 1 < len(self.decoders) else self.norm
             x_TD = following.add(mlp_TD, residual_TD)
         return x_TD

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mla.backend import MlaFacts, choose_mla, explain_mla
+from mla.requirements import MlaFacts, choose_mla, explain_mla
 from models.deepseek.attention import mla_shape
 from models.deepseek.config import DeepseekConfig
 from models.facts import ModelFacts
@@ -20,8 +20,8 @@ def explain_attention(
     name: str = "auto",
     fp8_cache: bool = False,
 ) -> tuple[str, dict[str, str]]:
-    """What is taken, and for each backend "ok" or why it cannot run. Arguments as ep.explain.explain_experts; fp8_cache: of
-    latents."""
+    """What is taken, and for each backend "ok" or why it cannot run. Arguments as ep.explain.explain_experts;
+    fp8_cache: of latents."""
     if not isinstance(facts, DeepseekConfig):
         return "triton", {"triton": "ok"}
     shape = mla_shape(facts)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from cache.spec import CacheSpec
+
 
 class ModelFacts(Protocol):
     """Every family's config dataclass has these."""
@@ -19,13 +21,14 @@ class ModelFacts(Protocol):
     @property
     def max_position_embeddings(self) -> int: ...
     @property
+    def context_limit(self) -> int: ...  # the most tokens of a sequence; more than max_position_embeddings with yarn
+    @property
+    def context_reason(self) -> str: ...  # what sets context_limit
+    @property
     def num_experts(self) -> int: ...  # routed experts per MoE layer; 0 for a dense model
     @property
     def num_moe_layers(self) -> int: ...
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of cache that one token costs over all layers, with elements of `itemsize` bytes."""
-        ...
-
-    def kv_fp8_bytes_per_token(self) -> int:
-        """The same of a cache kept in FP8; 0 where there is none."""
+    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+        """What the model keeps of every sequence when it computes in `dtype`. fp8: kept in 8 bits; raises ValueError,
+        naming what cannot be, where the family or its widths have no such cache."""
         ...

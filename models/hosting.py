@@ -12,8 +12,9 @@ from ep.moe import MoE
 from ep.parallel import Parallel
 from ep.place import SlotTable, slot_tables
 from layers.linear import Linear
-from models.base import Recorder, WeightSource
-from models.loading import read_expert
+from layers.weights import Key
+from models.base import ExpertSource, Recorder
+from models.loading import expert_keys, read_expert
 
 
 class ExpertHost(nn.Module):
@@ -34,13 +35,14 @@ class ExpertHost(nn.Module):
         self._hosts = [(f"model.layers.{i}.mlp.experts.", mlp) for i, mlp in enumerate(mlps) if isinstance(mlp, MoE)]
 
     def keep_experts(self, form: WeightFormat, backend: str = "auto") -> None:
-        """How experts are kept in memory, and what multiplies by them (moe_kernels/backends.py); before they are loaded."""
+        """How experts are kept in memory, and what multiplies by them (moe_kernels/backends.py); before they are
+        loaded."""
         for _, moe in self._hosts:
             moe.experts.keep_as(form, backend)
 
     def keep_linears(self, form: WeightFormat) -> None:
-        """How the matrices outside the experts are kept in memory; before they are loaded. Embeddings, routers and what the
-        native kernels cannot keep so stay as they are."""
+        """How the matrices outside the experts are kept in memory; before they are loaded. Embeddings, routers and what
+        the native kernels cannot keep so stay as they are."""
         self._linear_form = form
 
     def settle(self, part: nn.Module) -> None:
@@ -100,7 +102,11 @@ class ExpertHost(nn.Module):
         """Everything that makes up the expert in `slot` of this rank, in the layer-th MoE layer: contiguous views."""
         return self._hosts[layer][1].experts.slot_storage(slot)
 
-    def read_expert(self, source: WeightSource, layer: int, slot: int, expert: int) -> None:
+    def read_expert(self, source: ExpertSource, layer: int, slot: int, expert: int) -> None:
         """Read `expert` of the layer-th MoE layer into `slot` of this rank."""
         prefix, moe = self._hosts[layer]
         read_expert(source, prefix, moe.experts, slot, expert)
+
+    def expert_keys(self, source: ExpertSource, layer: int, expert: int) -> Sequence[Key]:
+        """What `read_expert` borrows for it."""
+        return expert_keys(source, self._hosts[layer][0], expert)

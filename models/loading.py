@@ -11,8 +11,8 @@ from ep.experts import Experts, ScaledMatrix, WeightFormat
 from layers.linear import Linear, MergedLinear
 from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
-from layers.weights import BLOCK, StoredWeight
-from models.base import WeightSource
+from layers.weights import BLOCK, Key, StoredWeight
+from models.base import ExpertSource, WeightSource
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -48,17 +48,22 @@ def read_ends(source: WeightSource, embedding_VD: Tensor, norm: RMSNorm, head_VD
         source.skip("lm_head.weight")
 
 
-def read_expert(source: WeightSource, prefix: str, experts: Experts, slot: int, expert: int) -> None:
+def expert_keys(source: ExpertSource, prefix: str, expert: int) -> list[Key]:
+    """Where the checkpoint has one expert: in transformers' fused tensors, or in one for each projection."""
+    if source.has(f"{prefix}gate_up_proj"):
+        return [(f"{prefix}gate_up_proj", expert), (f"{prefix}down_proj", expert)]
+    return [(f"{prefix}{expert}.{part}.weight", None) for part in EXPERT_PARTS]
+
+
+def read_expert(source: ExpertSource, prefix: str, experts: Experts, slot: int, expert: int) -> None:
     """One expert into one slot, straight from where the checkpoint lies."""
     width, hidden = experts.width, experts.hidden_size
-    if source.has(f"{prefix}gate_up_proj"):
-        names = [f"{prefix}gate_up_proj", f"{prefix}down_proj"]
-        gate_up = source.borrow(names[0], (2 * width, hidden), expert)
-        parts = [*_halves(gate_up), source.borrow(names[1], (hidden, width), expert)]
-    else:
-        names = [f"{prefix}{expert}.{part}.weight" for part in EXPERT_PARTS]
-        shapes = [(width, hidden), (width, hidden), (hidden, width)]
-        parts = [source.borrow(name, shape) for name, shape in zip(names, shapes, strict=True)]
+    keys = expert_keys(source, prefix, expert)
+    fused = len(keys) == 2
+    shapes = [(2 * width, hidden), (hidden, width)] if fused else [(width, hidden), (width, hidden), (hidden, width)]
+    parts = [source.borrow(name, shape, index) for (name, index), shape in zip(keys, shapes, strict=True)]
+    if fused:
+        parts = [*_halves(parts[0]), parts[1]]
     gate, up, down = parts
     if gate.scale is not None and up.scale is not None and down.scale is not None:
         experts.fill_slot_scaled(
@@ -69,7 +74,7 @@ def read_expert(source: WeightSource, prefix: str, experts: Experts, slot: int, 
         )
     else:
         experts.fill_slot(slot, gate.widened(), up.widened(), down.widened())
-    for name in names:
+    for name, _ in keys:
         source.give_back(name)
 
 

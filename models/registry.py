@@ -1,13 +1,13 @@
 """From a checkpoint's config.json to its model family.
 
-Reading a config must not import torch (the front and the command line do it), so the module of a family's model is named
-here and imported by `build`.
+Reading a config must not import torch (the front and the command line do it), so the module of a family's model is
+named here and imported by `build`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from models.deepseek import config as deepseek
 from models.facts import ModelFacts
 from models.fields import ConfigError, Fields
 from models.qwen3 import config as qwen3
+from models.shared_fields import check_modelopt
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from models.base import CausalLM
 
 MlaPrefill = Literal["auto", "naive", "absorbed"]
+_ROPE_NAMES = {"rope_scaling", "rope_parameters"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,27 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def read_config(path: str | Path) -> ModelFacts:
-    """Parse config.json of a Hugging Face directory. Does not import torch.
+def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelFacts:
+    """Parse config.json of a Hugging Face directory. Does not import torch. overrides: fields that replace those of the
+    file.
 
     Raises ConfigError: one line that names the file and, where there is one, the field.
     """
-    fields = Fields.from_file(Path(path) / "config.json")
+    fields = read_fields(Path(path), overrides or {})
     return parse_config(fields.raw, fields.source)
+
+
+def read_fields(directory: Path, overrides: Mapping[str, Any]) -> Fields:
+    """The fields that `parse_config` takes. ConfigError also for weights that a file beside config.json tells of."""
+    fields = Fields.from_file(directory / "config.json")
+    check_modelopt(fields, directory)
+    return Fields(overridden(fields.raw, overrides), fields.source)
+
+
+def overridden(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole fields are replaced. rope_scaling and rope_parameters are two names of one field."""
+    given = _ROPE_NAMES & overrides.keys()
+    return {name: value for name, value in raw.items() if not (given and name in _ROPE_NAMES)} | dict(overrides)
 
 
 def parse_config(raw: dict[str, Any], source: str) -> ModelFacts:

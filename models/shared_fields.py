@@ -1,10 +1,35 @@
-"""Fields of config.json that mean the same in every family: rotary positions and quantised weights."""
+"""Fields of config.json that mean the same in every family: rotary positions, the longest context, and quantised
+weights."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from layers.rope_parameters import RopeKind, RopeParameters
 from models.fields import ConfigError, Fields
 
+# What a section about rotary positions may say. "finetuned" tells what was done to the weights, not what to compute.
+_ROPE_KEYS = frozenset(
+    [
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "attn_factor",
+        "truncate",
+        "partial_rotary_factor",
+        "extrapolation_factor",
+        "finetuned",
+    ]
+)
 _KINDS: dict[str, RopeKind] = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
@@ -23,7 +48,11 @@ def read_rope(fields: Fields, dim: int, max_position: int) -> RopeParameters:
     kind = _KINDS.get(inner.text(key, "default"))
     if kind is None:
         raise inner.error(key, "one of " + ", ".join(_KINDS))
+    unknown = sorted(name for name in inner.raw.keys() - _ROPE_KEYS if inner.has(name))
+    if unknown:
+        raise inner.error(unknown[0], f"none: this key is not understood ({', '.join(sorted(_ROPE_KEYS))} are)")
     theta = inner.positive("rope_theta", top_theta)
+    inner.only("extrapolation_factor", None, 1, 1.0)
     inner.only("partial_rotary_factor", None, 1, 1.0)
     if kind == "default":
         return RopeParameters(dim, theta)
@@ -41,12 +70,16 @@ def read_rope(fields: Fields, dim: int, max_position: int) -> RopeParameters:
         if high <= low:
             raise inner.error("high_freq_factor", f"a number above low_freq_factor ({low})")
         return RopeParameters(dim, theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high)
+    attn_factor = inner.positive("attn_factor", 1.0)
+    if attn_factor != 1.0 and inner.has("attention_factor"):
+        raise inner.error("attn_factor", "none beside attention_factor, which replaces what it would multiply")
     return RopeParameters(
         dim,
         theta,
         kind,
         factor,
         original,
+        attn_factor=attn_factor,
         # transformers reads 0 as "not given" here
         beta_fast=inner.number("beta_fast", 32.0) or 32.0,
         beta_slow=inner.number("beta_slow", 1.0) or 1.0,
@@ -57,11 +90,25 @@ def read_rope(fields: Fields, dim: int, max_position: int) -> RopeParameters:
     )
 
 
+def context_limit(max_position: int, rope: RopeParameters, window: int | None = None) -> tuple[int, str]:
+    """The most tokens that a sequence may have, and what says so. window: tokens that attention looks back, itself
+    included; within it, a sliding window and full attention are the same."""
+    limit, why = max_position, "max_position_embeddings"
+    stretched = int(rope.original_max_position * rope.factor) if rope.kind == "yarn" else 0
+    if stretched > limit:
+        limit, why = stretched, "original_max_position_embeddings x factor of its yarn"
+    if window is not None and window < limit:
+        limit, why = window, "sliding_window (attention does not slide here)"
+    return limit, why
+
+
 def check_quantization(fields: Fields) -> None:
     """Accepts no quantisation, or DeepSeek's FP8 in 128 x 128 blocks; refuses everything else by name."""
     if not fields.has("quantization_config"):
         return
     quantization = fields.section("quantization_config")
+    if not quantization.has("quant_method") and quantization.has("quant_algo"):  # ModelOpt's
+        raise quantization.error("quant_algo", f'quant_method "fp8" in its place ({_SUPPORTED_WEIGHTS})')
     if quantization.text("quant_method") != "fp8":
         raise quantization.error("quant_method", '"fp8" (nothing else is supported)')
     if quantization.integers("weight_block_size") != (128, 128):
@@ -69,4 +116,21 @@ def check_quantization(fields: Fields) -> None:
     quantization.only("fmt", "e4m3")
 
 
-__all__ = ["ConfigError", "check_quantization", "read_rope"]
+_SUPPORTED_WEIGHTS = "weights in BF16, FP32, or FP8 e4m3 with a scale per 128 x 128 block are supported"
+
+
+def check_modelopt(fields: Fields, directory: Path) -> None:
+    """ModelOpt describes what it did to the weights in a file beside config.json, which then has no
+    quantization_config."""
+    path = directory / "hf_quant_config.json"
+    if fields.has("quantization_config") or not path.is_file():
+        return
+    found = Fields.from_file(path)
+    if not found.has("quantization"):
+        raise found.error("quantization", "an object")
+    quantization = found.section("quantization")
+    if quantization.has("quant_algo"):
+        raise quantization.error("quant_algo", f"none ({_SUPPORTED_WEIGHTS})")
+
+
+__all__ = ["ConfigError", "check_modelopt", "check_quantization", "context_limit", "read_rope"]

@@ -1,7 +1,8 @@
 """Arithmetic of experts on one device; reference.py says what each operation must compute.
 
-choice.py is the place where an operation's implementation is chosen by device (Triton for tensors on a GPU, torch otherwise), and
-weights.py the one where the form of the experts' weights is (packed for the native CPU kernels, or as torch wants them).
+choice.py is the place where an operation's implementation is chosen by device (Triton for tensors on a GPU, torch
+otherwise), and weights.py the one where the form of the experts' weights is (packed for the native CPU kernels, or as
+torch wants them).
 """
 
 from moe_kernels.choice import (
@@ -20,7 +21,7 @@ from moe_kernels.choice import (
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
 from moe_kernels.matrix import ScaledMatrix, WeightFormat
 from moe_kernels.permute import Bags
-from moe_kernels.token_sums import add_rows, copy_rows
+from moe_kernels.token_sums import add_rows, copy_rows, sum_choices
 from moe_kernels.topk import router_logits, router_logits32
 from moe_kernels.weights import ExpertWeights, expert_weights
 
@@ -46,6 +47,7 @@ __all__ = [
     "run_experts",
     "silu_mul",
     "softmax_topk",
+    "sum_choices",
     "sum_rows",
     "unpermute",
 ]

@@ -24,8 +24,8 @@ _PACKAGES = {"deepgemm": "deep_gemm", "flashinfer": "flashinfer"}
 
 @dataclass(frozen=True, slots=True)
 class ExpertFacts:
-    """What the choice depends on. native: the CPU kernels can run; on_gpu: Triton's can; capability: (9, 0) for Hopper, None
-    without a GPU; installed: backends whose package is there."""
+    """What the choice depends on. native: the CPU kernels can run; on_gpu: Triton's can; capability: (9, 0) for Hopper,
+    None without a GPU; installed: backends whose package is there."""
 
     hidden: int
     width: int
@@ -76,8 +76,8 @@ def _library(name: str, facts: ExpertFacts) -> str:
 
 
 def choose_experts(name: str, facts: ExpertFacts) -> str:
-    """The backend: `name`, or with "auto" the native kernels on a CPU that has them, DeepGEMM for FP8 weights where it is
-    installed, Triton on other GPUs, torch elsewhere.
+    """The backend: `name`, or with "auto" the native kernels on a CPU that has them, DeepGEMM for FP8 weights where it
+    is installed, Triton on other GPUs, torch elsewhere.
 
     Raises ValueError when there is no such backend, or it cannot run.
     """
@@ -97,8 +97,8 @@ def choose_experts(name: str, facts: ExpertFacts) -> str:
 
 
 def load(name: str, module: str) -> Any:
-    """The library's module, for the backend of this name. Raises ImportError, one line that names what to type: such libraries
-    fail in many ways on a machine that does not suit them."""
+    """The library's module, for the backend of this name. Raises ImportError, one line that names what to type: such
+    libraries fail in many ways on a machine that does not suit them."""
     try:
         return importlib.import_module(module)
     except Exception as error:

@@ -1,5 +1,5 @@
-"""Which implementation of an operation runs: Triton's for tensors on a GPU where triton is installed, torch's otherwise.
-Which one multiplies by the experts' weights is in moe_kernels/backends.py.
+"""Which implementation of an operation runs: Triton's for tensors on a GPU where triton is installed, torch's
+otherwise. Which one multiplies by the experts' weights is in moe_kernels/backends.py.
 
 Triton is imported when the first tensor on a GPU arrives.
 """
@@ -47,9 +47,9 @@ def on_gpu(device: torch.device) -> bool:
 
 @functools.cache
 def triton_form(module: str, name: str) -> Callable[..., Any]:
-    """The function of this name in moe_kernels/triton_<module>.py."""
+    """The function of this name in moe_kernels/triton/<module>.py."""
     try:
-        found = vars(importlib.import_module(f"moe_kernels.triton_{module}"))[name]
+        found = vars(importlib.import_module(f"moe_kernels.triton.{module}"))[name]
     except ModuleNotFoundError as error:
         raise ImportError("the Triton kernels need triton: pip install triton") from error
     return cast(Callable[..., Any], found)

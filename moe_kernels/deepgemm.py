@@ -1,6 +1,6 @@
-"""Experts multiplied by DeepGEMM (github.com/deepseek-ai/DeepGEMM, 2.x): FP8 with 1x128 scales of rows and 128x128 of weights, or
-bfloat16. Ragged rows go to its contiguous or its psum layout, padded ones to its masked one. The names are those that upstream 2.6
-to 2.8 and sgl-deep-gemm 0.1.5 to 0.2.5 share.
+"""Experts multiplied by DeepGEMM (github.com/deepseek-ai/DeepGEMM, 2.x): FP8 with 1x128 scales of rows and 128x128 of
+weights, or bfloat16. Ragged rows go to its contiguous or its psum layout, padded ones to its masked one. The names are
+those that upstream 2.6 to 2.8 and sgl-deep-gemm 0.1.5 to 0.2.5 share.
 
 Legend: R rows arrived, S slots, C rows per padded slot, D hidden size, F expert width, M rows of the aligned layout,
 B = ceil(D / 128), N = ceil(F / 128).
@@ -23,8 +23,8 @@ EXPECTED_ROWS = 64  # of a slot: a hint for the size of tiles where only the dev
 
 @dataclass(frozen=True, slots=True)
 class _Aligned:
-    """Where ragged rows lie when every slot begins at a multiple of the alignment. from_row: int64 [M], to_row: int64 [R];
-    layout: the library's grouped_layout."""
+    """Where ragged rows lie when every slot begins at a multiple of the alignment. from_row: int64 [M], to_row: int64
+    [R]; layout: the library's grouped_layout."""
 
     from_row_M: Tensor
     to_row_R: Tensor
@@ -32,8 +32,8 @@ class _Aligned:
 
 
 class DeepGemm:
-    """Raises ImportError that names the line to type where it is not installed. capability: of the GPU; psum: ragged rows in the
-    psum layout, whose description is one number per slot."""
+    """Raises ImportError that names the line to type where it is not installed. capability: of the GPU; psum: ragged
+    rows in the psum layout, whose description is one number per slot."""
 
     def __init__(self, capability: tuple[int, int], psum: bool = False) -> None:
         self._library: Any = load("deepgemm", "deep_gemm")
@@ -49,7 +49,7 @@ class DeepGemm:
         down_SDF: Tensor,
         down_scale_SBN: Tensor,
     ) -> Tensor:
-        """As moe_kernels.triton_fp8_experts.run_experts_fp8: bfloat16 in the layout of batch.x."""
+        """As moe_kernels.triton.fp8_experts.run_experts_fp8: bfloat16 in the layout of batch.x."""
         if not batch.x.numel():
             return torch.empty_like(batch.x, dtype=torch.bfloat16)
         gate_up, down = (gate_up_S2FD, gate_up_scale_S2NB), (down_SDF, down_scale_SBN)

@@ -1,5 +1,5 @@
-"""Experts by FlashInfer's fused mixture of experts (`cutlass_fused_moe`, 0.6.18 to 0.7.2), in bfloat16 or with FP8 weights in 128x128
-blocks. It sorts tokens by itself, so rows that arrive sorted go in as tokens with one expert each.
+"""Experts by FlashInfer's fused mixture of experts (`cutlass_fused_moe`, 0.6.18 to 0.7.2), in bfloat16 or with FP8
+weights in 128x128 blocks. It sorts tokens by itself, so rows that arrive sorted go in as tokens with one expert each.
 
 Its first matrix has the rows of up before those of gate: weights are kept that way.
 
@@ -22,7 +22,8 @@ from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize
 
 
 class FlashInferExperts:
-    """Implements moe_kernels.weights.ExpertWeights. Raises ImportError that names the line to type where it is not installed."""
+    """Implements moe_kernels.weights.ExpertWeights. Raises ImportError that names the line to type where it is not
+    installed."""
 
     def __init__(
         self, num_slots: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device, form: WeightFormat
@@ -69,6 +70,10 @@ class FlashInferExperts:
     def run_tokens(self, batch: TokenBatch) -> Tensor:
         slot_TK = batch.slot_TK - batch.first_slot
         here_TK = (slot_TK >= 0) & (slot_TK < self.num_slots)
+        if batch.rows_PD is not None:  # every choice a token of its own
+            token_P = here_TK.nonzero()[:, 0]
+            slot_P1 = slot_TK[here_TK].unsqueeze(1)
+            return self._run(batch.x_TD[token_P], slot_P1, torch.ones_like(slot_P1, dtype=torch.float32))
         weight_TK = torch.where(here_TK, batch.weight_TK, 0.0)
         return self._run(batch.x_TD, torch.where(here_TK, slot_TK, 0), weight_TK).to(batch.sum_dtype)
 
@@ -95,7 +100,8 @@ class FlashInferExperts:
             options = {"use_deepseek_fp8_block_scale": True}
         else:
             first, second, scales = self._up_gate_S2FD, self._down_SDF, []
-        # Sums in an order of their own (use_fused_finalize) would differ from run to run, and a replayed request with them.
+        # Sums in an order of their own (use_fused_finalize) would differ from run to run, and a replayed request with
+        # them.
         out_TD = torch.empty(x_TD.shape, dtype=self._dtype, device=x_TD.device)
         self._library.cutlass_fused_moe(
             x_TD.contiguous(), slot_TK.to(torch.int32), weight_TK, first, second, self._dtype, quant_scales=scales,

@@ -1,4 +1,5 @@
-"""Experts kept in FP8 as they are multiplied: e4m3 with a scale for 128 x 128 weights (DeepSeek-V3, arXiv:2412.19437, 3.3).
+"""Experts kept in FP8 as they are multiplied: e4m3 with a scale for 128 x 128 weights (DeepSeek-V3, arXiv:2412.19437,
+3.3).
 
 Legend: S slots, D hidden size, F expert width, B = ceil(D / 128), N = ceil(F / 128).
 """
@@ -15,14 +16,15 @@ from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize, quantize
 from moe_kernels.quant import num_blocks
 from moe_kernels.token_sums import run_tokens
 
-# (rows, gate_up [S, 2F, D], its scales [S, 2N, B], down [S, D, F], its scales [S, B, N]) -> rows of the same layout. The blocks
-# of gate come first.
+# (rows, gate_up [S, 2F, D], its scales [S, 2N, B], down [S, D, F], its scales [S, B, N]) -> rows of the same layout.
+# The blocks of gate come first.
 Fp8Product = Callable[[ExpertBatch, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Fp8Experts:
-    """Implements moe_kernels.weights.ExpertWeights; uninitialised. product: multiplies. power_of_two_scales: what is filled in
-    has scales that are powers of two (Blackwell's matrix units know no others); other scales are rounded up."""
+    """Implements moe_kernels.weights.ExpertWeights; uninitialised. product: multiplies. power_of_two_scales: what is
+    filled in has scales that are powers of two (Blackwell's matrix units know no others); other scales are rounded
+    up."""
 
     format = WeightFormat.FP8
 

@@ -20,8 +20,8 @@ _STRIDE_BYTES = 16
 def run_experts(batch: ExpertBatch, gate_up_S2FD: Tensor, down_SDF: Tensor) -> Tensor:
     """Every slot's expert on its rows; the result has the layout of batch.x.
 
-    gate_up [S, 2F, D] (gate rows first), down [S, D, F], contiguous, in batch.x's dtype; of rows in FP8 the result has the
-    weights' dtype. PADDED: rows past a slot's count hold anything.
+    gate_up [S, 2F, D] (gate rows first), down [S, D, F], contiguous, in batch.x's dtype; of rows in FP8 the result has
+    the weights' dtype. PADDED: rows past a slot's count hold anything.
     """
     if batch.scale is not None:
         x = dequantize_rows(batch.x, batch.scale, gate_up_S2FD.dtype)

@@ -23,9 +23,9 @@ class Layout(enum.Enum):
 class ExpertBatch:
     """Rows grouped by the slot that is to work on them.
 
-    x: RAGGED [R, D] or PADDED [S, C, D]; rows_S: int32 [S], the number of valid rows of each slot (RAGGED: they sum to R).
-    scale: None, or float32 [R, B] or [S, C, B]: x is float8_e4m3fn and stands for x * scale, one scale per block of 128
-    (moe_kernels/quant.py).
+    x: RAGGED [R, D] or PADDED [S, C, D]; rows_S: int32 [S], the number of valid rows of each slot (RAGGED: they sum to
+    R). scale: None, or float32 [R, B] or [S, C, B]: x is float8_e4m3fn and stands for x * scale, one scale per block of
+    128 (moe_kernels/quant.py).
     """
 
     layout: Layout
@@ -36,10 +36,13 @@ class ExpertBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens as they are, each with its choice of slots: the experts sort them and return the weighted sum, [T, D].
+    """Tokens as they are, each with its choice of slots: the experts sort them and return the weighted sum, [T, D], or
+    a row for each choice.
 
-    x [T, D]; slot int64 [T, K], slots first_slot to first_slot + S - 1 are this rank's, others count nothing; weight float32
-    [T, K]. sum_dtype: of the result; float32 or x's.
+    x [T, D]; slot int64 [T, K], slots first_slot to first_slot + S - 1 are this rank's, others count nothing; weight
+    float32 [T, K]. sum_dtype: of the sum; float32 or x's. rows_PD: the results of the P choices whose slots are here
+    are wanted before they are weighted and summed, in x's dtype and in the order of tokens and choices; they may be put
+    there (memory that is not new with every step has its pages already). None: the sum is wanted.
     """
 
     x_TD: Tensor
@@ -47,6 +50,7 @@ class TokenBatch:
     weight_TK: Tensor
     first_slot: int
     sum_dtype: torch.dtype
+    rows_PD: Tensor | None = None
 
     def rows_of(self, num_slots: int) -> Tensor:
         """int32 [S]: how many tokens each of this rank's slots gets."""

@@ -22,9 +22,20 @@ _FORMATS = {WeightFormat.PLAIN: 0, WeightFormat.FP8: 1, WeightFormat.INT8: 2}
 
 
 _FIELDS = (
-    "x_type", "format", "num_slots", "hidden", "width", "up_panels", "down_panels", "up_depth", "down_depth", "up_bytes",
-    "down_bytes", "slot_bytes", "hidden_stride",
-)  # fmt: skip
+    "x_type",
+    "format",
+    "num_slots",
+    "hidden",
+    "width",
+    "up_panels",
+    "down_panels",
+    "up_depth",
+    "down_depth",
+    "up_bytes",
+    "down_bytes",
+    "slot_bytes",
+    "hidden_stride",
+)
 
 
 class _Shape(ctypes.Structure):
@@ -41,6 +52,7 @@ _experts_shape = function("experts_shape", _SHAPE)
 _experts_pack = function("experts_pack", _SHAPE, *[_POINTER] * 7, _NUMBER, _INT)
 _experts_rows = function("experts_rows", _SHAPE, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER, _INT)
 _experts_tokens = function("experts_tokens", _SHAPE, *[_POINTER] * 4, _NUMBER, _NUMBER, _NUMBER, _POINTER, _INT, _INT)
+_experts_choices = function("experts_choices", _SHAPE, *[_POINTER] * 3, _NUMBER, _NUMBER, _NUMBER, _POINTER, _INT)
 _use_large_pages = function("native_use_large_pages", _POINTER, _NUMBER)
 _touch = function("native_touch", _POINTER, _POINTER, _POINTER)
 
@@ -98,9 +110,14 @@ class PackedExperts:
         rows_S = batch.rows_S
         assert rows_S.dtype is torch.int32 and rows_S.is_contiguous() and rows_S.shape[0] == self.num_slots
         _experts_rows(
-            self._shape, self.packed_SB.data_ptr(), x.data_ptr(), rows_S.data_ptr(), batch.x.shape[1] if padded else 0,
-            y.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            self._shape,
+            self.packed_SB.data_ptr(),
+            x.data_ptr(),
+            rows_S.data_ptr(),
+            batch.x.shape[1] if padded else 0,
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
         return y
 
     def run_tokens(self, batch: TokenBatch) -> Tensor:
@@ -110,11 +127,35 @@ class PackedExperts:
         assert batch.sum_dtype in (torch.float32, self.dtype)
         num_tokens, top_k = slot_TK.shape
         assert x_TD.shape[0] == num_tokens
+        if batch.rows_PD is not None:
+            y_PD = batch.rows_PD
+            assert y_PD.is_contiguous() and y_PD.dtype is self.dtype and y_PD.shape[1] == self._hidden
+            _experts_choices(
+                self._shape,
+                self.packed_SB.data_ptr(),
+                x_TD.data_ptr(),
+                slot_TK.data_ptr(),
+                batch.first_slot,
+                num_tokens,
+                top_k,
+                y_PD.data_ptr(),
+                torch.get_num_threads(),
+            )
+            return y_PD
         y_TD = torch.empty(num_tokens, self._hidden, dtype=batch.sum_dtype)
         _experts_tokens(
-            self._shape, self.packed_SB.data_ptr(), x_TD.data_ptr(), slot_TK.data_ptr(), weight_TK.data_ptr(),
-            batch.first_slot, num_tokens, top_k, y_TD.data_ptr(), _X_TYPES[batch.sum_dtype], torch.get_num_threads(),
-        )  # fmt: skip
+            self._shape,
+            self.packed_SB.data_ptr(),
+            x_TD.data_ptr(),
+            slot_TK.data_ptr(),
+            weight_TK.data_ptr(),
+            batch.first_slot,
+            num_tokens,
+            top_k,
+            y_TD.data_ptr(),
+            _X_TYPES[batch.sum_dtype],
+            torch.get_num_threads(),
+        )
         return y_TD
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -137,7 +178,8 @@ class PackedExperts:
         _experts_pack(self._shape, start, *matrices, *scales, scale_rows, torch.get_num_threads())
 
     def _bring_in(self, slot: int) -> int:
-        """Where the slot's bytes begin. When slots are written in order for the first time, their memory is brought in."""
+        """Where the slot's bytes begin. When slots are written in order for the first time, their memory is brought
+        in."""
         start = self.packed_SB[slot].data_ptr()
         if slot == self._num_touched:
             _touch(start, start + self._shape.slot_bytes, self.packed_SB.data_ptr() + self.packed_SB.numel())

@@ -1,6 +1,7 @@
 """The packed form of an expert (native/src/experts.h), read back in torch: what the native packing must have written.
 
-Legend: P panels, N pairs (k, k + 1) of inputs, J groups of 16 columns, C columns of a group, D hidden size, F expert width.
+Legend: P panels, N pairs (k, k + 1) of inputs, J groups of 16 columns, C columns of a group, D hidden size, F expert
+width.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from moe_kernels.layout import ExpertBatch, Layout
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """Which rows make up each token: token t is the sum over p in starts_T[t] : starts_T[t + 1] (for the last one: to the
-    end) of weight_P[p] * y[row_P[p]]. row and starts int64, weight float32."""
+    """Which rows make up each token: token t is the sum over p in starts_T[t] : starts_T[t + 1] (for the last one: to
+    the end) of weight_P[p] * y[row_P[p]]. row and starts int64, weight float32."""
 
     row_P: Tensor
     weight_P: Tensor

@@ -18,7 +18,8 @@ def num_blocks(hidden_size: int) -> int:
 
 
 def quantize_rows(x_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """(float8_e4m3fn [R, D], scale float32 [R, B]): x is about value * scale of its block. The last block may be shorter.
+    """(float8_e4m3fn [R, D], scale float32 [R, B]): x is about value * scale of its block. The last block may be
+    shorter.
 
     A scale is the block's largest magnitude / 448, or 1 where all are zero. NaN and infinity come out as NaN.
     """
@@ -38,8 +39,9 @@ def dequantize_rows(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def silu_mul_quantize(gate_up: Tensor, rows_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[..., 2F] -> (float8_e4m3fn [..., F], scale float32 [..., B]): `quantize_rows` of silu(first half) * second half, rounded
-    in between to gate_up's dtype. rows_S: of [S, C, 2F], how many rows of each slot count; the others may hold anything."""
+    """[..., 2F] -> (float8_e4m3fn [..., F], scale float32 [..., B]): `quantize_rows` of silu(first half) * second half,
+    rounded in between to gate_up's dtype. rows_S: of [S, C, 2F], how many rows of each slot count; the others may hold
+    anything."""
     width = gate_up.shape[-1] // 2
     hidden = F.silu(gate_up[..., :width]) * gate_up[..., width:]
     value, scale = quantize_rows(hidden.flatten(0, -2))

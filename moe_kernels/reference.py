@@ -115,7 +115,8 @@ def experts(batch: ExpertBatch, gate_up_S2FD: Tensor, down_SDF: Tensor) -> Tenso
 
 
 def dequantize_blocks(value_SOI: Tensor, scale: Tensor) -> Tensor:
-    """float8_e4m3fn [S, O, I], one scale for 128 x 128 numbers, float32 [S, ceil(O / 128), ceil(I / 128)] -> float32."""
+    """float8_e4m3fn [S, O, I], one scale for 128 x 128 numbers, float32 [S, ceil(O / 128), ceil(I / 128)] ->
+    float32."""
     num_outputs, num_inputs = value_SOI.shape[1:]
     scale_SOI = scale.repeat_interleave(BLOCK, 1)[:, :num_outputs].repeat_interleave(BLOCK, 2)[..., :num_inputs]
     return value_SOI.float() * scale_SOI
@@ -124,8 +125,8 @@ def dequantize_blocks(value_SOI: Tensor, scale: Tensor) -> Tensor:
 def experts_fp8(
     batch: ExpertBatch, gate_up_S2FD: Tensor, gate_up_scale: Tensor, down_SDF: Tensor, down_scale: Tensor
 ) -> Tensor:
-    """As `experts`, with weights in FP8: bfloat16. Rows that are not in FP8 and what stands between the two products are
-    rounded to it. gate_up_scale [S, 2 * ceil(F / 128), ceil(D / 128)]: the blocks of gate, then those of up."""
+    """As `experts`, with weights in FP8: bfloat16. Rows that are not in FP8 and what stands between the two products
+    are rounded to it. gate_up_scale [S, 2 * ceil(F / 128), ceil(D / 128)]: the blocks of gate, then those of up."""
     x, scale = quantize_rows(batch.x.flatten(0, -2)) if batch.scale is None else (batch.x, batch.scale)
     plain = ExpertBatch(batch.layout, dequantize_rows(x, scale, torch.float32).view(batch.x.shape), batch.rows_S)
     halves = zip(gate_up_S2FD.chunk(2, 1), gate_up_scale.chunk(2, 1), strict=True)

@@ -1,5 +1,5 @@
-"""Tokens to the rows of a rank's experts and their weighted sums back, without asking the device how many rows there are: there is
-room for every pair, and what the counts do not name holds anything. So a step can be captured in a graph.
+"""Tokens to the rows of a rank's experts and their weighted sums back, without asking the device how many rows there
+are: there is room for every pair, and what the counts do not name holds anything. So a step can be captured in a graph.
 
 Legend: T tokens, D hidden size, K experts per token, S slots, N = T * K pairs.
 """

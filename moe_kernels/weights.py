@@ -1,5 +1,5 @@
-"""The weights of a rank's experts in one layer, and the arithmetic on them. The native kernels' form where they can run,
-torch's otherwise.
+"""The weights of a rank's experts in one layer, and the arithmetic on them. The native kernels' form where they can
+run, torch's otherwise.
 
 Legend: S slots, D hidden size, F expert width, T tokens, R rows arrived, C rows per padded slot.
 """
@@ -29,8 +29,8 @@ class ExpertWeights(Protocol):
     format: WeightFormat
 
     def storage(self, slot: int) -> tuple[Tensor, ...]:
-        """Every tensor that makes up the expert of one slot, as contiguous views in the form in which it is kept: what a
-        move to another rank's slot copies."""
+        """Every tensor that makes up the expert of one slot, as contiguous views in the form in which it is kept: what
+        a move to another rank's slot copies."""
         ...
 
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
@@ -55,7 +55,8 @@ class ExpertWeights(Protocol):
         ...
 
     def run_tokens(self, batch: TokenBatch) -> Tensor:
-        """[T, D]: the weighted sum of each token's experts that are here, summed in float32."""
+        """[T, D]: the weighted sum of each token's experts that are here: rows in dtype, added up in float32 in the
+        order of its choices. Or the rows (TokenBatch.rows_PD)."""
         ...
 
 

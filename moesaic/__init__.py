@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from configs.engine import EngineConfig
     from configs.eplb import EplbConfig
-    from engine.messages import SamplingParams
-    from engine.outputs import CompletionOutput, RequestOutput
+    from front.messages import SamplingParams
+    from front.outputs import CompletionOutput, RequestOutput
     from moesaic.public import LLM, AsyncLLM
 
 __version__ = "0.1.0"
@@ -36,9 +36,9 @@ _HOMES = {
     "AsyncLLM": "moesaic.public",
     "EngineConfig": "configs.engine",
     "EplbConfig": "configs.eplb",
-    "SamplingParams": "engine.messages",
-    "RequestOutput": "engine.outputs",
-    "CompletionOutput": "engine.outputs",
+    "SamplingParams": "front.messages",
+    "RequestOutput": "front.outputs",
+    "CompletionOutput": "front.outputs",
 }
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 import moesaic
 from configs.env import read_env
-from engine.messages import SamplingParams
+from front.messages import SamplingParams
 from moesaic.bench_dbo import make_command
 from moesaic.http_client import Client, HttpError
 from moesaic.options import Number, engine_config, engine_options

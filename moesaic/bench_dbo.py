@@ -15,8 +15,8 @@ import click
 
 import moesaic
 from configs.engine import EngineConfig
-from engine.messages import SamplingParams
-from engine.trace_figures import StepFigures, figures
+from front.messages import SamplingParams
+from front.trace_figures import StepFigures, figures
 from moesaic.options import engine_config, engine_options
 
 MODES = ("off", "on", "auto")

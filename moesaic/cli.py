@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 
 import click
 
+from engine.process.console import say_line, say_text
 from moesaic.lazy import LazyGroup
 
 COMMANDS = {
@@ -26,9 +29,24 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Bad input is one line on stderr and exit code 2; a traceback means a bug."""
+    """Bad input is one line on stderr and exit code 2; a traceback means a bug. A signal, one line and 128 and its
+    number."""
+    stopped_by = signal.SIGINT
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped_by
+        stopped_by = signal.Signals(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
     try:
-        cli(prog_name="moesaic")
+        sys.exit(cli.main(prog_name="moesaic", standalone_mode=False) or 0)
+    except (KeyboardInterrupt, click.Abort):
+        say_text(f"ended by {stopped_by.name}")
+        sys.exit(128 + stopped_by)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
     except ValueError as error:
-        print(f"moesaic: error: {error}", file=sys.stderr)
+        say_line(f"moesaic: error: {error}")
         sys.exit(2)

@@ -34,8 +34,9 @@ DEFAULT_CHIP = "h200"
 def command(as_json: bool, gpu: str | None, world: int | None, installed: str | None, **options: Any) -> None:
     """Print the resolved plan for MODEL (default: the embedded one) with the reason for every choice.
 
-    With --gpu, or --device cuda where there is no GPU, MODEL may be a name (deepseek-v3, qwen3-30b-a3b, qwen3-235b-a22b) or a
-    directory with only a config.json, and everything that would run on each GPU is listed, with the reason against the others.
+    With --gpu, or --device cuda where there is no GPU, MODEL may be a name (deepseek-v3, qwen3-30b-a3b,
+    qwen3-235b-a22b) or a directory with only a config.json, and everything that would run on each GPU is listed, with
+    the reason against the others.
     """
     if world is not None:
         options["data_parallel_size"] = world
@@ -81,6 +82,7 @@ def _explain_cluster(config: EngineConfig, gpu: str, installed: str | None, as_j
 def _show(plan: Plan, as_json: bool) -> None:
     values = dataclasses.asdict(plan)
     reasons = values.pop("reasons")
+    values["checkpoint"] = {name: digest for name, (_, _, _, digest) in plan.checkpoint.items()}
     if as_json:
         print(json.dumps({"plan": values, "reasons": reasons}))
         return

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 import moesaic
-from engine.messages import SamplingParams
+from front.messages import SamplingParams
 from moesaic.options import engine_config, engine_options
 
 

@@ -14,6 +14,7 @@ import click
 from configs.dbo import DBO_MODES
 from configs.engine import EngineConfig
 from configs.eplb import EplbConfig, parse_eplb_config
+from configs.json_option import json_object
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -53,6 +54,9 @@ SECONDS = Number(0, 1e6)
 
 OPTIONS = [
     click.option("--model", "model_option", help="Directory of a Hugging Face checkpoint (same as the argument)."),
+    click.option(
+        "--hf-overrides", help="Fields in the place of those of config.json, as a JSON object or a file with one."
+    ),
     click.option("--served-model-name", multiple=True, help="Name(s) in the API; default: the model's path."),
     click.option(
         "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="cuda: GPUs."
@@ -130,7 +134,10 @@ OPTIONS = [
         type=click.Choice(["auto", "none", "piecewise", "full", "full_and_piecewise", "tapes"]),
         default="auto",
         show_default=True,
-        help="Which steps are captured as CUDA graphs: whole decode steps, all steps in pieces, or both; tapes: decode steps, on a CPU.",
+        help=(
+            "Which steps are captured as CUDA graphs: whole decode steps, all steps in pieces, or both; "
+            "tapes: decode steps, on a CPU."
+        ),
     ),
     click.option("--enforce-eager", is_flag=True, help="The same as --cudagraph-mode none."),
     click.option("--cudagraph-capture-sizes", help="Rows of the graphs, e.g. 1,2,4,8; default: decided."),
@@ -150,8 +157,8 @@ OPTIONS = [
 
 
 def _take_model(context: click.Context, argument: click.Parameter, model: str | None) -> str | None:
-    """MODEL. An option whose value may be left out takes whatever word follows it, so in `--enable-dbo MODEL` that is MODEL.
-    (click processes arguments after the options that are given.)"""
+    """MODEL. An option whose value may be left out takes whatever word follows it, so in `--enable-dbo MODEL` that is
+    MODEL. (click processes arguments after the options that are given.)"""
     mode = context.params.get("enable_dbo", "auto")
     if mode in DBO_MODES:
         return model
@@ -179,6 +186,8 @@ def engine_config(values: dict[str, Any], default_ranks: int = 1) -> EngineConfi
         values["cudagraph_mode"] = "none"
     values["cudagraph_capture_sizes"] = _numbers("cudagraph_capture_sizes", values.get("cudagraph_capture_sizes"))
     _take_eplb_config(values)
+    overrides = values.pop("hf_overrides", None)
+    values["hf_overrides"] = {} if overrides is None else json_object("hf_overrides", overrides)[0]
     return EngineConfig(
         model=argument or option, data_parallel_size=default_ranks if ranks is None else ranks, **values
     )

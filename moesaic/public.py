@@ -7,13 +7,13 @@ from typing import Any, Self
 
 from configs.engine import EngineConfig, Plan
 from configs.env import read_env
-from engine import async_llm, llm
 from engine.build import build_rank
-from engine.local_ranks import LocalRanks
-from engine.messages import RankStats
 from engine.plan import make_plan
-from engine.progress import LoadProgress
-from engine.text import Tokenizer
+from engine.process.local_ranks import LocalRanks
+from engine.process.progress import LoadProgress
+from front import async_llm, llm
+from front.messages import RankStats
+from front.text import Tokenizer
 from launch.spawned import SpawnedRanks
 
 

@@ -32,7 +32,8 @@ COLOURS = {"up": "green", "joining": "yellow", "starting": "yellow", "loading": 
 def command(
     url: str | None, admin_api_key: str | None, count: int | None, timeout: float, watch: bool, as_json: bool
 ) -> None:
-    """Show which ranks of a running server serve, and with --count change how many there are. Exit code 1: not in time."""
+    """Show which ranks of a running server serve, and with --count change how many there are. Exit code 1: not in
+    time."""
     env = read_env()
     client = Client(url or env.url, admin_api_key or (env.admin_keys[0] if env.admin_keys else None))
     try:

@@ -13,6 +13,7 @@ from configs.env import read_env
 from configs.hosts import DEFAULT_PORT, hosts_of
 from configs.server import ServerConfig
 from engine.plan import make_plan
+from engine.process.console import guard_console, say_text
 from launch.head import HeadSupervisor
 from launch.remote import RemoteSupervisor
 from launch.supervisor import Supervisor
@@ -43,6 +44,13 @@ EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is 
     help="Where the defaults of sampling come from: the model's generation_config.json, or the API's own.",
 )
 @click.option("--max-request-bytes", type=Bytes(), default=8 << 20, show_default=True)
+@click.option(
+    "--max-inflight-bytes",
+    type=Bytes(),
+    default=256 << 20,
+    show_default=True,
+    help="Bodies of all requests together; beyond: 503 with Retry-After.",
+)
 @click.option(
     "--max-num-queued-reqs",
     type=click.IntRange(0),
@@ -77,6 +85,7 @@ EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is 
 @engine_options
 def command(**options: Any) -> None:
     """Serve MODEL (a Hugging Face directory; without it, the embedded model on two ranks) over HTTP."""
+    guard_console()
     env = read_env()
     startup_timeout = options.pop("startup_timeout")
     server = _server_config(options, env.api_keys, env.admin_keys)
@@ -85,11 +94,9 @@ def command(**options: Any) -> None:
     config = engine_config(options, default_ranks=1 if given else EMBEDDED_RANKS)
     hosts = hosts_of(config.data_parallel_size, *parts)
     plan = make_plan(config, hosts=hosts)
-    print(
-        f"moesaic: {plan.served_model_names[0]} ({plan.architecture}), {plan.data_parallel_size} rank(s), {plan.dtype}, "
-        f"experts over {plan.all2all_backend}",
-        file=sys.stderr,
-        flush=True,
+    say_text(
+        f"{plan.served_model_names[0]} ({plan.architecture}), {plan.data_parallel_size} rank(s), {plan.dtype}, "
+        f"experts over {plan.all2all_backend}"
     )
     name = plan.served_model_names[0]
     if hosts is not None and hosts.headless:
@@ -114,6 +121,7 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         chat_template=Path(template).read_text() if template else None,
         use_generation_config=options.pop("generation_config") == "auto",
         max_body_bytes=options.pop("max_request_bytes"),
+        max_inflight_bytes=options.pop("max_inflight_bytes"),
         max_queued_requests=options.pop("max_num_queued_reqs"),
         shutdown_timeout=options.pop("shutdown_timeout"),
         keep_alive_interval=options.pop("sse_keep_alive_interval"),
@@ -134,7 +142,8 @@ def _digests(keys: tuple[str, ...]) -> tuple[str, ...]:
 
 def _say_next(url: str, model: str, server: ServerConfig) -> None:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if server.api_key_digests else ""
-    message = '{"model": "%s", "messages": [{"role": "user", "content": "Tell me a story about a dog."}]}' % model  # noqa: UP031
+    content = "Tell me a story about a dog."
+    message = '{"model": "%s", "messages": [{"role": "user", "content": "%s"}]}' % (model, content)  # noqa: UP031
     print(
         f"\nmoesaic: ready on {url}. In another terminal:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{message}'\n"

@@ -8,7 +8,8 @@ from native.library import library
 
 
 class Isa(enum.IntEnum):
-    """Instruction sets; each has all that the ones before it have. NONE: no native kernel runs, torch does everything."""
+    """Instruction sets; each has all that the ones before it have. NONE: no native kernel runs, torch does
+    everything."""
 
     NONE = 0
     AVX2 = 1  # with FMA
@@ -29,8 +30,8 @@ def isa() -> Isa:
 
 
 def limit_isa(most: Isa) -> Isa:
-    """Use no more than `most` in this process from now on; returns what is used. For start-up and tests: what was packed
-    or built before does not change."""
+    """Use no more than `most` in this process from now on; returns what is used. For start-up and tests: what was
+    packed or built before does not change."""
     kernels = library()
     if kernels is not None:
         kernels.native_limit_isa(int(most))

@@ -1,7 +1,7 @@
 """The shared library of CPU kernels, opened once per process.
 
-It is linked without an OpenMP runtime and takes the one that torch brings: two of them in one process would have twice the
-threads, spinning against each other.
+It is linked without an OpenMP runtime and takes the one that torch brings: two of them in one process would have twice
+the threads, spinning against each other.
 """
 
 from __future__ import annotations

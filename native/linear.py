@@ -62,7 +62,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def best_output(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """argmax of `linear`, int64 [T], the first of equals; the products are never all in memory. The caller asks `can_run`."""
+    """argmax of `linear`, int64 [T], the first of equals; the products are never all in memory. The caller asks
+    `can_run`."""
     x_TI = x_TI.contiguous()
     num_rows, num_inputs = x_TI.shape
     num_outputs = weight_OI.shape[0]

@@ -32,16 +32,18 @@ def can_pack(weight_OI: Tensor) -> bool:
 
 
 def is_faster_packed(weight_OI: Tensor) -> bool:
-    """Whether a layer of such weights, kept as they are, is better packed: more than a few rows take less time, one no more."""
+    """Whether a layer of such weights, kept as they are, is better packed: more than a few rows take less time, one
+    no more."""
     return can_pack(weight_OI) and weight_OI.dtype is torch.bfloat16 and isa() >= Isa.AVX512_BF16
 
 
 class PackedLinear:
     """y = x W^T + b.
 
-    weight_OI: float8_e4m3fn or int8 [O, I], with scale: float32 [ceil(O / scale_rows), ceil(I / 128)]; a weight is its number
-    times the scale of its block. Or bfloat16 without scale, for rows of bfloat16. The weights are copied; in_place: those of
-    bfloat16 are rearranged where they lie, if they fill whole panels, and the caller uses them no more.
+    weight_OI: float8_e4m3fn or int8 [O, I], with scale: float32 [ceil(O / scale_rows), ceil(I / 128)]; a weight is its
+    number times the scale of its block. Or bfloat16 without scale, for rows of bfloat16. The weights are copied;
+    in_place: those of bfloat16 are rearranged where they lie, if they fill whole panels, and the caller uses them no
+    more.
     """
 
     def __init__(

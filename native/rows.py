@@ -1,12 +1,13 @@
 """Small operations on the rows of a step in native kernels (native/src/rows.h), each in one pass.
 
-The caller asks `can_run` first. Legend: T tokens, D hidden size, F width, H query heads, Hkv key/value heads, Dh head size,
-E experts, K chosen, R rows of the cache; N, P, C, X widths of MLA (mla/protocol.py).
+The caller asks `can_run` first. Legend: T tokens, D hidden size, F width, H query heads, Hkv key/value heads, Dh head
+size, E experts, K chosen, R rows of the cache; N, P, C, X widths of MLA (mla/protocol.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -69,6 +70,9 @@ _rows_softmax_topk = function(
 _rows_grouped_topk = function("rows_grouped_topk", ctypes.POINTER(_GroupedCall), _NUMBER, _INT)
 _rows_add = function("rows_add", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_copy = function("rows_copy", _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_weigh = function(
+    "rows_weigh", _INT, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT
+)
 _rows_gather = function("rows_gather", _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_rope = function("rows_rope", _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_dots = function("rows_dots", _INT, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT)
@@ -96,20 +100,34 @@ def _norm(x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
     assert weight_D.dtype is residual_TD.dtype and weight_D.shape == (size,)
     y_TD = residual_TD.new_empty(num_rows, size)
     _rows_norm(
-        _X_TYPES[y_TD.dtype], None if x_TD is None else x_TD.data_ptr(), residual_TD.data_ptr(), residual_TD.stride(0),
-        weight_D.data_ptr(), y_TD.data_ptr(), num_rows, size, eps, torch.get_num_threads(),
-    )  # fmt: skip
+        _X_TYPES[y_TD.dtype],
+        None if x_TD is None else x_TD.data_ptr(),
+        residual_TD.data_ptr(),
+        residual_TD.stride(0),
+        weight_D.data_ptr(),
+        y_TD.data_ptr(),
+        num_rows,
+        size,
+        eps,
+        torch.get_num_threads(),
+    )
     return y_TD
 
 
 def place_heads(
-    qkv_THD: Tensor, num_heads: int, norm_HD: Tensor | None, eps: float, rope: tuple[Tensor, Tensor],
-    k_cache: Tensor, v_cache: Tensor, slots_T: Tensor,
-) -> None:  # fmt: skip
+    qkv_THD: Tensor,
+    num_heads: int,
+    norm_HD: Tensor | None,
+    eps: float,
+    rope: tuple[Tensor, Tensor],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots_T: Tensor,
+) -> None:
     """Norm and rotate queries and keys, and store keys and values. Queries are changed in place.
 
-    qkv [T, H + 2 Hkv, Dh] contiguous; norm [H + Hkv, Dh] or None; rope: what layers.rope.Rope gives; caches [R, Hkv, Dh];
-    slots int64 [T].
+    qkv [T, H + 2 Hkv, Dh] contiguous; norm [H + Hkv, Dh] or None; rope: what layers.rope.Rope gives; caches [R, Hkv,
+    Dh]; slots int64 [T].
     """
     cos, sin = rope
     num_rows, all_heads, dim = qkv_THD.shape
@@ -117,17 +135,33 @@ def place_heads(
     assert qkv_THD.is_contiguous() and cos.is_contiguous() and sin.is_contiguous() and slots_T.is_contiguous()
     assert cos.numel() == sin.numel() == num_rows * dim and cos.dtype is sin.dtype is k_cache.dtype is qkv_THD.dtype
     call = _HeadsCall(
-        _X_TYPES[qkv_THD.dtype], num_heads, num_kv_heads, dim, None if norm_HD is None else norm_HD.data_ptr(),
-        qkv_THD.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots_T.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
-        k_cache.stride(0), v_cache.stride(0), eps,
-    )  # fmt: skip
+        _X_TYPES[qkv_THD.dtype],
+        num_heads,
+        num_kv_heads,
+        dim,
+        None if norm_HD is None else norm_HD.data_ptr(),
+        qkv_THD.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        slots_T.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        k_cache.stride(0),
+        v_cache.stride(0),
+        eps,
+    )
     _rows_heads(ctypes.byref(call), num_rows, torch.get_num_threads())
 
 
 def place_latent(
-    q_THK: Tensor, latent_TX: Tensor, norm_C: Tensor, eps: float, rope: tuple[Tensor, Tensor], cache_RX: Tensor,
+    q_THK: Tensor,
+    latent_TX: Tensor,
+    norm_C: Tensor,
+    eps: float,
+    rope: tuple[Tensor, Tensor],
+    cache_RX: Tensor,
     slots_T: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """MLA: store the normed latent and the rotated key, and rotate the last part of every query in place.
 
     q [T, H, N + P], each row contiguous; latent [T, C + P]; norm [C]; rope: what layers.rope.Rope gives, P wide; cache
@@ -142,10 +176,23 @@ def place_latent(
     assert cos.numel() == sin.numel() == num_rows * rope_dim
     assert cos.dtype is sin.dtype is cache_RX.dtype is q_THK.dtype is latent_TX.dtype
     call = _LatentCall(
-        _X_TYPES[q_THK.dtype], num_heads, key_dim - rope_dim, rope_dim, latent_dim, q_THK.data_ptr(), q_THK.stride(0),
-        latent_TX.data_ptr(), latent_TX.stride(0), norm_C.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots_T.data_ptr(),
-        cache_RX.data_ptr(), cache_RX.stride(0), eps,
-    )  # fmt: skip
+        _X_TYPES[q_THK.dtype],
+        num_heads,
+        key_dim - rope_dim,
+        rope_dim,
+        latent_dim,
+        q_THK.data_ptr(),
+        q_THK.stride(0),
+        latent_TX.data_ptr(),
+        latent_TX.stride(0),
+        norm_C.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        slots_T.data_ptr(),
+        cache_RX.data_ptr(),
+        cache_RX.stride(0),
+        eps,
+    )
     _rows_latent(ctypes.byref(call), num_rows, torch.get_num_threads())
 
 
@@ -161,15 +208,23 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
 
 
 def softmax_topk(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """(expert int64 [T, K], weight float32 [T, K]) in falling order; weights: a softmax over all experts, or over the chosen."""
+    """(expert int64 [T, K], weight float32 [T, K]) in falling order; weights: a softmax over all experts, or over
+    the chosen."""
     logits_TE = logits_TE.contiguous()
     num_rows, num_experts = logits_TE.shape
     expert_TK = torch.empty((num_rows, top_k), dtype=torch.int64)
     weight_TK = torch.empty((num_rows, top_k), dtype=torch.float32)
     _rows_softmax_topk(
-        _X_TYPES[logits_TE.dtype], logits_TE.data_ptr(), num_rows, num_experts, top_k, renormalize,
-        expert_TK.data_ptr(), weight_TK.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        _X_TYPES[logits_TE.dtype],
+        logits_TE.data_ptr(),
+        num_rows,
+        num_experts,
+        top_k,
+        renormalize,
+        expert_TK.data_ptr(),
+        weight_TK.data_ptr(),
+        torch.get_num_threads(),
+    )
     return expert_TK, weight_TK
 
 
@@ -203,9 +258,17 @@ def _grouped_topk(
     expert_TK = torch.empty((num_rows, top_k), dtype=torch.int64)
     weight_TK = torch.empty((num_rows, top_k), dtype=torch.float32)
     call = _GroupedCall(
-        num_experts, num_groups, topk_groups, top_k, logits_TE.data_ptr(),
-        None if bias_E is None else bias_E.data_ptr(), expert_TK.data_ptr(), weight_TK.data_ptr(), renormalize, scale,
-    )  # fmt: skip
+        num_experts,
+        num_groups,
+        topk_groups,
+        top_k,
+        logits_TE.data_ptr(),
+        None if bias_E is None else bias_E.data_ptr(),
+        expert_TK.data_ptr(),
+        weight_TK.data_ptr(),
+        renormalize,
+        scale,
+    )
     _rows_grouped_topk(ctypes.byref(call), num_rows, torch.get_num_threads())
     return expert_TK, weight_TK
 
@@ -226,15 +289,48 @@ def copy(y_TD: Tensor, x_TD: Tensor) -> Tensor:
     return y_TD
 
 
+def weigh(parts: Sequence[Tensor], slot_TK: Tensor, weight_TK: Tensor, slots_per_part: int, y_TD: Tensor) -> Tensor:
+    """y = for each token the sum of weight * row over its choices, in their order, in float32; y.
+
+    slot int64 [T, K], 0 <= slot < slots_per_part * parts; a choice's row is in part slot // slots_per_part, where rows
+    lie in the order of tokens and choices; weight float32 [T, K]. Parts contiguous.
+    """
+    num_rows, size = y_TD.shape
+    top_k = slot_TK.shape[1]
+    assert slot_TK.is_contiguous() and weight_TK.is_contiguous() and y_TD.is_contiguous()
+    assert slot_TK.dtype is torch.int64 and weight_TK.dtype is torch.float32 and weight_TK.shape == (num_rows, top_k)
+    assert all(part.is_contiguous() and part.dtype is y_TD.dtype for part in parts)
+    bases = (_POINTER * len(parts))(*[part.data_ptr() for part in parts])
+    _rows_weigh(
+        _X_TYPES[y_TD.dtype],
+        slot_TK.data_ptr(),
+        weight_TK.data_ptr(),
+        slots_per_part,
+        bases,
+        len(parts),
+        y_TD.data_ptr(),
+        num_rows,
+        top_k,
+        size,
+        torch.get_num_threads(),
+    )
+    return y_TD
+
+
 def gather(table_VD: Tensor, ids_T: Tensor) -> Tensor:
     """table[ids], [T, D]; ids int64 [T], zeros where the table has no such row."""
     assert table_VD.is_contiguous() and ids_T.is_contiguous() and ids_T.dtype is torch.int64
     (num_rows,), (num_entries, size) = ids_T.shape, table_VD.shape
     y_TD = table_VD.new_empty(num_rows, size)
     _rows_gather(
-        table_VD.data_ptr(), num_entries, ids_T.data_ptr(), y_TD.data_ptr(), num_rows, size * table_VD.element_size(),
+        table_VD.data_ptr(),
+        num_entries,
+        ids_T.data_ptr(),
+        y_TD.data_ptr(),
+        num_rows,
+        size * table_VD.element_size(),
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return y_TD
 
 
@@ -245,9 +341,16 @@ def rope(positions_T: Tensor, frequency_R: Tensor, scale: float, dtype: torch.dt
     cos = torch.empty((num_rows, 1, 2 * num_planes), dtype=dtype)
     sin = torch.empty((num_rows, 1, 2 * num_planes), dtype=dtype)
     _rows_rope(
-        _X_TYPES[dtype], positions_T.data_ptr(), frequency_R.data_ptr(), scale, cos.data_ptr(), sin.data_ptr(),
-        num_rows, num_planes, torch.get_num_threads(),
-    )  # fmt: skip
+        _X_TYPES[dtype],
+        positions_T.data_ptr(),
+        frequency_R.data_ptr(),
+        scale,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        num_rows,
+        num_planes,
+        torch.get_num_threads(),
+    )
     return cos, sin
 
 
@@ -258,7 +361,14 @@ def dots(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     num_outputs = weight_OI.shape[0]
     y_TO = torch.empty((num_rows, num_outputs), dtype=torch.float32)
     _rows_dots(
-        _X_TYPES[x_TI.dtype], x_TI.data_ptr(), x_TI.stride(0), weight_OI.data_ptr(), y_TO.data_ptr(), num_rows,
-        num_inputs, num_outputs, torch.get_num_threads(),
-    )  # fmt: skip
+        _X_TYPES[x_TI.dtype],
+        x_TI.data_ptr(),
+        x_TI.stride(0),
+        weight_OI.data_ptr(),
+        y_TO.data_ptr(),
+        num_rows,
+        num_inputs,
+        num_outputs,
+        torch.get_num_threads(),
+    )
     return y_TO

@@ -1,4 +1,4 @@
-"""From logits to tokens in the native kernel (native/src/sampling.h). engine/sampler.py is the specification.
+"""From logits to tokens in the native kernel (native/src/sampling.h). engine/sampling/sampler.py is the specification.
 
 Legend: P rows, V vocabulary, N listed (row, token id) pairs, in rising order of the row.
 """
@@ -24,9 +24,25 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.float32] | npt.NDArray[np.uint64]
 _LOGIT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NUMBERS = ("logit_type", "num_rows", "num_tokens", "stride")
 _ARRAYS = (
-    "random", "temperature", "top_p", "min_p", "top_k", "seed_key", "position", "has_allowed", "allowed_start", "allowed",
-    "forbidden_start", "forbidden", "bias_start", "bias_id", "bias", "penalty_start", "penalty_id", "penalty",
-)  # fmt: skip
+    "random",
+    "temperature",
+    "top_p",
+    "min_p",
+    "top_k",
+    "seed_key",
+    "position",
+    "has_allowed",
+    "allowed_start",
+    "allowed",
+    "forbidden_start",
+    "forbidden",
+    "bias_start",
+    "bias_id",
+    "bias",
+    "penalty_start",
+    "penalty_id",
+    "penalty",
+)
 
 
 class _SampleCall(ctypes.Structure):
@@ -53,7 +69,7 @@ class Draws:
     top_p_P: Floats  # 1: all
     min_p_P: Floats  # 0: all
     top_k_P: Ints  # 0: all
-    seed_keys_P: npt.NDArray[np.uint64]  # engine/noise.py
+    seed_keys_P: npt.NDArray[np.uint64]  # engine/sampling/noise.py
     positions_P: Ints
 
 
@@ -108,22 +124,32 @@ def can_run(logits_PV: Tensor) -> bool:
 def draw_tokens(logits_PV: Tensor, draws: Draws, edits: Edits) -> Tensor:
     """int64 [P]. The caller asks `can_run`. Rows of logits may be apart; they are not changed.
 
-    Tokens of equal probability are kept or dropped together by top_k, top_p and min_p; of equal largest logits the first is
-    taken. NaN counts as forbidden; where everything is forbidden the token is 0.
+    Tokens of equal probability are kept or dropped together by top_k, top_p and min_p; of equal largest logits the
+    first is taken. NaN counts as forbidden; where everything is forbidden the token is 0.
     """
     num_rows, num_tokens = logits_PV.shape
     assert logits_PV.stride(1) == 1 and num_tokens > 0
     arrays = _Arrays()
     arrays.put(
-        random=draws.random_P, temperature=draws.temperature_P, top_p=draws.top_p_P, min_p=draws.min_p_P,
-        top_k=draws.top_k_P, seed_key=draws.seed_keys_P, position=draws.positions_P,
-    )  # fmt: skip
+        random=draws.random_P,
+        temperature=draws.temperature_P,
+        top_p=draws.top_p_P,
+        min_p=draws.min_p_P,
+        top_k=draws.top_k_P,
+        seed_key=draws.seed_keys_P,
+        position=draws.positions_P,
+    )
     arrays.put_edits(num_rows, edits)
     token_P = torch.empty(num_rows, dtype=torch.int64)
     call = _SampleCall(
-        _LOGIT_TYPES[logits_PV.dtype], num_rows, num_tokens, logits_PV.stride(0), logits_PV.data_ptr(),
+        _LOGIT_TYPES[logits_PV.dtype],
+        num_rows,
+        num_tokens,
+        logits_PV.stride(0),
+        logits_PV.data_ptr(),
         *(arrays.arrays[name].ctypes.data if name in arrays.arrays else None for name in _ARRAYS),
-        edits.penalties[1].numel() if edits.penalties is not None else 0, token_P.data_ptr(),
-    )  # fmt: skip
+        edits.penalties[1].numel() if edits.penalties is not None else 0,
+        token_P.data_ptr(),
+    )
     _sampling_rows(ctypes.byref(call), torch.get_num_threads())
     return token_P

@@ -1,9 +1,10 @@
 """A stretch of Python that runs native kernels, recorded once and played again without the Python (native/src/tape.h).
 
-While it is recorded everything runs as usual. The tape keeps which kernels ran and with which arguments, so whatever they read
-and wrote must stay where it is: tensors that are made meanwhile come from a `Memory`, which lasts. What is read from elsewhere (weights, the cache, the inputs of a step)
-is the caller's business. Only native kernels are on the tape: an operation that torch computed, or a kernel whose arguments
-change from step to step, makes the recording void, and `Recording.refused` says which one it was.
+While it is recorded everything runs as usual. The tape keeps which kernels ran and with which arguments, so whatever
+they read and wrote must stay where it is: tensors that are made meanwhile come from a `Memory`, which lasts. What is
+read from elsewhere (weights, the cache, the inputs of a step) is the caller's business. Only native kernels are on the
+tape: an operation that torch computed, or a kernel whose arguments change from step to step, makes the recording void,
+and `Recording.refused` says which one it was.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _tape_play = function("tape_play", _POINTER, ctypes.c_int)
 
 
 class Memory:
-    """What the tensors of recordings lie in. Recordings share it: of those made from one Memory only one is played at a time, and
-    its results are gone when the next one begins."""
+    """What the tensors of recordings lie in. Recordings share it: of those made from one Memory only one is played at a
+    time, and its results are gone when the next one begins."""
 
     def __init__(self) -> None:
         self._chunks: list[Bytes] = []
@@ -58,7 +59,8 @@ class Memory:
 
 
 class Recording:
-    """One tape, or several with something in between that is not recorded. Not thread-safe; a thread records once at a time.
+    """One tape, or several with something in between that is not recorded. Not thread-safe; a thread records once at a
+    time.
 
     refused: "", or why it cannot be played.
     """
@@ -175,11 +177,18 @@ _NEW = {
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation of torch: new tensors get memory that stays, views are let through, others make the recording void."""
+    """Sees every operation of torch: new tensors get memory that stays, views are let through, others make the
+    recording void."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch need not keep its compiler out of `__torch_dispatch__`. To do so it would import that compiler
+        (892 modules, about a second) in the first step that is recorded, and nothing here is compiled by it."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from configs.machine import this_machine
 from configs.resolve import MEBI
-from engine.async_llm import EngineBusy
-from engine.orphan import pid_of
+from engine.process.orphan import pid_of
+from front.async_llm import EngineBusy
 from server.errors import ApiError, bad_request
 from server.openai import ResizeRequest
 from server.service import Service, json_response
@@ -18,7 +18,8 @@ _decoder = msgspec.json.Decoder(ResizeRequest)
 
 
 class RankRow(msgspec.Struct):
-    """One rank as /admin/ranks shows it. pid: null while it loads or is lost. epoch: of the membership that it joined last."""
+    """One rank as /admin/ranks shows it. pid: null while it loads or is lost. epoch: of the membership that it
+    joined last."""
 
     rank: int
     state: str
@@ -51,8 +52,8 @@ class RankAdmin:
         return json_response(self._table())
 
     async def resize(self, request: Request) -> Response:
-        """202 with the table as it is then: ranks that leave are gone from it, new ones are starting. 400 for a count that
-        can never be, 409 for one that cannot be now."""
+        """202 with the table as it is then: ranks that leave are gone from it, new ones are starting. 400 for a count
+        that can never be, 409 for one that cannot be now."""
         body = await self._service.read(request, _decoder)
         self._check(body.count)
         try:
@@ -82,7 +83,8 @@ class RankAdmin:
         needed, free = num_new * plan.rank_bytes, this_machine().free_memory
         if num_new > 0 and needed > free:
             message = (
-                f"{num_new} more rank(s) of {plan.rank_bytes // MEBI} MiB take {needed // MEBI} MiB, but {free // MEBI} MiB of "
+                f"{num_new} more rank(s) of {plan.rank_bytes // MEBI} MiB take {needed // MEBI} MiB, "
+                f"but {free // MEBI} MiB of "
                 "memory are free"
             )
             raise ApiError(409, message, param="count", code="no_memory")

@@ -114,7 +114,7 @@ class Pages:
         failed = self._service.engine.failed
         if failed is not None:
             raise ApiError(503, failed, code="engine_failed", headers=[RETRY_AFTER])
-        return json_response({"status": "alive", **trouble(self._service)})
+        return json_response({"status": "alive", **self._waiting(), **trouble(self._service)})
 
     async def ready(self, request: Request) -> Response:
         state, why = self._service.state()
@@ -122,8 +122,13 @@ class Pages:
             raise ApiError(503, f"{state}: {why}", code=state, headers=[RETRY_AFTER])
         members = self._service.engine.members
         states = [state.value for state in members.states[: members.count]]
-        answer = {"status": "ready", "mode": members.mode, "ranks": states, **trouble(self._service)}
+        answer = {"status": "ready", "mode": members.mode, "ranks": states, **self._waiting(), **trouble(self._service)}
         return json_response(answer)
+
+    def _waiting(self) -> dict[str, dict[str, str]]:
+        """Why ranks do not go on or do not come back, as they said themselves; empty when none has said so."""
+        troubles = self._service.engine.members.troubles
+        return {"waiting": {str(rank): reason for rank, reason in sorted(troubles.items())}} if troubles else {}
 
     async def metrics(self, request: Request) -> Response:
         await refresh(self._service)

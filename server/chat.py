@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.outputs import Delta
-from server.endpoint import ChunkWriter, encode, make_job, take
-from server.errors import bad_request
+from front.outputs import Delta
+from server.endpoint import ChunkWriter, Taken, encode, make_job, take
 from server.generate import Answer, Choice, Job, PromptFacts
 from server.logprobs import chat_logprobs, prompt_logprobs
 from server.logs import Record
-from server.openai import AnswerMessage, ChatChoice, ChatCompletion, ChatMessage, ChatRequest, ToolCall, Usage
-from server.params import check_chat, either, sampling_params
+from server.openai import AnswerMessage, ChatChoice, ChatCompletion, ChatRequest, Usage
+from server.params import either, sampling_params
 from server.service import Service
 
-# A request may not set these through chat_template_kwargs: they have fields of their own.
-RESERVED = frozenset({"self", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"})
 NAMES = {"logprobs": "top_logprobs", "prompt": "messages"}  # the engine's names of what a chat request calls otherwise
-
-_decoder = msgspec.json.Decoder(ChatRequest)
 
 
 class ChatCompletions:
@@ -31,132 +24,26 @@ class ChatCompletions:
         self._service = service
 
     async def answer(self, request: Request) -> Response:
-        body, model, request_id = await take(self._service, request, _decoder, check_chat)
-        job = await self._job(body, model, request_id)
-        return Answer(self._service, job, ChatWriter(job))
+        taken = await take(self._service, request, "chat", ChatRequest)
+        return Answer(self._service, job := self._job(taken), ChatWriter(job))
 
-    async def _job(self, body: ChatRequest, model: str, request_id: str) -> Job:
+    def _job(self, taken: Taken[ChatRequest]) -> Job:
+        body = taken.body
         service = self._service
         wanted = either(body.max_completion_tokens, body.max_tokens)
         logprobs = either(body.top_logprobs, 0) if body.logprobs else None
         params = sampling_params(
             body, service.defaults, max_tokens=wanted, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
         )
-        text = render_messages(
-            service,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            kwargs=template_kwargs(body),
-        )
-        (token_ids,) = await service.encode([text], either(body.add_special_tokens, False), "messages")
-        service.check_token_ids(token_ids, "messages")
-        token_ids = service.truncate(token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", wanted)
-        last = body.messages[-1]
         return make_job(
             service,
-            body,
-            model,
-            request_id,
-            [token_ids],
+            taken,
             params,
             NAMES if body.max_completion_tokens is None else {**NAMES, "max_tokens": "max_completion_tokens"},
-            answer_id=f"chatcmpl-{request_id}",
+            answer_id=f"chatcmpl-{taken.request_id}",
             logprobs=bool(body.logprobs),
-            echo=[text_of(last, len(body.messages) - 1)] if body.echo and last.role == "assistant" else None,
+            echo=taken.texts,
         )
-
-
-# ---- messages -----------------------------------------------------------------------------------------------------
-
-
-def template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    """chat_template_kwargs, and what reasoning_effort means to templates that know it."""
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-        kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
-    return kwargs
-
-
-def render_messages(
-    service: Service,
-    messages: Sequence[ChatMessage],
-    *,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    kwargs: Mapping[str, Any],
-) -> str:
-    """The prompt's text. ApiError 400. add_generation_prompt: true unless said otherwise or the last message goes on."""
-    goes_on = either(continue_final_message, False)
-    if goes_on and add_generation_prompt:
-        field = "continue_final_message"
-        raise bad_request("continue_final_message and add_generation_prompt cannot both be true", field)
-    reserved = RESERVED & kwargs.keys()
-    if reserved:
-        field = "chat_template_kwargs"
-        raise bad_request(f"chat_template_kwargs may not hold {', '.join(sorted(reserved))}", field)
-    plain = [message_dict(message, index) for index, message in enumerate(messages)]
-    try:
-        return service.tokenizer.apply_chat_template(
-            plain,
-            add_generation_prompt=either(add_generation_prompt, not goes_on),
-            continue_final_message=goes_on,
-            chat_template=service.config.chat_template,
-            **kwargs,
-        )
-    except (ValueError, TypeError) as error:
-        raise bad_request(f"messages: {error}", "messages", "invalid_value") from None
-
-
-def message_dict(message: ChatMessage, index: int) -> dict[str, Any]:
-    """As chat templates want it: content is a text, absent fields are absent, arguments of tool calls are objects."""
-    role = "system" if message.role == "developer" else message.role
-    result: dict[str, Any] = {"role": role, "content": text_of(message, index)}
-    if message.name is not None:
-        result["name"] = message.name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        result["tool_calls"] = [_tool_call(call, index, place) for place, call in enumerate(message.tool_calls)]
-    reasoning = either(message.reasoning, message.reasoning_content)
-    if reasoning is not None:
-        result["reasoning_content"] = reasoning
-    return result
-
-
-def text_of(message: ChatMessage, index: int) -> str:
-    """Parts are joined by line breaks, as vLLM does. Only an assistant that calls tools may have no content."""
-    content = message.content
-    where = f"messages[{index}].content"
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if message.role == "assistant":
-            return ""
-        raise bad_request(f"{where} is missing", where, "invalid_value")
-    texts = []
-    for place, part in enumerate(content):
-        if part.type not in ("text", "input_text", "refusal"):
-            field = f"{where}[{place}].type"
-            raise bad_request(f"{field}: {part.type[:40]!r} is not supported, only text is", field, "invalid_value")
-        if part.text is None:
-            field = f"{where}[{place}].text"
-            raise bad_request(f"{field} is missing", field, "invalid_value")
-        texts.append(part.text)
-    return "\n".join(texts)
-
-
-def _tool_call(call: ToolCall, index: int, place: int) -> dict[str, Any]:
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError):
-            field = f"messages[{index}].tool_calls[{place}].function.arguments"
-            raise bad_request(f"{field} must be a JSON object", field, "invalid_value") from None
-    function = {"name": call.function.name, "arguments": arguments or {}}
-    return {"id": call.id, "type": call.type or "function", "function": function}
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------

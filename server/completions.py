@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.outputs import Delta, PositionLogprobs
-from server.endpoint import ChunkWriter, encode, make_job, take
-from server.errors import ApiError, bad_request
+from front.outputs import Delta, PositionLogprobs
+from server.endpoint import ChunkWriter, Taken, encode, make_job, take
 from server.generate import Answer, Choice, Job, PromptFacts
 from server.logprobs import completion_logprobs, prompt_logprobs
 from server.logs import Record
 from server.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from server.params import check_completion, either, sampling_params
+from server.params import either, sampling_params
 from server.service import Service
 
 DEFAULT_MAX_TOKENS = 16
-
-_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 class Completions:
@@ -28,14 +24,12 @@ class Completions:
         self._service = service
 
     async def answer(self, request: Request) -> Response:
-        body, model, request_id = await take(self._service, request, _decoder, check_completion)
-        job = await self._job(body, model, request_id)
-        return Answer(self._service, job, CompletionWriter(self._service, job))
+        taken = await take(self._service, request, "completion", CompletionRequest)
+        return Answer(self._service, job := self._job(taken), CompletionWriter(self._service, job))
 
-    async def _job(self, body: CompletionRequest, model: str, request_id: str) -> Job:
-        service = self._service
+    def _job(self, taken: Taken[CompletionRequest]) -> Job:
+        service, body = self._service, taken.body
         wanted = either(body.max_tokens, DEFAULT_MAX_TOKENS)
-        token_id_lists, texts = await self._prompt(body)
         echo = either(body.echo, False)
         echo_logprobs = echo and body.logprobs is not None
         params = sampling_params(
@@ -45,63 +39,17 @@ class Completions:
             logprobs=body.logprobs,
             prompt_logprobs=either(body.prompt_logprobs, body.logprobs if echo_logprobs else None),
         )
-        if echo and texts is None:
-            texts = [service.tokenizer.decode(ids, params.skip_special_tokens) for ids in token_id_lists]
         return make_job(
             service,
-            body,
-            model,
-            request_id,
-            token_id_lists,
+            taken,
             params,
             {},
-            answer_id=f"cmpl-{request_id}",
+            answer_id=f"cmpl-{taken.request_id}",
             logprobs=body.logprobs is not None,
-            echo=texts if echo else None,
+            echo=taken.texts,
             echo_logprobs=echo_logprobs,
             no_output=wanted == 0,
         )
-
-    async def _prompt(self, body: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
-        """Token ids of every prompt, and their texts where texts were given. ApiError 400."""
-        service = self._service
-        texts, token_id_lists = split_prompt(body.prompt, service.config.max_prompts)
-        if texts is not None:
-            token_id_lists = await service.encode(texts, either(body.add_special_tokens, True))
-        cut = body.truncate_prompt_tokens
-        side = body.truncation_side or "left"
-        result = []
-        for token_ids in token_id_lists:
-            service.check_token_ids(token_ids, "prompt")
-            result.append(service.truncate(token_ids, cut, side, body.max_tokens))
-        return result, texts if cut is None else None
-
-
-def split_prompt(
-    prompt: str | list[str | int | list[int]] | None, max_prompts: int
-) -> tuple[list[str] | None, list[list[int]]]:
-    """A prompt is a text, texts, token ids or lists of token ids. Returns (texts, []) or (None, token ids)."""
-    if not prompt:
-        raise _bad_prompt("must not be empty")
-    if isinstance(prompt, str):
-        return [prompt], []
-    if all(isinstance(item, int) for item in prompt):
-        return None, [[item for item in prompt if isinstance(item, int)]]
-    if len(prompt) > max_prompts:
-        raise _bad_prompt(f"may hold at most {max_prompts} prompts, got {len(prompt)}")
-    texts = [item for item in prompt if isinstance(item, str)]
-    if len(texts) == len(prompt):
-        return texts, []
-    lists = [item for item in prompt if isinstance(item, list)]
-    if len(lists) != len(prompt):
-        raise _bad_prompt("must be a text, texts, token ids or lists of token ids, not a mixture")
-    if not all(lists):
-        raise _bad_prompt("must not hold an empty list of token ids")
-    return None, lists
-
-
-def _bad_prompt(message: str) -> ApiError:
-    return bad_request(f"prompt {message}", "prompt", "invalid_value")
 
 
 class CompletionWriter(ChunkWriter):

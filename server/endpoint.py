@@ -1,57 +1,76 @@
-"""What the generating endpoints do alike: from a request's body to its job, and the events that a streamed answer is made of."""
+"""What the generating endpoints do alike: from a request's body to its job, and the events that a streamed answer is
+made of."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from engine.messages import SamplingParams
+from front.messages import SamplingParams
+from server.errors import unavailable
 from server.generate import Job
+from server.intake import Prompts, unpack
 from server.logs import Record
 from server.openai import GenerationRequest, Usage
-from server.params import check_common, either
+from server.params import either
 from server.service import Service, record_of
 
 Body = TypeVar("Body", bound=GenerationRequest)
+LONG_PROMPT = 4096  # tokens
 
 encode = msgspec.json.Encoder().encode
 
 
+@dataclass(slots=True)
+class Taken(Generic[Body]):
+    """body: without its prompt or messages. texts: what echo shows of each prompt; None: nothing."""
+
+    body: Body
+    model: str
+    request_id: str
+    token_id_lists: list[list[int]]
+    texts: list[str] | None
+
+
 async def take(
-    service: Service, request: Request, decoder: msgspec.json.Decoder[Body], check: Callable[[Body], None]
-) -> tuple[Body, str, str]:
-    """The body, the name of the model and the request's id. check: what this endpoint alone refuses. ApiError."""
-    body = await service.read(request, decoder)
-    model = service.model_name(body.model)
-    check_common(body, service.config, service.plan.scheduling_policy == "priority")
-    check(body)
+    service: Service, request: Request, kind: Literal["completion", "chat"], form: type[Body]
+) -> Taken[Body]:
+    """form: that of the body. ApiError."""
+    found = await service.take(request, kind)
+    assert isinstance(found, Prompts)
     service.require_ready()
-    return body, model, either(body.request_id, record_of(request.scope).request_id)
+    if found.token_ids is None:
+        raise unavailable("the ranks began to serve just now; try again")
+    token_id_lists = []
+    for packed in found.token_ids:
+        token_id_lists.append(unpack(packed))
+        if len(token_id_lists[-1]) > LONG_PROMPT:
+            await asyncio.sleep(0)  # others may have their turn
+    body = found.completion or found.chat
+    assert isinstance(body, form)
+    name = either(body.request_id, record_of(request.scope).request_id)
+    return Taken(body, found.model, name, token_id_lists, found.texts)
 
 
 def make_job(
-    service: Service,
-    body: GenerationRequest,
-    model: str,
-    request_id: str,
-    token_id_lists: list[list[int]],
-    params: SamplingParams,
-    names: Mapping[str, str],
-    **shown: Any,
+    service: Service, taken: Taken[Body], params: SamplingParams, names: Mapping[str, str], **shown: Any
 ) -> Job:
     """names: what fields are called in this request where the engine has another name. shown: other fields of Job.
     ApiError 400."""
+    body = taken.body
     options = body.stream_options
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
     return Job(
-        request_id=request_id,
-        model=model,
+        request_id=taken.request_id,
+        model=taken.model,
         created=int(time.time()),
-        prompts=service.prompts(request_id, token_id_lists, params, priority, salt, names),
+        prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names),
         n=params.n,
         stream=either(body.stream, False),
         include_usage=options is not None and either(options.include_usage, False),

@@ -10,8 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.balancing import BalancerRefused, BalancerSilent, Question
-from engine.messages import BalanceStatus
+from front.balancing import BalancerRefused, BalancerSilent, Question
+from front.messages import BalanceStatus
 from server.errors import ApiError, bad_request, unavailable
 from server.service import Service, json_response
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.messages import BalanceStatus
+from front.messages import BalanceStatus
 
 # name, help, value of each layer. Balancedness is mean / max of the ranks' tokens; 1 is best.
 _LAYERS: tuple[tuple[str, str, Callable[[BalanceStatus], list[float]]], ...] = (

@@ -94,8 +94,8 @@ def from_decode_error(error: msgspec.DecodeError | RecursionError | UnicodeError
 
 
 def from_value_error(error: ValueError, fields: Sequence[str], names: Mapping[str, str]) -> ApiError:
-    """400 from a ValueError of the engine, whose message begins with the field or names it first. names: what fields are
-    called in this request, where that is not the engine's name."""
+    """400 from a ValueError of the engine, whose message begins with the field or names it first. names: what fields
+    are called in this request, where that is not the engine's name."""
     message = str(error)
     words = re.findall(r"[a-z_0-9]+", message)
     param = next((word for word in words if word in fields), None)

@@ -24,7 +24,8 @@ PING = b": keep-alive\n\n"
 
 
 class Flight:
-    """Make it in the task that serves the request, and `close` it there; then `cause` says what ended it (None: itself).
+    """Make it in the task that serves the request, and `close` it there; then `cause` says what ended it (None:
+    itself).
 
     num_sequences: how many sequences of the engine it holds. prompt_ids: the engine's names of its prompts.
     """

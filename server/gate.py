@@ -1,7 +1,7 @@
 """The outermost layer: who may come in and with how much, request ids, and errors turned into answers.
 
-A plain ASGI layer around the router. Everything is denied by default: when keys are configured, only the probes, /metrics and
-/version are open; administration needs an administrator's key, and none configured means nobody has one.
+A plain ASGI layer around the router. Everything is denied by default: when keys are configured, only the probes,
+/metrics and /version are open; administration needs an administrator's key, and none configured means nobody has one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.server import ServerConfig
-from server.errors import ApiError
+from server.errors import ApiError, unavailable
 from server.logs import Record, log_request
 from server.params import REQUEST_ID
 from server.service import Service
@@ -34,6 +34,8 @@ ADMIN = frozenset(
         "/stop_profile",
     }
 )
+
+FREE_BYTES = 64 << 10  # of each body; the HTTP protocol holds as many before they are read
 
 log = logging.getLogger("moesaic.server")
 
@@ -88,11 +90,61 @@ def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers=[(b"www-authenticate", b"Bearer")])
 
 
+class BytePool:
+    """A bound on the bodies of all requests in flight, from their first byte to the end of their answer: what is made
+    of them lives as long. The first FREE_BYTES of each are not counted, so that large bodies never keep small ones
+    out."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+
+    def check(self, size: int) -> None:
+        """ApiError 503 when a body of this size has no room now."""
+        if self._used + size - FREE_BYTES > self._limit:
+            raise self._full()
+
+    def take(self, count: int) -> None:
+        """ApiError 503, and nothing is taken."""
+        if count and self._used + count > self._limit:
+            raise self._full()
+        self._used += count
+
+    def give_back(self, count: int) -> None:
+        self._used -= count
+
+    def _full(self) -> ApiError:
+        message = f"the bodies of requests in flight fill max_inflight_bytes ({self._limit}); try again later"
+        return unavailable(message)
+
+
+class _Held:
+    """What one request has of the pool."""
+
+    __slots__ = ("_count", "_pool")
+
+    def __init__(self, pool: BytePool) -> None:
+        self._pool = pool
+        self._count = 0
+
+    def grow(self, total: int) -> None:
+        """Its body has so many bytes by now. ApiError 503."""
+        more = max(0, total - FREE_BYTES) - self._count
+        if more > 0:
+            self._pool.take(more)
+            self._count += more
+
+    def give_back(self) -> None:
+        self._pool.give_back(self._count)
+        self._count = 0
+
+
 class Gate:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
         self._config: ServerConfig = service.config
+        self._pool = BytePool(service.config.max_inflight_bytes)
         self._keys = Keys(service.config.api_key_digests, service.config.admin_key_digests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,9 +164,10 @@ class Gate:
             await send(message)
 
         error: ApiError | None = None
+        held = _Held(self._pool)
         try:
             self._admit(scope, headers)
-            await self._app(scope, self._limited(receive), marked_send)
+            await self._app(scope, self._limited(receive, held), marked_send)
         except ApiError as raised:
             error = raised
         except HTTPException as raised:  # the router's 404 and 405
@@ -122,6 +175,8 @@ class Gate:
         except Exception as raised:
             log.exception("request %s failed", record.request_id, exc_info=raised)
             error = ApiError(500, "internal error; the server's log has the details", code="internal_error")
+        finally:
+            held.give_back()
         half_sent = started
         if error is not None and not half_sent:
             await _send_error(error, marked_send)
@@ -155,6 +210,7 @@ class Gate:
             raise ApiError(400, "content-length is not a number", code="invalid_header")
         if int(length) > config.max_body_bytes:
             raise _too_large(config.max_body_bytes)
+        self._pool.check(int(length))
         if scope["method"] == "POST" and (chunked or int(length) > 0):
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             if kind != b"application/json":
@@ -162,8 +218,9 @@ class Gate:
             if headers.get(b"content-encoding", b"identity").lower() != b"identity":
                 raise ApiError(415, "content-encoding is not supported", code="unsupported_content_encoding")
 
-    def _limited(self, receive: Receive) -> Receive:
-        """A body of unknown length is measured as it comes."""
+    def _limited(self, receive: Receive, held: _Held) -> Receive:
+        """A body is measured as it comes: its length may be unknown, and what a slow client has not sent takes no
+        room."""
         limit = self._config.max_body_bytes
         total = 0
 
@@ -174,6 +231,7 @@ class Gate:
                 total += len(message.get("body", b""))
                 if total > limit:
                     raise _too_large(limit)
+                held.grow(total)
             return message
 
         return limited

@@ -16,9 +16,9 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.async_llm import AsyncLLM, RequestStream
-from engine.front import EngineBusy, EngineDraining, EngineFailed
-from engine.outputs import Delta, PositionLogprobs, Prompt
+from front.async_llm import AsyncLLM, RequestStream
+from front.front import EngineBusy, EngineDraining, EngineFailed
+from front.outputs import Delta, PositionLogprobs, Prompt
 from server.errors import RETRY_AFTER, ApiError, unavailable
 from server.flights import Flight
 from server.http import Outlet, outlet_of
@@ -32,6 +32,7 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),  # a proxy that gathers tokens would undo streaming
 ]
 DONE = b"data: [DONE]\n\n"
+AT_ONCE = 16  # prompts of one request that are sent before others have their turn
 GOODBYE_SECONDS = 5.0  # how long the last words to a slow client may take
 
 
@@ -39,8 +40,8 @@ GOODBYE_SECONDS = 5.0  # how long the last words to a slow client may take
 class Job:
     """What to generate and how to show it. Choices are prompt-major: choice // n is the prompt.
 
-    echo: text that stands before the output of each prompt's choices; None: no echo. no_output: max_tokens was 0, so the one
-    token that the engine had to make is not shown. The writer reads the rest.
+    echo: text that stands before the output of each prompt's choices; None: no echo. no_output: max_tokens was 0, so
+    the one token that the engine had to make is not shown. The writer reads the rest.
     """
 
     request_id: str
@@ -133,8 +134,12 @@ async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], Non
         finally:
             news.set()
 
-    pumps = [asyncio.create_task(pump(number, prompt)) for number, prompt in enumerate(job.prompts)]
+    pumps: list[asyncio.Task[None]] = []
     try:
+        for number, prompt in enumerate(job.prompts):
+            pumps.append(asyncio.create_task(pump(number, prompt)))
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)  # others have their turn
         while True:
             running = any(not task.done() for task in pumps)
             news.clear()
@@ -183,8 +188,8 @@ async def prompt_first(source: Deltas, n: int) -> AsyncGenerator[list[Delta], No
 class Answer(Response):
     """The response to a generating request. Of starlette's Response it keeps only that it is an ASGI application.
 
-    Nothing is sent before the engine has answered (or `keep_alive_interval` has passed), so that a request which cannot start
-    gets an HTTP error.
+    Nothing is sent before the engine has answered (or `keep_alive_interval` has passed), so that a request which cannot
+    start gets an HTTP error.
     """
 
     def __init__(self, service: Service, job: Job, writer: Writer) -> None:

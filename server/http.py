@@ -15,7 +15,8 @@ _OUTLET = "moesaic.outlet"
 
 
 class Outlet:
-    """The way of a begun answer's pieces straight to the connection, with no coroutine: `write` only while it is `open`."""
+    """The way of a begun answer's pieces straight to the connection, with no coroutine: `write` only while it is
+    `open`."""
 
     __slots__ = ("_cycle", "_flow", "_transport")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.outputs import PositionLogprobs, TokenLogprob
+from front.outputs import PositionLogprobs, TokenLogprob
 from server.openai import ChatLogprobs, CompletionLogprobs, JsonDict, TokenLogprobs, TopLogprob
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say

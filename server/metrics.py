@@ -15,10 +15,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from configs.engine import Plan
-from engine.async_llm import AsyncLLM
-from engine.members import State
-from engine.messages import RankStats
-from engine.sequences import FinishedRequest
+from front.async_llm import AsyncLLM
+from front.members import State
+from front.messages import RankStats
+from front.sequences import FinishedRequest
 from server.eplb_metrics import balance_families
 from server.flights import Flights
 
@@ -116,7 +116,8 @@ class Metrics(Collector):
         self._http[method, route, str(status)] += 1
 
     def add_gaps(self, prompt_id: str, gaps: Sequence[float]) -> None:
-        """Seconds between the deltas of one prompt's choices. Call it once for every prompt, when its stream has ended."""
+        """Seconds between the deltas of one prompt's choices. Call it once for every prompt, when its stream has
+        ended."""
         self.collect_finished()
         rank = self._id_to_rank.pop(prompt_id, None)
         if rank is not None:

@@ -1,4 +1,5 @@
-"""From a request's fields to the engine's SamplingParams. What the server bounds is checked here, the rest by the engine."""
+"""From a request's fields to the engine's SamplingParams. What the server bounds is checked here, the rest by the
+engine."""
 
 from __future__ import annotations
 
@@ -6,13 +7,16 @@ import re
 from typing import TypeVar
 
 from configs.server import ServerConfig
-from engine.messages import SamplingParams
+from front.messages import SamplingParams
 from server.errors import ApiError, bad_request
 from server.openai import ChatRequest, CompletionRequest, GenerationRequest
 
 Value = TypeVar("Value")
 
 FIELDS = (*SamplingParams.__struct_fields__, "prompt", "messages", "max_completion_tokens", "top_logprobs")
+MAX_IDS = (
+    1024  # of stop_token_ids and of logit_bias: each costs time in the front, in the rank, and some at every token
+)
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 SALT = re.compile(r"[^@/\\\x00]{1,128}")
 
@@ -31,6 +35,9 @@ def check_common(request: GenerationRequest, config: ServerConfig, priorities: b
         raise bad_request(f"stop takes at most {config.max_stop} strings, got {len(stops(request))}", "stop")
     if request.bad_words is not None and len(request.bad_words) > 128:
         raise bad_request(f"bad_words takes at most 128 strings, got {len(request.bad_words)}", "bad_words")
+    for field, ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
+        if ids is not None and len(ids) > MAX_IDS:
+            raise bad_request(f"{field} takes at most {MAX_IDS} token ids, got {len(ids)}", field)
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs cannot be had with stream: true", "prompt_logprobs")
     if request.cache_salt is not None and not SALT.fullmatch(request.cache_salt):

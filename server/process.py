@@ -1,7 +1,8 @@
-"""The front process: `python -m server.process --plan PLAN.json --server SERVER.json --runtime-dir DIR`.
+"""The front process: `python -m server.process --plan PLAN.json --server SERVER.json --runtime-dir DIR --memory FILE`.
 
-In DIR: front.ipc, where the ranks connect, and `ready`, written when all of them have loaded; its text is the address.
-Exit codes: 0 after a drain, 1 a second signal or an error, 2 bad input, 3 a rank failed at the start or all are lost.
+In DIR or FILE (engine/process/places.py): front.ipc, where the ranks connect; `ready`, written when all of them have
+loaded, its text is the address; `resizes`, for the supervisor to read. Exit codes: 0 after a drain, 1 a second signal
+or an error, 2 bad input, 3 a rank failed at the start or all are lost.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ import uvloop
 
 from configs.engine import Plan
 from configs.server import ServerConfig
-from engine.async_llm import AsyncLLM
-from engine.messages import SamplingParams, Shutdown
-from engine.model_defaults import model_defaults
-from engine.orphan import die_with_parent
-from engine.text import Tokenizer
-from engine.wire import Resizes, ZmqRanks
+from engine.process.console import guard_console, say_text
+from engine.process.memory import return_freed_memory
+from engine.process.orphan import die_with_parent
+from engine.process.places import Places, write_small
+from front.async_llm import AsyncLLM
+from front.messages import SamplingParams, Shutdown
+from front.model_defaults import model_defaults
+from front.text import Tokenizer
+from front.wire import Numbers, ZmqRanks
 from server import logs
 from server.app import build_app
 from server.http import bounded_protocol
@@ -50,10 +54,13 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, required=True, help="the resolved plan, as JSON")
     parser.add_argument("--server", type=Path, required=True, help="the server's configuration, as JSON")
     parser.add_argument("--runtime-dir", type=Path, required=True)
+    parser.add_argument("--memory", type=Path, help="what the server's processes share in memory, as JSON")
     parser.add_argument("--endpoint", help="where ranks of other machines connect, as tcp://HOST:PORT")
     parser.add_argument("--parent", type=int, help="process id of the parent; the front does not outlive it")
     options = parser.parse_args()
+    guard_console()
     die_with_parent(options.parent)
+    return_freed_memory()
     try:
         plan = _load(options.plan, Plan)
         config = _load(options.server, ServerConfig)
@@ -61,13 +68,14 @@ def main() -> None:
         listener = listen(config.host, config.port)
         tokenizer = Tokenizer(plan.model_path)
         defaults = model_defaults(plan.model_path) if config.use_generation_config else SamplingParams()
-        resizes = Resizes(options.runtime_dir / "resizes")
-        local = f"ipc://{options.runtime_dir}/front.ipc"
-        ranks = ZmqRanks(local, plan.data_parallel_size, resizes, options.endpoint)
+        places = Places(options.runtime_dir, options.memory)
+        resizes, fences = (Numbers(places.file(name)) for name in ("resizes", "fences"))
+        local = places.socket("front.ipc")
+        ranks = ZmqRanks(local, plan.data_parallel_size, resizes, options.endpoint, fences)
     except ValueError as error:
-        print(f"moesaic: {error}", file=sys.stderr, flush=True)
+        say_text(str(error))
         sys.exit(EXIT_BAD_INPUT)
-    front = FrontProcess(plan, config, tokenizer, defaults, ranks, listener, options.runtime_dir)
+    front = FrontProcess(plan, config, tokenizer, defaults, ranks, listener, places.file("ready"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(front.run())
     sys.exit(code)
@@ -117,7 +125,7 @@ class FrontProcess:
         defaults: SamplingParams,
         ranks: ZmqRanks,
         listener: socket.socket,
-        runtime_dir: Path,
+        ready_file: Path,
     ) -> None:
         self._plan = plan
         self._config = config
@@ -125,7 +133,7 @@ class FrontProcess:
         self._defaults = defaults
         self._ranks = ranks
         self._listener = listener
-        self._ready_file = runtime_dir / "ready"
+        self._ready_file = ready_file
         self._signals: dict[int, float] = {}  # signal -> when it first came
         self._stopping = asyncio.Event()
 
@@ -152,7 +160,8 @@ class FrontProcess:
             await self._end(service, http, serving)
         finally:
             clock.cancel()
-            self._ready_file.unlink(missing_ok=True)
+            write_small(self._ready_file, "")
+            service.close()
             await engine.close()
         return code
 
@@ -185,10 +194,10 @@ class FrontProcess:
         announced = False
         while engine.failed is None:
             if self._stopping.is_set():
-                self._ready_file.unlink(missing_ok=True)
+                write_small(self._ready_file, "")
                 aborted = await engine.drain(self._config.shutdown_timeout)
                 if aborted:
-                    print(f"moesaic: {aborted} requests aborted at the end", file=sys.stderr, flush=True)
+                    say_text(f"{aborted} requests aborted at the end")
                 break
             if serving.done() or clock.done():
                 raise RuntimeError("a task of the front ended") from _failure_of(serving, clock)
@@ -198,7 +207,7 @@ class FrontProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), LOOK_SECONDS if not announced else 5 * LOOK_SECONDS)
         if engine.failed is not None and not self._stopping.is_set():
-            print(f"moesaic: {engine.failed}", file=sys.stderr, flush=True)
+            say_text(engine.failed)
             return EXIT_RANK_FAILED
         return 0
 
@@ -207,9 +216,7 @@ class FrontProcess:
         gc.freeze()  # what was made at the start lives to the end: no collection need look at it again
         host, port = self._listener.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        draft = self._ready_file.with_suffix(".draft")
-        draft.write_text(address)
-        draft.replace(self._ready_file)
+        write_small(self._ready_file, address)
 
     async def _end(self, service: Service, http: HttpServer, serving: asyncio.Task[None]) -> None:
         """Let the last answers out, then let the ranks and the connections go."""

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.profiling import EVENTS_PER_RANK, MAX_EVENTS, ProfileRefused
+from front.profiling import EVENTS_PER_RANK, MAX_EVENTS, ProfileRefused
 from server.errors import ApiError, bad_request
 from server.service import Service, json_response
 
@@ -75,7 +75,8 @@ def _new_file(directory: Path, name: str | None) -> Path:
     )
     if not NAME.fullmatch(name):
         message = (
-            "name must be a file name that ends in .json or .json.gz, of letters, digits, '_', '-' and '.', at most 120 "
+            "name must be a file name that ends in .json or .json.gz, of letters, digits, '_', '-' "
+            "and '.', at most 120 "
             "before the ending: it is written into the directory of --profile-dir"
         )
         raise bad_request(message, "name", "invalid_value")

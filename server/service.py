@@ -14,13 +14,15 @@ from starlette.types import Scope
 
 from configs.engine import Plan
 from configs.server import ServerConfig
-from engine.async_llm import AsyncLLM
-from engine.messages import SamplingParams
-from engine.outputs import Prompt
-from engine.sampling_params import resolve, validate
-from engine.text import Tokenizer
-from server.errors import ApiError, bad_request, from_decode_error, from_value_error, unavailable
+from front.async_llm import AsyncLLM
+from front.messages import SamplingParams
+from front.outputs import Prompt
+from front.sampling_params import resolve, validate
+from front.text import Tokenizer
+from server.errors import ApiError, bad_request, from_value_error, unavailable
 from server.flights import Flights
+from server.intake import Answered, Intake, Kind, Prompts, Refused, decoded, known_model
+from server.intake_process import IntakeProcess
 from server.logs import Record
 from server.metrics import Metrics
 from server.params import FIELDS
@@ -28,7 +30,8 @@ from server.params import FIELDS
 State = Literal["loading", "ready", "short", "draining", "failed"]
 Body = TypeVar("Body")
 BODY_SECONDS = 60.0  # a body that takes longer to come is given up
-THREAD_CHARACTERS = 16384  # longer texts are tokenized in a thread, so that streams do not stand still
+INLINE_BYTES = 16 << 10  # larger bodies are taken by a process of its own, so that streams do not stand still
+ADMIN_BYTES = 1 << 20  # the most that a route takes which has neither prompts nor tokens
 
 _encode = msgspec.json.Encoder().encode
 
@@ -68,7 +71,13 @@ class Service:
             keep_alive=config.keep_alive_interval,
         )
         self.metrics = Metrics(engine, plan, self.flights)
+        self._intake = Intake(tokenizer, plan, config)
+        self._large = IntakeProcess(tokenizer.directory, plan, config)
         self._serial = itertools.count()
+
+    def close(self) -> None:
+        """Ends the process that takes large bodies."""
+        self._large.close()
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -94,12 +103,7 @@ class Service:
 
     def model_name(self, wanted: str | None) -> str:
         """The served name. ApiError 404 when it is another's; none given means the first."""
-        names = self.plan.served_model_names
-        if not wanted:
-            return names[0]
-        if wanted not in names:
-            raise ApiError(404, f"the model {wanted!r} does not exist", param="model", code="model_not_found")
-        return wanted
+        return known_model(self.plan.served_model_names, wanted)
 
     @property
     def vocab_size(self) -> int:
@@ -109,51 +113,33 @@ class Service:
     # ---- from a body to prompts --------------------------------------------------------------------------------
 
     async def read(self, request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
-        """ApiError 400 for what does not parse, 408 for what does not come."""
+        """The body of a request that has no need of a large one. ApiError 400 for what does not parse, 408 for what
+        does not come."""
+        body = await self._body(request)
+        if len(body) > ADMIN_BYTES:
+            raise ApiError(413, f"the body is larger than the {ADMIN_BYTES} bytes of this route", code="body_too_large")
+        return decoded(body, decoder)
+
+    async def take(self, request: Request, kind: Kind) -> Prompts | Answered:
+        """The body, made ready (server/intake.py). ApiError as `read`, and for all that is wrong with it."""
+        body = await self._body(request)
+        serving = self.state()[0] == "ready"
+        if len(body) <= INLINE_BYTES:
+            taken = self._intake.take(kind, body, self.vocab_size, serving)
+        else:
+            taken = await self._large.take(kind, body, self.vocab_size, serving)
+        if isinstance(taken, Refused):
+            raise taken.error()
+        return taken
+
+    async def _body(self, request: Request) -> bytes:
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await request.body()
+                return await request.body()
         except ClientDisconnect:
             raise bad_request("the client left before its body had come") from None
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="timeout") from None
-        if not body:
-            raise bad_request("the body is empty; a JSON object is needed", code="invalid_json")
-        try:
-            return decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-            raise from_decode_error(error) from None
-
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool, field: str = "prompt") -> list[list[int]]:
-        def work() -> list[list[int]]:
-            if len(texts) == 1:
-                return [self.tokenizer.encode(texts[0], add_special_tokens)]
-            return self.tokenizer.encode_batch(texts, add_special_tokens)
-
-        try:
-            if sum(len(text) for text in texts) > THREAD_CHARACTERS:
-                return await asyncio.to_thread(work)
-            return work()
-        except ValueError as error:
-            raise bad_request(f"{field}: {error}", field, "invalid_value") from None
-
-    def check_token_ids(self, token_ids: Sequence[int], field: str) -> None:
-        limit = self.vocab_size
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limit):
-            wrong = next(token for token in token_ids if not 0 <= token < limit)
-            raise bad_request(f"{field}: token id {wrong} is not in 0..{limit - 1}", field, "invalid_value")
-
-    def truncate(self, token_ids: list[int], wanted: int | None, side: str, max_tokens: int | None) -> list[int]:
-        """truncate_prompt_tokens: keep so many tokens, -1 as many as leave room for max_tokens; side: what is cut off."""
-        if wanted is None:
-            return token_ids
-        if wanted < -1 or wanted == 0 or wanted > self.plan.max_model_len:
-            limit = self.plan.max_model_len
-            raise bad_request(
-                f"truncate_prompt_tokens must be -1 or 1..{limit}, got {wanted}", "truncate_prompt_tokens"
-            )
-        keep = wanted if wanted > 0 else max(1, self.plan.max_model_len - (max_tokens or 1))
-        return token_ids[:keep] if side == "right" else token_ids[-keep:]
 
     def prompts(
         self,
@@ -164,7 +150,8 @@ class Service:
         cache_salt: str,
         names: Mapping[str, str],
     ) -> list[Prompt]:
-        """Checked, with a name each that no other request in flight has. ApiError 400; names: of fields (from_value_error)."""
+        """Checked, with a name each that no other request in flight has. ApiError 400; names: of fields
+        (from_value_error)."""
         prompts = []
         serial = next(self._serial)
         try:

@@ -6,6 +6,9 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,22 @@ import torch
 from configs.env import read_env
 from native import Isa, limit_isa
 
+HERE = Path(__file__).resolve().parent
+MAX_WORKERS = 8
+LONG = (
+    "launch/test_serve.py",
+    "launch/test_resizing.py",
+    "engine/test_survival_processes.py",
+    "launch/test_surviving.py",
+    "launch/test_hosts.py",
+    "moesaic_cli/test_public.py",
+    "moesaic_cli/test_eplb_public.py",
+    "launch/test_eplb_serving.py",
+    "launch/test_spawned.py",
+    "engine/test_balance_processes.py",
+    "engine/test_rank_processes.py",
+    "ep/test_all_to_all.py",
+)  # relative to tests/; each takes ten seconds or more
 OUTCOMES = ("passed", "failed", "error", "skipped", "deselected")
 
 
@@ -21,15 +40,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class LastLine:
-    """Printed after pytest's own summary."""
+    """Printed after pytest's own summary. With workers (pytest-xdist) by their controller alone."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
+        self.deselected = 0  # by each worker, which all collect the same
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.deselected = max(self.deselected, getattr(node, "workeroutput", {}).get("deselected", 0))
 
     def pytest_unconfigure(self, config: pytest.Config) -> None:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         counts = {outcome: len(reporter.stats.get(outcome, ())) for outcome in OUTCOMES}
+        counts["deselected"] += self.deselected
         print(json.dumps({**counts, "seconds": round(time.monotonic() - self.began, 1)}), flush=True)
+
+
+class OfWorker:
+    """Tells the controller what only a worker knows."""
+
+    def __init__(self, output: dict[str, Any]) -> None:
+        self.output = output
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        self.output["deselected"] = self.output.get("deselected", 0) + len(items)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,4 +73,21 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MOESAIC_CACHE_DIR"] = cache.name
     config.add_cleanup(cache.cleanup)
     torch.set_num_threads(1)  # the cores are shared with the processes that tests start
-    config.pluginmanager.register(LastLine(), "last-line")
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(OfWorker(config.workeroutput), "of-worker")
+    else:
+        # Read when a worker starts: its threads must not spin on a core that another worker has.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        config.pluginmanager.register(LastLine(), "last-line")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: a worker for each core that this process may use, but no more than the longest files keep busy."""
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first: a worker that began one last would be waited for."""
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(HERE).as_posix(), len(order)))

@@ -23,8 +23,8 @@ from triton.runtime import interpreter
 from triton_support import _language_kept, _replaced
 from use_fakes import use_fakes
 
-import ep.triton_put
-from ep.nvshmem_ll import FUNCTIONS
+import ep.backends.triton_put
+from ep.backends.nvshmem_ll import FUNCTIONS
 
 _TURN = threading.Lock()
 _load = interpreter.InterpreterBuilder.create_masked_load
@@ -74,8 +74,8 @@ def putting() -> Iterator[None]:
         interpreter.InterpreterBuilder.create_masked_load = create_masked_load
         torch.use_deterministic_algorithms(True)
         try:
-            with _replaced((ep.triton_put, tl, tl.standard, tl.math), lambda kernel: InTurn(kernel.fn)):
-                seeing = ep.triton_put.send_rows_kernel, tl.standard.zeros  # the language by its two names
+            with _replaced((ep.backends.triton_put, tl, tl.standard, tl.math), lambda kernel: InTurn(kernel.fn)):
+                seeing = ep.backends.triton_put.send_rows_kernel, tl.standard.zeros  # the language by its two names
                 scopes = [interpreter._patch_lang(function.fn) for function in seeing]  # until all are done
                 try:
                     yield

@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 from torch.distributed import FileStore
 
-from ep.device_group import DeviceGroup
 from ep.protocol import PeerLost
-from ep.shm_group import shm_group
+from ep.transport.device_group import DeviceGroup
+from ep.transport.shm_group import shm_group
 
 T = TypeVar("T")
 TIMEOUT = 20.0

@@ -155,9 +155,9 @@ def running(*modules: ModuleType) -> Iterator[None]:
 def kernel_modules() -> tuple[ModuleType, ...]:
     """Of the rooms, those with kernels."""
     modules = [
-        importlib.import_module(f"{room}.{path.stem}")
+        importlib.import_module(f"{room}.triton.{path.stem}")
         for room in ("layers", "mla", "moe_kernels")
-        for path in sorted((ROOT / room).glob("triton_*.py"))
+        for path in sorted((ROOT / room / "triton").glob("[a-z]*.py"))
     ]
     return tuple(m for m in modules if any(isinstance(k, JITFunction) for k in vars(m).values()))
 

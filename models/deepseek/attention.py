@@ -8,10 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dbo.steps import Steps
 from layers.linear import Linear, MergedLinear, parameter
 from layers.norm import RMSNorm
 from mla import latent_kv
-from mla.protocol import MlaShape, PreparedStep
+from mla.protocol import MlaShape
+from models.decoder import LayerContext
 from models.deepseek.config import LATENT_NORM_EPS, DeepseekConfig
 
 
@@ -48,15 +50,9 @@ class Attention(nn.Module):
         out_size = shape.num_heads * shape.value_dim
         self.out = Linear(out_size, config.hidden_size, config.attention_bias, dtype, device)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        rope: tuple[Tensor, Tensor],
-        cache: tuple[Tensor, ...],
-        slots_T: Tensor,
-        attend: PreparedStep,
-    ) -> Tensor:
+    def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
         """[T, D] -> [T, D]. Writes the step's latents to the cache, then attends over it."""
+        yield from ()  # nothing of it is ever in flight
         (cache_RX,) = cache
         shape, heads = self.shape, self.shape.num_heads
         down = self.down(x_TD)
@@ -64,7 +60,8 @@ class Attention(nn.Module):
         if self.q_a_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_a_norm(q))
         q_THK = q.view(-1, heads, shape.key_dim)
-        q_pe_THP = latent_kv.place(q_THK, latent_TX, self.kv_a_norm, rope, cache_RX, slots_T)
+        q_pe_THP = latent_kv.place(q_THK, latent_TX, self.kv_a_norm, context.rope, cache_RX, context.step.slots_T)
+        attend = context.operations[0]
         attended_THV = attend(q_THK[..., : shape.nope_dim], q_pe_THP, cache_RX, self.w_uk, self.w_uv)
         out_TD: Tensor = self.out(attended_THV.reshape(-1, heads * shape.value_dim))
         return out_TD

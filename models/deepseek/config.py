@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters, yarn_mscale
 from models.fields import Fields
-from models.shared_fields import check_quantization, read_rope
+from models.shared_fields import check_quantization, context_limit, read_rope
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 TopkMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
@@ -62,6 +63,14 @@ class DeepseekConfig:
     router: RouterConfig | None
 
     @property
+    def context_limit(self) -> int:
+        return context_limit(self.max_position_embeddings, self.rope)[0]
+
+    @property
+    def context_reason(self) -> str:
+        return context_limit(self.max_position_embeddings, self.rope)[1]
+
+    @property
     def num_moe_layers(self) -> int:
         return self.num_layers - self.first_moe_layer if self.num_experts else 0
 
@@ -74,14 +83,17 @@ class DeepseekConfig:
         mscale = yarn_mscale(self.rope.factor, self.rope.mscale_all_dim)
         return scale * mscale * mscale
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        return self.num_layers * (self.kv_lora_rank + self.rope_dim) * itemsize
-
-    def kv_fp8_bytes_per_token(self) -> int:
-        """The rows of mla/latent_fp8.py; widths that they cannot have: none."""
-        if self.kv_lora_rank % 4 or self.rope_dim % 2:
-            return 0
-        return self.num_layers * (self.kv_lora_rank + 4 * -(-self.kv_lora_rank // 128) + 2 * self.rope_dim)
+    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+        """One row per token and layer: the latent, then the rotated key; in FP8 the rows of mla/latent_fp8.py."""
+        if fp8 and (self.kv_lora_rank % 4 or self.rope_dim % 2):
+            widths = f"kv_lora_rank {self.kv_lora_rank} and qk_rope_head_dim {self.rope_dim}"
+            raise ValueError(f"latents in FP8 need multiples of 4 and 2, not {widths}")
+        if fp8:
+            width = self.kv_lora_rank + 4 * -(-self.kv_lora_rank // 128) + 2 * self.rope_dim
+            latent = Field("latent", (width,), "uint8")
+        else:
+            latent = Field("latent", (self.kv_lora_rank + self.rope_dim,), dtype)
+        return (CacheGroup("paged", tuple(range(self.num_layers)), (latent,)),)
 
 
 def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:

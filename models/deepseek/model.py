@@ -8,22 +8,23 @@ from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
 from ep.router import DeepseekV2Router, DeepseekV3Router
 from layers.mlp import GatedMLP
-from layers.paged_kv import KVSpec
+from layers.step import StepInput
 from mla.backend import make_backend
-from mla.latent_fp8 import row_bytes
 from mla.protocol import MlaBackend, PrefillMode
 from models.base import WeightSource
-from models.cuts import Prepare
 from models.decoder import Decoder
 from models.deepseek import weights
 from models.deepseek.attention import Attention, mla_shape
 from models.deepseek.config import DeepseekConfig
+from models.graph_breaks import GraphBreaks, Operation
 from models.loading import read_mlp
 
 
 class DeepseekForCausalLM(Decoder[Attention]):
-    """Implements models.base.CausalLM. mla_prefill: how prompts attend (mla/protocol.py); results are the same. mla_backend:
-    a name of mla/backend.py. fp8_cache: the cache has latents in FP8 (mla/latent_fp8.py)."""
+    """Implements models.base.CausalLM. mla_prefill: how prompts attend (mla/protocol.py); results are the same.
+    mla_backend: a name of mla/requirements.py. fp8_cache: the cache has latents in FP8 (mla/latent_fp8.py)."""
+
+    config: DeepseekConfig
 
     def __init__(
         self,
@@ -37,29 +38,21 @@ class DeepseekForCausalLM(Decoder[Attention]):
     ) -> None:
         dense = [GatedMLP(config.hidden_size, config.mlp_width, dtype, device) for _ in range(config.first_moe_layer)]
         mlps: list[GatedMLP | MoE] = [*dense, *_moe_layers(config, parallel, dtype, device)]
-        super().__init__(config, lambda: Attention(config, dtype, device), mlps, parallel, dtype, device)
-        self.config = config
+        super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
         self.fp8_cache = fp8_cache
         self.mla: MlaBackend = make_backend(
             mla_shape(config), config.attention_scale, mla_prefill, dtype, device, mla_backend, fp8_cache
         )
 
-    def kv_spec(self) -> KVSpec:
-        """One row per token and layer: the latent, then the rotated key."""
-        if self.fp8_cache:
-            width = row_bytes(self.config.kv_lora_rank, self.config.rope_dim)
-            return KVSpec(self.config.num_layers, ((width,),), torch.uint8)
-        return KVSpec(self.config.num_layers, ((self.config.kv_lora_rank + self.config.rope_dim,),), self.dtype)
-
-    def attending(self) -> tuple[Prepare, int]:
-        return self.mla.prepare, 2
+    def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
+        return (breaks.operation(self.mla.prepare, step, 2),)
 
     def load(self, source: WeightSource) -> None:
         """Fill every parameter; of the experts only those that this rank hosts are read."""
         self.load_ends(source)
         for index, layer in enumerate(self.decoders):
             prefix = f"model.layers.{index}."
-            weights.load_attention(source, prefix, layer.attention, self.config)
+            weights.load_attention(source, prefix, layer.mixer, self.config)
             weights.load_norms(source, prefix, layer.input_norm, layer.post_norm)
             if isinstance(layer.mlp, GatedMLP):
                 read_mlp(source, f"{prefix}mlp.", layer.mlp)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters
 from models.fields import Fields
-from models.shared_fields import check_quantization, read_rope
+from models.shared_fields import check_quantization, context_limit, read_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Family:
     qkv_bias: bool | None = None  # None: the field attention_bias says
     may_bias_mlp: bool = False
     has_experts: bool = False
+    default_window: int | None = None  # of a config.json that does not say sliding_window; None: it has no such field
     split_head: bool = True  # head_dim defaults to hidden_size / num_attention_heads; else to 128
 
 
@@ -26,7 +28,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(qk_norm=True, has_experts=True),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "LlamaForCausalLM": Family(may_bias_mlp=True),
-    "MistralForCausalLM": Family(qkv_bias=False),
+    "MistralForCausalLM": Family(qkv_bias=False, default_window=4096),
 }
 
 
@@ -56,16 +58,27 @@ class Qwen3Config:
     expert_width: int = 0
     norm_topk_prob: bool = False
     moe_layers: tuple[int, ...] = ()
+    window: int | None = None  # tokens that attention looks back; None: all
+
+    @property
+    def context_limit(self) -> int:
+        return context_limit(self.max_position_embeddings, self.rope, self.window)[0]
+
+    @property
+    def context_reason(self) -> str:
+        return context_limit(self.max_position_embeddings, self.rope, self.window)[1]
 
     @property
     def num_moe_layers(self) -> int:
         return len(self.moe_layers)
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
-
-    def kv_fp8_bytes_per_token(self) -> int:
-        return 0
+    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+        """Keys and values of every layer."""
+        if fp8:
+            raise ValueError(f"only latents (DeepSeek) can be kept in FP8, {self.architecture} has none")
+        shape = (self.num_kv_heads, self.head_dim)
+        fields = (Field("key", shape, dtype), Field("value", shape, dtype))
+        return (CacheGroup("paged", tuple(range(self.num_layers)), fields),)
 
 
 def parse(raw: dict[str, Any], source: str) -> Qwen3Config:
@@ -107,6 +120,11 @@ def parse(raw: dict[str, Any], source: str) -> Qwen3Config:
         "o_bias": attention_bias,
         "mlp_bias": family.may_bias_mlp and fields.flag("mlp_bias", False),
     }
+    if family.default_window is not None:
+        given = "sliding_window" in fields.raw
+        common["window"] = fields.integer("sliding_window") if fields.has("sliding_window") else None
+        if not given:
+            common["window"] = family.default_window
     experts = _experts(fields, common["num_layers"]) if family.has_experts else {}
     return Qwen3Config(**common, **experts)
 
@@ -138,8 +156,6 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     check_quantization(fields)
     if architecture.startswith("Qwen"):
         fields.only("use_sliding_window", None, False)
-    elif architecture == "MistralForCausalLM":
-        fields.only("sliding_window", None, reason="is supported: sliding-window attention is not implemented")
     layer_types = fields.raw.get("layer_types")
     if layer_types is not None and (not isinstance(layer_types, list) or set(layer_types) - {"full_attention"}):
         raise fields.error("layer_types", 'a list of "full_attention" (no other attention is implemented)')

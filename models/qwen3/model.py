@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dbo.steps import Steps
 from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
 from ep.router import SoftmaxRouter
 from layers.attention import AttentionPlan, Heads, paged_attention, place_heads
 from layers.linear import Linear, MergedLinear, parameter
 from layers.mlp import GatedMLP
-from layers.paged_kv import KVSpec
 from layers.step import StepInput
 from models.base import WeightSource
-from models.cuts import Attend, Prepare
-from models.decoder import Decoder
+from models.decoder import Decoder, LayerContext
+from models.graph_breaks import GraphBreaks, Operation
 from models.loading import read_experts, read_mlp
 from models.qwen3 import weights
 from models.qwen3.config import Qwen3Config
@@ -41,18 +41,13 @@ class Attention(nn.Module):
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        rope: tuple[Tensor, Tensor],
-        cache: tuple[Tensor, ...],
-        slots_T: Tensor,
-        attend: Attend,
-    ) -> Tensor:
+    def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
         """Writes the step's keys and values to `cache`, then attends over it."""
+        yield from ()  # nothing of it is ever in flight
         qkv = self.qkv(x_TD).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q_THD = place_heads(qkv, self.num_heads, self.qk_norm, self.eps, rope, cache, slots_T)
+        q_THD = place_heads(qkv, self.num_heads, self.qk_norm, self.eps, context.rope, cache, context.step.slots_T)
         k_cache, v_cache = cache
+        attend = context.operations[0]
         attended = attend(q_THD, k_cache, v_cache, self.scale)
         out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
         return out_TD
@@ -61,21 +56,17 @@ class Attention(nn.Module):
 class Qwen3ForCausalLM(Decoder[Attention]):
     """Implements models.base.CausalLM."""
 
+    config: Qwen3Config
+
     def __init__(self, config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         mlps = _mlps(config, parallel, dtype, device)
-        super().__init__(config, lambda: Attention(config, dtype, device), mlps, parallel, dtype, device)
-        self.config = config
+        super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
 
-    def kv_spec(self) -> KVSpec:
-        """Keys and values of every layer, in the model's dtype."""
-        entry = (self.config.num_kv_heads, self.config.head_dim)
-        return KVSpec(self.config.num_layers, (entry, entry), self.dtype)
+    def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
+        return (breaks.operation(self._attention, step, 1),)
 
-    def attending(self) -> tuple[Prepare, int]:
-        return self._prepare, 1
-
-    def _prepare(self, step: StepInput) -> Attend:
+    def _attention(self, step: StepInput) -> Operation:
         plan = AttentionPlan(step, self.heads, self.dtype)
         return lambda q_THD, k_cache, v_cache, scale: paged_attention(q_THD, k_cache, v_cache, plan, scale)
 
@@ -87,7 +78,7 @@ class Qwen3ForCausalLM(Decoder[Attention]):
             prefix = f"model.layers.{index}."
             source.read(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
             source.read(f"{prefix}post_attention_layernorm.weight", layer.post_norm.weight)
-            attention = layer.attention
+            attention = layer.mixer
             weights.read_attention(
                 source, f"{prefix}self_attn.", attention.qkv, attention.out, attention.qk_norm, attention.num_heads
             )

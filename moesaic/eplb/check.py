@@ -11,9 +11,9 @@ from rich.table import Table
 from eplb.balance import placement_balance
 from eplb.bounds import balance_bound
 from eplb.coverage import domains_of, fewest_uncovered, worst_node, worst_rank
-from eplb.difference import difference
-from eplb.placement_file import PlacementFile
-from eplb.trace import Trace
+from eplb.offline.difference import difference
+from eplb.offline.placement_file import PlacementFile
+from eplb.offline.trace import Trace
 from moesaic.eplb.common import (
     BalanceGate,
     CoverageGate,

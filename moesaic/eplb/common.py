@@ -18,11 +18,11 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from eplb.files import write_bytes
-from eplb.formats.registry import read_any_placement, read_any_trace
-from eplb.formats.source import Hints
-from eplb.placement_file import PlacementFile
-from eplb.trace import Trace
+from eplb.offline.files import write_bytes
+from eplb.offline.formats.registry import read_any_placement, read_any_trace
+from eplb.offline.formats.source import Hints
+from eplb.offline.placement_file import PlacementFile
+from eplb.offline.trace import Trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Tell = Callable[[int, int], None]

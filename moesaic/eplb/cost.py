@@ -1,4 +1,5 @@
-"""`moesaic eplb cost`: the predicted time of a step on a described cluster, and the model's check against published figures."""
+"""`moesaic eplb cost`: the predicted time of a step on a described cluster, and the model's check against published
+figures."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import Any
 import click
 from rich.table import Table
 
-from eplb.cost import balanced_part
+from eplb.offline.cost import balanced_part
+from eplb.offline.published import check, summary
+from eplb.offline.shapes import load_shape
 from eplb.placement import slots_needed
-from eplb.published import check, summary
-from eplb.shapes import load_shape
 from moesaic.eplb.common import Infeasible, Output, output_options
 from moesaic.eplb.described import Costing, Described, described_options
 
@@ -38,7 +39,8 @@ def command(gpus: int | None, slots: int | None, balance: str, check_: bool, des
     num_slots = fewest + 1 if slots is None else slots
     if num_slots < fewest:
         raise Infeasible(
-            f"{num_slots} slots a rank cannot hold {costing.shape.num_experts} experts; the smallest feasible S is {fewest}"
+            f"{num_slots} slots a rank cannot hold {costing.shape.num_experts} experts; the smallest "
+            f"feasible S is {fewest}"
         )
     rows = []
     for value in _balances(balance):

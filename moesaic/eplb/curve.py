@@ -8,10 +8,10 @@ from typing import Any
 import click
 from rich.table import Table
 
-from eplb.curve import Pair, memory, point, window_pairs
-from eplb.files import write_bytes
-from eplb.shapes import ModelShape
-from eplb.stats import window_records
+from eplb.offline.curve import Pair, memory, point, window_pairs
+from eplb.offline.files import write_bytes
+from eplb.offline.shapes import ModelShape
+from eplb.offline.stats import window_records
 from moesaic.eplb.common import Output, output_options, trace_of
 from moesaic.eplb.described import Costing, Described, described_options
 from moesaic.eplb.layout import Layout, LayoutOptions, layout_options
@@ -35,11 +35,11 @@ def command(
     described: Described,
     out: Output,
 ) -> None:
-    """One plan for every number of slots: its balance in-window, on the next window and of single steps, the bound, what
-    the replicas take from the memory of a GPU and from its KV cache.
+    """One plan for every number of slots: its balance in-window, on the next window and of single steps, the bound,
+    what the replicas take from the memory of a GPU and from its KV cache.
 
-    --output x.svg or x.html draws it; anything else gets the text, or with --json the object. With --slots or --redundant the curve
-    begins there.
+    --output x.svg or x.html draws it; anything else gets the text, or with --json the object. With --slots or
+    --redundant the curve begins there.
     """
     trace = trace_of(trace_path, out)
     layout = asked.layout(trace.num_experts, trace.meta.ranks, described)
@@ -104,8 +104,8 @@ def _row(
 
 
 def _best(rows: list[dict[str, Any]]) -> tuple[int, str]:
-    """(S, why): the most tokens/s among those whose cache fits; without a cluster the least S within .005 of the best balance of
-    single steps."""
+    """(S, why): the most tokens/s among those whose cache fits; without a cluster the least S within .005 of the best
+    balance of single steps."""
     if "tokens_per_s_per_gpu" in rows[0]:
         fitting = [row for row in rows if row["fits"]] or rows
         best = max(fitting, key=lambda row: float(row["tokens_per_s_per_gpu"]))

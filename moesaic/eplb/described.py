@@ -12,9 +12,9 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from eplb.cluster import GPUS, Cluster, load_cluster, make_cluster
-from eplb.cost import ASSUMPTIONS, DEFAULT, Phase, StepCost, Workload, step_cost
-from eplb.shapes import MODELS, WEIGHT_BYTES, ModelShape, load_shape
+from eplb.offline.cluster import GPUS, Cluster, load_cluster, make_cluster
+from eplb.offline.cost import ASSUMPTIONS, DEFAULT, Phase, StepCost, Workload, step_cost
+from eplb.offline.shapes import MODELS, WEIGHT_BYTES, ModelShape, load_shape
 from moesaic.options import Number
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -65,7 +65,8 @@ class Described:
         return self.gpus_per_node or 8
 
     def cluster(self, num_ranks: int | None) -> Cluster | None:
-        """None when no GPU was named. ValueError when the described cluster has another number of GPUs than there are ranks."""
+        """None when no GPU was named. ValueError when the described cluster has another number of GPUs than there
+        are ranks."""
         if self.cluster_file is not None:
             cluster = load_cluster(self.cluster_file)
             if num_ranks is not None and cluster.num_gpus != num_ranks:
@@ -78,8 +79,8 @@ class Described:
         return make_cluster(self.gpu, num_ranks, self.ranks_per_node, self.nvlink_gbps, self.rdma_gbps)
 
     def shape_of(self, num_experts: int, num_layers: int, model: str = "") -> ModelShape | None:
-        """The model of loads [num_layers, num_experts]: --model, else the one that the trace names, else the only known one
-        that fits. ValueError when --model has another number of experts."""
+        """The model of loads [num_layers, num_experts]: --model, else the one that the trace names, else the only known
+        one that fits. ValueError when --model has another number of experts."""
         if self.model is not None:
             shape = load_shape(self.model, self.expert_dtype)
             if shape.num_experts != num_experts:

@@ -8,8 +8,8 @@ import click
 import numpy as np
 from rich.table import Table
 
-from eplb.difference import Difference, difference
-from eplb.placement_file import PlacementFile
+from eplb.offline.difference import Difference, difference
+from eplb.offline.placement_file import PlacementFile
 from moesaic.eplb.common import Output, grid, output_options, placement_of
 from moesaic.eplb.options import expert_bytes, node_options, with_nodes
 
@@ -31,7 +31,8 @@ def command(
     bytes_each: int | None,
     out: Output,
 ) -> None:
-    """What has to travel to come from the placement OLD to NEW: experts and bytes per rank, link and node, and rounds."""
+    """What has to travel to come from the placement OLD to NEW: experts and bytes per rank, link and node, and
+    rounds."""
     old = with_nodes(placement_of(old_path, ranks or 0), ranks_per_node)
     new = with_nodes(placement_of(new_path, ranks or 0), ranks_per_node)
     if old.layer_ids != new.layer_ids:

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from eplb.balance import balancedness, rank_load
 from eplb.bounds import balance_bound
 from eplb.coverage import worst_rank
+from eplb.offline.placement_file import PlacementFile
+from eplb.offline.stats import drift, skew, window_records
+from eplb.offline.trace import Trace
 from eplb.placement import Placement, linear_placement
-from eplb.placement_file import PlacementFile
-from eplb.stats import drift, skew, window_records
-from eplb.trace import Trace
 from moesaic.eplb.common import Output, grid, output_options, placement_of, trace_of
 
 Floats = npt.NDArray[np.float64]
@@ -38,7 +38,8 @@ def command(
     top: int,
     out: Output,
 ) -> None:
-    """Explain LAYER (the model's number of it) of TRACE: which experts are hot, what they need, what limits the balance."""
+    """Explain LAYER (the model's number of it) of TRACE: which experts are hot, what they need, what limits the
+    balance."""
     trace = trace_of(trace_path, out)
     index = _row(trace.layer_ids, layer, trace_path)
     file = placement_of(placement_path, ranks or 0) if placement_path else None
@@ -175,7 +176,8 @@ def _sentences(view: _View, layer: int) -> list[str]:
         fair = view.load_E.sum() / view.num_ranks
         over = int((view.load_E > fair).sum())
         lines.append(
-            f"A fair part of {view.num_ranks} ranks is {1 / view.num_ranks:.2%}. {over} expert(s) have more than that and "
+            f"A fair part of {view.num_ranks} ranks is {1 / view.num_ranks:.2%}. {over} expert(s) "
+            "have more than that and "
             f"need copies. Experts in order, without a balancer, would give a balance of "
             f"{facts['balance_unplanned']:.3f} (mean / max of the ranks; 1 is best)."
         )
@@ -189,12 +191,15 @@ def _sentences(view: _View, layer: int) -> list[str]:
 def _verdict(facts: dict[str, Any]) -> str:
     balance, bound = facts["balance"], facts["balance_bound"]
     limit = (
-        "the number of slots is the limit" if bound < 0.97 and bound - balance < 0.02 else
-        "there is nothing to gain" if bound - balance < 0.02 else
-        "the placement is the limit: a new plan or new shares would help"
-    )  # fmt: skip
+        "the number of slots is the limit"
+        if bound < 0.97 and bound - balance < 0.02
+        else "there is nothing to gain"
+        if bound - balance < 0.02
+        else "the placement is the limit: a new plan or new shares would help"
+    )
     return (
-        f"The placement gives {balance:.3f}; rank {facts['fullest_rank']} is the fullest. With {facts['slots']} slots a rank no "
+        f"The placement gives {balance:.3f}; rank {facts['fullest_rank']} is the fullest. With "
+        f"{facts['slots']} slots a rank no "
         f"placement can exceed {bound:.3f}, so {limit}. Losing rank {facts['worst_rank_to_lose']} would take "
         f"{facts['experts_lost_with_it']} expert(s) without another copy."
     )

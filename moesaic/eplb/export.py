@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 import numpy as np
 
-from eplb.formats.registry import FORMATS, Found, read_any
-from eplb.formats.source import Hints
-from eplb.trace import Trace, make_trace
+from eplb.offline.formats.registry import FORMATS, Found, read_any
+from eplb.offline.formats.source import Hints
+from eplb.offline.trace import Trace, make_trace
 from moesaic.eplb.common import Output, needed_output, output_options
 
 WRITERS = [name for name, entry in FORMATS.items() if entry.write_load or entry.write_placement]
@@ -22,8 +22,8 @@ WRITERS = [name for name, entry in FORMATS.items() if entry.write_load or entry.
 @click.option("--sum", "add_up", is_flag=True, help="Of a trace, write one table: all records added up.")
 @output_options
 def command(path: str, format_name: str, add_up: bool, out: Output) -> None:
-    """Write PATH, a trace or a placement, as --output in a peer's format (SGLang's and vllm-ascend's loads: .pt or .json by
-    the name of the output).
+    """Write PATH, a trace or a placement, as --output in a peer's format (SGLang's and vllm-ascend's loads: .pt or
+    .json by the name of the output).
 
     What the format cannot carry is refused and named. Peers split an expert's tokens evenly over its copies: make plans
     for them with `moesaic eplb plan --flat`.

@@ -1,5 +1,5 @@
-"""A heatmap as SVG text: one path per colour, so that 58 layers x 256 experts take tens of kilobytes. Colours are CSS classes of
-the page, so that they follow its theme."""
+"""A heatmap as SVG text: one path per colour, so that 58 layers x 256 experts take tens of kilobytes. Colours are CSS
+classes of the page, so that they follow its theme."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def heatmap(
 ) -> str:
     """values [rows, columns]; a value below edges[0] has class `family`0, up to edges[1] `family`1, and so on.
 
-    row_names: numbers of the rows, of which some are written; label: what the picture is, for readers who cannot see it.
+    row_names: numbers of the rows, of which some are written; label: what the picture is, for readers who cannot see
+    it.
     """
     rows, columns = values.shape
     high = max(4.0, min(14.0, 460 / rows))

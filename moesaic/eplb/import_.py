@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from eplb.formats.registry import FORMATS, Found, read_any
-from eplb.formats.source import Hints, MissingHint
-from eplb.placement_file import write_placement
-from eplb.trace import write_trace
+from eplb.offline.formats.registry import FORMATS, Found, read_any
+from eplb.offline.formats.source import Hints, MissingHint
+from eplb.offline.placement_file import write_placement
+from eplb.offline.trace import write_trace
 from moesaic.eplb.common import Output, needed_output, output_options
 from moesaic.eplb.options import hint_options
 
@@ -51,8 +51,8 @@ def command(
     layers: tuple[int, ...],
     out: Output,
 ) -> None:
-    """Read PATH, a peer's trace or placement, and write --output: a trace (.jsonl, or .npz to save space) or a placement
-    (.json)."""
+    """Read PATH, a peer's trace or placement, and write --output: a trace (.jsonl, or .npz to save space) or a
+    placement (.json)."""
     target = needed_output(out)
     with out.progress(f"reading {path}") as tell:
         hints = Hints(

@@ -68,8 +68,9 @@ class LayoutOptions:
     flat: bool
 
     def layout(self, num_experts: int, known_ranks: int, described: Described, known_slots: int = 0) -> Layout:
-        """known_ranks, known_slots: from the trace or a placement, 0 when they do not say. Without --slots and --redundant, one
-        slot more than the experts need. Infeasible (exit 6) when the experts do not fit; ValueError for wrong domains."""
+        """known_ranks, known_slots: from the trace or a placement, 0 when they do not say. Without --slots and
+        --redundant, one slot more than the experts need. Infeasible (exit 6) when the experts do not fit; ValueError
+        for wrong domains."""
         ranks = self.ranks or known_ranks
         if not ranks:
             raise click.UsageError("--ranks is needed: the trace does not say how many there are")

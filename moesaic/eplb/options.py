@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from eplb.placement_file import PlacementFile
-from eplb.shapes import MODELS, load_shape
+from eplb.offline.placement_file import PlacementFile
+from eplb.offline.shapes import MODELS, load_shape
 from moesaic.options import Bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -50,7 +50,8 @@ def hint_options(command: Command) -> Command:
 
 
 def node_options(command: Command) -> Command:
-    """Adds --ranks, --ranks-per-node, --model and --expert-bytes; the command takes ranks, ranks_per_node, model, bytes_each."""
+    """Adds --ranks, --ranks-per-node, --model and --expert-bytes; the command takes ranks, ranks_per_node, model,
+    bytes_each."""
     for option in (
         click.option("--expert-bytes", "bytes_each", type=Bytes(), help="Size of one expert of one layer, e.g. 42Mi."),
         click.option(
@@ -66,7 +67,8 @@ def node_options(command: Command) -> Command:
 
 
 def expert_bytes(model: str, bytes_each: int | None) -> float | None:
-    """Bytes of an expert: as given, else of a model whose shape is known, else None. ValueError for a path that is no model."""
+    """Bytes of an expert: as given, else of a model whose shape is known, else None. ValueError for a path that is
+    no model."""
     if bytes_each is not None or not model:
         return bytes_each
     if model in MODELS or Path(model).exists():
@@ -75,7 +77,8 @@ def expert_bytes(model: str, bytes_each: int | None) -> float | None:
 
 
 def with_nodes(file: PlacementFile, ranks_per_node: int | None) -> PlacementFile:
-    """The same with failure domains of so many ranks each; unchanged when None. ValueError when the file names other ones."""
+    """The same with failure domains of so many ranks each; unchanged when None. ValueError when the file names other
+    ones."""
     if ranks_per_node is None:
         return file
     placement = file.placement

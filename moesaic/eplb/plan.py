@@ -13,16 +13,16 @@ from rich.table import Table
 
 from eplb.balance import Floats, balancedness, placement_balance, rank_load
 from eplb.bounds import balance_bound
-from eplb.budget import layer_slots
 from eplb.coverage import domains_of, fewest_uncovered, host_matrix, worst_node, worst_rank
 from eplb.mover import improve
+from eplb.offline.budget import layer_slots
+from eplb.offline.placement_file import PlacementFile, describe, write_placement
+from eplb.offline.replay import slot_part, step_counts
+from eplb.offline.trace import Trace
 from eplb.placement import Placement
-from eplb.placement_file import PlacementFile, describe, write_placement
 from eplb.planner import plan
 from eplb.repair import even_shares
-from eplb.replay import slot_part, step_counts
 from eplb.shares import reweight
-from eplb.trace import Trace
 from moesaic.eplb.common import (
     BalanceGate,
     CoverageGate,
@@ -88,8 +88,8 @@ def command(
 ) -> None:
     """Make a placement from the loads in TRACE, say what it does, and write it to --output.
 
-    Printed: balance on the loads it was made from (in-window), of a plan made the same way from the window before on this one
-    (next window), of single steps, and the best that any placement in these slots could have (bound).
+    Printed: balance on the loads it was made from (in-window), of a plan made the same way from the window before on
+    this one (next window), of single steps, and the best that any placement in these slots could have (bound).
 
     Exit codes: 3 --min-balance, 4 --max-uncovered, 5 --max-move-gib, 6 the experts do not fit (prints the smallest S).
     Nothing is written when a gate fails.
@@ -132,7 +132,8 @@ def _current(path: str, trace: Trace, asked: LayoutOptions) -> PlacementFile:
     placement = file.placement
     if (placement.num_layers, placement.num_experts) != (trace.num_layers, trace.num_experts):
         raise ValueError(
-            f"{path} has {placement.num_layers} layers of {placement.num_experts} experts; the trace has {trace.num_layers} of "
+            f"{path} has {placement.num_layers} layers of {placement.num_experts} experts; the trace "
+            f"has {trace.num_layers} of "
             f"{trace.num_experts}"
         )
     return file
@@ -149,7 +150,8 @@ def _slots(text: str | None, total: int | None, load_LE: Floats, layout: Layout)
         assert total is not None
         if total < needed * num_layers:
             raise Infeasible(
-                f"{total} slots in all cannot hold {num_layers} layers of {num_experts} experts on {layout.num_ranks} ranks; "
+                f"{total} slots in all cannot hold {num_layers} layers of {num_experts} experts on "
+                f"{layout.num_ranks} ranks; "
                 f"the smallest feasible total is {needed * num_layers} (S = {needed} in every layer)"
             )
         budget: tuple[int, ...] = layer_slots(load_LE, layout.num_ranks, total, layout.min_copies)
@@ -227,8 +229,8 @@ def _balances(
 
 
 def _next_window(trace: Trace, records: int, layout: Layout, slots_L: tuple[int, ...]) -> float | None:
-    """A plan made the same way from the window before, on this one. A window of more than half the trace: of its halves. None
-    for a single record."""
+    """A plan made the same way from the window before, on this one. A window of more than half the trace: of its
+    halves. None for a single record."""
     half = min(records, trace.num_records // 2)
     if half == 0:
         return None
@@ -246,7 +248,8 @@ def _next_window(trace: Trace, records: int, layout: Layout, slots_L: tuple[int,
 
 
 def coverage_facts(placement: Placement, slots_L: tuple[int, ...]) -> dict[str, Any]:
-    """Experts that the worst rank and the worst node would take along, mean over layers, and what no placement can be under."""
+    """Experts that the worst rank and the worst node would take along, mean over layers, and what no placement can
+    be under."""
     living = sum(placement.alive)
     return {
         "uncovered_by_worst_rank": float(worst_rank(placement)[1].mean()),

@@ -12,20 +12,25 @@ import numpy as np
 from rich.table import Table
 
 from eplb.balancer import BalancerConfig
+from eplb.offline.replay import POLICIES, PolicyName, Settings, Setup, add_break_even, best_row, replay, step_counts
+from eplb.offline.stats import window_records
+from eplb.offline.trace import Trace
 from eplb.placement import slots_needed
-from eplb.replay import POLICIES, PolicyName, Settings, Setup, add_break_even, best_row, replay, step_counts
-from eplb.stats import window_records
-from eplb.trace import Trace
 from moesaic.eplb.common import Infeasible, Output, Tell, output_options, trace_of
 from moesaic.eplb.described import Costing, Described, described_options
 from moesaic.eplb.layout import Layout, LayoutOptions, layout_options
 from moesaic.options import Bytes
 
 _KEYS = ("window", "interval", "reweight", "budget", "slots", "redundant")
-_USED = {"none": (), "static": ("window",), "greedy": ("window", "interval"),
-         "ours": ("window", "interval", "reweight", "budget")}  # fmt: skip
+_USED = {
+    "none": (),
+    "static": ("window",),
+    "greedy": ("window", "interval"),
+    "ours": ("window", "interval", "reweight", "budget"),
+}
 LIVE = BalancerConfig()
-# What a record costs by default, in milliseconds of one core and for 58 layers of 288 slots; behind the limit, records are left out.
+# What a record costs by default, in milliseconds of one core and for 58 layers of 288 slots; behind the limit, records
+# are left out.
 _SCORE_MS, _FULL_PLAN_MS, _MOVES_MS, _SHARES_MS, _SLOTS_TIMED = 1.0, 8.0, 20.0, 1.0, 58 * 288
 _LIMIT_MS = 12_000
 
@@ -56,8 +61,8 @@ def command(
     """Run policies over TRACE as it was recorded: what they see is the past only.
 
     Keys of --grid, in records unless said: window (what a full plan is made from), interval (between two full plans of
-    `greedy`, between two rounds of moves of `ours`), reweight (between two re-weightings of `ours`), budget (bytes that a rank may
-    receive per step, e.g. 64Mi), slots or redundant.
+    `greedy`, between two rounds of moves of `ours`), reweight (between two re-weightings of `ours`), budget (bytes that
+    a rank may receive per step, e.g. 64Mi), slots or redundant.
     """
     names = _policies(policies)
     values = _grid(grid)
@@ -160,7 +165,8 @@ def _check_slots(slots: int, asked: LayoutOptions, trace: Trace, layout: Layout)
     needed = asked.needed_slots(trace.num_experts, layout.num_ranks)
     if slots < needed:
         raise Infeasible(
-            f"--grid slots={slots} cannot hold {trace.num_experts} experts on {layout.num_ranks} ranks; the smallest feasible S is "
+            f"--grid slots={slots} cannot hold {trace.num_experts} experts on {layout.num_ranks} "
+            "ranks; the smallest feasible S is "
             f"{needed}"
         )
 
@@ -201,7 +207,8 @@ def _notes(trace: Trace, note: str | None, costing: Costing | None, setup: Setup
     notes = [note] if note else []
     if per > 1:
         notes.append(
-            f"records are of {per} steps: single steps are drawn from them at random, and shares can follow the load once a "
+            f"records are of {per} steps: single steps are drawn from them at random, and shares can "
+            "follow the load once a "
             "record, not every few steps"
         )
     if setup.shape is None:
@@ -214,11 +221,25 @@ def _notes(trace: Trace, note: str | None, costing: Costing | None, setup: Setup
 
 
 _COLUMNS = {
-    "policy": "policy", "slots": "S", "window": "window", "interval": "every", "reweight": "re-weight",
-    "budget": "budget", "in_window": "in-window", "next_window": "next window", "step": "step", "step_p50": "p50",
-    "step_p95": "p95", "moved_per_window": "moved", "moved_gib": "GiB", "plan_ms": "plan ms", "step_ms": "step ms",
-    "pause_s": "pause s", "break_even_steps": "pays after", "tokens_per_s_per_gpu": "tok/s/GPU",
-}  # fmt: skip
+    "policy": "policy",
+    "slots": "S",
+    "window": "window",
+    "interval": "every",
+    "reweight": "re-weight",
+    "budget": "budget",
+    "in_window": "in-window",
+    "next_window": "next window",
+    "step": "step",
+    "step_p50": "p50",
+    "step_p95": "p95",
+    "moved_per_window": "moved",
+    "moved_gib": "GiB",
+    "plan_ms": "plan ms",
+    "step_ms": "step ms",
+    "pause_s": "pause s",
+    "break_even_steps": "pays after",
+    "tokens_per_s_per_gpu": "tok/s/GPU",
+}
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

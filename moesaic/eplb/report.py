@@ -12,11 +12,11 @@ import numpy.typing as npt
 from eplb.balance import balancedness, rank_load
 from eplb.bounds import balance_bound
 from eplb.coverage import worst_rank
-from eplb.files import decode_json, read_bytes, write_bytes
+from eplb.offline.files import decode_json, read_bytes, write_bytes
+from eplb.offline.placement_file import PlacementFile, describe
+from eplb.offline.stats import Drift, drift, window_records, windows
+from eplb.offline.trace import Trace
 from eplb.placement import Placement, linear_placement
-from eplb.placement_file import PlacementFile, describe
-from eplb.stats import Drift, drift, window_records, windows
-from eplb.trace import Trace
 from moesaic.eplb.common import Output, needed_output, output_options, placement_of, plain, trace_of
 from moesaic.eplb.heatmap import heatmap, key
 from moesaic.eplb.line_chart import Chart, Line, svg
@@ -51,7 +51,8 @@ def command(
     title: str,
     out: Output,
 ) -> None:
-    """Write --output, a self-contained HTML page about TRACE: where the load is, how it drifts, how placements bear it."""
+    """Write --output, a self-contained HTML page about TRACE: where the load is, how it drifts, how placements bear
+    it."""
     target = needed_output(out)
     results = [("replay", path, _result(path)) for path in replays] + [
         ("curve", path, _result(path)) for path in curves
@@ -96,7 +97,8 @@ def _named(text: str, ranks: int, trace: Trace) -> tuple[str, PlacementFile]:
     file = placement_of(path, ranks or trace.meta.ranks)
     if file.placement.num_experts != trace.num_experts or file.layer_ids != trace.layer_ids:
         raise ValueError(
-            f"{path} has {file.placement.num_experts} experts in {len(file.layer_ids)} layers from {file.layer_ids[0]}; "
+            f"{path} has {file.placement.num_experts} experts in {len(file.layer_ids)} layers from "
+            f"{file.layer_ids[0]}; "
             f"the trace has {trace.num_experts} in {trace.num_layers} from {trace.layer_ids[0]}"
         )
     return name, file
@@ -171,9 +173,14 @@ def _placements(trace: Trace, files: list[tuple[str, PlacementFile]], records: i
         for name, file in files:
             lines[name].append(float(_balance(file.placement, load_LE).mean()))
     chart = svg(
-        Chart("Balance of each window, mean of layers", "step", "mean / max of ranks", begins,
-              [Line(name[:_NAME], values) for name, values in lines.items()])
-    )  # fmt: skip
+        Chart(
+            "Balance of each window, mean of layers",
+            "step",
+            "mean / max of ranks",
+            begins,
+            [Line(name[:_NAME], values) for name, values in lines.items()],
+        )
+    )
     load_LE = trace.window(0, trace.num_records)
     pictures = [key(_RANK_EDGES, "d", "times the mean of the ranks")]
     for name, file in files:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from eplb.shapes import load_shape
-from eplb.synthetic import synthetic_trace
-from eplb.trace import write_trace
+from eplb.offline.shapes import load_shape
+from eplb.offline.synthetic import synthetic_trace
+from eplb.offline.trace import write_trace
 from moesaic.eplb.common import Output, needed_output, output_options
 from moesaic.eplb.options import Layers
 
@@ -32,8 +32,8 @@ def command(
     layers: int | None,
     out: Output,
 ) -> None:
-    """Write a synthetic trace to --output (.jsonl or .npz): loads as skewed as published ones of DeepSeek-V3, which drift by
-    assumption. It is for trying the verbs; decide by recordings of your own."""
+    """Write a synthetic trace to --output (.jsonl or .npz): loads as skewed as published ones of DeepSeek-V3, which
+    drift by assumption. It is for trying the verbs; decide by recordings of your own."""
     target = needed_output(out)
     shape = load_shape(model)
     layer_ids = range(shape.num_dense_layers, shape.num_layers)[:layers]

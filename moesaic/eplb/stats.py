@@ -10,9 +10,9 @@ from rich.table import Table
 
 from eplb.balance import balancedness, rank_load
 from eplb.bounds import balance_bound
+from eplb.offline.stats import Drift, Skew, drift, skew, step_noise, window_records
+from eplb.offline.trace import Trace
 from eplb.placement import linear_placement
-from eplb.stats import Drift, Skew, drift, skew, step_noise, window_records
-from eplb.trace import Trace
 from moesaic.eplb.common import Output, grid, output_options, trace_of
 
 

@@ -12,14 +12,14 @@ import numpy as np
 from rich.table import Table
 
 from eplb.balance import Floats
-from eplb.formats.registry import read_any
-from eplb.formats.source import Hints
+from eplb.offline.formats.registry import read_any
+from eplb.offline.formats.source import Hints
+from eplb.offline.placement_file import PlacementFile, describe
+from eplb.offline.replay import slot_part
+from eplb.offline.trace import Trace
+from eplb.offline.whatif import guarantees, loss, parse_kill, scan
 from eplb.placement import Placement
-from eplb.placement_file import PlacementFile, describe
 from eplb.planner import plan
-from eplb.replay import slot_part
-from eplb.trace import Trace
-from eplb.whatif import guarantees, loss, parse_kill, scan
 from moesaic.eplb.common import BalanceGate, CoverageGate, Infeasible, Output, Refused, output_options, trace_of
 from moesaic.eplb.described import Costing, Described, described_options
 from moesaic.eplb.layout import LayoutOptions, layout_options
@@ -31,11 +31,21 @@ _DEFAULT_BYTES = 44 << 20
 
 @click.command("whatif")
 @click.argument("path", metavar="TRACE|PLACEMENT")
-@click.option("--kill", "kills", multiple=True, metavar="WHAT",
-              help="rank:3, rank:3,7 (at once), node:1, any-rank, any-node or k=2. Default: any-rank and any-node.")  # fmt: skip
+@click.option(
+    "--kill",
+    "kills",
+    multiple=True,
+    metavar="WHAT",
+    help="rank:3, rank:3,7 (at once), node:1, any-rank, any-node or k=2. Default: any-rank and any-node.",
+)
 @click.option("--trace", "trace_path", help="Loads, when PATH is a placement. Without: every expert alike.")
-@click.option("--read-gbps", type=Number(0, min_open=True), default=25.0, show_default=True,
-              help="GB/s at which a survivor reads lost experts (host memory 25 to 50, a disk 2 to 7).")  # fmt: skip
+@click.option(
+    "--read-gbps",
+    type=Number(0, min_open=True),
+    default=25.0,
+    show_default=True,
+    help="GB/s at which a survivor reads lost experts (host memory 25 to 50, a disk 2 to 7).",
+)
 @click.option("--max-uncovered", type=Number(0), help="In the worst case, mean of layers; else exit code 4.")
 @click.option("--max-load", type=Number(0, 1), help="Part of the tokens that lost experts take; else 4.")
 @click.option("--min-balance", type=Number(0, 1), help="After the repair with new shares; else exit code 3.")
@@ -54,11 +64,11 @@ def command(
     described: Described,
     out: Output,
 ) -> None:
-    """Lose ranks or nodes of a placement (or of the plan that `plan` makes from a trace): experts without a copy, the load they
-    carry, what is read again, the balance after the repair, and which guarantees hold.
+    """Lose ranks or nodes of a placement (or of the plan that `plan` makes from a trace): experts without a copy, the
+    load they carry, what is read again, the balance after the repair, and which guarantees hold.
 
-    Exit codes: 3 --min-balance, 4 --max-uncovered and --max-load, 6 when the survivors of a --kill have too few slots (prints
-    the smallest S that would do).
+    Exit codes: 3 --min-balance, 4 --max-uncovered and --max-load, 6 when the survivors of a --kill have too few slots
+    (prints the smallest S that would do).
     """
     file, load_LE, known = _placement(path, trace_path, asked, described, out)
     placement = file.placement
@@ -98,7 +108,8 @@ def _placement(
         trace = trace_of(trace_path, out)
         if (trace.num_layers, trace.num_experts) != shape:
             raise ValueError(
-                f"{trace_path} has {trace.num_layers} layers of {trace.num_experts} experts; {path} has {shape[0]} of {shape[1]}"
+                f"{trace_path} has {trace.num_layers} layers of {trace.num_experts} experts; {path} "
+                f"has {shape[0]} of {shape[1]}"
             )
         return file, trace.window(0, trace.num_records), True
     assert found.trace is not None
@@ -161,7 +172,8 @@ def _failures(
 
 def _notes(known: bool, sized: bool, cases: list[dict[str, Any]], read_gbps: float) -> list[str]:
     notes = [
-        f"seconds: the busiest survivor reads its share at {read_gbps:g} GB/s; finding out that a rank is dead comes first"
+        f"seconds: the busiest survivor reads its share at {read_gbps:g} GB/s; finding out that a "
+        "rank is dead comes first"
     ]
     if not known:
         notes.append("no loads were given (--trace): every expert counts alike")
@@ -193,7 +205,10 @@ _LABELS = {
 def _shown(case: dict[str, Any]) -> tuple[str, Table, Table]:
     worst = case["worst"]
     ranks = ", ".join(str(rank) for rank in worst["ranks"][:4]) + (" ..." if len(worst["ranks"]) > 4 else "")
-    title = f"--kill {case['kill']}: the worst of {case['scenarios']} is rank {ranks} ({case['without_reload']} need no reload)"
+    title = (
+        f"--kill {case['kill']}: the worst of {case['scenarios']} is rank {ranks} "
+        f"({case['without_reload']} need no reload)"
+    )
     table = Table("measure", "value", box=None)
     for key, (label, form) in _LABELS.items():
         if key in worst:

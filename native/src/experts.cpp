@@ -46,13 +46,14 @@ struct Job {
   uint8_t *y;
   int y_type;
   int64_t num_tokens;   // of a weighted sum
-  bool sums;            // y[row] is the sum over its entries; else entry i's result goes to row[i]
+  const int64_t *first; // y[t] is the sum of rows first[t] to first[t + 1], in their order; null: rows are what is wanted
   int64_t num_active;
   const int32_t *active, *start;   // the slots that have rows, and each one's first entry [num_active + 1]
-  const int32_t *source, *target;  // entry -> row of x, row of y
-  const float *weight;             // entry -> its share of the sum
+  const int32_t *source, *target;  // entry -> row of x, row of the results
+  const float *weight;             // row -> its share of the sum
   uint8_t *hidden;                 // entry -> what lies between the matrices, hidden_stride numbers of x's type
-  float *sum;                      // for each thread num_tokens * 64
+  uint8_t *rows;                   // for each thread 64 columns of every row, of x's type
+  int64_t num_rows;
   uint8_t *wide;                   // for each thread a block of x's type
   int64_t wide_bytes;
 
@@ -100,37 +101,33 @@ struct Job {
     }
   }
 
-  // A part has columns of y to itself: nothing is added up between threads.
+  // A part has columns of y to itself: nothing is added up between threads. Rows are rounded to x's type before they are summed,
+  // and summed in the order of a token's choices: as they are where other ranks compute some of them.
   void down(int64_t part, int64_t parts, int thread) const {
     int64_t stride = s->hidden_stride * item(), y_item = y_type == X_F32 ? 4 : 2;
-    float *sums_of = sum + thread * num_tokens * PANEL;
+    uint8_t *rows_of = rows + thread * num_rows * PANEL * item();
     for (int64_t n = s->down_panels * part / parts; n < s->down_panels * (part + 1) / parts; n++) {
       int columns = (int)(s->hidden - n * PANEL < PANEL ? s->hidden - n * PANEL : PANEL);
       uint8_t *out = y + n * PANEL * y_item;
-      if (sums) memset(sums_of, 0, num_tokens * PANEL * sizeof(float));
+      uint8_t *to_rows = first ? rows_of : out;
+      int64_t row_bytes = first ? PANEL * item() : s->hidden * y_item;
       for (int64_t j = 0; j < num_active; j++) {
         const uint8_t *next = j + 1 < num_active ? down_panel(j + 1, n) : nullptr;
         panel(j, down_panel(j, n), s->down_depth, next, thread,
               [&](int64_t i) { return hidden + i * stride; },
               [&](const float *c, int64_t i, int rows) {
                 void *to[MAX_BAND];
-                if (sums) {
-                  for (int m = 0; m < rows; m++) to[m] = sums_of + target[i + m] * (int64_t)PANEL;
-                  ops->add(c, rows, (float *const *)to, weight + i);
-                } else {
-                  for (int m = 0; m < rows; m++) to[m] = out + target[i + m] * s->hidden * y_item;
-                  ops->store(c, PANEL, rows, to, columns);
-                }
+                for (int m = 0; m < rows; m++) to[m] = to_rows + target[i + m] * row_bytes;
+                ops->store(c, PANEL, rows, to, first ? (int)PANEL : columns);
               });
       }
-      if (!sums) continue;
-      if (y_type == X_F32) {
-        for (int64_t t = 0; t < num_tokens; t++) memcpy(out + t * s->hidden * 4, sums_of + t * PANEL, columns * 4);
-      } else {
-        for (int64_t t = 0; t < num_tokens; t++) {
-          void *to = out + t * s->hidden * 2;
-          ops->store(sums_of + t * PANEL, PANEL, 1, &to, columns);
-        }
+      if (!first) continue;
+      for (int64_t t = 0; t < num_tokens; t++) {
+        alignas(64) float sum[PANEL];
+        ops->weigh(rows_of + first[t] * row_bytes, weight + first[t], first[t + 1] - first[t], sum);
+        void *to = out + t * s->hidden * y_item;
+        if (y_type == X_F32) memcpy(to, sum, columns * 4);
+        else ops->store(sum, PANEL, 1, &to, columns);
       }
     }
   }
@@ -156,21 +153,25 @@ struct Pieces {
 struct Plan {
   int32_t *active, *start, *count, *source, *target;
   float *weight;
+  int64_t *first;
 };
 
-Plan lay_out(Job *job, int64_t entries, int threads) {
+// num_tokens: of weighted sums; 0: rows are wanted.
+Plan lay_out(Job *job, int64_t entries, int64_t num_tokens, int threads) {
   const ExpertShape *s = job->s;
   Pieces pieces;
   size_t active = pieces.take(4 * s->num_slots), start = pieces.take(4 * (s->num_slots + 1)), count = pieces.take(4 * s->num_slots);
   size_t source = pieces.take(4 * entries), target = pieces.take(4 * entries), weight = pieces.take(4 * entries);
   size_t hidden = pieces.take(entries * s->hidden_stride * job->item());
-  size_t sum = pieces.take(job->sums ? threads * job->num_tokens * PANEL * sizeof(float) : 0);
+  size_t first = pieces.take(8 * (num_tokens + 1)), rows = pieces.take(num_tokens ? threads * entries * PANEL * job->item() : 0);
   job->wide_bytes = Multiplier{job->ops, s->x_type, s->format}.wide_bytes();
   size_t wide = pieces.take(threads * job->wide_bytes);
   uint8_t *base = scratch(pieces.bytes);
-  job->hidden = base + hidden, job->sum = (float *)(base + sum), job->wide = base + wide;
+  job->hidden = base + hidden, job->rows = base + rows, job->wide = base + wide;
+  job->num_tokens = num_tokens, job->num_rows = entries;
   Plan plan = {(int32_t *)(base + active), (int32_t *)(base + start), (int32_t *)(base + count),
-               (int32_t *)(base + source), (int32_t *)(base + target), (float *)(base + weight)};
+               (int32_t *)(base + source), (int32_t *)(base + target), (float *)(base + weight), (int64_t *)(base + first)};
+  job->first = num_tokens ? plan.first : nullptr;
   job->active = plan.active, job->start = plan.start, job->source = plan.source, job->target = plan.target, job->weight = plan.weight;
   return plan;
 }
@@ -187,7 +188,7 @@ NATIVE_API void experts_rows(const ExpertShape *s, const uint8_t *weights, const
   int64_t entries = 0;
   for (int64_t slot = 0; slot < s->num_slots; slot++) entries += rows[slot];
   if (entries == 0) return;
-  Plan plan = lay_out(&job, entries, threads);
+  Plan plan = lay_out(&job, entries, 0, threads);
   int32_t at = 0;
   for (int64_t slot = 0; slot < s->num_slots; slot++) {
     if (rows[slot] == 0) continue;
@@ -199,42 +200,63 @@ NATIVE_API void experts_rows(const ExpertShape *s, const uint8_t *weights, const
   job.run(threads);
 }
 
-// y[t] = sum over k of weight[t, k] * expert slot[t, k] - first_slot (x[t]); slots that are not here count nothing.
-// x [T, up_depth] of x's type (what is past D is finite); slot int64 [T, K]; y [T, D] of y_type.
+// Which entries the tokens' choices among these slots are. Rows of results are numbered in the order of tokens and their choices.
+// slot int64 [T, K]; weight [T, K] or null.
+static void plan_tokens(Job *job, const Plan &plan, const int64_t *slot, const float *weight, int64_t first_slot, int64_t num_tokens, int64_t top_k) {
+  const ExpertShape *s = job->s;
+  int32_t *next = plan.count;  // of each slot: its rows, then the next entry of it
+  memset(next, 0, 4 * s->num_slots);
+  for (int64_t i = 0; i < num_tokens * top_k; i++) {
+    uint64_t here = (uint64_t)(slot[i] - first_slot);
+    if (here < (uint64_t)s->num_slots) next[here]++;
+  }
+  int32_t at = 0, row = 0;
+  for (int64_t here = 0; here < s->num_slots; here++) {
+    int32_t rows = next[here];
+    if (rows) {
+      plan.active[job->num_active] = (int32_t)here;
+      plan.start[job->num_active++] = at;
+    }
+    next[here] = at;
+    at += rows;
+  }
+  plan.start[job->num_active] = at;
+  for (int64_t t = 0, i = 0; t < num_tokens; t++) {
+    if (weight) plan.first[t] = row;
+    for (int64_t k = 0; k < top_k; k++, i++) {
+      uint64_t here = (uint64_t)(slot[i] - first_slot);
+      if (here >= (uint64_t)s->num_slots) continue;
+      int32_t entry = next[here]++;
+      plan.source[entry] = (int32_t)t, plan.target[entry] = row;
+      if (weight) plan.weight[row] = weight[i];
+      row++;
+    }
+  }
+  if (weight) plan.first[num_tokens] = row;
+}
+
+// y[t] = sum over k of weight[t, k] * expert slot[t, k] - first_slot (x[t]), in the order of k; slots that are not here count
+// nothing. x [T, up_depth] of x's type (what is past D is finite); slot int64 [T, K]; y [T, D] of y_type.
 NATIVE_API void experts_tokens(const ExpertShape *s, const uint8_t *weights, const void *x, const int64_t *slot,
                                const float *weight, int64_t first_slot, int64_t num_tokens, int64_t top_k, void *y, int y_type,
                                int threads) {
   tape_note(experts_tokens, s, weights, x, slot, weight, first_slot, num_tokens, top_k, y, y_type, threads);
   Job job = {};
   job.s = s, job.ops = experts_ops(s->x_type), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = y_type;
-  job.num_tokens = num_tokens, job.sums = true;
   if (num_tokens == 0) return;
-  int64_t pairs = num_tokens * top_k;
-  Plan plan = lay_out(&job, pairs, threads);
-  int32_t *next = plan.count;  // of each slot: its rows, then the next entry of it
-  memset(next, 0, 4 * s->num_slots);
-  for (int64_t i = 0; i < pairs; i++) {
-    uint64_t here = (uint64_t)(slot[i] - first_slot);
-    if (here < (uint64_t)s->num_slots) next[here]++;
-  }
-  int32_t at = 0;
-  for (int64_t here = 0; here < s->num_slots; here++) {
-    int32_t rows = next[here];
-    if (rows) {
-      plan.active[job.num_active] = (int32_t)here;
-      plan.start[job.num_active++] = at;
-    }
-    next[here] = at;
-    at += rows;
-  }
-  plan.start[job.num_active] = at;
-  for (int64_t t = 0, i = 0; t < num_tokens; t++)
-    for (int64_t k = 0; k < top_k; k++, i++) {
-      uint64_t here = (uint64_t)(slot[i] - first_slot);
-      if (here >= (uint64_t)s->num_slots) continue;
-      int32_t entry = next[here]++;
-      plan.source[entry] = plan.target[entry] = (int32_t)t;
-      plan.weight[entry] = weight[i];
-    }
+  Plan plan = lay_out(&job, num_tokens * top_k, num_tokens, threads);
+  plan_tokens(&job, plan, slot, weight, first_slot, num_tokens, top_k);
+  job.run(threads);
+}
+
+// The same rows before they are weighted and summed: y [P, D] of x's type, one for each choice that is here.
+NATIVE_API void experts_choices(const ExpertShape *s, const uint8_t *weights, const void *x, const int64_t *slot, int64_t first_slot,
+                                int64_t num_tokens, int64_t top_k, void *y, int threads) {
+  tape_note(experts_choices, s, weights, x, slot, first_slot, num_tokens, top_k, y, threads);
+  Job job = {};
+  job.s = s, job.ops = experts_ops(s->x_type), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = (int)s->x_type;
+  if (num_tokens == 0) return;
+  Plan plan = lay_out(&job, num_tokens * top_k, 0, threads);
+  plan_tokens(&job, plan, slot, nullptr, first_slot, num_tokens, top_k);
   job.run(threads);
 }

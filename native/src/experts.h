@@ -38,7 +38,7 @@ struct ExpertOps {
   TileFn narrow[2][MAX_NARROW_ROWS + 1];     // 8-bit weights, FP8 and INT8, widened in registers
   const uint8_t *(*widen[2])(const uint8_t *block, int64_t depth, uint8_t *out);  // returns out
   void (*silu)(const float *c, int rows, void *const *h);                             // 64 columns to 32 of x's type
-  void (*add)(const float *c, int rows, float *const *sum, const float *weight);      // sum += weight * c, 64 columns
+  void (*weigh)(const void *rows, const float *weight, int64_t n, float *sum);        // sum = their weighted sum; n rows of 64 of x's type
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
 };
 

@@ -130,7 +130,7 @@ constexpr ExpertOps table = {
      {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>(), narrow<W_INT8, 5>(), narrow<W_INT8, 6>()}},
     {widen_bytes<W_FP8>, widen_bytes<W_INT8>},
     silu_columns<bf16>,
-    add_columns,
+    weigh_columns<bf16>,
     store_columns<bf16>,
 };
 }  // namespace

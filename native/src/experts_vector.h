@@ -16,12 +16,8 @@ template <class X> static void silu_columns(const float *c, int rows, void *cons
     }
 }
 
-static void add_columns(const float *c, int rows, float *const *sum, const float *weight) {
-  for (int m = 0; m < rows; m++)
-    for (int at = 0; at < PANEL; at += LANES) {
-      vf *out = (vf *)(sum[m] + at);
-      *out = *out + *(const vf *)(c + m * PANEL + at) * weight[m];
-    }
+template <class X> static void weigh_columns(const void *rows, const float *weight, int64_t n, float *sum) {
+  for (int at = 0; at < PANEL; at += LANES) store(sum + at, weighted(n, weight, [&](int64_t i) { return load((const X *)rows + i * PANEL + at); }));
 }
 
 template <class X> static void store_columns(const float *c, int64_t stride, int rows, void *const *y, int columns) {
@@ -155,7 +151,7 @@ template <class X> struct Ops {
        {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>(), narrow<W_INT8, 5>(), narrow<W_INT8, 6>()}},
       {widen<X, W_FP8>, widen<X, W_INT8>},
       silu_columns<X>,
-      add_columns,
+      weigh_columns<X>,
       store_columns<X>,
   };
 };

@@ -56,6 +56,8 @@ struct RowOps {
   void (*grouped_topk)(const GroupedCall &call, int64_t row, float *work);
   // y += x.
   void (*add)(const void *x, void *y, int64_t dim);
+  // y = the weighted sum of n rows.
+  void (*weigh)(const void *const *rows, const float *weight, int64_t n, void *y, int64_t dim);
   // cos and sin of one position's angles, [2 * planes]; the first half of sin is negative.
   void (*rope)(int64_t position, const float *frequency, float scale, void *cos, void *sin, int64_t planes);
   // y[o] = x . w[o], for o < outputs.

@@ -172,6 +172,19 @@ template <class X> static void add(const void *xv, void *yv, int64_t dim) {
   for (; i < dim; i++) put(y + i, number(y + i) + number(x + i));
 }
 
+template <class X> static void weigh(const void *const *rows, const float *weight, int64_t n, void *yv, int64_t dim) {
+  X *y = (X *)yv;
+  int64_t i = 0;
+  for (; i + LANES <= dim; i += LANES) store(y + i, weighted(n, weight, [&](int64_t j) { return load((const X *)rows[j] + i); }));
+  if (i == dim) return;
+  X rest[LANES] = {};
+  store(rest, weighted(n, weight, [&](int64_t j) {
+    memcpy(rest, (const X *)rows[j] + i, (dim - i) * sizeof(X));
+    return load(rest);
+  }));
+  memcpy(y + i, rest, (dim - i) * sizeof(X));
+}
+
 template <class X> static void rope(int64_t position, const float *frequency, float scale, void *cosv, void *sinv, int64_t planes) {
   X *cos = (X *)cosv, *sin = (X *)sinv;
   for (int64_t i = 0; i < planes; i++) {
@@ -202,5 +215,5 @@ template <class X> static void dots(const void *xv, const float *w, int64_t inpu
 }
 
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, silu_mul<X>, softmax_topk<X>, grouped_topk, add<X>, rope<X>, dots<X>};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, silu_mul<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
 };

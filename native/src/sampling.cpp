@@ -36,9 +36,9 @@ uint64_t finalise(uint64_t x) {
   return x ^ x >> 31;
 }
 
-double uniform(uint64_t key, int64_t position) {
-  return (double)(finalise(key + ((uint64_t)position + 1) * 0x9E3779B97F4A7C15u) >> 11) * 0x1p-53;
-}
+uint64_t word_of(uint64_t key, int64_t position) { return finalise(key + ((uint64_t)position + 1) * 0x9E3779B97F4A7C15u); }
+
+double score_of(float p, int64_t id, uint64_t word) { return p / -log1p(-(race_bits((uint32_t)id, word) + .5) * 0x1p-32); }
 
 uint32_t bits_of(float x) {
   uint32_t bits;
@@ -143,9 +143,8 @@ struct Job {
     } else {
       ops->powers(logits, n, temperature, shift, work.p, work.most);
     }
-    of_float->limit(work.p, count, least_kept(row, count, work), work.sum);
-    int64_t drawn = draw(work, count, uniform(c->seed_key[row], c->position[row]));
-    return drawn < 0 ? token : few ? work.place[drawn] : drawn;
+    float least = least_kept(row, count, work);
+    return draw(work, count, few, least, word_of(c->seed_key[row], c->position[row]), token);
   }
 
   // The logits that may be among the k largest, in vocabulary order: k stretches have a largest number of the k-th largest of those.
@@ -199,22 +198,23 @@ struct Job {
     return std::max(least, work.least_reaching(work.picked, num, true, total * top_p));
   }
 
-  // Where the cumulative sum first exceeds number * total; -1 if everything is 0. In two levels, as the specification has it.
-  static int64_t draw(const Work &work, int64_t count, double number) {
-    double total = 0, before = 0;
-    int64_t stretches = stretches_of(count), s = 0, last = -1;
-    for (int64_t i = 0; i < stretches; i++) total += work.sum[i];
-    if (!(total > 0)) return -1;
-    double target = std::min(number * total, nextafter(total, 0.0));
-    for (; s + 1 < stretches && before + work.sum[s] <= target; s++) before += work.sum[s];
-    // The two sums of a stretch may differ in the last bit: never past its last possible token.
-    double inside = 0;
-    for (int64_t i = s * STRETCH; i < count && i < (s + 1) * STRETCH; i++) {
-      if (!(work.p[i] > 0)) continue;
-      inside += work.p[i], last = i;
-      if (inside > target - before) break;
+  // Who wins the race of those whose p is at least `least`. The favourite, whose p is 1, sets what the others have to beat.
+  int64_t draw(const Work &work, int64_t count, bool few, float least, uint64_t word, int64_t favourite) const {
+    int64_t chosen = favourite;
+    double best = score_of(1, favourite, word);
+    for (int64_t i = 0; i < count; i += STRETCH) {
+      if (!(work.most[i / STRETCH] >= least)) continue;
+      uint64_t may[STRETCH / 64];
+      int64_t length = std::min<int64_t>(STRETCH, count - i);
+      of_float->race(work.p + i, few ? work.place + i : nullptr, i, length, word, least, (float)best, may);
+      for (int64_t part = 0; part < STRETCH / 64; part++)
+        for (uint64_t bits = may[part]; bits; bits &= bits - 1) {
+          int64_t at = i + part * 64 + __builtin_ctzll(bits), id = few ? work.place[at] : at;
+          double score = score_of(work.p[at], id, word);
+          if (score > best) best = score, chosen = id;
+        }
     }
-    return last;
+    return chosen;
   }
 };
 

@@ -1,9 +1,9 @@
 // From logits to tokens: edits, temperature, min_p, top_k, top_p and one draw per row, without sorting the vocabulary.
 //
 // A row's numbers are p = exp(logit / temperature - largest), so the best token has p = 1; they need no normalising. What is kept
-// are the tokens of p >= some least p, and tokens of equal p are kept or dropped together. The draw inverts the cumulative sum of the
-// kept p, in vocabulary order, at one uniform number made of the row's key and position (engine/noise.py). engine/sampler.py is the
-// specification. A row's result depends on nothing but the row.
+// are the tokens of p >= some least p, and tokens of equal p are kept or dropped together. The draw is a race: the kept token with the
+// largest p / e wins, where e is an exponential number made of the row's key and position and the token's id (engine/sampling/noise.py).
+// engine/sampling/sampler.py is the specification. A row's result depends on nothing but the row.
 #pragma once
 #include "native.h"
 
@@ -38,9 +38,22 @@ struct SampleOps {
   void (*powers)(const void *logits, int64_t n, float temperature, float shift, float *p, float *most);
   // Numbers below `least` become 0; sums of stretches.
   void (*limit)(float *p, int64_t n, float least, float *sum);
+  // Of up to STRETCH tokens, id[i] or `first` + i where id is null: a bit for each whose p is at least `least` and that may win, so that
+  // p / e > best. None that may is left out; a few that may not are in.
+  void (*race)(const float *p, const int32_t *id, int64_t first, int64_t n, uint64_t word, float least, float best, uint64_t *may);
   // The first of n <= STRETCH logits that equals x; n if none does.
   int64_t (*find)(const void *logits, int64_t n, float x);
   void (*widen)(const void *logits, int64_t n, float *out);
 };
+
+// A number for a token: 32 bits, different for every token of the same word (engine/sampling/noise.py: `race_bits`).
+template <class U> static inline __attribute__((always_inline)) U race_mix(U x) {
+  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  return x ^ x >> 16;
+}
+template <class U> static inline __attribute__((always_inline)) U race_bits(U id, uint64_t word) {
+  return race_mix<U>(race_mix<U>(id + (uint32_t)word) ^ (uint32_t)(word >> 32));
+}
 
 extern const SampleOps *const sampling_avx2[2], *const sampling_avx512[2];  // by LogitType

@@ -69,6 +69,36 @@ static void limit(float *p, int64_t n, float least, float *sum) {
   }
 }
 
+// e = -log(1 - r) for r = (bits + 1/2) / 2^32 is more than the first 24 bits of r, and numbers are rounded by less than what `best` is
+// lowered by: so who wins is among those that are kept.
+static void race(const float *p, const int32_t *id, int64_t first, int64_t n, uint64_t word, float least, float best, uint64_t *may) {
+  float bound = best * (1 - 0x1p-18f) * 0x1p-24f;
+  vu count;
+  for (int j = 0; j < LANES; j++) count[j] = j;
+  may[0] = may[1] = 0;
+  for (int64_t i = 0; i < n; i += LANES) {
+    vf a = {};
+    vu token = count + (uint32_t)(first + i);
+    if (i + LANES <= n) {
+      a = load(p + i);
+      if (id) token = *(const vu *)(id + i);
+    } else {
+      memcpy(&a, p + i, 4 * (n - i));
+      if (id) memcpy(&token, id + i, 4 * (n - i));
+    }
+    vi kept = (a >= least) & (a > 0.f);
+    vf r = __builtin_convertvector((vi)(race_bits<vu>(token, word) >> 8), vf);
+    vi wins = kept & (a > r * bound);
+    uint64_t pairs[LANES / 2], bits = 0;
+    memcpy(pairs, &wins, sizeof(wins));
+    for (int j = 0; j < LANES / 2; j++) bits |= pairs[j];
+    if (!bits) continue;
+    bits = 0;
+    for (int j = 0; j < LANES; j++) bits |= (uint64_t)(wins[j] & 1) << j;
+    may[i / 64] |= bits << i % 64;
+  }
+}
+
 template <class X> static int64_t find(const void *logits, int64_t n, float x) {
   int64_t i = 0;
   while (i < n && number((const X *)logits + i) != x) i++;
@@ -83,5 +113,5 @@ template <class X> static void widen(const void *logits, int64_t n, float *out) 
 }
 
 template <class X> struct Ops {
-  static constexpr SampleOps table = {largest<X>, powers<X>, limit, find<X>, widen<X>};
+  static constexpr SampleOps table = {largest<X>, powers<X>, limit, race, find<X>, widen<X>};
 };

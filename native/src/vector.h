@@ -4,6 +4,7 @@
 
 typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -50,6 +51,13 @@ INLINE void store(float *p, vf x) { *(vf *)p = x; }
 INLINE void store(bf16 *p, vf x) { *(vh *)p = bf16_of(x); }
 INLINE void put(float *p, float x) { *p = x; }
 INLINE void put(bf16 *p, float x) { *p = bf16_of(splat(x))[0]; }
+// The weighted sum of n rows' numbers, added up in their order. Everything that sums experts' rows does it here: the same rows in
+// the same order give the same bits, whichever ranks have computed them.
+template <class Row> INLINE vf weighted(int64_t n, const float *weight, const Row &row) {
+  vf sum = {};
+  for (int64_t i = 0; i < n; i++) sum += row(i) * weight[i];
+  return sum;
+}
 INLINE float total(vf x) {
   float part[LANES];
   *(vf *)part = x;

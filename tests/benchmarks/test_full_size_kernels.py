@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import gpu_cases
+import gpu_work
 import pytest
 import torch
 from gpu_cases import MODELS, Case
@@ -20,6 +21,7 @@ Cases = Callable[[], Iterator[Case]]
     "cases",
     [
         pytest.param(lambda: gpu_cases.attention_cases(MODELS["qwen3-30b-a3b"], META), id="attention"),
+        pytest.param(lambda: gpu_work.padded(META, False), id="padded", marks=pytest.mark.slow),
         pytest.param(lambda: gpu_cases.all_cases(META, list(MODELS)), id="all", marks=pytest.mark.slow),
     ],
 )

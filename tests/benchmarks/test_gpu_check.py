@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +20,50 @@ from gpu_check import PARTS, Part
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+def command(out: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out), *arguments]
+
+
+def rows_in(out: Path) -> list[dict[str, Any]]:
+    """Those that are there by now."""
+    path = out / "gpu_check.jsonl"
+    return (
+        [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
+    )
+
+
 def check(tmp_path: Path, *arguments: str, python_path: Path | None = None) -> list[dict[str, Any]]:
-    """As on a machine where nobody has installed this project: the directory is all there is."""
+    """As on a machine where this project is not installed: the directory is all there is."""
     out = tmp_path / "results"
-    command = [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--tiny", "--out", str(out), *arguments]
     environment = {**os.environ, "PYTHONPATH": "" if python_path is None else str(python_path)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
-    rows = [json.loads(line) for line in (out / "gpu_check.jsonl").read_text().splitlines()]
+    done = subprocess.run(
+        command(out, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment
+    )
+    rows = rows_in(out)
     assert done.returncode == 0, done.stdout + done.stderr + (out / "gpu_check.log").read_text()
-    assert (out / "gpu_check.txt").read_text() == done.stdout and len(done.stdout.splitlines()) == len(rows) + 1
+    table = (out / "gpu_check.txt").read_text()
+    assert len(table.splitlines()) == len(rows) + 1 and table.splitlines()[-1] == done.stdout.splitlines()[-1]
     assert rows[0]["part"] == "machine" and rows[0]["torch"]
     return rows[1:]
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 100.0) -> Any:
+    ends = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < ends, "it does not come"
+        time.sleep(0.05)
+    return found
+
+
+def processes(*words: str) -> list[int]:
+    """Whose command has all of these words."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            given = path.read_bytes().decode(errors="replace").split("\0")
+            if all(word in given for word in words):
+                found.append(int(path.parent.name))
+    return found
 
 
 def test_a_few_parts(tmp_path: Path) -> None:
@@ -37,15 +74,71 @@ def test_a_few_parts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_part(tmp_path: Path) -> None:
-    rows = check(tmp_path)
-    assert {row["part"] for row in rows} == {part.name for part in PARTS}
-    for part in PARTS:
-        assert sum(row["part"] == part.name for row in rows) > 1, part.name
+    """Whole, with one part that is killed midway: its rows stay, a row says so, and the others come."""
+    out = tmp_path / "results"
+    with subprocess.Popen(
+        command(out, "--seconds", "280"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": ""},
+    ) as running:  # fmt: skip
+        try:
+            wait_for(lambda: any(row["part"] == "kernels" for row in rows_in(out)), 200)
+            [killed] = processes("kernels", str(out))
+            os.kill(killed, signal.SIGKILL)
+            assert running.wait(200) == 1
+        finally:
+            running.kill()
+    rows = rows_in(out)
+    assert {row["part"] for row in rows} == {"machine", "compile", *(part.name for part in PARTS)}
+    by_part = {part.name: [row for row in rows if row["part"] == part.name] for part in PARTS}
+    assert all(len(found) > 1 and found[-1]["name"] == "(seconds)" for found in by_part.values())
+    failed = [row for row in rows if row["ok"] is False]
+    assert [(row["part"], row["name"]) for row in failed] == [("kernels", "(the part itself)")], failed
+    assert "exit code -9" in failed[0]["note"] and by_part["kernels"][0]["name"].startswith("experts gate_up")
+    assert failed[0]["note"] in (out / "gpu_check.txt").read_text()
+    compiled = [row for row in rows if row["part"] == "compile"][-1]
+    assert compiled["ok"] and compiled["launches"] > 20 and compiled["failed"] == 0
+    beside = [row for row in by_part["torch"] if "ratio" in row]
+    assert len(beside) > 8 and all(row["torch_ms"] > 0 for row in beside)
+    assert any("graph" in row["name"] or "idle_pct" in row for row in by_part["profile"])
+    assert all(row["measured"] == 2 for row in by_part["tune"] if "config" in row)
 
 
 def test_without_time_parts_are_cut_and_say_so(tmp_path: Path) -> None:
-    rows = check(tmp_path, "--minutes", "0.1")
-    assert [row["note"] for row in rows] == ["cut: no time was left"] * len(PARTS)
+    rows = check(tmp_path, "--seconds", "6")
+    assert [row["note"] for row in rows if row["part"] != "compile"] == ["cut: no time was left"] * len(PARTS)
+
+
+def test_it_takes_no_more_than_its_seconds(tmp_path: Path) -> None:
+    """Also while a part does not end: that is stopped, and a row says so."""
+    script = tmp_path / "hangs.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    with (tmp_path / "log").open("w") as log:
+        run = gpu_check.Check(
+            "cpu", True, 8.0, tmp_path, log, ["limits", "parity", "graphs"], script=script, grace=0.5, least=0.5
+        )
+        began = time.monotonic()
+        rows = list(run.rows())
+    assert time.monotonic() - began < 8.0
+    notes = [row["note"] for row in rows if "note" in row and row["part"] != "machine"]
+    assert notes[0] == "stopped: it had not begun" and notes[1:] == ["cut: no time was left"] * 2
+
+
+def test_told_to_end_it_says_where(tmp_path: Path) -> None:
+    """As when whoever runs it has no time left: rows that were known are there, and so is a table."""
+    out = tmp_path / "results"
+    with subprocess.Popen(
+        command(out, "--only", "parity", "graphs"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as running:
+        try:
+            wait_for(lambda: len(rows_in(out)) > 2)
+            running.terminate()
+            assert running.wait(30) == 1
+        finally:
+            running.kill()
+    last = rows_in(out)[-1]
+    assert (last["part"], last["ok"]) == ("parity", False) and "told to end" in last["note"]
+    assert "told to end" in (out / "gpu_check.txt").read_text()
+    wait_for(lambda: not processes(str(out)))
 
 
 HIDES = """
@@ -138,14 +231,17 @@ def test_a_part_that_ends_badly_keeps_its_rows(tmp_path: Path, name: str, note: 
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
     with (tmp_path / "log").open("w") as log:
-        rows = list(gpu_check.run_part(Part(name, 2.0), "cpu", True, 2.0, log, script, grace=0.0))
+        run = gpu_check.Check("cpu", True, 60.0, tmp_path, log, script=script, grace=0.0)
+        part = Part(name, 2.0)
+        rows = list(run.run(part, run.start(part), time.monotonic() + 60))
     assert [row["name"] for row in rows] == ["first", "(the part itself)", "(seconds)"]
     assert rows[1]["ok"] is False and note in rows[1]["note"]
     assert all(gpu_check.line_of(row).startswith(name) for row in rows)
+    assert f"==== {name}" in (tmp_path / "log").read_text()
 
 
 def test_no_gpu_is_said_in_one_line() -> None:
-    command = [sys.executable, "benchmarks/gpu_parts.py", "limits", "--device", "cuda"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    arguments = ["benchmarks/gpu_parts.py", "limits", "--device", "cuda", "--seconds", "9"]
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
     if done.returncode:
         assert "there is no GPU here" in done.stderr

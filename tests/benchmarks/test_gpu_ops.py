@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,8 +24,8 @@ from gpu_clock import Limits
 from triton.compiler import CompiledKernel
 from triton_support import as_on_gpu, compiling_for
 
-from moe_kernels import triton_grouped_gemm
-from moe_kernels.triton_configs import GemmConfig, choose
+from moe_kernels.triton import grouped_gemm as triton_grouped_gemm
+from moe_kernels.triton.configs import GemmConfig, choose
 
 pytestmark = pytest.mark.triton
 
@@ -87,7 +88,7 @@ def test_the_fastest_that_is_right_is_kept(tmp_path: Path) -> None:
         1,
     )
     (path,) = tune_triton.merge([tuned], "sm_90", tmp_path)
-    assert path == tmp_path / "moe_kernels" / "triton_tuned.py"
+    assert path == tmp_path / "moe_kernels" / "triton" / "tuned.py"
     spec = importlib.util.spec_from_file_location("tuned_now", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -143,3 +144,20 @@ def test_without_a_gpu_they_say_so(script: str) -> None:
         pytest.skip("there is one")
     run = subprocess.run([sys.executable, ROOT / "benchmarks" / script], capture_output=True, text=True, timeout=60)
     assert run.returncode == 1 and "there is none here" in run.stderr and "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_what_is_compiled_beside_the_parts_is_found_by_others(tmp_path: Path) -> None:
+    """Several processes, for a Hopper that is not here, into one cache: another one that wants the same has nothing to compile."""
+    found = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, ROOT / "benchmarks" / "gpu_compile.py", "--tiny", "--capability", "90", "--workers", "2"],
+            capture_output=True, text=True, timeout=200, check=True,
+            env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        rows = [json.loads(line) for line in run.stdout.splitlines()]
+        assert rows[-1]["ok"] and rows[-1]["launches"] > 20, run.stderr
+        found.append((rows[0]["in_the_cache_before"], len(list(tmp_path.glob("*/*.cubin")))))
+    (before, made), (kept, still) = found
+    assert before == 0 and kept >= made == still > 15

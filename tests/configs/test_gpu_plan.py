@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_up_caches import numbers_per_token
 
 from configs.chips import CHIPS
 from configs.engine import EngineConfig, Plan
-from configs.gpu import MEBI, Exchange, Gpu, capture_sizes, chosen_device, find_gpus, graph_mode
+from configs.env import child_environment
+from configs.gpu import MEBI, Exchange, Gpu, capture_sizes, chosen_device, find_gpus, find_rdma, graph_mode
 from configs.machine import Machine, ModelNumbers
 from configs.resolve import resolve
 
@@ -20,7 +22,7 @@ GPU = Gpu("NVIDIA H200", "sm_90", 100 * GIBI, 8)
 FAST = Exchange("fast", "a test")
 MOE = ModelNumbers(
     path="m", name="m", architecture="Qwen3MoeForCausalLM", max_position_embeddings=4096, num_experts=64,
-    num_moe_layers=4, kv_numbers_per_token=8192, weight_bytes=40 * GIBI, expert_bytes=32 * GIBI, dtype="bfloat16",
+    num_moe_layers=4, cache_spec=numbers_per_token(8192), weight_bytes=40 * GIBI, expert_bytes=32 * GIBI, dtype="bfloat16",
 )  # fmt: skip
 
 CPU = Machine("cpu", 2, 256 * GIBI, True, True, "avx512_bf16", "a test")
@@ -161,3 +163,35 @@ def test_a_broken_nvidia_smi_is_no_gpu(fake_smi: Path, monkeypatch: pytest.Monke
     assert find_gpus(None) == (None, "nvidia-smi failed (CalledProcessError)")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu")
     assert "without CUDA" in find_gpus(None)[1]
+
+
+def test_infiniband_is_read_from_the_system(tmp_path: Path) -> None:
+    """A port that is there and active, and a driver that lets a GPU write to its queues: by gdrdrv, or by two of its options."""
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert find_rdma(tmp_path) == ("there is no port under /sys/class/infiniband",) * 2
+    write("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
+    assert find_rdma(tmp_path)[0] == "none of 1 ports is active under /sys/class/infiniband"
+    write("sys/class/infiniband/mlx5_1/ports/1/state", "4: ACTIVE\n")
+    no_rdma, no_ibgda = find_rdma(tmp_path)
+    assert no_rdma == "" and "neither gdrdrv" in no_ibgda
+    write("proc/driver/nvidia/params", 'EnableStreamMemOPs: 1\nRegistryDwords: ""\n')
+    assert "neither gdrdrv" in find_rdma(tmp_path)[1]
+    write("proc/driver/nvidia/params", 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n')
+    assert find_rdma(tmp_path) == ("", "")
+    write("proc/driver/nvidia/params", "")
+    write("sys/module/gdrdrv/version", "2.4")
+    assert find_rdma(tmp_path) == ("", "")
+
+
+def test_the_environment_of_ranks_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DeepEP and NCCL read there; an operator's own choice stays."""
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    monkeypatch.setenv("EP_DISABLE_GIN", "0")
+    found = child_environment(2, gpus=True)
+    assert (found["EP_DISABLE_GIN"], found["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("0", "0")
+    monkeypatch.delenv("EP_DISABLE_GIN")
+    assert child_environment(2, gpus=True)["EP_DISABLE_GIN"] == "1" and "EP_DISABLE_GIN" not in child_environment(2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from configs.engine import EngineConfig
-from configs.hosts import DEFAULT_PORT, Hosts, Network, as_one, hosts_of
+from configs.hosts import DEFAULT_PORT, Hosts, Network, as_one, front_endpoint, hosts_of
 from configs.machine import Machine
 from engine.plan import make_plan
 
@@ -66,6 +66,6 @@ def test_a_rank_gets_what_its_own_machine_has() -> None:
 
 def test_addresses() -> None:
     network = Network(head="10.0.0.1", port=1000, addresses=("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2"))
-    assert network.front == "tcp://10.0.0.1:1001" and network.store == ("10.0.0.1", 1003)
+    assert front_endpoint(network.head, network.port) == "tcp://10.0.0.1:1001" and network.store == ("10.0.0.1", 1003)
     assert network.bell(3) == "tcp://10.0.0.2:1007"
     assert [network.place(rank) for rank in range(4)] == [0, 1, 0, 1]

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+from made_up_caches import numbers_per_token
 
 from configs.engine import EngineConfig
 from configs.exchange import HOST_BACKENDS
@@ -22,7 +23,7 @@ MODEL = ModelNumbers(
     max_position_embeddings=4096,
     num_experts=64,
     num_moe_layers=10,
-    kv_numbers_per_token=8192,
+    cache_spec=numbers_per_token(8192),
     weight_bytes=1000 * MEBI,
     expert_bytes=800 * MEBI,
     dtype="bfloat16",
@@ -137,7 +138,7 @@ def test_whole_prompts_need_a_budget_as_long_as_the_context() -> None:
     ("field", "value", "message"),
     [
         ("data_parallel_size", 0, "data_parallel_size must be at least 1"),
-        ("max_model_len", 5000, "max_position_embeddings 4096"),
+        ("max_model_len", 5000, "limit of 4096 tokens: max_position_embeddings"),
         ("max_num_seqs", 0, "max_num_seqs must be at least 1"),
         ("all2all_backend", "pigeon", "one of auto, local, gloo, shm"),
         ("max_num_seqs", 10**13, "max_num_seqs must be at most 1048576, not 10000000000000"),
@@ -161,6 +162,21 @@ def test_whole_prompts_need_a_budget_as_long_as_the_context() -> None:
 def test_refusals_name_the_field_and_the_limit(field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(EngineConfig(**{field: value}), MODEL, MACHINE)  # type: ignore[arg-type]
+
+
+def test_a_context_other_than_the_usual_one() -> None:
+    stretched = dataclasses.replace(MODEL, context_limit=16384, context_reason="its yarn")
+    assert resolve(EngineConfig(), stretched, MACHINE).max_model_len == 4096
+    assert (
+        "up to 16384 may be asked for (its yarn)"
+        in resolve(EngineConfig(), stretched, MACHINE).reasons["max_model_len"]
+    )
+    assert resolve(EngineConfig(max_model_len=16384), stretched, MACHINE).max_model_len == 16384
+    with pytest.raises(ValueError, match="max_model_len 16385 exceeds the model's limit of 16384 tokens: its yarn"):
+        resolve(EngineConfig(max_model_len=16385), stretched, MACHINE)
+    windowed = dataclasses.replace(MODEL, context_limit=1024, context_reason="its window")
+    plan = resolve(EngineConfig(), windowed, MACHINE)
+    assert plan.max_model_len == 1024 and plan.reasons["max_model_len"] == "the model's its window"
 
 
 def test_a_context_that_does_not_fit_is_refused_when_asked_for() -> None:
@@ -202,7 +218,7 @@ def test_scheduling_runs_beside_the_step_where_a_core_is_left() -> None:
 
 def test_a_cache_in_fp8() -> None:
     """Latents of 512 numbers: 656 bytes a token and layer instead of 1,152; more blocks in the same memory."""
-    model = dataclasses.replace(MODEL, kv_numbers_per_token=576, kv_fp8_bytes_per_token=656)
+    model = dataclasses.replace(MODEL, cache_spec=numbers_per_token(576, 656))
     wish = EngineConfig(kv_cache_dtype="fp8", kv_cache_memory_bytes=656 * 16 * 1000)
     plan = resolve(wish, model, MACHINE)
     assert (plan.kv_cache_dtype, plan.num_kv_blocks) == ("fp8", 1000)

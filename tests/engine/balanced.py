@@ -11,9 +11,9 @@ import msgspec
 import torch
 
 from configs.eplb import EplbConfig
-from engine.messages import BalanceCommand, BalanceReply, BalanceReport, BalanceStatus, RankToFront
 from engine.rank import Rank
 from eplb.placement import Placement
+from front.messages import BalanceCommand, BalanceReply, BalanceReport, BalanceStatus, RankToFront
 
 RESTLESS = EplbConfig(window_size=8, memory_steps=4, reweight_interval=2, move_interval=4, min_gain=0.0)
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from engine.messages import (
+from front.messages import (
     Abort,
     AddRequest,
     FrontToRank,
     Joined,
     Logprobs,
     Membership,
+    NoneLeft,
     Outputs,
     RankFailed,
     RankLost,
@@ -28,7 +29,7 @@ from engine.messages import (
     RankToFront,
     TokenOutput,
 )
-from engine.text import Tokenizer
+from front.text import Tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|bos|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
@@ -107,7 +108,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 class FakeRanks:
-    """A fake of engine.wire.Ranks: every sequence gets the tokens of `script`, one per receive, the last one with EOS.
+    """A fake of front.wire.Ranks: every sequence gets the tokens of `script`, one per receive, the last one with EOS.
 
     It has a descriptor that is readable while messages wait, as ZmqRanks has.
     """
@@ -146,6 +147,10 @@ class FakeRanks:
 
     def fail(self, rank: int, error: str) -> None:
         self.queue.append(RankFailed(rank, error))
+        self.knock()
+
+    def none_left(self, reason: str) -> None:
+        self.queue.append(NoneLeft(reason))
         self.knock()
 
     def lose(self, rank: int, reason: str = "killed") -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import zlib
 from collections import deque
 
-from engine.messages import AddRequest, Logprobs, SamplingParams, TokenOutput
 from engine.schedule import Schedule
 from engine.scheduler import Scheduler
+from front.messages import AddRequest, Logprobs, SamplingParams, TokenOutput
 
 VOCAB = 24
 EOS = 0
@@ -36,7 +36,7 @@ class Device:
             self.tokens[new.row] = list(new.token_ids)
             self.tables[new.row] = []
             self.prompt_len[new.row] = new.prompt_len
-        for row, blocks in schedule.new_blocks:
+        for row, (blocks,) in schedule.new_blocks:
             self.tables[row] += blocks
         sampled: list[list[int]] = []
         prompts: list[list[Logprobs] | None] = []

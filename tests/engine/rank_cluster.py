@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from configs.engine import Plan
-from engine.messages import FrontToRank, Outputs, RankFailed, RankReady, RankToFront
-from engine.wire import ZmqRanks
+from front.messages import FrontToRank, Outputs, RankFailed, RankReady, RankToFront
+from front.wire import ZmqRanks
 
 START_SECONDS = 60.0
 
@@ -35,7 +35,7 @@ class Cluster:
         self.sent: list[int] = []  # which job each request was
 
     def _start(self, rank: int, *more: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "engine.rank_process", *self._arguments, "--rank", str(rank), *more]
+        command = [sys.executable, "-m", "engine.process.rank_process", *self._arguments, "--rank", str(rank), *more]
         with (self.directory / f"stderr-{rank}").open("a") as errors:
             return subprocess.Popen(command, stderr=errors)
 

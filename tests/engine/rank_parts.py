@@ -10,10 +10,11 @@ from typing import Any
 from configs.engine import Plan
 from dbo.steps import drain, weave
 from engine.build import build_rank
-from engine.messages import Abort, AddRequest, SamplingParams, TokenOutput
-from engine.rank import Rank, SharedDoorbell
+from engine.doorbell import SharedDoorbell
+from engine.rank import Rank
 from engine.team import Groups, Meet, Opened, Opening
-from ep.group import MailboxGroup, MailboxWorld
+from ep.transport.group import MailboxGroup, MailboxWorld
+from front.messages import Abort, AddRequest, SamplingParams, TokenOutput
 from models.registry import read_config
 
 DEFAULTS: dict[str, Any] = {

@@ -10,10 +10,10 @@ from rank_parts import Job, make_plan
 
 from dbo.steps import Steps
 from engine.build import build_rank
-from engine.messages import AddRequest, Joined, Membership, TokenOutput
 from engine.rank import Rank
 from engine.team import Groups, Opening
-from ep.group import MailboxGroup, MailboxWorld
+from ep.transport.group import MailboxGroup, MailboxWorld
+from front.messages import AddRequest, Joined, Membership, TokenOutput
 
 
 class Door:

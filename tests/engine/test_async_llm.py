@@ -9,11 +9,11 @@ from contextlib import aclosing
 import pytest
 from front_parts import FakeRanks, ready, small_tokenizer
 
-from engine.async_llm import AsyncLLM, EngineBusy, EngineDraining, EngineFailed
-from engine.messages import Abort, AddRequest, FrontToRank, ResetPrefixCache, SamplingParams
-from engine.outputs import Delta, Prompt
-from engine.sampling_params import resolve
-from engine.wire import NotConnected
+from front.async_llm import AsyncLLM, EngineBusy, EngineDraining, EngineFailed
+from front.messages import Abort, AddRequest, FrontToRank, ResetPrefixCache, SamplingParams
+from front.outputs import Delta, Prompt
+from front.sampling_params import resolve
+from front.wire import NotConnected
 
 TOKENIZER = small_tokenizer()
 TEXT = " lived in a tree. The end 🦊"
@@ -177,8 +177,13 @@ def test_failed_rank() -> None:
         await until(lambda: llm.members.num_losses == 1)
         assert llm.is_ready
         ranks.lose(0)
+        await until(lambda: llm.members.num_losses == 2)
+        assert llm.failed is None and llm.num_requests == 3
+        with pytest.raises(EngineBusy, match="0 of 2 ranks serve; waiting for rank 0, 1"):
+            llm.stream(make_prompt())
+        ranks.none_left("no more tries")
         for task in tasks:
-            with pytest.raises(EngineFailed, match="all ranks are lost; rank 0 is lost: killed"):
+            with pytest.raises(EngineFailed, match="all ranks are lost: no more tries"):
                 await task
         assert llm.failed and not llm.is_ready
         with pytest.raises(EngineFailed):

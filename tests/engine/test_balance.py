@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,13 +20,13 @@ from rank_parts import Got, Job, drive, mailbox_ranks, make_plan
 
 from configs.dbo import DboPlan
 from configs.eplb import EplbConfig
-from engine.balance_start import start_placement
 from engine.build import build_rank
-from engine.messages import BalanceCommand, BalanceReply
+from engine.rebalance.start import start_placement
+from eplb.offline.placement_file import decode_placement, describe, write_placement
+from eplb.offline.trace import read_trace
 from eplb.placement import Placement, linear_placement
-from eplb.placement_file import decode_placement, describe, write_placement
 from eplb.repair import even_shares
-from eplb.trace import read_trace
+from front.messages import BalanceCommand, BalanceReply
 from models.tiny import CHECKPOINT
 
 torch.set_num_threads(1)
@@ -282,6 +283,23 @@ def test_a_recording_holds_every_step(expected: list[list[int]], tmp_path: Path)
     assert trace.load.shape[1:] == (LAYERS, EXPERTS)
     assert np.allclose(trace.load.sum(2), TOP_K * trace.tokens[:, None])
     assert "exists" in answer(ranks[0], "record", str(path)).error
+
+
+@pytest.mark.attacks
+def test_a_recording_on_a_disk_that_fills_ends_alone(expected: list[list[int]], tmp_path: Path) -> None:
+    """Also when the last of it finds no room as the rank leaves."""
+    ranks = mailbox_ranks(CHECKPOINT, 4, slots_per_rank=6, eplb=RESTLESS)
+    drive(ranks, JOBS[:2])
+    path = tmp_path / "load.jsonl"
+    ask(ranks[0], "record", str(path))
+    [file] = [int(link.name) for link in Path("/proc/self/fd").iterdir() if link.exists() and link.samefile(path)]
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file)
+    os.close(full)
+    assert tokens(drive(ranks, JOBS)) == expected
+    ask(ranks[0], "record")
+    now = status(ranks[0])
+    assert now.recording == "" and now.failures and "No space left" in now.last_error
 
 
 # ---- an operator's placement ----

@@ -18,7 +18,7 @@ from test_survival_processes import JOBS, Front
 
 from configs.eplb import EplbConfig
 from engine.build import build_rank
-from engine.messages import BalanceCommand, BalanceReply, BalanceReport, RankReady, RankToFront, Shutdown
+from front.messages import BalanceCommand, BalanceReply, BalanceReport, RankReady, RankToFront, Shutdown
 
 SLOW = EplbConfig(
     window_size=8, reweight_interval=2, move_interval=0, move_budget_mib=0.004

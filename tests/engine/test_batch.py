@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import Batch
-from engine.messages import SamplingParams
 from engine.prepared import PreparedStep
 from engine.schedule import NewRow, Schedule
+from front.messages import SamplingParams
 from layers.step import StepInput
 
 BLOCK = 4
@@ -164,7 +164,7 @@ def test_equals_the_obvious_construction(data: st.DataObject) -> None:
                 blocks = list(range(next_block, next_block + missing))
                 next_block += missing
                 sequence.blocks += blocks
-                schedule.new_blocks.append((row, blocks))
+                schedule.new_blocks.append((row, [blocks]))
             schedule.rows.append(row)
             schedule.starts.append(sequence.computed)
             schedule.counts.append(count)
@@ -197,7 +197,7 @@ def test_a_step_without_work_has_zero_tokens() -> None:
 
 def test_a_full_sequence_still_notes_its_last_token() -> None:
     batch = Batch(1, MAX_LEN, BLOCK, torch.device("cpu"))
-    schedule = Schedule(0, new_rows=[new_row(0, list(range(MAX_LEN)))], new_blocks=[(0, list(range(6)))])
+    schedule = Schedule(0, new_rows=[new_row(0, list(range(MAX_LEN)))], new_blocks=[(0, [list(range(6))])])
     schedule.rows, schedule.starts, schedule.counts, schedule.samples = [0], [0], [MAX_LEN], [True]
     batch.note_sampled(batch.apply(schedule), np.array([7]))
     assert batch.token_ids[0, MAX_LEN] == 7
@@ -210,7 +210,7 @@ def test_256_decodes_are_laid_out_fast() -> None:
     schedule = Schedule(0)
     for row in range(num):
         schedule.new_rows.append(new_row(row, [1] * 64))
-        schedule.new_blocks.append((row, [row * 4 + i for i in range(5)]))
+        schedule.new_blocks.append((row, [[row * 4 + i for i in range(5)]]))
     batch.apply(schedule)
     decode = Schedule(1, rows=list(range(num)), starts=[63] * num, counts=[1] * num, samples=[True] * num)
     seconds = []

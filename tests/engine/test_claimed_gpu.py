@@ -23,8 +23,8 @@ from rank_parts import Job, drive, mailbox_ranks, make_plan
 
 from engine.build import build_rank
 from engine.device import open_device
+from ep.backends.local import LocalAllToAll
 from ep.experts import WeightFormat
-from ep.local import LocalAllToAll
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
 from mla.protocol import PrefillMode
@@ -190,6 +190,7 @@ def test_an_llm_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     params = SamplingParams(max_tokens=2, temperature=0.0)
     for device in ("cpu", "cuda"):
         options: dict[str, Any] = {"device": device, "dtype": "float32", "max_model_len": 64, "max_num_seqs": 2}
+        options["max_num_batched_tokens"] = 16  # practice has as many, and the interpreter is slow
         mode = "none" if device == "cuda" else "auto"
         here = claimed_gpu() if device == "cuda" else contextlib.nullcontext()
         with here, LLM(**options, cudagraph_mode=mode) as llm:

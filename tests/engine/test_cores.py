@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from engine.cores import keep_to_cores
+from engine.process.cores import keep_to_cores
 
 
 def cores_after(rank: int, threads: int) -> list[int]:

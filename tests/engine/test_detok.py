@@ -11,8 +11,8 @@ from front_parts import CORPUS, byte_fallback, byte_level, word_pieces
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import REPLACEMENT, StopStrings, byte_level_alphabet
-from engine.text import Tokenizer
+from front.detokenizer import REPLACEMENT, StopStrings, byte_level_alphabet
+from front.text import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,11 @@ from use_fakes import use_fakes
 from configs.dbo import DboPlan
 from engine import build
 from engine.build import build_rank
-from engine.messages import Shutdown
-from engine.rank import SharedDoorbell
+from engine.doorbell import SharedDoorbell
 from engine.team import Groups, Opened, Opening
-from ep.device_group import DeviceGroup
-from ep.shm_group import shm_group
+from ep.transport.device_group import DeviceGroup
+from ep.transport.shm_group import shm_group
+from front.messages import Shutdown
 from native import Isa, isa, limit_isa
 
 pytestmark = pytest.mark.fakes
@@ -115,3 +115,31 @@ def test_decodes_in_graphs(dbo: DboPlan | None, most: int, tmp_path: Path, monke
     # Of bfloat16 a CPU may round sums of another number of rows in another way.
     assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs)
     assert len(libraries) == 2 and all(library.num_replays > 5 for library in libraries)
+
+
+@pytest.mark.parametrize(
+    ("backend", "graphs"),
+    [
+        ("deepep_high_throughput+deepep_low_latency", False),
+        ("deepep_high_throughput+deepep_low_latency", True),
+        ("deepep_v2", False),
+        ("flashinfer_nvlink_one_sided", False),
+    ],
+)
+def test_measured_overlap_leaves_the_ranks_alive(
+    backend: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that meet measure whether a split pays, with prompts of far more tokens than the few of a pair: those go where real
+    ones go. What was captured before, with one row, is no measure of them."""
+    before = isa()
+    limit_isa(Isa.NONE)
+    monkeypatch.setattr(build, "limit_isa", lambda level: None)
+    monkeypatch.setattr(build, "graph_library", lambda device: FakeGraphLibrary())
+    checkpoint = hf_tiny.make_qwen3_moe(tmp_path / "model", hidden_size=2048, num_hidden_layers=2).path
+    choices = {"all2all_backend": backend, "dtype": "bfloat16", "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    captured = {"cudagraph_mode": "full", "cudagraph_capture_sizes": (1, 2, 4)} if graphs else {}
+    try:
+        ours = tokens_on_ranks(tmp_path, checkpoint, JOBS[:2], dbo=DboPlan(), **choices, **captured)
+    finally:
+        limit_isa(before)
+    assert [len(ours[i]) for i in range(2)] == [job.max_tokens for job in JOBS[:2]]

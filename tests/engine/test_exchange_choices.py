@@ -11,7 +11,7 @@ from rank_cluster import Cluster
 from rank_parts import Job, drive, make_plan
 
 from engine.build import build_rank
-from engine.messages import Shutdown
+from front.messages import Shutdown
 
 JOBS = [Job([5 + i, 6, 7 * i + 2] * (1 + 3 * (i % 3)), 8 + i) for i in range(6)]  # prompts of 3 to 21 tokens
 

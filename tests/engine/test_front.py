@@ -10,9 +10,9 @@ from front_parts import small_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.collector import Collector
-from engine.front import Front
-from engine.messages import (
+from front.collector import Collector
+from front.front import Front
+from front.messages import (
     Abort,
     AddRequest,
     Logprobs,
@@ -23,9 +23,9 @@ from engine.messages import (
     SamplingParams,
     TokenOutput,
 )
-from engine.outputs import Delta, Prompt
-from engine.routing import Router
-from engine.sampling_params import resolve, seeds
+from front.outputs import Delta, Prompt
+from front.routing import Router
+from front.sampling_params import resolve, seeds
 
 TOKENIZER = small_tokenizer()
 EOS = 3

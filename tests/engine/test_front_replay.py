@@ -13,15 +13,16 @@ from front_parts import ready, small_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.collector import Collector
-from engine.front import EngineBusy, Front, Work, losses_last
-from engine.members import State
-from engine.messages import (
+from front.collector import Collector
+from front.front import EngineBusy, Front, Work, losses_last
+from front.members import State
+from front.messages import (
     Abort,
     AddRequest,
     Joined,
     Logprobs,
     Membership,
+    NoneLeft,
     Outputs,
     RankFailed,
     RankLost,
@@ -29,9 +30,10 @@ from engine.messages import (
     RankToFront,
     SamplingParams,
     TokenOutput,
+    Waiting,
 )
-from engine.outputs import Prompt
-from engine.sampling_params import resolve
+from front.outputs import Prompt
+from front.sampling_params import resolve
 
 TOKENIZER = small_tokenizer()
 
@@ -144,15 +146,54 @@ def test_capacity() -> None:
     assert front.num_requests == 0 and front.router.loads == [0, 0, 0]
 
 
-def test_all_lost() -> None:
-    front = make_front(2)
+@pytest.mark.parametrize("experts", [(0, 0), (6, 6)])
+def test_all_lost(experts: tuple[int, int]) -> None:
+    """Requests are held until a rank is back, and go on from their logs."""
+    front = make_front(2, *experts)
+    front.add(make_prompt("a"))
     front.on_message(RankLost(0, "killed by SIGKILL", 99.0, 1))
-    assert front.failed is None
-    front.on_message(RankFailed(1, "rank 1: out of memory"))
-    assert front.failed == "all ranks are lost; rank 1 failed: out of memory"
-    alone = make_front(1)
-    alone.on_message(RankLost(0, "killed", 99.0, 1))
-    assert alone.failed == "rank 0 is lost: killed"
+    work = front.on_message(RankFailed(1, "rank 1: out of memory"))
+    front.on_message(RankLost(1, "exit code 3", 99.0, 1))
+    assert work.messages == [] and front.failed is None and front.num_requests == 1
+    assert (
+        front.members.shortage == "0 of 2 ranks serve; waiting for rank 0, 1 (rank 1: out of memory)"
+        and front.members.mode == "degraded"
+    )
+    assert front.add(make_prompt("b")) == [] and front.members.epoch == 2
+    work = front.on_message(ready(1, 2))
+    assert work.messages[0] == (1, Membership(3, [False, True]))
+    moved = [message for _, message in (*work.messages, *front.on_message(joined(1, 3)).messages)]
+    assert sum(isinstance(message, AddRequest) for message in moved) == 2
+    assert front.members.shortage is None and front.members.states == [State.LOST, State.UP]
+    for name in ("a", "b"):
+        front.abort(name)
+    assert front.num_requests == 0 and not front.members.open
+
+
+def test_none_left() -> None:
+    front = make_front(2)
+    for rank in (0, 1):
+        front.on_message(RankLost(rank, "killed by SIGKILL", 99.0, 1))
+    front.on_message(NoneLeft("none could be started again in 15 tries"))
+    assert front.failed == "all ranks are lost: none could be started again in 15 tries"
+
+
+def test_a_rank_that_waits_for_its_weights() -> None:
+    front = make_front(3, 6, 3)
+    front.on_message(RankLost(0, "killed", 99.0, 1))
+    front.on_message(Waiting(1, "model.safetensors: cannot be read"))
+    assert front.members.shortage == "rank 1 waits: model.safetensors: cannot be read"
+    assert front.add(make_prompt("a")) == []
+    work = front.on_message(joined(1, 1))
+    assert [type(message) for _, message in work.messages] == [AddRequest] and front.members.shortage is None
+    # One that is not back says why, and that keeps nothing from going on.
+    front.on_message(Waiting(0, "model.safetensors: changed"))
+    assert front.members.troubles == {0: "model.safetensors: changed"} and front.members.shortage is None
+    front.on_message(RankFailed(0, "rank 0: CheckpointError: model.safetensors: changed"))
+    front.on_message(RankLost(0, "exit code 5", 99.0, 2))
+    assert front.members.troubles == {0: "CheckpointError: model.safetensors: changed"} and front.failed is None
+    front.on_message(ready(0, 3))
+    assert front.members.troubles == {}
 
 
 @pytest.mark.parametrize("message", [RankLost(1, "exit code 3", 0.0, 1), RankFailed(1, "exit code 3")])

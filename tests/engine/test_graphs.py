@@ -26,7 +26,7 @@ from ep.parallel import Parallel
 from eplb.placement import linear_placement
 from layers.step import StepInput
 from models.base import CausalLM
-from models.cuts import Cuts
+from models.graph_breaks import GraphBreaks
 from models.registry import read_config
 from native import Isa, isa, limit_isa
 
@@ -85,8 +85,8 @@ class Captured:
         scratch = cache.free.pop()
         assert scratch == eager.free.pop()
 
-        def forward(step: StepInput, cuts: Cuts, lane: int) -> Steps[Tensor]:
-            return model.steps(step, cache.kv, lane, cuts)
+        def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+            return model.steps(step, cache.kv, lane, breaks)
 
         device = torch.device("cpu")
         graphs = Graphs(forward, library, sizes, MAX_LEN, BLOCK_SIZE, scratch, device, **choices)

@@ -19,14 +19,14 @@ from use_fakes import use_fakes
 
 from dbo.steps import Steps, drain, weave
 from engine.graphs import Graphs, GraphSizes
-from ep.device_group import DeviceGroup
-from ep.dispatchers import StepState
+from ep.backends.dispatchers import StepState
 from ep.parallel import Parallel
 from ep.protocol import AllToAll, Routing
 from ep.table import make_lanes
+from ep.transport.device_group import DeviceGroup
 from eplb.placement import linear_placement
 from layers.step import StepInput
-from models.cuts import Cuts
+from models.graph_breaks import GraphBreaks
 from models.registry import read_config
 from moe_kernels import TokenBatch
 from native import Isa, isa, limit_isa
@@ -94,8 +94,8 @@ class Ours:
         self.lengths: list[int] = []
         self.library = FakeGraphLibrary()
 
-        def forward(step: StepInput, cuts: Cuts, lane: int) -> Steps[Tensor]:
-            return self.model.steps(step, self.cache.kv, lane, cuts)
+        def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+            return self.model.steps(step, self.cache.kv, lane, breaks)
 
         self.graphs = Graphs(
             forward, self.library, SIZES, MAX_LEN, BLOCK_SIZE, scratch, drive.CPU, exchange=self.state, few_tokens=FEW,

@@ -1,4 +1,4 @@
-"""Exchanges in graphs, over the fakes of the libraries: each that ep/backends.py calls capturable, beside ranks that run theirs as it is
+"""Exchanges in graphs, over the fakes of the libraries: each that ep/requirements.py calls capturable, beside ranks that run theirs as it is
 written, and in two lanes that take turns. Those whose experts get ragged rows are captured whole only where nothing counts rows
 on the host, which torch's products on a CPU do; so the experts here are a factor for each slot.
 
@@ -18,11 +18,11 @@ from torch import Tensor
 from use_fakes import use_fakes
 
 from dbo.steps import Steps, drain, weave
-from ep.backends import DEVICE_NAMES, not_captured
-from ep.device_group import DeviceGroup
-from ep.dispatchers import StepState
+from ep.backends.dispatchers import StepState
 from ep.protocol import AllToAll, Routing
+from ep.requirements import DEVICE_NAMES, not_captured
 from ep.table import make_lanes
+from ep.transport.device_group import DeviceGroup
 from moe_kernels import ExpertBatch, TokenBatch
 from native import Isa, isa, limit_isa
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from rank_parts import make_plan
 
-from engine.async_llm import AsyncLLM
 from engine.build import build_rank
-from engine.front import EngineFailed
-from engine.llm import LLM
-from engine.local_ranks import LocalRanks
-from engine.messages import Outputs, RankFailed, SamplingParams, Shutdown
-from engine.outputs import Prompt
-from engine.sampling_params import resolve
-from engine.text import Tokenizer
-from engine.wire import RankSocket, ZmqRanks
+from engine.process.local_ranks import LocalRanks
+from front.async_llm import AsyncLLM
+from front.front import EngineBusy
+from front.llm import LLM
+from front.messages import Outputs, RankFailed, SamplingParams, Shutdown
+from front.outputs import Prompt
+from front.sampling_params import resolve
+from front.text import Tokenizer
+from front.wire import RankSocket, ZmqRanks
 from models.tiny import CHECKPOINT
 
 PLAN = make_plan(CHECKPOINT, max_model_len=256, max_num_seqs=32, max_num_batched_tokens=256, num_kv_blocks=512)
@@ -229,10 +229,10 @@ def test_async_over_sockets(llm: LLM, tmp_path: Path) -> None:
             assert engine.stats[0].running <= 1  # the one that was left has gone
 
             engine._ranks.send(0, Shutdown())
-            while engine.failed is None:
+            while engine.shortage is None:
                 await asyncio.sleep(0.01)
-            assert engine.failed == "rank 0 failed: left"
-            with pytest.raises(EngineFailed):
+            assert engine.shortage == "0 of 1 ranks serve; waiting for rank 0 (rank 0: left)" and engine.failed is None
+            with pytest.raises(EngineBusy):
                 await engine.generate(make_prompt(tokenizer, "z", "a", max_tokens=3))
 
     thread = RankThread(endpoint)

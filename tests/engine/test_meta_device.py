@@ -24,8 +24,8 @@ import moe_kernels.choice
 import moe_kernels.token_sums
 from configs.presets import PRESETS
 from engine.device import PackedUpload
-from engine.sampler import sample
-from engine.sampling_table import LOGPROBS, MIN_P, RANDOM, TOP_K, TOP_P, SamplingBatch
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_table import LOGPROBS, MIN_P, RANDOM, TOP_K, TOP_P, SamplingBatch
 from ep.experts import WeightFormat
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
@@ -60,8 +60,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     for room in (layers.choice, moe_kernels.choice, moe_kernels.backends, moe_kernels.token_sums):
         monkeypatch.setattr(room, "on_gpu", lambda device: device == META)
     for room in ("layers", "mla", "moe_kernels"):
-        for path in (ROOT / room).glob("triton_*.py"):
-            module = importlib.import_module(f"{room}.{path.stem}")
+        for path in (ROOT / room / "triton").glob("[a-z]*.py"):
+            module = importlib.import_module(f"{room}.triton.{path.stem}")
             for name, kernel in list(vars(module).items()):
                 if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
                     monkeypatch.setattr(module, name, NoLaunch(name, names))

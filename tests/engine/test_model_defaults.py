@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.messages import SamplingParams
-from engine.model_defaults import model_defaults
+from front.messages import SamplingParams
+from front.model_defaults import model_defaults
 
 
 def test_recommended_values_replace_the_defaults(tmp_path: Path) -> None:

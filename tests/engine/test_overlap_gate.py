@@ -19,7 +19,7 @@ from configs.machine import Machine
 from dbo.gate import NEVER, Crossover
 from dbo.memory import recall, remember
 from engine.build import build_rank
-from engine.overlap_memory import with_memory
+from engine.overlap.memory import with_memory
 from engine.plan import make_plan as plan_of
 from engine.rank import Rank
 from models.tiny import CHECKPOINT
@@ -54,7 +54,7 @@ def run(dbo: DboPlan, expected: list[list[int]], size: int = 2, asynchronous: bo
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_measure_when_they_meet_and_remember(
+def test_ranks_measure_when_none_has_work_and_remember(
     tmp_path: Path, expected: list[list[int]], asynchronous: bool, said: pytest.LogCaptureFixture
 ) -> None:
     dbo = DboPlan(memory=str(tmp_path / "cache" / "dbo.json"))
@@ -82,7 +82,7 @@ def test_what_does_not_hold_is_measured_anew(
         broken = json.dumps({"crossover": [1, 1], "decode": slow, "prefill": slow})
     file.write_text(broken)
     ranks = run(DboPlan(memory=str(file)), expected)
-    assert said.text.count(MEASURED) == 2 and ranks[0].stats.dbo_steps == 0
+    assert said.text.count(MEASURED) == 2 and crossover(ranks[0]) == Crossover(NEVER, NEVER)
     found = recall(file)
     assert found is not None and found.crossover == crossover(ranks[0])
 
@@ -108,6 +108,7 @@ def test_who_comes_later_is_told(tmp_path: Path, expected: list[list[int]], said
     file = tmp_path / "dbo.json"
     cluster = Survivors(CHECKPOINT, 3, slots_per_rank=8, dbo=DboPlan(memory=str(file)))
     cluster.round()
+    cluster.finish()
     found = recall(file)
     assert found is not None
     remember(file, found._replace(crossover=Crossover(1, 1)))
@@ -123,6 +124,36 @@ def test_who_comes_later_is_told(tmp_path: Path, expected: list[list[int]], said
     assert cluster.released == dict(enumerate(expected))
     assert {crossover(rank) for rank in cluster.ranks.values()} == {found.crossover}
     assert said.text.count(MEASURED) == 3, "once each, when they first met"
+
+
+def test_nothing_is_measured_while_requests_are_open(expected: list[list[int]], said: pytest.LogCaptureFixture) -> None:
+    """Neither at the start nor after a loss nor after a return: first all are answered. What comes while they measure is not kept waiting."""
+
+    def began() -> bool:
+        return any(rank._overlap is not None and rank._overlap._seconds > 0 for rank in cluster.ranks.values())
+
+    cluster = Survivors(CHECKPOINT, 3, slots_per_rank=8, dbo=DboPlan())
+    for index, job in enumerate(JOBS):
+        cluster.add(index, job)
+    cluster.round()
+    cluster.round(victim=0, turns=3)
+    cluster.tell_all()
+    cluster.replay()
+    cluster.round()
+    cluster.start(0)
+    cluster.tell_all()
+    while len(cluster.finished) < len(JOBS):
+        assert not began()
+        cluster.round()
+    assert cluster.released == dict(enumerate(expected))
+    while not began():
+        cluster.round()
+    cluster.add(len(JOBS), JOBS[0])
+    while len(cluster.finished) == len(JOBS):
+        cluster.round()
+    assert MEASURED not in said.text
+    cluster.finish()
+    assert said.text.count(MEASURED) == 3
 
 
 def test_a_loss_while_they_measure(expected: list[list[int]], said: pytest.LogCaptureFixture) -> None:
@@ -154,7 +185,7 @@ def resolved(tmp_path: Path, **config: object) -> Plan:
 def test_the_plan_explains_what_is_remembered(tmp_path: Path, expected: list[list[int]]) -> None:
     plan = resolved(tmp_path)
     assert plan.dbo is not None and Path(plan.dbo.memory).parent == tmp_path
-    assert plan.reasons["dbo"] == "where it pays; measured when the ranks have met, and then remembered"
+    assert plan.reasons["dbo"] == "where it pays; measured when no rank has work, and then remembered"
     run(dataclasses.replace(plan.dbo), expected)
     assert "remembered: decodes never (at " in resolved(tmp_path).reasons["dbo"]
     others = [resolved(tmp_path, **{name: value}) for name, value in (

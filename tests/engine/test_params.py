@@ -7,8 +7,8 @@ import math
 import pytest
 from front_parts import small_tokenizer
 
-from engine.messages import SamplingParams
-from engine.sampling_params import resolve, seeds, validate
+from front.messages import SamplingParams
+from front.sampling_params import resolve, seeds, validate
 
 VOCAB = 100
 

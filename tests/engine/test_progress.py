@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from engine.progress import LoadProgress
+from engine.process.progress import LoadProgress
 
 
 class Terminal(io.StringIO):

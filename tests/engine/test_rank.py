@@ -15,10 +15,10 @@ from rank_parts import Job, drive, mailbox_ranks, make_plan, meet_in
 from dbo.steps import drain, weave
 from engine.agreement import Agreement, StepPlan, Wish
 from engine.build import build_rank
-from engine.local_ranks import LocalRanks
-from engine.messages import AddRequest, Outputs, RankReady, ResetPrefixCache, Shutdown
-from engine.rank import SharedDoorbell
-from ep.group import LocalGroup, MailboxGroup, MailboxWorld
+from engine.doorbell import SharedDoorbell
+from engine.process.local_ranks import LocalRanks
+from ep.transport.group import LocalGroup, MailboxGroup, MailboxWorld
+from front.messages import AddRequest, Outputs, RankReady, ResetPrefixCache, Shutdown
 from models.tiny import CHECKPOINT
 
 torch.set_num_threads(1)

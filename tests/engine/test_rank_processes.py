@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import hf_tiny
 import pytest
@@ -20,7 +21,9 @@ from configs.dbo import DboPlan
 from configs.engine import Plan
 from dbo.memory import recall
 from engine.build import build_rank
-from engine.messages import RankFailed, Shutdown
+from engine.process.rank_process import backend_of
+from front.messages import RankFailed, Shutdown
+from models.tiny import CHECKPOINT
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +70,7 @@ def test_two_processes_equal_one_rank(checkpoint: Path, start: Callable[[Plan], 
     cluster.wait_for(lambda _: len(cluster.finished) == len(jobs))
     single = drive([build_rank(make_plan(checkpoint))], jobs)
     assert cluster.outputs == {index: result.tokens for index, result in enumerate(single)}
-    assert "event=dbo_measured" in cluster.stderr(1) and recall(memory) is not None
+    cluster.wait_for(lambda _: "event=dbo_measured" in cluster.stderr(1) and recall(memory) is not None)
 
     cluster.receive(0.3)  # the last step's echo
     before = [cpu_seconds(process) for process in cluster.processes]
@@ -137,3 +140,11 @@ def test_a_rank_that_cannot_start_says_why(checkpoint: Path, start: Callable[[Pl
     assert isinstance(failed, RankFailed)
     assert "model.safetensors" in failed.error and "\n" not in failed.error
     assert cluster.processes[0].wait(5) == 3
+
+
+@pytest.mark.parametrize(("device", "size", "expected"), [("cuda", 2, "nccl"), ("cuda", 1, "local"), ("cpu", 2, "shm")])
+def test_what_joins_a_server_that_has_grown(device: Literal["cpu", "cuda"], size: int, expected: str) -> None:
+    """It began with one rank, so no exchange was planned; ranks with GPUs have no memory of the host's in common."""
+    plan = dataclasses.replace(make_plan(CHECKPOINT), device=device)
+    assert plan.all2all_backend == "local" and backend_of(plan, size) == expected
+    assert backend_of(dataclasses.replace(plan, all2all_backend="pplx"), size) == "pplx"

@@ -10,18 +10,19 @@ import pytest
 import torch
 from rank_parts import Job
 
+from cache.memory import CacheMemory
+from cache.spec import CacheSizes
 from dbo.steps import drain
 from engine.batch import Batch
-from engine.logprobs import prompt_logprobs
 from engine.runner import Runner, StepResult
-from engine.sampling_table import SamplingTable
+from engine.sampling.logprobs import prompt_logprobs
+from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow, Schedule
-from ep.group import MailboxGroup, MailboxWorld
-from ep.local import LocalAllToAll
+from ep.backends.local import LocalAllToAll
 from ep.parallel import Parallel
 from ep.protocol import PeerLost
+from ep.transport.group import MailboxGroup, MailboxWorld
 from eplb.repair import repair
-from layers.paged_kv import PagedKV
 from models.base import CausalLM
 
 torch.set_num_threads(1)
@@ -40,7 +41,7 @@ def model(path: Path) -> CausalLM:
 
 
 def make_runner(model: CausalLM, threaded: bool = False) -> Runner:
-    kv = PagedKV.allocate(model.kv_spec(), 16, 4, CPU)
+    kv = CacheMemory.allocate(model.cache_spec(), CacheSizes(4, 16), CPU)
     return Runner(model, kv, Batch(4, 32, 4, CPU), SamplingTable(4, model.config.vocab_size), threaded=threaded)
 
 
@@ -50,7 +51,7 @@ def first_step(count: int = len(PROMPT), **params: object) -> Schedule:
     return Schedule(
         0,
         new_rows=[new],
-        new_blocks=[(0, [3, 1, 2])],
+        new_blocks=[(0, [[3, 1, 2]])],
         rows=[0],
         starts=[0],
         counts=[count],

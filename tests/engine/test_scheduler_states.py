@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.messages import AddRequest, TokenOutput
+from front.messages import AddRequest, TokenOutput
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -147,22 +147,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.engine is None:
             return
         scheduler = self.engine.scheduler
-        kv = scheduler.kv
-        held: dict[int, int] = {}
-        for request in scheduler._running:
-            for block in request.blocks:
-                held[block] = held.get(block, 0) + 1
-        assert [held.get(block, 0) for block in range(kv.num_blocks)] == kv._refs
-        free = kv._empty + list(kv._cached)
-        assert sorted([*free, *held]) == list(range(kv.num_blocks))
-        assert all(kv._block_to_key[block] is None for block in kv._empty)
-        assert {block: key for key, block in kv._key_to_block.items()} == {
-            block: key for block, key in enumerate(kv._block_to_key) if key is not None
-        }
-        assert all(not request.blocks for request in scheduler._waiting)
+        scheduler.kv.check([request.held for request in scheduler._running])
+        assert not any(any(request.held.tables) for request in scheduler._waiting)
         assert scheduler._running == sorted(scheduler._running)
         assert set(scheduler._requests) == set(self.live)
-        assert len(self.live) == scheduler.num_running + scheduler.num_waiting
+        assert len(self.live) == scheduler.stats().running + scheduler.stats().waiting
 
     def teardown(self) -> None:
         if self.engine is None:
@@ -175,9 +164,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             bound -= 1
             assert bound, "no end in sight"
         assert not self.live
-        assert scheduler.kv.num_free_blocks == scheduler.kv.num_blocks and not any(scheduler.kv._refs)
-        scheduler._release_rows()
-        assert sorted(scheduler._free_rows) == list(range(scheduler.max_num_seqs))
+        scheduler.kv.check([])
+        scheduler.rows.check(0)
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,4 +1,4 @@
-"""Graphs are captured before a rank says that it is ready, by all ranks of a machine together."""
+"""Before a rank says that it is ready, graphs are captured, by all ranks of a machine together, and it has practised."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 import hf_tiny
 import pytest
 from fake_cuda_graph import FakeGraphLibrary
-from rank_parts import make_plan
+from msgspec.structs import replace
+from rank_parts import Job, drive, mailbox_ranks, make_plan
 
 from engine import build
-from engine.heartbeat import Heartbeat
-from engine.local_ranks import LocalRanks
-from engine.messages import RankReady
+from engine.process.heartbeat import Heartbeat, beat_once, last_beat
+from engine.process.local_ranks import LocalRanks
+from engine.process.places import Places
+from engine.process.settle import SILENT_SECONDS, practise, settle
 from engine.rank import Rank
-from engine.settle import SILENT_SECONDS, settle
+from front.messages import RankReady, RankStats
 from native import Isa, isa, limit_isa
 
 pytestmark = pytest.mark.fakes
@@ -52,13 +54,13 @@ def test_a_rank_in_this_process_captures_first(rank: Rank, library: FakeGraphLib
 
 def test_it_waits_for_those_that_load(rank: Rank, library: FakeGraphLibrary, tmp_path: Path) -> None:
     loading = Heartbeat(tmp_path / "loading-1")
-    thread = threading.Thread(target=settle, args=(rank, tmp_path, 0, 2))
+    thread = threading.Thread(target=settle, args=(rank, Places(tmp_path), 0, 2))
     thread.start()
     end = time.monotonic() + 10
-    while not (tmp_path / "loaded-0").exists() and time.monotonic() < end:
+    while last_beat(tmp_path / "loaded-0") is None and time.monotonic() < end:
         time.sleep(0.005)
     assert library.num_sessions == 0 and thread.is_alive()
-    (tmp_path / "loaded-1").touch()
+    beat_once(tmp_path / "loaded-1")
     thread.join(10)
     loading.close()
     assert not thread.is_alive() and library.num_sessions == 1
@@ -72,5 +74,21 @@ def test_it_does_not_wait_for_one_that_gives_no_sign(rank: Rank, library: FakeGr
         now[0] += max(seconds, 1.0)
 
     began = now[0]
-    settle(rank, tmp_path, 0, 2, lambda: now[0], sleep)
+    settle(rank, Places(tmp_path), 0, 2, lambda: now[0], sleep)
     assert SILENT_SECONDS <= now[0] - began < SILENT_SECONDS + 3 and library.num_sessions == 1
+
+
+def test_practice_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Alone or with others, in the epoch that is about to begin or long before it: what comes afterwards is what always comes."""
+    path = hf_tiny.make_qwen3_moe(tmp_path / "model").path
+    jobs = [Job([5, 7, 11], 6), Job([3] * 20, 9, params={"temperature": 0.8})]
+    expected = [got.tokens for got in drive(mailbox_ranks(path, 2), jobs)]
+    ranks = mailbox_ranks(path, 2)
+    for rank in ranks:
+        practise(rank, alone=True)
+        assert not rank.serving and not rank.has_work and rank.stats == replace(RankStats(), kv_blocks_total=64)
+    assert [got.tokens for got in drive(ranks, jobs)] == expected
+    (one,) = mailbox_ranks(path, 1)
+    local = LocalRanks(one)
+    local.receive(0.0)
+    assert one.serving and not one.has_work and one.stats == replace(RankStats(), kv_blocks_total=64)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import Batch
-from engine.messages import SamplingParams
 from engine.prepared import PreparedStep
 from engine.schedule import NewRow, Schedule
+from front.messages import SamplingParams
 
 BLOCK = 4
 MAX_LEN = 40
@@ -47,7 +47,7 @@ class Twins:
             missing = -(-length // BLOCK) - self.num_blocks[row]
             if missing > 0:
                 first = self.num_blocks[row] + 1
-                schedule.new_blocks.append((row, [100 * row + n for n in range(first, first + missing)]))
+                schedule.new_blocks.append((row, [[100 * row + n for n in range(first, first + missing)]]))
                 self.num_blocks[row] += missing
             schedule.rows.append(row)
             schedule.starts.append(start)
@@ -126,7 +126,7 @@ def test_most_steps_are_counted() -> None:
 def test_a_step_whose_tokens_never_came_is_not_counted_on() -> None:
     """It failed, and the same rows are computed again."""
     batch = Batch(1, MAX_LEN, 16, CPU)
-    schedule = Schedule(0, new_rows=[new_row(0, [1, 2, 3])], new_blocks=[(0, [5])])
+    schedule = Schedule(0, new_rows=[new_row(0, [1, 2, 3])], new_blocks=[(0, [[5]])])
     schedule.rows, schedule.starts, schedule.counts, schedule.samples = [0], [0], [3], [True]
     batch.note_sampled(batch.apply(schedule), np.array([7]))
     decode = Schedule(1, rows=[0], starts=[3], counts=[1], samples=[True])

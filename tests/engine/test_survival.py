@@ -15,11 +15,12 @@ from rank_parts import Job, drive, make_plan
 from survivors import Survivors
 
 from configs.dbo import DboPlan
+from engine import rank as rank_module
 from engine.build import build_rank
-from engine.messages import Membership, Shutdown
 from ep.protocol import PeerLost
 from eplb.placement import linear_placement
 from eplb.repair import lost_experts
+from front.messages import Membership, Shutdown
 from models.tiny import CHECKPOINT
 
 torch.set_num_threads(1)
@@ -252,7 +253,8 @@ def test_the_last_rank_goes_on_alone(checkpoint: Path, expected: dict[int, list[
     assert cluster.released == expected
 
 
-def test_a_rank_gives_up_when_nobody_says_who_is_left(checkpoint: Path) -> None:
+def test_a_rank_gives_up_when_nobody_says_who_is_left(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_module, "FENCE_SECONDS", 0.0)
     cluster = start(checkpoint, exchange_timeout=0.05)
     for index in range(3):
         cluster.add(index, JOBS[index])

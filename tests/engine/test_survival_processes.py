@@ -16,7 +16,7 @@ from rank_parts import Job, drive, make_plan
 from configs.dbo import DboPlan
 from configs.engine import Plan
 from engine.build import build_rank
-from engine.messages import AddRequest, Joined, Membership, RankFailed, RankReady, RankToFront, Shutdown
+from front.messages import AddRequest, Joined, Membership, RankFailed, RankReady, RankToFront, Shutdown
 
 JOBS = [Job([5 + 3 * i, 7, 11 * i + 2], 50, params={"temperature": float(i % 2)}) for i in range(6)]
 
@@ -117,8 +117,15 @@ def start(checkpoint: Path) -> Iterator[type[Front]]:
         front.close()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-@pytest.mark.parametrize("dbo", [None, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("backend", "dbo"),
+    [
+        pytest.param("gloo", None, id="whole-gloo"),
+        pytest.param("shm", SPLIT, id="split-shm"),
+        pytest.param("shm", None, id="whole-shm", marks=pytest.mark.slow),
+        pytest.param("gloo", SPLIT, id="split-gloo", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_rank_is_survived_and_returns(
     expected: dict[int, list[int]], start: type[Front], backend: str, dbo: DboPlan | None
 ) -> None:
@@ -145,7 +152,7 @@ def test_a_killed_rank_is_survived_and_returns(
     assert [process.wait(10) for process in front.processes] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("delay", [0.0, pytest.param(0.02, marks=pytest.mark.slow)])
 def test_a_loss_while_the_others_meet_again(
     expected: dict[int, list[int]], start: type[Front], backend: str, delay: float
@@ -162,7 +169,7 @@ def test_a_loss_while_the_others_meet_again(
     assert front.outputs == expected
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_fenced(expected: dict[int, list[int]], start: type[Front], backend: str) -> None:
     """Its heartbeat stops; nobody goes on without it before it is killed."""
     front = start(backend)

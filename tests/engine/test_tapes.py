@@ -21,7 +21,7 @@ from ep.protocol import PeerLost
 from layers.step import StepInput
 from layers.weights import Checkpoint
 from models.base import CausalLM
-from models.cuts import Cuts
+from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
 from native import Isa, best_isa, isa, limit_isa
 
@@ -50,8 +50,8 @@ class Taped:
     def of(model: CausalLM, num_ranks: int = 1, **choices: Any) -> Taped:
         cache, twin = (drive.Cache.for_model(model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
 
-        def forward(step: StepInput, cuts: Cuts, lane: int) -> Steps[Tensor]:
-            return model.steps(step, cache.kv, lane, cuts)
+        def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+            return model.steps(step, cache.kv, lane, breaks)
 
         tapes = Tapes(forward, 4, 16, BLOCK_SIZE, **choices)
         tapes.capture(num_ranks)
@@ -127,7 +127,7 @@ def test_while_somebody_watches_nothing_is_played(paths: dict[str, Path]) -> Non
     taped = Taped.of(drive.load_ours(paths["qwen3_moe"]), as_written=lambda: bool(watched))
     taped.run()
     calls = []
-    taped.model.decoders[0].attention.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[attr-defined]
+    taped.model.decoders[0].mixer.out.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[attr-defined]
     taped.check([(0, [1], 14)])
     written = len(calls)  # by the twin
     watched.append(True)

@@ -13,7 +13,7 @@ from front_parts import CORPUS, byte_fallback, byte_level, word_pieces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.text import Tokenizer
+from front.text import Tokenizer
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "tiny" / "checkpoint"
 KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "word_pieces": word_pieces}
@@ -143,6 +143,6 @@ def test_lone_surrogate_is_refused(tmp_path: Path) -> None:
 
 
 def test_front_modules_need_no_torch() -> None:
-    code = "import sys, engine.async_llm, engine.llm; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = "import sys, front.async_llm, front.llm; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]

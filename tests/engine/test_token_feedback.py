@@ -18,18 +18,19 @@ from hypothesis import strategies as st
 from rank_parts import Got, Job, drive, make_plan
 from survivors import Survivors
 
+from cache.memory import CacheMemory
+from cache.spec import CacheSizes
 from dbo.steps import drain
 from engine import build
 from engine.batch import Batch
 from engine.device import LateReadback, in_one_copy
 from engine.feedback import Feedback
-from engine.messages import SamplingParams
 from engine.runner import Runner
-from engine.sampling_table import SamplingTable
+from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow, Schedule
-from ep.dispatchers import StepState
+from ep.backends.dispatchers import StepState
 from ep.protocol import PeerLost
-from layers.paged_kv import PagedKV
+from front.messages import SamplingParams
 from models.base import CausalLM
 from native import Isa, isa, limit_isa
 
@@ -55,7 +56,7 @@ def model(path: Path) -> CausalLM:
 
 
 def plain_runner(model: CausalLM) -> Runner:
-    kv = PagedKV.allocate(model.kv_spec(), 16, 4, CPU)
+    kv = CacheMemory.allocate(model.cache_spec(), CacheSizes(4, 16), CPU)
     return Runner(model, kv, Batch(4, 32, 4, CPU), SamplingTable(4, model.config.vocab_size))
 
 
@@ -66,7 +67,7 @@ class Late:
         self.events = FakeEvents()
         self.runner = Runner(
             model,
-            PagedKV.allocate(model.kv_spec(), 16, 4, CPU),
+            CacheMemory.allocate(model.cache_spec(), CacheSizes(4, 16), CPU),
             Batch(4, 32, 4, CPU, feedback=Feedback(4, CPU)),
             SamplingTable(4, model.config.vocab_size),
             threaded=True,
@@ -88,7 +89,7 @@ def _soon(what: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 def first_step(**params: Any) -> Schedule:
     new = NewRow(0, 0, PROMPT, len(PROMPT), SamplingParams(**{"temperature": 0.0, **params}), seed=1, eos_token_ids=())
-    return Schedule(0, [], [new], [(0, [3, 1, 2])], [0], [0], [len(PROMPT)], [True])
+    return Schedule(0, [], [new], [(0, [[3, 1, 2]])], [0], [0], [len(PROMPT)], [True])
 
 
 def decode(step_id: int) -> Schedule:
@@ -170,7 +171,7 @@ def test_a_step_that_was_not_whole_is_not_read(model: CausalLM) -> None:
         drain(flights[1].steps())
     late.runner.reset()
     known = [*PROMPT, *first]
-    again = Schedule(3, [0, 1, 2, 3], [], [(0, [3, 1, 2])], [0], [0], [len(known)], [True])
+    again = Schedule(3, [0, 1, 2, 3], [], [(0, [[3, 1, 2]])], [0], [0], [len(known)], [True])
     again.new_rows.append(NewRow(0, 0, known, len(PROMPT), SamplingParams(temperature=0.0), 1, ()))
     flight = late.runner.launch(again)
     assert late.queued(4)
@@ -357,12 +358,12 @@ def test_parts_of_a_step_are_fed_too(model: CausalLM) -> None:
         batch, found = Batch(4, 32, 4, CPU, feedback=feedback), []
         params = SamplingParams(temperature=0.0)
         rows = [NewRow(r, r, [20 + r] * (3 + r), 3 + r, params, 1, ()) for r in range(3)]
-        blocks = [(r, [2 * r, 2 * r + 1]) for r in range(4)]
+        blocks = [(r, [[2 * r, 2 * r + 1]]) for r in range(4)]
         first = batch.apply(Schedule(0, [], rows, blocks, [0, 1, 2], [0, 0, 0], [3, 4, 5], [True] * 3))
         batch.keep_sampled(first, torch.tensor([91, 92, 93]))
         last = NewRow(3, 3, [1, 2, 3, 4], 4, params, 1, ())
         alone = NewRow(0, 0, [50], 1, params, 1, ())
-        second = Schedule(1, [0], [last, alone], [(0, [6])], [1, 0, 2, 3], [4, 0, 5, 0], [1, 1, 1, 4], [True] * 4)
+        second = Schedule(1, [0], [last, alone], [(0, [[6]])], [1, 0, 2, 3], [4, 0, 5, 0], [1, 1, 1, 4], [True] * 4)
         for part in batch.apply(second, 2).inputs:
             found.append(part.token_ids_T.tolist())
         return found

@@ -18,12 +18,12 @@ from survivors import Survivors
 from trace_checks import check_trace, hidden, lanes_of, packed, read_trace
 
 from engine.build import build_rank
-from engine.messages import ProfileCommand, ProfilePart
-from engine.profiling import Profile, ProfileRefused, Profiling
 from engine.rank import Rank
-from engine.trace_file import Summary, clock_offsets, digest_of, write_trace
 from ep.recorder import EVENT_BYTES, Event, Kind, Recorder, events_of
 from ep.traced import TracedAllToAll
+from front.messages import ProfileCommand, ProfilePart
+from front.profiling import Profile, ProfileRefused, Profiling
+from front.trace_file import Summary, clock_offsets, digest_of, write_trace
 from models.tiny import CHECKPOINT
 
 torch.set_num_threads(1)

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 from trace_checks import check_trace, hidden, packed, read_trace
 
-from engine.messages import ProfilePart
-from engine.profiling import Profile
-from engine.trace_figures import figures
-from engine.trace_file import write_trace
 from ep.recorder import Event, Kind
+from front.messages import ProfilePart
+from front.profiling import Profile
+from front.trace_figures import figures
+from front.trace_file import write_trace
 from moesaic.cli import cli
 
 MS = 10**6

@@ -21,7 +21,7 @@ from triton_support import ROOT, as_on_gpu
 from dbo.steps import Steps, drain
 from engine.graphs import Graphs, GraphSizes
 from layers.step import StepInput
-from models.cuts import Cuts
+from models.graph_breaks import GraphBreaks
 
 pytestmark = pytest.mark.triton
 
@@ -34,7 +34,9 @@ def launches_noted() -> Iterator[None]:
     """Within as_on_gpu: kernels that are launched from the host tell the graph that is being captured."""
     rooms = ("layers", "mla", "moe_kernels")
     modules = [
-        importlib.import_module(f"{room}.{path.stem}") for room in rooms for path in (ROOT / room).glob("triton_*.py")
+        importlib.import_module(f"{room}.triton.{path.stem}")
+        for room in rooms
+        for path in (ROOT / room / "triton").glob("[a-z]*.py")
     ]
     kernels = [
         (module, name, kernel)
@@ -73,8 +75,8 @@ def test_full_decode_graphs_equal_eager(name: str, tmp_path: Path) -> None:
         scratch = cache.free.pop()
         assert eager.free.pop() == scratch
 
-        def forward(step: StepInput, cuts: Cuts, lane: int) -> Steps[torch.Tensor]:
-            return model.steps(step, cache.kv, lane, cuts)
+        def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[torch.Tensor]:
+            return model.steps(step, cache.kv, lane, breaks)
 
         graphs = Graphs(forward, library, GraphSizes(full=(2,)), MAX_LEN, BLOCK_SIZE, scratch, drive.CPU)
         graphs.capture()

@@ -18,8 +18,8 @@ import layers.choice
 import moe_kernels.backends
 import moe_kernels.choice
 import moe_kernels.token_sums
-from engine.sampler import sample
-from engine.sampling_table import RANDOM, TOP_K, SamplingBatch
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_table import RANDOM, TOP_K, SamplingBatch
 from ep.experts import WeightFormat
 from layers.step import StepInput
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.messages import (
+from front.messages import (
     Abort,
     AddRequest,
     Membership,
@@ -24,7 +24,7 @@ from engine.messages import (
     Shutdown,
     TokenOutput,
 )
-from engine.wire import NotConnected, RankSocket, Reporter, Resizes, ZmqDoorbell, ZmqRanks, sleep_until_called
+from front.wire import NotConnected, Numbers, RankSocket, Reporter, ZmqDoorbell, ZmqRanks, sleep_until_called
 
 DEADLINE = 5.0
 
@@ -209,7 +209,7 @@ def test_a_doorbell_follows_the_membership(tmp_path: Path) -> None:
 
 
 def test_the_supervisor_reads_every_count_once(tmp_path: Path) -> None:
-    front, supervisor = Resizes(tmp_path / "resizes"), Resizes(tmp_path / "resizes")
+    front, supervisor = Numbers(tmp_path / "resizes"), Numbers(tmp_path / "resizes")
     assert supervisor.read() == []
     front.write(4)
     front.write(12)

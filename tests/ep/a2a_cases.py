@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dbo.steps import Steps, drain, weave
 from ep.experts import Experts
-from ep.group import Group
 from ep.moe import MoE
 from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
 from ep.router import SoftmaxRouter
 from ep.rows import rounded
 from ep.table import make_lanes
+from ep.transport.group import Group
 from eplb.placement import Placement, linear_placement
 from moe_kernels import ExpertBatch, Layout, TokenBatch, dequantize_rows
 
@@ -154,12 +154,19 @@ def tokens_done(batch: TokenBatch, case: Case, rank: int, size: int) -> Tensor:
     x_TD = batch.x_TD.double().masked_fill(~here_TK.any(1, keepdim=True), 0.0)
     x_TKD, slot_TK1 = x_TD.unsqueeze(1), batch.slot_TK.unsqueeze(2) + (number - first)
     weight_TK1 = batch.weight_TK.masked_fill(~here_TK, 0.0).unsqueeze(2)
+    if batch.rows_PD is not None:
+        assert batch.rows_PD.shape == (int(here_TK.sum()), case.hidden)
+        return (x_TKD * (slot_TK1 + 1) + slot_TK1)[here_TK].to(case.dtype)
     return (weight_TK1 * (x_TKD * (slot_TK1 + 1) + slot_TK1)).sum(1).to(batch.sum_dtype)
 
 
 def anything(batch: ExpertBatch | TokenBatch) -> Tensor:
     """Of the shape and dtype that combine wants."""
-    return torch.zeros(batch.x_TD.shape, dtype=batch.sum_dtype) if isinstance(batch, TokenBatch) else batch.x
+    if isinstance(batch, ExpertBatch):
+        return batch.x
+    if batch.rows_PD is not None:
+        return torch.zeros_like(batch.rows_PD)
+    return torch.zeros(batch.x_TD.shape, dtype=batch.sum_dtype)
 
 
 def rows_for(case: Case, rank: int, size: int, slot: int) -> Tensor:

@@ -19,10 +19,10 @@ from a2a_cases import CASES, HIDDEN, Case, anything, check_moe, exchange
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dbo.steps import drain, weave
-from ep.group import Group
 from ep.protocol import PeerLost, Routing
-from ep.remote import remote_groups
 from ep.table import make_groups, make_lanes, make_parcels
+from ep.transport.group import Group
+from ep.transport.remote import remote_groups
 
 REMOTE = "gloo of several machines"  # that is, by another address than the loopback's first
 Results = dict[tuple[str, int], str]  # (what, rank) -> "ok" or what went wrong

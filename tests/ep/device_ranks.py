@@ -8,8 +8,8 @@ import torch
 from a2a_cases import Case, exchange
 
 from dbo.steps import drain, weave
-from ep.group import Group
 from ep.table import make_lanes
+from ep.transport.group import Group
 
 HIDDEN = 2048  # the least that all of them take
 ROOM = 64  # tokens of a rank in one exchange of those that keep room for all

@@ -12,9 +12,9 @@ import torch
 from a2a_cases import HIDDEN, Case, anything
 from rank_threads import together
 
+from ep.backends.shm import ShmAllToAll
 from ep.protocol import PeerLost
-from ep.shm import ShmAllToAll
-from ep.shm_group import ShmGroup, shm_group
+from ep.transport.shm_group import ShmGroup, shm_group
 
 __all__ = ["Processes", "team", "together"]
 

@@ -13,11 +13,11 @@ from puts_in_threads import fakes_for
 from rank_threads import on_ranks
 
 from dbo.steps import drain, weave
-from ep.backends import DEVICE_NAMES
-from ep.group import LocalGroup, MailboxGroup, MailboxWorld
-from ep.mailbox import Mailbox
+from ep.backends.mailbox import Mailbox
 from ep.protocol import AllToAll
+from ep.requirements import DEVICE_NAMES
 from ep.table import make_lanes
+from ep.transport.group import LocalGroup, MailboxGroup, MailboxWorld
 from moe_kernels import Layout
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +16,17 @@ from shm_threads import team, together
 from use_fakes import use_fakes
 
 from dbo.steps import drain, weave
-from ep.backends import DEVICE_NAMES, Situation, best_on_devices, missing, not_captured, refusal, split_pair
-from ep.comm import Comm
-from ep.deepep_ll import LowLatency
+from ep.backends.deepep import DeepEpBuffer
+from ep.backends.deepep_ll import LowLatency
+from ep.backends.dispatchers import PairedLane, StepState
+from ep.backends.local import LocalAllToAll
 from ep.device import await_true
-from ep.device_group import DeviceGroup
-from ep.dispatchers import PairedLane, StepState
-from ep.group import LocalGroup, MailboxGroup, MailboxWorld
-from ep.protocol import PeerLost
+from ep.protocol import PeerLost, Routing
+from ep.requirements import DEVICE_NAMES, Situation, best_on_devices, missing, not_captured, refusal, split_pair
 from ep.table import explain, make_groups, make_lanes, make_parcels
+from ep.transport.comm import Comm
+from ep.transport.device_group import DeviceGroup
+from ep.transport.group import LocalGroup, MailboxGroup, MailboxWorld
 from moe_kernels import Layout, TokenBatch
 
 SERVED = Situation(8, "cuda", hidden_size=7168, top_k=8, max_tokens=256, installed=lambda _: True)
@@ -53,6 +56,15 @@ def test_what_all_of_them_can_serve(name: str) -> None:
             "holds 2 results at a time, and each of 3 parts",
         ),
         ("deepep_low_latency", {"rows": "fp8", "hidden_size": 1000}, "multiple of 512, not 1000"),
+        ("deepep_low_latency", {"ranks": 12}, "fewer than 8 ranks or a multiple of them; there are 12"),
+        ("deepep_low_latency", {"no_rdma": "there is no port"}, "also on one node (IBGDA): there is no port"),
+        ("deepep_low_latency", {"no_ibgda": "no gdrdrv"}, "also on one node (IBGDA): no gdrdrv"),
+        (
+            "deepep_v2",
+            {"ranks": 16, "ranks_per_node": 8, "no_rdma": "there is no port"},
+            "through InfiniBand: there is no",
+        ),
+        ("flashinfer_nvlink_one_sided", {"top_k": 5}, "one of 1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22 experts, not 5"),
         ("deepep_v2", {"hidden_size": 2176}, "multiple of 256"),
         ("deepep_v2", {"top_k": 33}, "at most 32 experts"),
         ("flashinfer_nvlink_one_sided", {"ranks": 72}, "at most 64 ranks; there are 72"),
@@ -71,6 +83,11 @@ def test_the_best_between_gpus() -> None:
     pair = "deepep_high_throughput+deepep_low_latency"
     assert best_on_devices(replace(SERVED, max_tokens=8192)) == pair and split_pair(pair) == tuple(pair.split("+"))
     assert best_on_devices(replace(SERVED, hidden_size=2304)) == "deepep_v2"
+    assert best_on_devices(replace(SERVED, no_rdma="no port", no_ibgda="no port")) == "deepep_v2"
+    assert best_on_devices(replace(SERVED, ranks=16, ranks_per_node=8, no_rdma="no port", no_ibgda="no port")) == (
+        "deepep_high_throughput"
+    )
+    assert refusal("deepep_low_latency", replace(SERVED, ranks=5)) == ""
     assert best_on_devices(replace(SERVED, installed=lambda module: module == "nvshmem")) == "nvshmem"
     assert best_on_devices(replace(SERVED, installed=lambda _: False)) == "nccl"
     missed = missing(pair, replace(SERVED, installed=lambda _: False))
@@ -176,11 +193,23 @@ def test_a_step_that_forgot_to_clean_is_caught(tmp_path: Path) -> None:
         )
         state.begin(100)
         drain(exchange(lanes[0], BF16, group.rank, group.size))
-        state.largest = 5  # not by `begin`
+        state._largest = 5  # not by `begin`
         drain(exchange(lanes[0], BF16, group.rank, group.size))
 
     with use_fakes(), pytest.raises(AssertionError, match="cleaned before"):
         on_ranks(tmp_path, 2, act)
+
+
+@fakes
+@pytest.mark.parametrize(("high_throughput", "few"), [(True, 16), (True, 0), (False, 16)])
+def test_queue_pairs_between_nodes(high_throughput: bool, few: int, tmp_path: Path) -> None:
+    """With few experts on each of 16 ranks a queue pair per expert is too few for the normal kernels, which trap."""
+
+    def act(group: DeviceGroup) -> int:
+        return int(DeepEpBuffer(group, 2048, 4, high_throughput, few).buffer._qps)
+
+    with use_fakes():
+        assert set(on_ranks(tmp_path, 16, act)) == {20 if high_throughput else 4}
 
 
 @fakes
@@ -341,6 +370,25 @@ def test_pairs_on_the_host(rows: str, tmp_path: Path) -> None:
     groups = team(tmp_path, 2)
     few, many = Layout.PADDED, Layout.RAGGED
     assert together(2, act) == [[few, many, few, many]] * 2
+
+
+def test_a_pair_outside_of_a_step_refuses() -> None:
+    """It has no way of knowing which of the two its peers take; the last step's size is another step's."""
+    state = StepState()
+    inner: list[Any] = [LocalAllToAll(4), LocalAllToAll(4)]
+    pair = PairedLane(state, *inner, few=8)
+    step = torch.zeros(3, 16), Routing(torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+    with pytest.raises(RuntimeError, match="has not been told of this step"):
+        pair.dispatch(*step)
+    state.begin(3)
+    pair.dispatch(*step).wait()
+    state.seal()()
+    with pytest.raises(RuntimeError, match="has not been told of this step"):
+        pair.dispatch(*step)
+    state.begin(3)
+    state.forget()
+    with pytest.raises(RuntimeError, match="has not been told of this step"):
+        pair.dispatch(*step)
 
 
 @fakes

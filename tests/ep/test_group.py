@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep.group import GlooGroup, LocalGroup, MailboxGroup, MailboxWorld, gloo_group
 from ep.protocol import PeerLost
 from ep.table import NAMES, choose, explain, make_lanes
+from ep.transport.group import GlooGroup, LocalGroup, MailboxGroup, MailboxWorld, gloo_group
 
 
 def test_one_rank_alone(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
 def test_a_store_nobody_serves_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(PeerLost, match="rank 1 could not join group 'world'"):
+    with pytest.raises(PeerLost, match=r"rank 1 cannot meet the others in world/0: .*127.0.0.1"):
         gloo_group(f"127.0.0.1:{port}", 1, 2, 0.5, "world")
 
 

@@ -15,13 +15,13 @@ from shm_threads import team, together
 from torch import Tensor
 
 from dbo.steps import drain, weave
+from ep.backends.mailbox import Mailbox
 from ep.experts import Experts
-from ep.group import Group, LocalGroup, MailboxGroup, MailboxWorld
-from ep.mailbox import Mailbox
 from ep.migrate import Migration, plan_moves
-from ep.parcels import Parcels
 from ep.place import SlotTable
 from ep.table import make_parcels
+from ep.transport.group import Group, LocalGroup, MailboxGroup, MailboxWorld
+from ep.transport.parcels import Parcels
 from eplb.placement import Placement, linear_placement
 from eplb.repair import even_shares
 

@@ -9,12 +9,12 @@ import torch
 from a2a_cases import HIDDEN, MOE_EXPERTS, moe_answer, moe_input, moe_placement, sharded_moe
 
 from dbo.steps import Steps, drain, weave
-from ep.group import LocalGroup, MailboxWorld
-from ep.local import LocalAllToAll
-from ep.mailbox import Mailbox
+from ep.backends.local import LocalAllToAll
+from ep.backends.mailbox import Mailbox
 from ep.moe import MoE
 from ep.protocol import Pending, Routing
 from ep.table import make_lanes
+from ep.transport.group import LocalGroup, MailboxWorld
 from eplb.load import ExpertLoad
 from moe_kernels import Layout
 

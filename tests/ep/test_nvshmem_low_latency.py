@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 from a2a_cases import CASES, HIDDEN, Case, exchange, moe_answer, moe_input, moe_placement, sharded_moe
+from claimed_gpu import claimed_gpu, host
 from fake_cuda_graph import FakeGraphLibrary
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,16 +24,16 @@ from rank_threads import on_ranks
 from triton_support import _Recorder, compiling, report
 from use_fakes import use_fakes
 
-import ep.nvshmem
-import ep.triton_put
+import ep.backends.nvshmem
+import ep.backends.triton_put
 from dbo.steps import drain, weave
-from ep.backends import PUT_TOP_K, Situation, best_on_devices, missing, not_captured, refusal
-from ep.device_group import DeviceGroup
-from ep.dispatchers import PairedLane, StepState
-from ep.group import LocalGroup
-from ep.nvshmem_ll import FUNCTIONS, NvshmemLowLatency, PutKernels
+from ep.backends.dispatchers import PairedLane, StepState
+from ep.backends.nvshmem_ll import FUNCTIONS, NvshmemLowLatency, PutKernels
 from ep.protocol import Arrived, PeerLost, Pending, Ready, Routing
+from ep.requirements import PUT_TOP_K, Situation, best_on_devices, missing, not_captured, refusal
 from ep.table import make_lanes
+from ep.transport.device_group import DeviceGroup
+from ep.transport.group import LocalGroup
 from moe_kernels import ExpertBatch, Layout
 
 NAME = "nvshmem_low_latency"
@@ -98,9 +99,9 @@ def test_both_homes_of_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
     vars(late)["Device"] = vars(late)["Buffer"] = object
     for module in (ModuleType("cuda"), early, late):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert ep.nvshmem._cuda() is late
+    assert ep.backends.nvshmem._cuda() is late
     vars(early)["Device"] = object
-    assert ep.nvshmem._cuda() is early
+    assert ep.backends.nvshmem._cuda() is early
 
 
 # ---- exchanges ----
@@ -339,7 +340,7 @@ def test_kernels_compile(capability: int, hidden: int, tmp_path: Path, monkeypat
     )
     shared = PutKernels(group)
     triton.knobs.runtime.jit_post_compile_hook = None  # torch's starts NVSHMEM in a module that has been loaded
-    with compiling(capability, ep.triton_put) as found:
+    with compiling(capability, ep.backends.triton_put) as found:
         shared.send, shared.give_back = (
             _Recorder(kernel, found, capability) for kernel in (shared.send, shared.give_back)
         )
@@ -365,4 +366,16 @@ def exchange_of(lane: NvshmemLowLatency, num_tokens: int, hidden: int) -> None:
 
 
 def test_the_room_in_a_message() -> None:
-    assert ep.triton_put.CHOICES == PUT_TOP_K and ep.triton_put.ROW_AT % 16 == 0
+    assert ep.backends.triton_put.CHOICES == PUT_TOP_K and ep.backends.triton_put.ROW_AT % 16 == 0
+
+
+def test_who_leaves_ends_kernels_that_wait_without_another_kernel() -> None:
+    """Programs that spin may have taken all places where a kernel could run: a copy engine writes, from pinned memory."""
+    with claimed_gpu(numbers=False) as seen:
+        shared = object.__new__(PutKernels)
+        shared.lost_G = torch.zeros(2, dtype=torch.int32, device="cuda")
+        shared._all_lost_G = torch.empty(2, dtype=torch.int32, pin_memory=True).fill_(1)
+        seen.clear()
+        shared._give_up()
+        assert (seen.uploads["copy_"], seen.pinned, seen.waits.total()) == (1, 1, 0)
+        assert host(shared.lost_G).tolist() == [1, 1]

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from eplb.formats.registry import Found, read_any
-from eplb.formats.source import Hints
+from eplb.offline.formats.registry import Found, read_any
+from eplb.offline.formats.source import Hints
+from eplb.offline.placement_file import PlacementFile, describe
+from eplb.offline.trace import Trace
 from eplb.placement import Placement
-from eplb.placement_file import PlacementFile, describe
 from eplb.repair import even_shares
-from eplb.trace import Trace
 
 # Two layers, three experts, two ranks with two slots; expert 0 and then expert 2 have two copies.
 MAP_LP = [[0, 1, 2, 0], [2, 1, 0, 2]]

@@ -8,10 +8,10 @@ import pytest
 
 from eplb.balance import placement_balance
 from eplb.balancer import Balancer, BalancerConfig, Decision
+from eplb.offline.scoring import policy
 from eplb.placement import Placement, linear_placement
 from eplb.planner import plan
 from eplb.repair import diff, repair
-from eplb.scoring import policy
 
 RANKS, SLOTS, EXPERTS = 8, 5, 32
 NODES = [rank // 4 for rank in range(RANKS)]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.batches import next_batch
+from eplb.offline.batches import next_batch
 from eplb.placement import Placement
 from eplb.repair import even_shares
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb.bounds import lower_bound
-from eplb.budget import layer_slots
+from eplb.offline.budget import layer_slots
 
 
 def loads(seed: int, layers: int, experts: int) -> np.ndarray:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.cluster import GPUS, load_cluster, make_cluster
-from eplb.cost import Workload, balanced_part, dead_zone, expert_ms, links_ms, pause_s, step_cost, transfer_s
-from eplb.published import FIGURES, check, summary
-from eplb.shapes import MODELS, load_shape
+from eplb.offline.cluster import GPUS, load_cluster, make_cluster
+from eplb.offline.cost import Workload, balanced_part, dead_zone, expert_ms, links_ms, pause_s, step_cost, transfer_s
+from eplb.offline.published import FIGURES, check, summary
+from eplb.offline.shapes import MODELS, load_shape
 
 V3 = MODELS["deepseek-v3"]
 DECODE = Workload("decode", 128, 4096)

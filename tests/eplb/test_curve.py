@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from eplb.cluster import make_cluster
-from eplb.curve import memory, point, window_pairs
-from eplb.shapes import MODELS
-from eplb.trace import Trace, make_trace
+from eplb.offline.cluster import make_cluster
+from eplb.offline.curve import memory, point, window_pairs
+from eplb.offline.shapes import MODELS
+from eplb.offline.trace import Trace, make_trace
 from moesaic.eplb.line_chart import Chart, Line, svg, text
 
 V3 = MODELS["deepseek-v3"]

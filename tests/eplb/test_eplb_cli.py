@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from verbs import answer, run
 
+from eplb.offline.placement_file import describe, read_placement, write_placement
+from eplb.offline.trace import TraceMeta, make_trace, read_trace, write_trace
 from eplb.placement import Placement, linear_placement
-from eplb.placement_file import describe, read_placement, write_placement
 from eplb.planner import plan
-from eplb.trace import TraceMeta, make_trace, read_trace, write_trace
 from moesaic.eplb import VERBS
 
 LAYERS, EXPERTS, RANKS = 3, 16, 4

@@ -16,9 +16,9 @@ import torch
 from peer_files import MAP_LGS, MAP_LP, TWO, flat, load_in, placement_in, write
 from safetensors.numpy import save_file
 
-from eplb.formats.registry import FORMATS, read_any, read_any_placement
-from eplb.formats.source import Hints, MissingHint
-from eplb.trace import TraceMeta, make_trace
+from eplb.offline.formats.registry import FORMATS, read_any, read_any_placement
+from eplb.offline.formats.source import Hints, MissingHint
+from eplb.offline.trace import TraceMeta, make_trace
 
 # ---- SGLang ------------------------------------------------------------------------------------------------------
 

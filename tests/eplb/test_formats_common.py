@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from peer_files import MAP_LGS, TWO, flat, load_in, write
 
-from eplb.formats.registry import FORMATS, read_any, read_any_placement, read_any_trace
-from eplb.formats.source import Hints
+from eplb.offline.formats.registry import FORMATS, read_any, read_any_placement, read_any_trace
+from eplb.offline.formats.source import Hints
+from eplb.offline.placement_file import describe
+from eplb.offline.trace import make_trace
 from eplb.placement import Placement, linear_placement
-from eplb.placement_file import describe
-from eplb.trace import make_trace
 
 PLACEMENTS = [(name, entry) for name, entry in FORMATS.items() if entry.write_placement]
 LOADS = [(name, entry) for name, entry in FORMATS.items() if entry.write_load]

@@ -10,8 +10,8 @@ import pytest
 from verbs import answer, run
 
 from eplb.balance import placement_balance
-from eplb.placement_file import read_placement
-from eplb.trace import TraceMeta, make_trace, read_trace, write_trace
+from eplb.offline.placement_file import read_placement
+from eplb.offline.trace import TraceMeta, make_trace, read_trace, write_trace
 
 LAYERS, EXPERTS, RANKS = 3, 128, 8
 GPU = ("--gpu", "h800", "--model", "qwen3-235b")

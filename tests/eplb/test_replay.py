@@ -9,12 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb.cluster import make_cluster
-from eplb.cost import Workload
+from eplb.offline.cluster import make_cluster
+from eplb.offline.cost import Workload
+from eplb.offline.replay import (
+    POLICIES,
+    PolicyName,
+    Settings,
+    Setup,
+    add_break_even,
+    best_row,
+    replay,
+    slot_part,
+    step_counts,
+)
+from eplb.offline.shapes import MODELS
+from eplb.offline.trace import Trace, make_trace
 from eplb.placement import linear_placement
-from eplb.replay import POLICIES, PolicyName, Settings, Setup, add_break_even, best_row, replay, slot_part, step_counts
-from eplb.shapes import MODELS
-from eplb.trace import Trace, make_trace
 
 LAYERS, EXPERTS, RANKS, SLOTS = 2, 32, 8, 5
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eplb.offline.placement_file import WHOLE, decode_placement, describe, encode_placement, quantize, read_placement
+from eplb.offline.trace import Trace, TraceMeta, header_line, make_trace, read_trace, record_line, write_trace
 from eplb.placement import Placement, linear_placement
-from eplb.placement_file import WHOLE, decode_placement, describe, encode_placement, quantize, read_placement
 from eplb.repair import even_shares
-from eplb.trace import Trace, TraceMeta, header_line, make_trace, read_trace, record_line, write_trace
 
 HEADER = '{"format":"moesaic-load","version":1,"layers":2,"experts":3}\n'
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from eplb.difference import difference
+from eplb.offline.difference import difference
+from eplb.offline.stats import drift, ranks_of, skew, step_noise, window_records, windows
+from eplb.offline.synthetic import synthetic_trace
+from eplb.offline.trace import make_trace
 from eplb.placement import Placement, linear_placement
 from eplb.repair import even_shares, repair
-from eplb.stats import drift, ranks_of, skew, step_noise, window_records, windows
-from eplb.synthetic import synthetic_trace
-from eplb.trace import make_trace
 
 
 def placement(

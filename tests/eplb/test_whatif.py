@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb.coverage import uncovered
+from eplb.offline.whatif import MAX_SETS, Sets, guarantees, loss, parse_kill, scan
 from eplb.placement import Placement, linear_placement
 from eplb.planner import plan
-from eplb.whatif import MAX_SETS, Sets, guarantees, loss, parse_kill, scan
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 24, 6, 5
 NODES = (0, 0, 0, 1, 1, 1)

@@ -1,34 +1,35 @@
-"""A fake of engine.rank_process for the tests of the keeper: it only lives, and beats.
+"""A fake of engine.process.rank_process for the tests of the keeper: it only lives, and beats.
 
-In the runtime directory, `refuse-R` makes the next process of rank R end at once with exit code 3, `silent-R` makes it load
+In the runtime directory, `refuse-R` makes the next process of rank R end at once with exit code 3 or the one that it holds, `silent-R` makes it load
 for ever, `leave-R` makes it leave.
 """
 
 import argparse
 import json
-import struct
 import time
 from pathlib import Path
 
-from engine.orphan import die_with_parent
+from engine.process.heartbeat import beat_once
+from engine.process.orphan import die_with_parent
+from engine.process.places import Places
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--rank", required=True)
 parser.add_argument("--runtime-dir", type=Path, required=True)
+parser.add_argument("--memory", type=Path)
 parser.add_argument("--plan")
 parser.add_argument("--parent", type=int)
 parser.add_argument("--join", action="store_true")
 options = parser.parse_args()
 die_with_parent(options.parent)
 directory, rank = options.runtime_dir, options.rank
+places = Places(directory, options.memory)
 num_ranks = json.loads(Path(options.plan).read_text())["data_parallel_size"]
 (directory / f"knows-{rank}").write_text(str(num_ranks))
 (directory / f"joined-{rank}").write_text(str(options.join))
 if (directory / f"refuse-{rank}").exists():
-    raise SystemExit(3)
+    raise SystemExit(int((directory / f"refuse-{rank}").read_text() or 3))
 while not (directory / f"leave-{rank}").exists():
     name = "loading" if (directory / f"silent-{rank}").exists() else "beat"
-    draft = directory / f"draft-{rank}"
-    draft.write_bytes(struct.pack("=d", time.monotonic()))
-    draft.replace(directory / f"{name}-{rank}")  # whole, also when this process is stopped meanwhile
+    beat_once(places.file(f"{name}-{rank}"))
     time.sleep(0.02)

@@ -116,7 +116,7 @@ class HostServers:
         for pid in descendants(self.processes[host].pid):
             with contextlib.suppress(OSError, ValueError):
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                if "engine.rank_process" in words:
+                if "engine.process.rank_process" in words:
                     found[int(words[words.index("--rank") + 1])] = pid
         return found
 

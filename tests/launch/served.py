@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 STARTUP = 90.0  # seconds; generous, because CI may share its cores
 
@@ -40,15 +40,20 @@ class Server:
             return json.loads(answer.read())
 
     def children(self) -> dict[str, int]:
-        """Process ids by module: {"engine.rank_process 0": pid, ..., "server.process": pid}."""
+        """Process ids by module: {"engine.process.rank_process 0": pid, ..., "server.process": pid}."""
         found = {}
         for pid in descendants(self.process.pid):
             words = command_line(pid)
-            if "engine.rank_process" in words:
+            if "engine.process.rank_process" in words:
                 found[f"rank {words[words.index('--rank') + 1]}"] = pid
             elif "server.process" in words:
                 found["front"] = pid
         return found
+
+    def wait_ready(self) -> None:
+        """Or until it has ended."""
+        ready = self.runtime_root
+        until(lambda: self.process.poll() is not None or list(ready.glob("*/ready")), STARTUP, "the server is ready")
 
     def wait(self, timeout: float) -> int:
         return self.process.wait(timeout)
@@ -96,24 +101,31 @@ def until(condition: Any, timeout: float, what: str) -> Any:
 
 
 @contextlib.contextmanager
-def served(tmp_path: Path, *arguments: str) -> Iterator[Server]:
-    """Start `moesaic serve`, wait until it is ready, and make sure that nothing of it is left afterwards."""
-    with starting(tmp_path, *arguments) as server:
-        ready = server.runtime_root
-        until(lambda: server.process.poll() is not None or list(ready.glob("*/ready")), STARTUP, "the server is ready")
+def served(
+    tmp_path: Path, *arguments: str, said: IO[Any] | int | None = None, runtime: Path | None = None
+) -> Iterator[Server]:
+    """Start `moesaic serve`, wait until it is ready, and make sure that nothing of it is left afterwards. said: where stdout and
+    stderr go; None: into server.log. runtime: its MOESAIC_RUNTIME_DIR; None: a new one."""
+    with starting(tmp_path, *arguments, said=said, runtime=runtime) as server:
+        server.wait_ready()
         assert server.process.poll() is None, (tmp_path / "server.log").read_text()
         yield server
 
 
 @contextlib.contextmanager
-def starting(tmp_path: Path, *arguments: str) -> Iterator[Server]:
+def starting(
+    tmp_path: Path, *arguments: str, said: IO[Any] | int | None = None, runtime: Path | None = None
+) -> Iterator[Server]:
     """The same without waiting."""
     port = free_port()
     command = [sys.executable, "-m", "moesaic", "serve", "--port", str(port), *arguments]
-    runtime = Path(tempfile.mkdtemp(prefix="moe-"))  # short: sockets live in it
+    own = None if runtime is not None else tempfile.mkdtemp(prefix="moe-")
+    runtime = runtime or Path(own or "")
     environment = {**os.environ, "MOESAIC_RUNTIME_DIR": str(runtime)}
     log = (tmp_path / "server.log").open("w")
-    process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=log if said is None else said, stderr=log if said is None else said, text=True, env=environment
+    )
     server = Server(process, f"http://127.0.0.1:{port}", runtime)
     try:
         yield server
@@ -126,6 +138,7 @@ def starting(tmp_path: Path, *arguments: str) -> Iterator[Server]:
         process.kill()
         process.wait()
         log.close()
-        shutil.rmtree(runtime)
+        if own is not None:
+            shutil.rmtree(own)
         for pid in below:
             until(lambda pid=pid: not command_line(pid), 10, f"process {pid} has left")

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import Server, served, until
 from streams import mode, wave
 
-from eplb.placement_file import decode_placement
-from eplb.trace import read_trace
+from eplb.offline.placement_file import decode_placement
+from eplb.offline.trace import read_trace
 
 BY_HAND = {"window_size": 20, "reweight_interval": 0, "move_interval": 0}
 RESTLESS = {"window_size": 20, "memory_steps": 5, "reweight_interval": 2, "move_interval": 4, "min_gain": 0.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 import time
@@ -13,8 +14,9 @@ import pytest
 from served import until
 
 from configs.engine import EngineConfig, Plan
-from engine.messages import RankLost
 from engine.plan import make_plan
+from engine.process.heartbeat import last_beat
+from front.messages import EXIT_WEIGHTS, RankLost
 from launch import keeper as keeper_module
 from launch.keeper import RankKeeper
 from launch.processes import Children, RuntimeDir
@@ -23,6 +25,7 @@ from launch.processes import Children, RuntimeDir
 class Kept:
     def __init__(self, runtime: RuntimeDir, plan: Plan, startup_timeout: float, clock: Callable[[], float]) -> None:
         self.path = runtime.path
+        self.runtime = runtime
         self.children = Children()
         self.keeper = RankKeeper(self.children, plan, runtime, startup_timeout, "beating_rank", clock)
         self.lost: list[RankLost] = []
@@ -42,8 +45,8 @@ class Kept:
 
         until(look, 20.0, what)
 
-    def beats(self, rank: int) -> bool:
-        return (self.path / f"beat-{rank}").exists()
+    def beats(self, rank: int, name: str = "beat") -> bool:
+        return last_beat(self.runtime.file(f"{name}-{rank}")) is not None
 
     def pid(self, rank: int) -> int:
         return next((child.process.pid for child in self.children.all if child.rank == rank), 0)
@@ -114,24 +117,69 @@ def test_exit_code_0_is_no_loss(make_kept: Callable[..., Kept]) -> None:
     assert not kept.lost
 
 
-def test_a_rank_that_cannot_start_is_tried_three_times_a_minute(
-    make_kept: Callable[..., Kept], capfd: pytest.CaptureFixture[str]
+def test_pauses_grow_while_a_rank_cannot_start(
+    make_kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ahead = [0.0]
-    kept = make_kept(clock=lambda: time.monotonic() + ahead[0])
+    monkeypatch.setattr(keeper_module, "RESTART_PAUSE", 0.01)
+    monkeypatch.setattr(keeper_module, "SERVED_SECONDS", 0.05)
+    kept = make_kept()
     kept.start()
+    kept.wait(lambda: all(time.monotonic() - place.served_since > 0.1 for place in kept.keeper._places), "served")
     (kept.path / "refuse-1").touch()
     os.kill(kept.pid(1), signal.SIGKILL)
-    kept.wait(lambda: len(kept.lost) == 4, "three restarts have failed")
-    assert [lost.reason for lost in kept.lost] == ["killed by SIGKILL", *["exit code 3"] * 3]
-    for _ in range(5):
-        kept.look()
-    assert kept.pid(1) == 0
-    assert capfd.readouterr().err.count("event=rank_stays_down rank=1") == 1
+    kept.wait(lambda: len(kept.lost) == 6, "five restarts have failed")
+    assert kept.lost[1].reason == "exit code 3" and not kept.keeper.hopeless  # the other one serves
+    assert [place.tries for place in kept.keeper._places] == [0, 5]
+    kept.look()
+    said = capfd.readouterr().err
+    assert said.count("event=rank_stays_down rank=1") == 2  # from the fourth failed try on
     (kept.path / "refuse-1").unlink()
-    ahead[0] = keeper_module.RESTART_WINDOW  # the ranks' beats look old now, but this process did not run meanwhile
-    kept.wait(lambda: kept.pid(1), "it is tried again")
-    assert len(kept.lost) == 4
+    kept.wait(lambda: kept.beats(1) and kept.pid(1), "it is back")
+    kept.wait(lambda: time.time() - (kept.path / "knows-1").stat().st_mtime > 0.5, "it has served")
+    os.kill(kept.pid(1), signal.SIGKILL)
+    kept.wait(lambda: len(kept.lost) == 7, "it is lost again")
+    assert kept.keeper._places[1].tries == 0
+
+
+@pytest.mark.attacks
+def test_all_ranks_lost_again_and_again(make_kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is hope as long as one has served or may be tried; the first try waits for nothing."""
+    monkeypatch.setattr(keeper_module, "SERVED_SECONDS", 0.05)
+    monkeypatch.setattr(keeper_module, "RESTART_PAUSE", 30.0)
+    kept = make_kept()
+    kept.start()
+    for round_number in range(1, 4):
+        pids = [kept.pid(rank) for rank in (0, 1)]
+        kept.wait(lambda: all(time.monotonic() - place.served_since > 0.1 for place in kept.keeper._places), "served")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        kept.wait(lambda n=round_number: len(kept.lost) == 2 * n, "both losses are told")
+        assert not kept.keeper.hopeless
+        kept.wait(lambda: all(place.serves for place in kept.keeper._places), "both are back")
+    monkeypatch.setattr(keeper_module, "RESTART_PAUSE", 0.001)
+    monkeypatch.setattr(keeper_module, "MAX_TRIES", 3)
+    for rank in (0, 1):
+        (kept.path / f"refuse-{rank}").touch()
+        os.kill(kept.pid(rank), signal.SIGKILL)
+    kept.wait(lambda: kept.keeper.hopeless, "no hope is left")
+    assert re.fullmatch(r"none could be started again in 3 tries; rank [01]: exit code 3", kept.keeper.hopeless)
+    kept.keeper.restarts = False
+    kept.wait(lambda: kept.keeper.hopeless == "ranks are not started again now", "none is to be started")
+
+
+@pytest.mark.attacks
+def test_a_rank_that_waits_for_weights_is_tried_for_ever(
+    make_kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "RESTART_PAUSE", 0.001)
+    monkeypatch.setattr(keeper_module, "MAX_TRIES", 2)
+    kept = make_kept()
+    kept.start()
+    for rank in (0, 1):
+        (kept.path / f"refuse-{rank}").write_text(str(EXIT_WEIGHTS))
+        os.kill(kept.pid(rank), signal.SIGKILL)
+    kept.wait(lambda: len(kept.lost) >= 8, "each has been tried three times")
+    assert kept.lost[-1].reason == "exit code 5" and not kept.keeper.hopeless
 
 
 def test_a_restarted_rank_that_does_not_load_is_killed(make_kept: Callable[..., Kept]) -> None:
@@ -151,7 +199,7 @@ def test_a_rank_that_hangs_while_it_loads_is_killed(
     kept.start()
     (kept.path / "silent-1").touch()
     os.kill(kept.pid(1), signal.SIGKILL)
-    kept.wait(lambda: kept.pid(1) and (kept.path / "loading-1").exists(), "it loads again")
+    kept.wait(lambda: kept.pid(1) and kept.beats(1, "loading"), "it loads again")
     os.kill(kept.pid(1), signal.SIGSTOP)
     kept.wait(lambda: len(kept.lost) >= 2, "it was killed")
     assert kept.lost[1].reason.startswith("hung while loading: no heartbeat for 0.")
@@ -207,6 +255,8 @@ def test_a_rank_that_does_not_leave_by_itself(
 ) -> None:
     """Nothing is waited for without a bound, and none of this is a loss that is made good."""
     monkeypatch.setattr(keeper_module, "LEAVE_SECONDS", 0.3)
+    if way == "down":
+        monkeypatch.setattr(keeper_module, "RESTART_PAUSE", 0.2)
     kept = make_kept()
     kept.start()
     if way in ("loading", "down"):
@@ -216,7 +266,7 @@ def test_a_rank_that_does_not_leave_by_itself(
         kept.wait(lambda: len(kept.lost) == 4, "it cannot be started")
         kept.lost.clear()
     else:
-        kept.wait(lambda: (kept.path / f"{'loading' if way == 'loading' else 'beat'}-2").exists(), "it has started")
+        kept.wait(lambda: kept.beats(2, "loading" if way == "loading" else "beat"), "it has started")
     leaver = kept.pid(2)
     if way in ("hung", "killed"):
         os.kill(leaver, signal.SIGSTOP if way == "hung" else signal.SIGKILL)

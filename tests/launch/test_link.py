@@ -18,7 +18,7 @@ from configs.hosts import Hosts
 from configs.server import ServerConfig
 from engine.plan import make_plan
 from launch.head import HeadSupervisor
-from launch.identity import differences, model_digest, versions
+from launch.identity import differences, other_weights, versions
 from launch.link import MAX_FRAME, Beat, Hello, Link, Lost, Message, Refused, Started
 from models.tiny import CHECKPOINT
 
@@ -112,7 +112,7 @@ class Head:
 
     def ask(self, change: Callable[[Hello], dict[str, Any]] = lambda hello: {}, **given: Any) -> Message | None:
         """The head's answer; None: it takes this machine, and waits for others."""
-        hello = Hello(versions=versions(), model=model_digest(self.plan.model_path), plan=self.plan, first=2, local=1)
+        hello = Hello(versions=versions(), plan=self.plan, first=2, local=1)
         values = {name: getattr(hello, name) for name in Hello.__struct_fields__} | change(hello) | given
         link = Link(socket.create_connection(("127.0.0.1", self.hosts.port)))
         self.links.append(link)
@@ -148,7 +148,10 @@ def other_plan(**fields: Any) -> Callable[[Hello], dict[str, Any]]:
         (lambda hello: {"versions": {}}, "version of moesaic is unknown there and "),
         (other_plan(data_parallel_size=5), "data_parallel_size is 5 there and 4 on the head"),
         (other_plan(dtype="bfloat16", max_model_len=9), "max_model_len is 9 there"),
-        (lambda hello: {"model": "abc"}, "model is another checkpoint there (digest abc) than on the head ("),
+        (
+            other_plan(checkpoint={"config.json": (1, 2, 3, "abc")}),
+            "model is another checkpoint there: config.json (1 bytes, digest abc) than on the head (",
+        ),
         (lambda hello: {"first": 1}, "data_parallel_start_rank 1: the head has ranks 0 to 1"),
         (lambda hello: {"local": 3}, "data_parallel_size_local is 3: ranks 2 to 4 of 4"),
     ],
@@ -201,12 +204,14 @@ def test_plans_may_differ_in_what_a_machine_decides_for_itself() -> None:
     assert differences(dataclasses.replace(plan, block_size=8), plan) == ["block_size is 8 there and 16 on the head"]
 
 
-def test_the_digest_tells_checkpoints_apart(tmp_path: Path) -> None:
+def test_weights_are_compared_wherever_they_lie(tmp_path: Path) -> None:
     for path in CHECKPOINT.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert model_digest(str(tmp_path)) == model_digest(str(CHECKPOINT))
+    here, there = (make_plan(EngineConfig(model=str(path))) for path in (CHECKPOINT, tmp_path))
+    assert other_weights(there, here) == "" and differences(there, here) == []
     weights = tmp_path / "model.safetensors"
     payload = bytearray(weights.read_bytes())
     payload[-5] ^= 1
     weights.write_bytes(payload)
-    assert model_digest(str(tmp_path)) != model_digest(str(CHECKPOINT))
+    there = make_plan(EngineConfig(model=str(tmp_path)))
+    assert other_weights(there, here).startswith("model is another checkpoint there: model.safetensors (")

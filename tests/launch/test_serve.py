@@ -67,16 +67,6 @@ def test_a_rank_that_dies_at_the_start_ends_the_server(tmp_path: Path) -> None:
         nothing_is_left(server, children)
 
 
-def test_the_loss_of_all_ranks_ends_the_server(tmp_path: Path) -> None:
-    with served(tmp_path, "--data-parallel-size", "2") as server:
-        children = server.children()
-        for rank in ("rank 0", "rank 1"):
-            os.kill(children[rank], signal.SIGKILL)
-        assert server.wait(30) == 3
-        assert "all ranks are lost" in (tmp_path / "server.log").read_text()
-        nothing_is_left(server, children)
-
-
 def nothing_is_left(server: Server, children: dict[str, int]) -> None:
     for pid in children.values():
         until(lambda pid=pid: not command_line(pid), 10, "no orphan is left")

@@ -14,8 +14,8 @@ from hf_tiny import make_qwen3
 from served import command_line, descendants, until
 
 import moesaic
-from engine.llm import Progress
-from engine.outputs import Prompt
+from front.llm import Progress
+from front.outputs import Prompt
 from models.tiny import CHECKPOINT
 from moesaic import SamplingParams
 
@@ -26,7 +26,9 @@ PARAMS = SamplingParams(max_tokens=64, temperature=0.7, seed=3, ignore_eos=True)
 def rank_processes() -> dict[int, int]:
     """Process id -> rank."""
     words = {pid: command_line(pid) for pid in descendants(os.getpid())}
-    return {pid: int(line[line.index("--rank") + 1]) for pid, line in words.items() if "engine.rank_process" in line}
+    return {
+        pid: int(line[line.index("--rank") + 1]) for pid, line in words.items() if "engine.process.rank_process" in line
+    }
 
 
 @pytest.fixture(params=["experts", pytest.param("dense", marks=pytest.mark.slow)])

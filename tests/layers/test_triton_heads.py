@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from triton_support import compiling, report, running
 
-from layers import triton_heads, triton_rope, triton_silu_mul
 from layers.attention import place_heads
 from layers.mlp import silu_mul
+from layers.triton import heads as triton_heads
+from layers.triton import rope as triton_rope
+from layers.triton import silu_mul as triton_silu_mul
 from native import Isa, isa, limit_isa
 
 pytestmark = pytest.mark.triton

@@ -1,4 +1,4 @@
-"""Sampling in Triton draws what engine/sampler.py draws, and compiles for Hopper and Blackwell."""
+"""Sampling in Triton draws what engine/sampling/sampler.py draws, and compiles for Hopper and Blackwell."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 import torch
 from triton_support import as_on_gpu, compiling, report, running
 
-from engine.noise import seed_keys, uniform
-from engine.sampler import sample
-from engine.sampling_table import LOGPROBS, MIN_P, RANDOM, TOP_K, TOP_P, SamplingBatch
-from layers import triton_sampling
+from engine.sampling.noise import exponentials, race_bits, seed_keys, words
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_table import LOGPROBS, MIN_P, RANDOM, TOP_K, TOP_P, SamplingBatch
+from layers.triton import sampling as triton_sampling
 
 pytestmark = pytest.mark.triton
 
@@ -88,10 +88,10 @@ def test_a_row_with_every_token_forbidden_gets_a_valid_one() -> None:
 
 
 def test_the_noise_is_the_engines() -> None:
-    """One token of two halves: the draw says on which side of its share the number fell, for shares around it."""
-    number = float(uniform(seed_keys([3]), np.array([11]))[0])
-    for share, token in ((number - 1e-4, 1), (number + 1e-4, 0)):
-        logits = torch.tensor([[np.log(share), np.log(1 - share)]], dtype=torch.float32)
+    """Two tokens: who wins changes where their chances are as their numbers, for chances around that."""
+    one, other = exponentials(race_bits(words(seed_keys([3]), np.array([11])), 2))[0].tolist()
+    for share, token in ((one - 1e-5, 1), (one + 1e-5, 0)):
+        logits = torch.tensor([[np.log(share), np.log(other)]], dtype=torch.float32)
         batch = make_batch([(1.0, 0, 1.0, 0.0)], 2)
         batch.seed_keys_P, batch.positions_P = seed_keys([3]), np.array([11])
         assert draw(logits, batch).tolist() == [token]

@@ -12,10 +12,11 @@ from mla_case import make_case
 from use_fakes import use_fakes
 
 from mla import reference
-from mla.backend import NAMES, MlaFacts, choose_mla, explain_mla, make_backend
+from mla.backend import make_backend
 from mla.flashinfer import FlashInferMla
 from mla.flashmla import FlashMla
 from mla.protocol import MlaBackend, MlaShape
+from mla.requirements import NAMES, MlaFacts, choose_mla, explain_mla
 
 pytestmark = pytest.mark.fakes
 
@@ -46,7 +47,7 @@ def test_equals_the_reference(name: str, library: str) -> None:
     if library == "flashinfer":
         backend = FlashInferMla(SHAPE, SCALE, BF16, CPU)
     else:
-        backend = FlashMla(SHAPE, SCALE, "auto", BF16, CPU)
+        backend = FlashMla(SHAPE, SCALE, make_backend(SHAPE, SCALE, "auto", BF16, CPU))
     with torch.inference_mode():
         prepared = backend.prepare(case.step)
         for _ in range(2):  # layers share what was prepared
@@ -58,7 +59,7 @@ def test_equals_the_reference(name: str, library: str) -> None:
 def test_flashmla_wants_its_blocks() -> None:
     case = make_case(STEPS["decodes"], 16, SHAPE, BF16)
     with pytest.raises(ValueError, match="block_size of 64, not 16"):
-        FlashMla(SHAPE, SCALE, "auto", BF16, CPU).prepare(case.step)
+        FlashMla(SHAPE, SCALE, make_backend(SHAPE, SCALE, "auto", BF16, CPU)).prepare(case.step)
 
 
 HOPPER = MlaFacts(SHAPE, BF16, True, (9, 0), frozenset({"triton", "flashinfer", "flashmla"}))
@@ -99,6 +100,6 @@ def test_a_missing_library_names_the_line_to_type(package: str, line: str, monke
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=f"pip install .*{line}"):
         if package == "flash_mla":
-            FlashMla(SHAPE, SCALE, "auto", BF16, CPU)
+            FlashMla(SHAPE, SCALE, make_backend(SHAPE, SCALE, "auto", BF16, CPU))
         else:
             FlashInferMla(SHAPE, SCALE, BF16, CPU)

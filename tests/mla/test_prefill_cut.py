@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla.triton_prefill import _cut
+from mla.triton.prefill import _cut
 
 pytestmark = pytest.mark.triton
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from mla_case import SCALE, make_case
+from rounding import assert_within, mla_bound
 from torch import Tensor
 from triton_support import compiling, report, running
 
-from layers import triton_merge, triton_norm, triton_rope, triton_softmax
 from layers.norm import rms_norm
 from layers.rope import apply_rope
-from mla import latent_fp8, reference, triton_cache, triton_decode, triton_prefill
+from layers.triton import merge as triton_merge
+from layers.triton import norm as triton_norm
+from layers.triton import rope as triton_rope
+from layers.triton import softmax as triton_softmax
+from mla import latent_fp8, reference
 from mla.merge import merge
 from mla.protocol import MlaShape, PrefillMode
-from mla.triton_configs import DecodeConfig, PrefillConfig
-from mla.triton_mla import TritonMla
+from mla.triton import cache as triton_cache
+from mla.triton import decode as triton_decode
+from mla.triton import prefill as triton_prefill
+from mla.triton.configs import DecodeConfig, PrefillConfig
+from mla.triton.mla import TritonMla
 
 pytestmark = pytest.mark.triton
 
@@ -40,7 +47,7 @@ def test_equals_the_reference(name: str, config: DecodeConfig) -> None:
     with running(*KERNELS), torch.inference_mode():
         ours = TritonMla(case.shape, SCALE, "auto", torch.float32, config).prepare(case.step)(*case.tensors)
     expected = reference.naive(q_nope, q_pe, cache, case.step, w_uk, w_uv, SCALE)
-    torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-5)
+    assert_within(ours, expected, mla_bound(case.tensors, case.step, SCALE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,8 +64,7 @@ def test_prompts(lengths: list[tuple[int, int]], prefill: PrefillMode, dtype: to
         backend = TritonMla(case.shape, SCALE, prefill, dtype, SMALL, PROMPTS, max_keys)
         with running(*KERNELS), torch.inference_mode():
             ours = backend.prepare(case.step)(*case.tensors)
-        tolerance = 2e-5 if dtype is torch.float32 else 0.03
-        torch.testing.assert_close(ours.float(), expected.float(), rtol=tolerance, atol=tolerance)
+        assert_within(ours, expected, mla_bound(case.tensors, case.step, SCALE))
 
 
 def test_prompts_over_an_fp8_cache() -> None:
@@ -71,7 +77,7 @@ def test_prompts_over_an_fp8_cache() -> None:
         ours = prepared(q_nope, q_pe, stored, w_uk, w_uv)
     widened = latent_fp8.unpack(stored, 40, 4)
     expected = reference.naive(q_nope, q_pe, widened, case.step, w_uk, w_uv, SCALE)
-    torch.testing.assert_close(ours.float(), expected.float(), rtol=0.03, atol=0.03)
+    assert_within(ours, expected, mla_bound((q_nope, q_pe, widened, w_uk, w_uv), case.step, SCALE))
 
 
 def test_more_heads_than_a_program_takes() -> None:
@@ -81,7 +87,7 @@ def test_more_heads_than_a_program_takes() -> None:
     with running(*KERNELS), torch.inference_mode():
         ours = TritonMla(shape, SCALE, "auto", torch.float32, SMALL).prepare(case.step)(*case.tensors)
     expected = reference.absorbed(q_nope, q_pe, cache, case.step, w_uk, w_uv, SCALE)
-    torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-5)
+    assert_within(ours, expected, mla_bound(case.tensors, case.step, SCALE))
 
 
 @pytest.mark.parametrize("latent_dim", [256, 20])
@@ -101,7 +107,7 @@ def test_bfloat16_and_fp8_cache(latent_dim: int, cache_format: str) -> None:
         prepared = TritonMla(shape, SCALE, "auto", torch.bfloat16, SMALL).prepare(case.step)
         ours = prepared(q_nope, q_pe, stored, w_uk, w_uv)
     expected = reference.naive(q_nope, q_pe, cache, case.step, w_uk, w_uv, SCALE)
-    torch.testing.assert_close(ours.float(), expected.float(), rtol=0.05, atol=0.05)
+    assert_within(ours, expected, mla_bound((q_nope, q_pe, cache, w_uk, w_uv), case.step, SCALE))
 
 
 def test_fp8_rows_come_back_within_a_sixteenth() -> None:

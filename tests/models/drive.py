@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache.memory import CacheMemory
+from cache.spec import CacheSizes
 from dbo.steps import drain, weave
-from ep.group import Group, MailboxGroup, MailboxWorld
-from ep.local import LocalAllToAll
+from ep.backends.local import LocalAllToAll
 from ep.parallel import Parallel
 from ep.protocol import AllToAll
 from ep.table import make_lanes
+from ep.transport.group import Group, MailboxGroup, MailboxWorld
 from eplb.placement import Placement, linear_placement
-from layers.paged_kv import PagedKV
 from layers.step import StepInput
 from layers.weights import Checkpoint
 from models.base import CausalLM
@@ -80,7 +81,7 @@ def prompts_of(rank: int, vocab_size: int) -> list[list[int]]:
 class Cache:
     """A paged cache whose sequences take blocks in shuffled order. table: sequence -> its blocks."""
 
-    kv: PagedKV
+    kv: CacheMemory
     table: dict[int, list[int]] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
 
@@ -88,7 +89,7 @@ class Cache:
     def for_model(model: CausalLM, num_blocks: int = 64, block_size: int = 4, seed: int = 0) -> Cache:
         free = list(range(1, num_blocks))
         random.Random(seed).shuffle(free)
-        return Cache(PagedKV.allocate(model.kv_spec(), num_blocks, block_size, CPU), free=free)
+        return Cache(CacheMemory.allocate(model.cache_spec(), CacheSizes(block_size, num_blocks), CPU), free=free)
 
     def blocks_for(self, sequence: int, length: int) -> list[int]:
         blocks = self.table.setdefault(sequence, [])

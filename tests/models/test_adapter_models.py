@@ -25,6 +25,7 @@ from use_fakes import use_fakes
 
 from ep.moe import MoE
 from layers.weights import Checkpoint
+from mla.backend import make_backend
 from mla.flashinfer import FlashInferMla
 from mla.flashmla import FlashMla
 from models.base import CausalLM
@@ -74,7 +75,7 @@ def logits(path: Path, make: Make | None, attend: str = "torch") -> Tensor:
         assert isinstance(model, DeepseekForCausalLM)
         shape, scale = mla_shape(model.config), model.config.attention_scale
         flash = FlashInferMla(shape, scale, BF16, CPU) if attend == "flashinfer" else None
-        model.mla = flash or FlashMla(shape, scale, "auto", BF16, CPU)
+        model.mla = flash or FlashMla(shape, scale, make_backend(shape, scale, "auto", BF16, CPU))
     checkpoint = Checkpoint(path)
     with torch.inference_mode():
         model.load(checkpoint)

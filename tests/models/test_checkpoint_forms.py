@@ -24,8 +24,8 @@ from hf_tiny import (
 )
 from torch import Tensor
 
+from ep.backends.local import LocalAllToAll
 from ep.experts import WeightFormat
-from ep.local import LocalAllToAll
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
 from layers.linear import Linear

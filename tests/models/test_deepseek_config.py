@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cache.spec import bytes_per_token
 from models.deepseek.config import DeepseekConfig, parse
 from models.fields import ConfigError
 
@@ -79,7 +80,7 @@ def test_v3_as_published() -> None:
     config = read(V3)
     assert (config.num_layers, config.num_moe_layers, config.num_experts, config.num_mtp_layers) == (61, 58, 256, 1)
     assert config.router is not None and config.router.method == "noaux_tc"
-    assert config.kv_bytes_per_token(2) == 61 * 576 * 2
+    assert bytes_per_token(config.cache_spec("bfloat16")) == 61 * 576 * 2
     mscale = 0.1 * math.log(40) + 1
     assert config.attention_scale == pytest.approx(192**-0.5 * mscale * mscale)
     assert config.rope.scale == 1.0

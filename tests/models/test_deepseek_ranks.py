@@ -11,8 +11,8 @@ from drive import CPU, generate_on_ranks, mailbox_models, parallel_of, prompts_o
 from hf_tiny import VOCAB, HfModel
 from rank_processes import generate_in_processes
 
-from ep.group import MailboxGroup, MailboxWorld
 from ep.parallel import Parallel
+from ep.transport.group import MailboxGroup, MailboxWorld
 from layers.weights import Checkpoint
 from models.registry import build, read_config
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from use_fakes import use_fakes
 
 from dbo.steps import drain
-from ep.device_group import DeviceGroup
-from ep.dispatchers import StepState
+from ep.backends.dispatchers import StepState
 from ep.parallel import Parallel
 from ep.protocol import AllToAll
 from ep.table import make_lanes
+from ep.transport.device_group import DeviceGroup
 from eplb.placement import linear_placement
 from models.base import CausalLM
 from models.registry import read_config

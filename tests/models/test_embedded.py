@@ -30,7 +30,7 @@ def test_it_is_small_enough_for_git() -> None:
 
 
 def test_golden_greedy_continuation() -> None:
-    """float32, 48 tokens; transformers says the same (models/tiny/verify.py), with margins of 0.01 or more."""
+    """float32, 48 tokens; transformers says the same (models/tiny/training/verify.py), with margins of 0.01 or more."""
     with LLM(dtype="float32") as llm:
         result = llm.generate("Once upon a time", SamplingParams(max_tokens=48, temperature=0.0))[0]
     assert "Once upon a time" + result.outputs[0].text == STORY

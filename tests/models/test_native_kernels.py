@@ -9,12 +9,12 @@ import pytest
 import torch
 from deepseek_tiny import make_v3
 from hf_tiny import VOCAB, chunked_logits, load_ours, make_qwen3_moe, relative_error, rewrite
+from isas import ISAS
 from torch import Tensor
 
-from native import Isa, best_isa, isa, limit_isa
+from native import Isa, isa, limit_isa
 
 TOKENS = [(5 * i) % VOCAB for i in range(60)]
-ISAS = [level for level in Isa if Isa.NONE < level <= best_isa()]
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cache.spec import bytes_per_token
 from layers.rope_parameters import RopeParameters
 from models.fields import ConfigError
 from models.qwen3.config import Qwen3Config, parse
@@ -54,7 +55,7 @@ def test_dense_and_moe(tmp_path: Path) -> None:
     assert isinstance(dense, Qwen3Config)
     assert dense.qk_norm and not dense.qkv_bias and dense.tie_word_embeddings and dense.num_moe_layers == 0
     assert dense.rope == RopeParameters(16, 1e6)
-    assert dense.kv_bytes_per_token(2) == 4 * 2 * 2 * 16 * 2
+    assert bytes_per_token(dense.cache_spec("bfloat16")) == 4 * 2 * 2 * 16 * 2
     moe = read_config(write(tmp_path, MOE))
     assert isinstance(moe, Qwen3Config)
     assert moe.moe_layers == (1,) and moe.num_moe_layers == 1 and moe.num_experts == 16
@@ -102,7 +103,24 @@ def test_missing_or_wrong_fields_are_named(tmp_path: Path, name: str, value: obj
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, 'hidden_act: expected "silu" .*got "gelu"'),
     ({"use_sliding_window": True}, "use_sliding_window: expected null or false"),
-    ({"architectures": ["MistralForCausalLM"]}, "sliding_window: expected null .*not implemented"),
+    (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+        "sliding_window: expected a whole number of at least 1",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "betafast": 3}},
+        "rope_scaling.betafast: expected none: .*beta_fast",
+    ),
+    ({"rope_scaling": {"type": "default", "mrope_section": [1]}}, "rope_scaling.mrope_section: expected none"),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "extrapolation_factor": 2}},
+        "extrapolation_factor: expected null or 1",
+    ),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "attn_factor": 0.9, "attention_factor": 1.0}},
+        "rope_scaling.attn_factor: expected none beside attention_factor",
+    ),
+    ({"quantization_config": {"quant_algo": "NVFP4"}}, r"quantization_config.quant_algo: .*\"fp8\".*got \"NVFP4\""),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected"),
     ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads"),
     ({"head_dim": 15}, "head_dim: expected an even number"),
@@ -128,6 +146,58 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_unsupported_arithmetic_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(write(tmp_path, {**MOE, "architectures": ["Qwen3ForCausalLM"], **changes}))
+
+
+def test_the_context_of_a_sliding_window_ends_with_it() -> None:
+    bare = {key: value for key, value in DENSE.items() if key != "sliding_window"}
+    bare |= {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}
+    limits = {}
+    for name, more in {"absent": {}, "null": {"sliding_window": None}, "set": {"sliding_window": 1024}}.items():
+        limits[name] = parse({**bare, **more}, "c").context_limit
+    assert limits == {"absent": 4096, "null": 32768, "set": 1024}  # absent: transformers' default
+    assert "sliding_window" in parse(bare, "c").context_reason
+    assert parse({**bare, "max_position_embeddings": 2048}, "c").context_limit == 2048
+
+
+def test_yarn_stretches_the_context() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 900}
+    found = parse({**DENSE, "rope_scaling": yarn}, "c")
+    assert found.context_limit == 3600 and found.max_position_embeddings == 1000 and "yarn" in found.context_reason
+    assert parse({**DENSE, "max_position_embeddings": 9000, "rope_scaling": yarn}, "c").context_limit == 9000
+    assert parse({**DENSE, "rope_scaling": {"type": "linear", "factor": 4.0}}, "c").context_limit == 1000
+
+
+def test_overrides_replace_fields_of_the_file(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    for name in ("rope_parameters", "rope_scaling"):
+        for other in ("rope_parameters", "rope_scaling"):
+            write(tmp_path, {**DENSE, other: {"rope_type": "linear", "factor": 2.0}})
+            found = read_config(tmp_path, {name: yarn, "max_position_embeddings": 500})
+            assert found.max_position_embeddings == 500 and found.context_limit == 2000
+    with pytest.raises(ConfigError, match="hidden_act"):
+        read_config(tmp_path, {"hidden_act": "gelu"})
+
+
+def test_attn_factor_multiplies_and_attention_factor_replaces() -> None:
+    def scale(**more: float) -> float:
+        return parse({**DENSE, "rope_scaling": {"type": "yarn", "factor": 4.0, **more}}, "c").rope.scale
+
+    assert scale() == pytest.approx(1.1386, abs=1e-4) and scale(attention_factor=0.5) == 0.5
+    assert scale(attn_factor=0.8782488562869419) == pytest.approx(1.0)
+
+
+def test_weights_of_modelopt_are_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path, DENSE)
+    other = tmp_path / "hf_quant_config.json"
+    for algorithm in ("NVFP4", "FP8", "W4A8_AWQ"):
+        other.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}))
+        with pytest.raises(ConfigError, match=f"hf_quant_config.json: quantization.quant_algo: .*{algorithm}"):
+            read_config(tmp_path)
+    other.write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    assert read_config(tmp_path) == parse(DENSE, "c")
+    block_fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    other.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    assert read_config(write(tmp_path, {**DENSE, "quantization_config": block_fp8}))  # config.json decides
 
 
 def test_files_that_are_not_configs(tmp_path: Path) -> None:

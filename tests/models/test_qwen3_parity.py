@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepseek_tiny import make_v3
 from hf_tiny import (
     VOCAB,
     HfModel,
@@ -24,6 +25,7 @@ from hf_tiny import (
 from torch import Tensor
 
 from models.base import CausalLM
+from models.registry import read_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -58,6 +60,30 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     make, overrides = CASES[request.param]
     hf = make(tmp_path_factory.mktemp(request.param), **overrides)
     return hf, load_ours(hf.path)
+
+
+@pytest.mark.parametrize("make", [make_qwen3, make_qwen3_moe, make_v3])
+def test_a_context_beyond_max_position_embeddings(make: Make, tmp_path: Path) -> None:
+    """Yarn's factor times the original context may be asked for."""
+    hf = make(tmp_path, rope_parameters=YARN, max_position_embeddings=32)
+    assert read_config(tmp_path).context_limit == 128
+    tokens = tokens_of(4, 127)
+    error = relative_error(chunked_logits(load_ours(hf.path), tokens, [60, 40, 27]), hf.logits(tokens))
+    assert error < 1e-4
+
+
+def test_attention_factor(tmp_path: Path) -> None:
+    hf = make_qwen3(tmp_path, rope_parameters={**YARN, "attention_factor": 0.7}, num_key_value_heads=4)
+    tokens = tokens_of(5, 50)
+    assert relative_error(chunked_logits(load_ours(hf.path), tokens, [50]), hf.logits(tokens)) < 1e-4
+
+
+def test_within_its_window_mistral_is_full_attention(tmp_path: Path) -> None:
+    hf = make_mistral(tmp_path, head_dim=16, sliding_window=24)
+    assert read_config(tmp_path).context_limit == 24
+    tokens, ours = tokens_of(6, 40), load_ours(hf.path)
+    assert relative_error(chunked_logits(ours, tokens[:24], [24]), hf.logits(tokens[:24])) < 1e-4
+    assert relative_error(chunked_logits(ours, tokens, [40]), hf.logits(tokens)) > 1e-2  # so the bound is needed
 
 
 def tokens_of(seed: int, count: int) -> list[int]:

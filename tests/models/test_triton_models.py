@@ -12,6 +12,7 @@ from hf_tiny import VOCAB, chunked_logits, load_ours, make_fp8, make_qwen3_moe, 
 from torch import Tensor
 from triton_support import as_on_gpu
 
+from cache.spec import bytes_per_token
 from ep.moe import MoE
 from models.deepseek.model import DeepseekForCausalLM
 from moe_kernels.fp8_experts import Fp8Experts
@@ -84,7 +85,7 @@ def test_the_fp8_model_takes_the_fp8_kernels(tmp_path: Path) -> None:
     moe = model.decoders[1].mlp
     assert isinstance(moe, MoE) and isinstance(moe.experts.weights, Fp8Experts)
     assert moe.experts.weights.storage(0)[0].dtype is torch.float8_e4m3fn
-    assert model.kv_spec().bytes_per_token == 2 * (128 + 4 + 2 * 6)
+    assert bytes_per_token(model.cache_spec()) == 2 * (128 + 4 + 2 * 6)
 
 
 def test_qwen3_moe(tmp_path: Path) -> None:

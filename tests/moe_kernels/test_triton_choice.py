@@ -51,7 +51,7 @@ def test_the_cpu_does_without_triton() -> None:
 
 def test_a_missing_triton_names_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "moe_kernels.triton_topk", raising=False)
+    monkeypatch.delitem(sys.modules, "moe_kernels.triton.topk", raising=False)
     choice.triton_form.cache_clear()
     with pytest.raises(ImportError, match="pip install triton"):
         choice.triton_form("topk", "softmax_topk")

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from moe_inputs import routing
 from triton_support import running
 
-from moe_kernels import quant, tokens, triton_permute, triton_quant
+from moe_kernels import quant, tokens
+from moe_kernels.triton import permute as triton_permute
+from moe_kernels.triton import quant as triton_quant
 
 pytestmark = pytest.mark.triton
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import moesaic
-from engine.outputs import Prompt
+from front.outputs import Prompt
 from moesaic import LLM, AsyncLLM, SamplingParams
 
 PROMPTS = ["Once upon a time", "Lily had a red ball", "The dog"]

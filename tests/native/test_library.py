@@ -72,3 +72,19 @@ def test_every_source_is_built() -> None:
     assert [
         path.name for path in sources if path.name != "selftest.cpp" and f'"native/src/{path.name}"' not in named
     ] == []
+
+
+@needs_library
+def test_recording_imports_nothing() -> None:
+    """torch keeps its compiler out of a dispatch mode by importing it first, which takes a second of the first step."""
+    script = """
+import sys, torch
+from native.tape import Memory, Recording
+before = set(sys.modules)
+recording = Recording(Memory())
+recording.begin()
+torch.empty(4, 4).view(2, 8)
+recording.end()
+print(len(set(sys.modules) - before), repr(recording.refused))
+"""
+    assert python(script) == "0 ''"

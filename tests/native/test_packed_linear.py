@@ -10,18 +10,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from isas import EVERY_ISA, ISAS
+from rounding import assert_within, matmul_bound
 
 from moe_kernels.matrix import SCALE_ROWS, WeightFormat, dequantize, quantize
 from native import Isa, best_isa, isa, limit_isa
 from native.packed_linear import PackedLinear, is_faster_packed
 
-ISAS = [level for level in Isa if Isa.NONE < level <= best_isa()]
 ROWS = [0, 1, 2, 3, 4, 5, 9, 12, 13, 24, 31, 300]
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=EVERY_ISA)
 def level(request: pytest.FixtureRequest) -> Iterator[None]:
     before = isa()
     limit_isa(request.param)
@@ -51,8 +52,7 @@ def test_equals_torch(
         for b in (None, bias):
             ours = layer(x, b)
             wanted = F.linear(x.float(), weight, None if b is None else b.float())
-            rounding = 2**-8 if dtype is torch.bfloat16 else 1e-5
-            torch.testing.assert_close(ours.float(), wanted, rtol=rounding, atol=1e-4 * num_inputs**0.5)
+            assert_within(ours, wanted, matmul_bound(x, weight, b))
 
 
 @pytest.mark.skipif(best_isa() < Isa.AVX512_BF16, reason="this CPU has no bfloat16 arithmetic")
@@ -70,7 +70,7 @@ def test_bfloat16_equals_torch_whatever_the_number_of_rows(sizes: tuple[int, int
     x[:] = torch.randn((300, num_inputs), generator=generator)
     wanted = F.linear(x.float(), weight.float(), bias.float())
     together = layer(x, bias)
-    torch.testing.assert_close(together.float(), wanted, rtol=2**-8, atol=1e-4 * num_inputs**0.5)
+    assert_within(together, wanted, matmul_bound(x, weight, bias))
     for rows in ROWS:
         assert torch.equal(layer(x[:rows], bias), together[:rows])
     before = weight.data_ptr()

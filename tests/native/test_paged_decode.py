@@ -6,11 +6,14 @@ Legend: B sequences, H query heads, Hkv key/value heads, D head size, R rows of 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isas import EVERY_ISA, ISAS
+from rounding import assert_within, paged_attention_bound
 from torch import Tensor
 
 from layers import reference
@@ -19,7 +22,7 @@ from layers.paged_decode import PagedDecode
 from layers.step import StepInput
 from native import Isa, best_isa, limit_isa
 
-ISAS = [level for level in Isa if Isa.NONE < level <= best_isa()]
+SCALE = 0.3
 DTYPES = [torch.float32, torch.bfloat16]
 CHUNK = 256  # keys of a chunk (native/src/attention.h)
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")
@@ -60,36 +63,40 @@ def decodes(lens: list[int], block_size: int, seed: int = 0) -> tuple[StepInput,
     return step, used
 
 
-def run(
-    lens: list[int], heads: Heads, dtype: torch.dtype, block_size: int = 16, threads: int = 1
-) -> tuple[Tensor, Tensor]:
-    """(ours, the reference's); everything that is no sequence's own is NaN."""
-    step, used = decodes(lens, block_size)
+@lru_cache
+def case(
+    lens: tuple[int, ...], heads: Heads, dtype: torch.dtype, block_size: int
+) -> tuple[Tensor, list[Tensor], StepInput, Tensor, Tensor]:
+    """(queries, caches, step, the reference's result, its bound); everything that is no sequence's own is NaN."""
+    step, used = decodes(list(lens), block_size)
     generator = torch.Generator().manual_seed(1)
-    caches = [
-        torch.randn((len(used), heads.num_kv_heads, heads.head_dim), generator=generator).to(dtype) for _ in range(2)
-    ]
+    shape = (len(used), heads.num_kv_heads, heads.head_dim)
+    caches = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
     for cache in caches:
         cache[~used] = torch.nan
     # Queries lie apart, as in a fused projection.
-    q = torch.randn((len(lens), heads.num_heads + 2, heads.head_dim), generator=generator).to(dtype)[
-        :, : heads.num_heads
-    ]
+    q = torch.randn((len(lens), heads.num_heads + 2, heads.head_dim), generator=generator).to(dtype)
+    q = q[:, : heads.num_heads]
+    wanted = reference.paged_attention(q.contiguous(), *caches, step, SCALE)
+    return q, caches, step, wanted, paged_attention_bound(q, *caches, step, SCALE)
+
+
+def check(lens: list[int], heads: Heads, dtype: torch.dtype, block_size: int = 16, threads: int = 1) -> None:
+    """Ours equals the reference's."""
+    q, caches, step, wanted, allowed = case(tuple(lens), heads, dtype, block_size)
     torch.set_num_threads(threads)
-    ours = paged_attention(q, *caches, AttentionPlan(step, heads, dtype), 0.3)
-    return ours, reference.paged_attention(q.contiguous(), *caches, step, 0.3)
+    plan = AttentionPlan(step, heads, dtype)
+    assert_within(paged_attention(q, *caches, plan, SCALE), wanted, allowed)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("level", ISAS, ids=lambda level: level.name)
+@pytest.mark.parametrize("level", EVERY_ISA)
 def test_equals_the_reference(level: Isa, dtype: torch.dtype, threads: int) -> None:
     limit_isa(level)
-    tolerance = 2e-6 if dtype is torch.float32 else 2**-7
     for heads in HEADS:
         for lens in ([], [1], [CHUNK], [CHUNK + 1, 3, 2 * CHUNK - 1], [700], list(range(1, 50))):
-            ours, wanted = run(lens, heads, dtype, threads=threads)
-            torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
+            check(lens, heads, dtype, threads=threads)
 
 
 @settings(max_examples=30, deadline=None)
@@ -104,15 +111,12 @@ def test_equals_the_reference(level: Isa, dtype: torch.dtype, threads: int) -> N
 )
 def test_any_sizes(lens: list[int], heads: Heads, block_size: int, dtype: torch.dtype, level: Isa) -> None:
     limit_isa(level)
-    ours, wanted = run(lens, heads, dtype, block_size)
-    tolerance = 5e-6 if dtype is torch.float32 else 2**-6
-    torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
+    check(lens, heads, dtype, block_size)
 
 
 def test_thousands_of_keys() -> None:
     """More chunks than a sequence may have: they become longer."""
-    ours, wanted = run([CHUNK * 70 + 5, 9], Heads(4, 2, 16), torch.float32, threads=2)
-    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    check([CHUNK * 70 + 5, 9], Heads(4, 2, 16), torch.float32, threads=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,11 +6,14 @@ Legend: T tokens, B sequences, H query heads, Hkv key/value heads, D head size, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isas import EVERY_ISA, ISAS
+from rounding import assert_within, paged_attention_bound
 from torch import Tensor
 
 from layers import reference
@@ -19,7 +22,7 @@ from layers.paged_prefill import PagedPrefill
 from layers.step import StepInput
 from native import Isa, best_isa, limit_isa
 
-ISAS = [level for level in Isa if Isa.NONE < level <= best_isa()]
+SCALE = 0.3
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")
 HEADS = [Heads(4, 2, 8), Heads(16, 4, 64), Heads(3, 1, 20), Heads(7, 1, 70), Heads(6, 2, 34), Heads(2, 2, 130)]
@@ -53,11 +56,12 @@ def prompts(lengths: list[tuple[int, int]], block_size: int = 16, seed: int = 0)
     return StepInput(none, none, none, tuple(starts), lens, lens_B, table, num_decodes, block_size, none), used
 
 
-def run(
-    lengths: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, block_size: int = 16, threads: int = 1
-) -> tuple[Tensor, Tensor]:
-    """(ours, the reference's); everything that is no sequence's own is NaN."""
-    step, used = prompts(lengths, block_size)
+@lru_cache
+def case(
+    lengths: tuple[tuple[int, int], ...], heads: Heads, dtype: torch.dtype, block_size: int
+) -> tuple[Tensor, list[Tensor], StepInput, Tensor, Tensor]:
+    """(queries, caches, step, the reference's result, its bound); everything that is no sequence's own is NaN."""
+    step, used = prompts(list(lengths), block_size)
     generator = torch.Generator().manual_seed(1)
     shape = (len(used), heads.num_kv_heads, heads.head_dim)
     caches = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
@@ -66,19 +70,26 @@ def run(
     # Queries lie apart, as in a fused projection.
     q = torch.randn((step.num_tokens, heads.num_heads + 2, heads.head_dim), generator=generator).to(dtype)
     q = q[:, : heads.num_heads]
+    wanted = reference.paged_attention(q.contiguous(), *caches, step, SCALE)
+    return q, caches, step, wanted, paged_attention_bound(q, *caches, step, SCALE)
+
+
+def check(
+    lengths: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, block_size: int = 16, threads: int = 1
+) -> None:
+    """Ours equals the reference's."""
+    q, caches, step, wanted, allowed = case(tuple(lengths), heads, dtype, block_size)
     torch.set_num_threads(threads)
     plan = AttentionPlan(step, heads, dtype)
     assert plan.prefill is not None or step.num_decodes == step.num_sequences
-    ours = paged_attention(q, *caches, plan, 0.3)
-    return ours, reference.paged_attention(q.contiguous(), *caches, step, 0.3)
+    assert_within(paged_attention(q, *caches, plan, SCALE), wanted, allowed)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("level", ISAS, ids=lambda level: level.name)
+@pytest.mark.parametrize("level", EVERY_ISA)
 def test_equals_the_reference(level: Isa, dtype: torch.dtype, threads: int) -> None:
     limit_isa(level)
-    tolerance = 3e-6 if dtype is torch.float32 else 2**-7
     for heads in HEADS:
         for lengths in (
             [(2, 2)],
@@ -86,8 +97,7 @@ def test_equals_the_reference(level: Isa, dtype: torch.dtype, threads: int) -> N
             [(5, CHUNK + 3), (63, 64), (64, 64), (65, 70)],
             [(30, 513)],
         ):
-            ours, wanted = run(lengths, heads, dtype, threads=threads)
-            torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
+            check(lengths, heads, dtype, threads=threads)
 
 
 @settings(max_examples=30, deadline=None)
@@ -108,13 +118,11 @@ def test_any_sizes(
 ) -> None:
     limit_isa(level)
     step = [(1, keys) for keys in decodes] + [(queries, queries + context) for queries, context in lengths]
-    ours, wanted = run(step, heads, dtype, block_size)
-    tolerance = 5e-6 if dtype is torch.float32 else 2**-6
-    torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
+    check(step, heads, dtype, block_size)
 
 
 def test_an_odd_width_in_float32_runs_too_and_in_bfloat16_in_torch() -> None:
-    torch.testing.assert_close(*run([(9, 30)], Heads(2, 2, 33), torch.float32), rtol=3e-6, atol=3e-6)
+    check([(9, 30)], Heads(2, 2, 33), torch.float32)
     step, _ = prompts([(9, 30)])
     assert AttentionPlan(step, Heads(2, 2, 33), torch.bfloat16).prefill is None
 
@@ -122,9 +130,7 @@ def test_an_odd_width_in_float32_runs_too_and_in_bfloat16_in_torch() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_thousands_of_tokens(dtype: torch.dtype) -> None:
-    ours, wanted = run([(1, 3000), (1500, 1500), (40, 4000)], Heads(4, 2, 64), dtype, threads=2)
-    tolerance = 1e-5 if dtype is torch.float32 else 2**-7
-    torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
+    check([(1, 3000), (1500, 1500), (40, 4000)], Heads(4, 2, 64), dtype, threads=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -148,4 +154,5 @@ def test_large_scores_do_not_overflow() -> None:
     k, v = (torch.randn(len(used), 1, 16) for _ in range(2))
     q = torch.randn(40, 1, 16) * 1e3
     ours = paged_attention(q, k, v, AttentionPlan(step, Heads(1, 1, 16), torch.float32), 1.0)
-    torch.testing.assert_close(ours, reference.paged_attention(q, k, v, step, 1.0), rtol=2e-3, atol=2e-3)
+    wanted = reference.paged_attention(q, k, v, step, 1.0)
+    assert_within(ours, wanted, paged_attention_bound(q, k, v, step, 1.0))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -20,8 +22,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from configs.engine import Plan
 from configs.server import ServerConfig
-from engine.async_llm import AsyncLLM
-from engine.messages import (
+from front.async_llm import AsyncLLM
+from front.messages import (
     Abort,
     AddRequest,
     FrontToRank,
@@ -36,7 +38,7 @@ from engine.messages import (
     SamplingParams,
     TokenOutput,
 )
-from engine.text import Tokenizer
+from front.text import Tokenizer
 from server.app import build_app
 from server.service import Service
 
@@ -73,8 +75,9 @@ def write_tokenizer(directory: Path) -> Path:
 
 @functools.cache
 def small_tokenizer() -> Tokenizer:
-    with tempfile.TemporaryDirectory() as directory:
-        return Tokenizer(write_tokenizer(Path(directory)))
+    directory = tempfile.mkdtemp(prefix="moesaic-tokenizer-")  # the process that takes large bodies reads it again
+    atexit.register(shutil.rmtree, directory)
+    return Tokenizer(write_tokenizer(Path(directory)))
 
 
 def story_tokens() -> list[int]:
@@ -161,7 +164,7 @@ def _logprobs(token: int, width: int) -> Logprobs:
 
 
 class FakeRanks:
-    """A fake of the rank side (engine.wire.Ranks): every sequence is told the story, one token per step.
+    """A fake of the rank side (front.wire.Ranks): every sequence is told the story, one token per step.
 
     A step happens whenever the front reads. `paused` holds all of them still. Its descriptor is a pipe.
     """
@@ -214,7 +217,7 @@ class FakeRanks:
     def aborted(self) -> list[int]:
         return [number for message in self.sent if isinstance(message, Abort) for number in message.request_ids]
 
-    # ---- engine.wire.Ranks ----
+    # ---- front.wire.Ranks ----
 
     def fileno(self) -> int:
         return self._reader
@@ -328,6 +331,7 @@ async def server(
         yield Server(service, ranks, app, http)
     assert not clock.done(), clock
     clock.cancel()
+    service.close()
     await engine.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 from server_parts import MODEL, STORY, FakeRanks, Server, rank_ready, server, small_tokenizer, until
 
 from configs.server import ServerConfig
-from engine.messages import Membership
+from front.messages import Membership
 from server.gate import digest
 
 CONFIG = ServerConfig(admin_key_digests=(digest("boss"),), api_key_digests=(digest("one"),))

@@ -44,7 +44,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[subp
             return subprocess.Popen(command, stdout=log, stderr=log, env=child_environment(1))
 
         front = start("server.process", "--server", str(tmp_path / "server.json"))
-        ranks = [start("engine.rank_process", "--rank", str(rank)) for rank in range(2)]
+        ranks = [start("engine.process.rank_process", "--rank", str(rank)) for rank in range(2)]
         everybody = [front, *ranks]
         try:
             deadline = time.monotonic() + STARTUP

@@ -17,8 +17,8 @@ from server_parts import FakeRanks, Server, server, until
 
 from configs.eplb import EplbConfig
 from configs.server import ServerConfig
-from engine.balancing import BalancerSilent
-from engine.messages import BalanceCommand, BalanceReply, BalanceReport, BalanceStatus, FrontToRank
+from front.balancing import BalancerSilent
+from front.messages import BalanceCommand, BalanceReply, BalanceReport, BalanceStatus, FrontToRank
 from server import logs
 from server.gate import digest
 

@@ -33,15 +33,15 @@ from server_parts import (
 
 from configs.engine import Plan
 from configs.server import ServerConfig
-from engine.messages import Abort, AddRequest, Outputs, RankFailed, RankStats, Shutdown
-from engine.wire import RankSocket
+from front.messages import Abort, AddRequest, NoneLeft, Outputs, RankFailed, RankStats, Shutdown
+from front.wire import RankSocket, Reporter
 
 STARTUP = 30.0
 
 
 @dataclass
 class FakeRank(threading.Thread):
-    """A fake of engine.rank_process for one rank, on the real wire: tells the story, a token every `pace` seconds.
+    """A fake of engine.process.rank_process for one rank, on the real wire: tells the story, a token every `pace` seconds.
 
     hold_at: it stops there, for each sequence, until hold_at is 0.
     """
@@ -108,7 +108,11 @@ class Front:
         return self.process.returncode, out, err
 
     def ready_file(self) -> bool:
-        return (self.directory / "ready").exists()
+        path = self.directory / "ready"
+        return path.exists() and bool(self.ready_text())
+
+    def ready_text(self) -> str:
+        return (self.directory / "ready").read_text().rstrip("\0")
 
 
 def free_port() -> int:
@@ -237,8 +241,12 @@ def test_the_last_rank_s_failure_ends_the_front_with_its_name(tmp_path: Path) ->
             server.ranks[0].failure = "ValueError: no luck"
             until(lambda: httpx.get(f"{server.url}/ready").json().get("mode") == "degraded", "one rank is lost")
             server.ranks[1].failure = "ValueError: a wire was cut"
+            until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, "none serves")
+            reporter = Reporter(server.ranks[1].endpoint)
+            reporter.send(NoneLeft("rank 1: ValueError: a wire was cut"))
             data = [line.removeprefix("data: ") for line in lines if line]
         assert data[-1] == "[DONE]" and json.loads(data[-2])["error"]["code"] == "engine_failed"
+        reporter.close()
         code, _, err = server.wait()
         assert code == 3
         said = [line for line in err.splitlines() if line.startswith("moesaic:")]
@@ -253,7 +261,7 @@ def test_http_answers_while_ranks_load_and_odd_clients_do_no_harm(tmp_path: Path
         for rank in server.ranks:
             rank.start()
         until(server.ready_file, "ready")
-        assert (server.directory / "ready").read_text() == server.url
+        assert server.ready_text() == server.url
 
         big = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a" * 5_000_000})
         assert big.status_code == 413 and big.json()["error"]["code"] == "body_too_large"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from server_parts import MODEL, STORY, Server, server, small_tokenizer, story_tokens
 
-from engine.messages import AddRequest
+from front.messages import AddRequest
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 

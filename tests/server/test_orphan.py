@@ -1,4 +1,4 @@
-"""engine/orphan.py: a child does not outlive its parent, however that ends."""
+"""engine/process/orphan.py: a child does not outlive its parent, however that ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-CHILD = "import os, time; from engine.orphan import die_with_parent; die_with_parent({parent}); print(os.getpid(), flush=True); time.sleep(60)"
+CHILD = "import os, time; from engine.process.orphan import die_with_parent; die_with_parent({parent}); print(os.getpid(), flush=True); time.sleep(60)"
 PARENT = f"""
 import os, subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", {CHILD!r}.format(parent=os.getpid())])

@@ -13,8 +13,8 @@ from typing import Any
 from server_parts import FakeRanks, server
 
 from configs.server import ServerConfig
-from engine.messages import FrontToRank, ProfileCommand, ProfilePart, RankLost
 from ep.recorder import Kind, Recorder
+from front.messages import FrontToRank, ProfileCommand, ProfilePart, RankLost
 from server.gate import digest
 
 BOSS = {"authorization": "Bearer boss"}

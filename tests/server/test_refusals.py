@@ -11,6 +11,7 @@ import pytest
 from server_parts import MODEL, STORY, FakeRanks, server, story_tokens, until
 
 from configs.server import ServerConfig
+from front.messages import NoneLeft
 from server.gate import digest
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -337,7 +338,12 @@ def test_a_lost_rank_is_not_noticed() -> None:
             assert choice["text"] == text == STORY and choice["finish_reason"] == "stop"
             assert len(choice["logprobs"]["tokens"]) == events[-1]["usage"]["completion_tokens"] == len(story_tokens())
             ready = (await s.http.get("/ready")).json()
-            assert ready == {"status": "ready", "mode": "degraded", "ranks": ["up", "lost"]}
+            assert ready == {
+                "status": "ready",
+                "mode": "degraded",
+                "ranks": ["up", "lost"],
+                "waiting": {"1": "out of luck"},
+            }
             metrics = (await s.http.get("/metrics")).text
             for line in (
                 f'moesaic:rank_up{{engine="1",model_name="{MODEL}"}} 0.0',
@@ -373,6 +379,10 @@ def test_all_ranks_lost() -> None:
             await until(lambda: len(s.ranks.running) == 2, "both run")
             s.ranks.fail(0, "no memory")
             s.ranks.fail(1, "out of luck")
+            await until(lambda: s.service.engine.shortage, "none serves")
+            held = error_of(await s.post("/v1/completions", {"prompt": "a"}), 503)
+            assert "0 of 2 ranks serve" in held["message"] and not whole.done() and not stream.done()
+            s.ranks.say(NoneLeft("rank 1 failed: out of luck"))
             for answer in (await whole, await stream):  # nothing had been sent: also the stream gets an HTTP error
                 error = error_of(answer, 503)
                 assert error["code"] == "engine_failed" and "rank 1" in error["message"]
@@ -392,6 +402,7 @@ def test_all_ranks_lost_in_the_middle_of_a_stream() -> None:
             await until(lambda: ranks.steps == 3 and s.service.flights, "some tokens")
             ranks.fail(1, "gone")
             ranks.fail(0, "gone")
+            ranks.say(NoneLeft("rank 0 failed: gone"))
             answer = await stream
             assert answer.status_code == 200
             blocks = answer.text.split("\n\n")

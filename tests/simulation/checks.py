@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.sampling_params import seeds
+from front.sampling_params import seeds
 from tests.simulation.front_side import Client
 from tests.simulation.processes import RankProcess
 from tests.simulation.standin import Expected, Facts, continuation
@@ -78,13 +78,11 @@ def _ranks_are_clean(simulation: Simulation) -> None:
         scheduler = process.scheduler
         assert scheduler is not None
         kv = scheduler.kv
-        if kv.num_free_blocks != kv.num_blocks or any(kv._refs):
+        if kv.num_free_blocks != kv.num_blocks:
             raise Violation(f"rank {process.rank_id} has {kv.num_blocks - kv.num_free_blocks} blocks that nobody uses")
-        if scheduler.num_running or scheduler.num_waiting or scheduler._in_flight:
+        if scheduler.has_unfinished or scheduler._in_flight:
             raise Violation(f"rank {process.rank_id} still has requests")
-        rows = len(scheduler._free_rows) + len(scheduler._retiring)
-        if rows != scheduler.max_num_seqs:
-            raise Violation(f"rank {process.rank_id} has {rows} of {scheduler.max_num_seqs} rows left")
+        scheduler.rows.check(0)
 
 
 def _ranks_agree(simulation: Simulation) -> None:

@@ -59,9 +59,8 @@ def _popen(child: Child) -> FakePopen:
 class FakeFile:
     """A file of the runtime directory: what somebody reads there, or None. A stand-in for a Path."""
 
-    def __init__(self, read: Callable[[], bytes | None], unlink: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, read: Callable[[], bytes | None]) -> None:
         self._read = read
-        self._unlink = unlink
 
     def exists(self) -> bool:
         return self._read() is not None
@@ -72,41 +71,38 @@ class FakeFile:
             raise FileNotFoundError
         return content
 
-    def read_text(self) -> str:
-        return self.read_bytes().decode()
-
-    def unlink(self, missing_ok: bool) -> None:
-        self._unlink()
-
 
 class FakeRuntime:
     """launch.processes.RuntimeDir without a disk."""
 
     def __init__(self, files: Callable[[str], FakeFile]) -> None:
-        self.path = cast(Path, _Directory(files))
+        self._files = files
+        self.options = ["--runtime-dir", "runtime"]
         self.written: dict[str, Any] = {}
 
     def write(self, name: str, value: object) -> Path:
         self.written[name] = value
         return Path(name)
 
+    def file(self, name: str) -> FakeFile:
+        return self._files(name)
+
+    def read(self, name: str) -> str:
+        file = self._files(name)
+        return file.read_bytes().decode() if file.exists() else ""
+
+    def clear(self, name: str) -> None:
+        """What a process wrote is gone with it."""
+
+    def show_ready(self, address: str) -> None:
+        """To nobody."""
+
     def close(self) -> None:
         """Nothing is held."""
 
 
-class _Directory:
-    def __init__(self, files: Callable[[str], FakeFile]) -> None:
-        self._files = files
-
-    def __truediv__(self, name: str) -> FakeFile:
-        return self._files(name)
-
-    def __str__(self) -> str:
-        return "runtime"
-
-
-class FakeResizes:
-    """engine.wire.Resizes without a disk."""
+class FakeNumbers:
+    """front.wire.Numbers without a disk."""
 
     def __init__(self) -> None:
         self._counts: list[int] = []

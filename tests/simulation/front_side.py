@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from engine.async_llm import AsyncLLM, EngineBusy, EngineFailed, RequestStream
-from engine.front import Front
-from engine.messages import FrontToRank, RankReady, RankToFront
-from engine.outputs import Delta
-from engine.text import Tokenizer
-from engine.wire import NotConnected
-from tests.simulation.fakes import FakeResizes
+from front.async_llm import AsyncLLM, EngineBusy, EngineFailed, RequestStream
+from front.front import Front
+from front.messages import FrontToRank, RankReady, RankToFront
+from front.outputs import Delta
+from front.text import Tokenizer
+from front.wire import NotConnected
+from tests.simulation.fakes import FakeNumbers
 from tests.simulation.processes import House, RankProcess
 from tests.simulation.schedules import Request
-from tests.simulation.standin import EOS, VOCABULARY, Expected, letter
+from tests.simulation.standin import EOS, VOCABULARY, Characters, Expected, letter
 from tests.simulation.transport import Channel
 from tests.simulation.world import World
 
@@ -23,19 +23,13 @@ RETRY_SECONDS = 0.25  # of a client that was refused because too few ranks serve
 
 
 class FakeTokenizer:
-    """One letter per token. engine.text.Tokenizer, as far as the front uses it."""
+    """front.text.Tokenizer, as far as the front uses it."""
 
     eos_token_ids = (EOS,)
     vocab_size = VOCABULARY
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> FakeTokenizer:
-        return self
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(letter, token_ids))
-
-    def finish(self) -> str:
-        return ""
+    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> Characters:
+        return Characters()
 
     def token_bytes(self, token_id: int) -> bytes:
         return letter(token_id).encode()
@@ -59,12 +53,12 @@ class FakeLoop:
 
 
 class FakeRanks:
-    """engine.wire.ZmqRanks over channels of fake time."""
+    """front.wire.ZmqRanks over channels of fake time."""
 
     def __init__(self, house: House, knock: Callable[[], None]) -> None:
         self.house = house
         self.size = len(house)
-        self.resizes = FakeResizes()
+        self.resizes, self.fences = FakeNumbers(), FakeNumbers()
         self._knock = knock
         self._came: list[RankToFront] = []
         self._held: list[RankReady] = []
@@ -103,6 +97,9 @@ class FakeRanks:
         self.size = max(self.size, count)
         self.house.grow(count)
         self.resizes.write(count)
+
+    def fence(self, rank: int, process: int) -> None:
+        self.fences.write(process)
 
     def close(self) -> None:
         """Nothing is held."""

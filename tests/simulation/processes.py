@@ -8,24 +8,42 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from cache.manager import PAGED
 from configs.engine import Plan
 from dbo.steps import Steps
 from engine.build import _scheduler
-from engine.messages import FrontToRank, Membership, Outputs, RankFailed, RankReady, RankToFront, TokenOutput
+from engine.process.rank_process import WEIGHTS_SECONDS
 from engine.rank import Rank
-from engine.rank_process import SLEEP_SECONDS
+from engine.reading import Reading
 from engine.scheduler import Scheduler
 from engine.team import Opening as OpeningProtocol
 from engine.team import Team
-from ep.group import LocalGroup
 from ep.protocol import PeerLost
+from ep.transport.group import LocalGroup
 from eplb.placement import Placement, linear_placement
+from eplb.repair import Load
+from front.messages import (
+    EXIT_WEIGHTS,
+    FrontToRank,
+    Membership,
+    Outputs,
+    RankFailed,
+    RankReady,
+    RankToFront,
+    TokenOutput,
+    Waiting,
+)
+from launch.signs import Signs
+from tests.simulation.disk import Disk, SimReading
 from tests.simulation.fakes import FakePopen
 from tests.simulation.standin import VOCABULARY, Facts, StandIn, StandInRunner
 from tests.simulation.transport import Channel, Delays, Exchange, LocalLane, Meeting, Opening, SimGroup
 from tests.simulation.world import Violation, World
 
-BEAT_SECONDS = 0.25  # engine/heartbeat.py
+BEAT_SECONDS = 0.25  # engine/process/heartbeat.py
+SLEEP_SECONDS = (
+    10.0  # longer than that of engine/process/rank_process.py, so that a call that wakes no rank is found out
+)
 
 
 class SimBell:
@@ -55,12 +73,18 @@ class House(list[Any]):
         self.facts = facts
         self.hear = hear  # the front's socket
         self.meetings: dict[int, Meeting] = {}
+        self.disk = Disk(world, delays)
         self.watch: Callable[[str, int], None] = lambda what, rank: None  # told of what happens to a rank
+        self.on_fence: Callable[[RankProcess], None] = lambda process: None  # told before the keeper kills it
         self.slow_until = [0.0] * plan.data_parallel_size
         self.rings: list[list[int]] = [[] for _ in self]  # that nobody was there for
         self.next_pid = 1000
         self.ended: list[str] = []  # ranks that ended by themselves, and why
         self._placements: dict[int, Placement] = {}
+
+    def signs(self, pid: int) -> Signs | None:
+        """launch.signs.signs_of."""
+        return next((process.signs() for process in self if process is not None and process.pid == pid), None)
 
     def grow(self, count: int) -> None:
         for _ in range(len(self), count):
@@ -83,7 +107,7 @@ class House(list[Any]):
 
 
 class RankProcess:
-    """What engine/rank_process.py does around a Rank, one event at a time.
+    """What engine/process/rank_process.py does around a Rank, one event at a time.
 
     Between two events it may be killed or stopped. A turn of the rank's generator ends where it would wait for others.
     """
@@ -95,7 +119,7 @@ class RankProcess:
         self.rank_id = rank_id
         self.joins = joins
         house.next_pid += 1
-        self.popen = FakePopen(house.next_pid, lambda: self.kill())
+        self.popen = FakePopen(house.next_pid, lambda: self._fenced())
         self.up = Channel(self.world, house.delays, house.hear)
         self.inbox: list[FrontToRank] = []
         self.bell = SimBell(self)
@@ -105,6 +129,11 @@ class RankProcess:
         self.alive = True
         self.stopped = False
         self.stopped_since = 0.0
+        self.hung = (
+            ""  # its loop stands still for ever: "hang", and so does its heartbeat; "aloof": and its heartbeat goes on
+        )
+        self.busy_until = 0.0  # its loop stands still, in one long operation
+        self.still_since = 0.0  # then
         self.frozen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.beats_since = -1.0
         self.loading_since = -1.0
@@ -119,6 +148,7 @@ class RankProcess:
         self._next = 0  # the number of the event that resumes it; others are out of date
         self._next_when = 0.0
         self._sleeping = False
+        self._waits_until = -1.0
         self._call(self.world.now + self.world.between(0.05, 0.2), self._build)
 
     @property
@@ -138,6 +168,47 @@ class RankProcess:
 
     def kill(self) -> None:
         self._end(-signal.SIGKILL)
+
+    def _fenced(self) -> None:
+        """The keeper kills it."""
+        if self.alive:
+            self.house.on_fence(self)
+        self.kill()
+
+    @property
+    def gets_on(self) -> bool:
+        """Its loop does, or will."""
+        return not self.stopped and not self.hung
+
+    @property
+    def busy(self) -> bool:
+        return self.busy_until > self.world.now and not self.hung
+
+    def hang(self, how: str) -> None:
+        if not self.busy:
+            self.still_since = self.world.now
+        self.hung = how
+
+    def work(self, seconds: float) -> None:
+        self.still_since, self.busy_until = self.world.now, self.world.now + seconds
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Other ranks wait for it now, or will in a moment."""
+        team = self.team
+        alone = team is None or not team.working or len(team.living) < 2
+        return not alone and self.rank is not None and not self.rank.asleep
+
+    def cut(self) -> None:
+        """What it sends in exchanges of this epoch reaches none of the others."""
+        assert self.team is not None and self.team._groups is not None
+        for group in self.team._groups:
+            cast(SimGroup, group).net.cut.add(cast(SimGroup, group).rank)
+
+    def signs(self) -> Signs:
+        """As the kernel would tell them (launch/signs.py)."""
+        works = self.busy and not self.stopped
+        return Signs(self.world.now if works else 0.0, works)
 
     def stop(self) -> None:
         if self.alive and not self.stopped:
@@ -174,6 +245,8 @@ class RankProcess:
         if since < 0:
             return None
         last = self.stopped_since if self.stopped else self.world.now
+        if since == self.beats_since and (self.hung == "hang" or self.busy):  # this one comes from the loop
+            last = min(last, self.still_since)
         beat = since + int((last - since) / BEAT_SECONDS) * BEAT_SECONDS
         return struct.pack("=d", beat)
 
@@ -194,10 +267,10 @@ class RankProcess:
             7,
             self._meet,
             cast(Any, _lanes),
-            plan.model_path,
+            self._read,
             clock=self.world.clock,
         )
-        self.scheduler = _scheduler(plan)
+        self.scheduler = _scheduler(plan, PAGED)
         runner = StandInRunner(self.model, plan.num_kv_blocks, plan.block_size)
         ready = RankReady(
             rank=self.rank_id,
@@ -216,9 +289,24 @@ class RankProcess:
         self._call(self.world.now + self.world.between(0.0, 0.05), self._connect)
         self._call(self.world.now + self.world.between(*house.delays.load) * self._slowness(), self._loaded)
 
+    def _wait_for_weights(self, trouble: str) -> None:
+        if self._waits_until < 0:
+            self._waits_until = self.world.now + WEIGHTS_SECONDS
+            self.send(Waiting(self.rank_id, trouble))
+        if self.world.now > self._waits_until:
+            self.send(RankFailed(self.rank_id, trouble))
+            self._end(EXIT_WEIGHTS)
+            return
+        self._call(self.world.now + self.world.between(0.1, 1.0), self._loaded)
+
     def _meet(self, epoch: int, index: int, size: int) -> OpeningProtocol:
         self.house.watch("meets", self.rank_id)
         return Opening(self.house.meeting(epoch, size), index, self)
+
+    def _read(self, loads: Sequence[Load]) -> Reading:
+        if loads:
+            self.house.watch("reads", self.rank_id)
+        return SimReading(self.house.disk, loads, self.world)
 
     def _connect(self) -> None:
         """The sockets: the front's and the doorbells'."""
@@ -227,7 +315,12 @@ class RankProcess:
         self.bell.rings += rings
 
     def _loaded(self) -> None:
+        """As engine/process/rank_process.py: a rank that was started again waits for its weights, and ends when they do not come."""
         assert self.rank is not None
+        trouble = self.house.disk.trouble
+        if self.joins and trouble:
+            self._wait_for_weights(trouble)
+            return
         self.house.watch("loaded", self.rank_id)
         self.beats_since = self.world.now
         self.send(self.rank.ready)
@@ -249,7 +342,10 @@ class RankProcess:
         self.world.at(when, self._do, self._resume, (self._next,))
 
     def _resume(self, number: int) -> None:
-        if number != self._next:
+        if number != self._next or self.hung:
+            return
+        if self.busy:
+            self._resume_at(self.busy_until)
             return
         self._next_when = -1.0
         if self._steps is None:
@@ -302,9 +398,13 @@ class RankProcess:
         if joined is not None:
             self.house.watch("joined", self.rank_id)
             self.send(joined)
+        for news in rank.take_news():
+            self.send(news)
         if outputs or rank.asleep != self._was_asleep:
             self.send(Outputs(self.rank_id, list(outputs), rank.stats, self.world.now))
         self._was_asleep = rank.asleep
+        for news in rank.take_news():
+            self.send(news)
         if rank.done:
             rank.close()
             self._end(0)
@@ -354,7 +454,7 @@ class RankProcess:
             self.bells[other].send(generation)
 
     def _reach(self, others: Sequence[int]) -> None:
-        """engine.wire.ZmqDoorbell.reach."""
+        """front.wire.ZmqDoorbell.reach."""
         self.reaches = others
         for other in list(self.bells):
             if other not in others:

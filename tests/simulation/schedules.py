@@ -8,22 +8,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from configs.engine import Plan
-from engine.messages import SamplingParams
-from engine.outputs import Prompt
+from front.messages import SamplingParams
+from front.outputs import Prompt
 from tests.simulation.standin import VOCABULARY, Facts, letter
 from tests.simulation.transport import Delays
 
 BLOCK_SIZE = 4
 MAX_LENGTH = 64
-EXCHANGE_TIMEOUT = 20.0
-PHASES = ("starts", "loaded", "meets", "opened", "joined")
+EXCHANGE_TIMEOUT = 8.0
+PHASES = ("starts", "loaded", "meets", "opened", "reads", "joined")
+DISK = ("away", "changed", "stall")  # faults of the disk; a rank is lost soon after each
 
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: kill, stop (until it is killed), pause (stopped, and goes on), slow, crash (it dies several times while it loads
-    again), front (the front does not read), supervisor (it does not look); resize is none, but what an operator asks for: that
+    """kind: kill, stop (until it is killed), hang (its loop, until it is killed), aloof (likewise, while its heartbeat goes on), busy
+    (its loop makes no mark for so long, and it is well), cut (what it sends in exchanges of the epoch is lost), pause (stopped,
+    and goes on), slow, crash (it dies several times while it loads
+    again), all (every rank is killed within `seconds`), away (the weights cannot be read), changed (other weights lie there), stall
+    (reads do not end), front (the front does not read), supervisor (it does not look); resize is none, but what an operator asks for: that
     `times` ranks serve.
 
     When: `delay` seconds after the server was ready; or after fault `after`; or after the `count`-th time that `phase`
@@ -69,7 +75,6 @@ class Schedule:
     delays: Delays
     requests: list[Request]
     faults: list[Fault] = field(default_factory=list)
-    may_lose_all: bool = False
 
     def describe(self) -> str:
         plan = self.plan
@@ -108,14 +113,20 @@ def draw(seed: int) -> Schedule:
     num_experts = chance.choice((0, 4, 6, 6, 8))
     facts = Facts(chance.choice((1, 1, 2)), num_experts)
     faults = _faults(chance, num_ranks)
+    hangs = random.Random(f"hangs {seed}")
+    if hangs.random() < 0.4:
+        faults.append(_hang(hangs, num_ranks, len(faults)))
     return Schedule(
         seed=seed,
         plan=_plan(chance, num_ranks, num_experts),
         facts=facts,
         delays=_delays(chance),
-        requests=_requests(chance, [fault.delay for fault in faults if not fault.phase and fault.after < 0]),
+        requests=_requests(
+            chance,
+            [fault.delay for fault in faults if not fault.phase and fault.after < 0],
+            random.Random(f"ends {seed}"),
+        ),
         faults=faults,
-        may_lose_all=chance.random() < 0.04,
     )
 
 
@@ -159,11 +170,13 @@ def _delays(chance: random.Random) -> Delays:
         delays.exchange = (0.0, 0.005)
     if chance.random() < 0.2:
         delays.load = (0.1, 0.15)
+    if chance.random() < 0.3:
+        delays.read = (0.001, 0.3)
     return delays
 
 
-def _requests(chance: random.Random, fault_times: list[float]) -> list[Request]:
-    """Many come a moment before a fault."""
+def _requests(chance: random.Random, fault_times: list[float], ends: random.Random) -> list[Request]:
+    """Many come a moment before a fault. ends: draws those that end early, but not too early."""
     shared = [chance.randrange(1, VOCABULARY) for _ in range(12)]
     requests = []
     for number in range(chance.randint(3, 8)):
@@ -180,6 +193,13 @@ def _requests(chance: random.Random, fault_times: list[float]) -> list[Request]:
             stop=(letter(chance.randrange(26)) + letter(chance.randrange(26)),) if chance.random() < 0.2 else (),
             stop_token_ids=(chance.randrange(1, VOCABULARY),) if chance.random() < 0.15 else (),
         )
+        if ends.random() < 0.3:
+            assert params.max_tokens is not None
+            stops = tuple(ends.sample(range(1, VOCABULARY), 8))
+            longer = params.max_tokens + 4
+            params = msgspec.structs.replace(
+                params, stop_token_ids=stops, min_tokens=ends.randint(1, longer), max_tokens=longer
+            )
         arrival = chance.uniform(0.0, 0.3) if chance.random() < 0.7 else chance.uniform(0.0, 2.5)
         if fault_times and chance.random() < 0.5:
             arrival = max(0.0, chance.choice(fault_times) - chance.uniform(0.0, 0.06))
@@ -189,12 +209,26 @@ def _requests(chance: random.Random, fault_times: list[float]) -> list[Request]:
     return requests
 
 
+def _hang(chance: random.Random, num_ranks: int, index: int) -> Fault:
+    """A rank whose loop gets on no more, or one that seems so."""
+    kind = chance.choice(("hang", "hang", "hang", "busy", "busy", "cut", "cut", "aloof", "aloof"))
+    fault: dict[str, Any] = {"kind": kind, "victim": chance.choice((-1, chance.randrange(num_ranks)))}
+    if kind == "busy":
+        fault["seconds"] = chance.uniform(1.0, 5.0)
+    if index and chance.random() < 0.3:
+        return Fault(**fault, after=index - 1, delay=chance.uniform(0.0, 0.2))
+    if index and chance.random() < 0.3:
+        return Fault(**fault, phase="joined", count=chance.randint(1, num_ranks), delay=chance.uniform(0.0, 0.05))
+    return Fault(**fault, delay=chance.uniform(0.0, 0.2))
+
+
 def _faults(chance: random.Random, num_ranks: int) -> list[Fault]:
     faults: list[Fault] = []
-    kinds = ("kill",) * 6 + ("stop", "pause", "slow", "crash", "front", "supervisor", "resize", "resize")
+    kinds = ("kill",) * 6 + ("stop", "pause", "slow", "crash", "front", "supervisor", "resize", "resize", "all", *DISK)
     for index in range(chance.choice((0, 1, 1, 2, 2, 3, 4, 5))):
         kind = chance.choice(kinds)
         seconds = {"pause": (0.01, 1.9), "slow": (0.05, 1.0), "front": (0.01, 1.5), "supervisor": (0.1, 3.0)}
+        seconds |= {"all": (0.0, 0.05), "away": (0.05, 30.0), "changed": (0.05, 30.0), "stall": (0.05, 8.0)}
         low, high = seconds.get(kind, (0.0, 0.0))
         fault: dict[str, Any] = {
             "kind": kind,
@@ -221,4 +255,7 @@ def _faults(chance: random.Random, num_ranks: int) -> list[Fault]:
         else:
             fault["delay"] = chance.uniform(0.0, 0.4) if chance.random() < 0.8 else chance.uniform(0.0, 3.0)
         faults.append(Fault(**fault))
+    for index, one in enumerate(list(faults)):
+        if one.kind in DISK:
+            faults.append(Fault("kill", -1, chance.uniform(0.0, 0.2), after=index))
     return faults

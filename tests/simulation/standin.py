@@ -12,19 +12,48 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from dbo.steps import Steps
-from engine.messages import SamplingParams
 from engine.runner import Chores, Runner, StepResult
 from engine.schedule import Schedule
 from ep.parallel import Parallel
 from eplb.placement import Placement
+from front.messages import SamplingParams
 
 VOCABULARY = 61
 EOS = 0
+OTHER = 1000  # plus the expert: one of other weights
 _MASK = (1 << 61) - 1
+
+
+HALF = 48  # tokens from here on are half a character
+BROKEN = "?"  # half a character that nothing completes
 
 
 def letter(token: int) -> str:
     return chr(97 + token % 26)
+
+
+class Characters:
+    """Text of tokens: a letter each, or half a character, which shows when the next one completes it. This is what
+    `continuation` knows of text, and what front.detokenizer.Detokenizer is to the front."""
+
+    def __init__(self) -> None:
+        self._half = -1
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        text = ""
+        for token in token_ids:
+            half, self._half = self._half, -1
+            if token < HALF:
+                text += (BROKEN if half >= 0 else "") + letter(token)
+            elif half < 0:
+                self._half = token
+            else:
+                text += chr(0x400 + (VOCABULARY - HALF) * (half - HALF) + token - HALF)
+        return text
+
+    def finish(self) -> str:
+        half, self._half = self._half, -1
+        return BROKEN if half >= 0 else ""
 
 
 def state_of(before: int, token: int) -> int:
@@ -40,12 +69,20 @@ def through_expert(value: int, layer: int, expert: int) -> int:
     return (value * 2862933555777941757 + (expert + 1) * 3202034522624059733 + layer) & _MASK
 
 
-def token_of(value: int, before: int, params: SamplingParams, seed: int, position: int) -> int:
-    """A draw depends on what was computed, on the seed and on the position only."""
+def ends(token: int, params: SamplingParams) -> bool:
+    return (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
+
+
+def token_of(value: int, before: int, params: SamplingParams, seed: int, position: int, num_output: int) -> int:
+    """A draw depends on what was computed, on the seed and on the position only; a token that ends the sequence is not drawn before
+    min_tokens."""
     drawn = value + 31 * before
     if params.temperature:
         drawn ^= (seed + position) * 7046029254386353131
-    return ((drawn & _MASK) >> 13) % VOCABULARY
+    token = ((drawn & _MASK) >> 13) % VOCABULARY
+    while num_output < params.min_tokens and ends(token, params):
+        token = (token + 1) % VOCABULARY
+    return token
 
 
 class Expected(NamedTuple):
@@ -59,21 +96,22 @@ def continuation(prompt: Sequence[int], params: SamplingParams, seed: int, facts
     assert params.max_tokens is not None
     state = value = before = 0
     tokens: list[int] = []
-    text = ""
+    text, characters = "", Characters()
     for token in prompt:
         before, state = value, state_of(state, token)
         value = facts.computed(state)
     while True:
-        token = token_of(value, before, params, seed, len(prompt) + len(tokens))
+        token = token_of(value, before, params, seed, len(prompt) + len(tokens), len(tokens))
         tokens.append(token)
-        if (token == EOS and not params.ignore_eos) or token in params.stop_token_ids:
-            return Expected(tokens, text, "stop")
-        text += letter(token)
+        if ends(token, params):
+            return Expected(tokens, text + characters.finish(), "stop")
+        shown = characters.push([token])
+        text += shown
         for stop in params.stop:
-            if text.endswith(stop):
+            if shown and len(tokens) > params.min_tokens and text.endswith(stop):
                 return Expected(tokens, text.removesuffix(stop), "stop")
         if len(tokens) == params.max_tokens:
-            return Expected(tokens, text, "length")
+            return Expected(tokens, text + characters.finish(), "length")
         before, state = value, state_of(state, token)
         value = facts.computed(state)
 
@@ -121,7 +159,8 @@ class StandIn:
             self._hosts.append(hosts)
 
     def read_expert(self, source: object, layer: int, slot: int, expert: int) -> None:
-        self.held[layer][slot] = expert
+        """source: whether other weights than those of the start lay there (tests/simulation/disk.py)."""
+        self.held[layer][slot] = OTHER + expert if source else expert
 
     def steps(self, values: list[int]) -> Steps[list[int]]:
         """One value per token; every rank takes part, with or without tokens."""
@@ -149,7 +188,7 @@ class StandIn:
 
 
 class StandInRunner(Runner):
-    """Keeps rows and cache as engine/batch.py and layers/paged_kv.py do, in lists."""
+    """Keeps rows and cache as engine/batch.py and cache/memory.py do, in lists."""
 
     def __init__(self, model: StandIn, num_blocks: int, block_size: int) -> None:
         super().__init__(cast(Any, model), cast(Any, None), cast(Any, None), cast(Any, None))
@@ -164,8 +203,8 @@ class StandInRunner(Runner):
         for row in schedule.freed_rows:
             rows.pop(row, None)
         for new in schedule.new_rows:
-            rows[new.row] = _Row(list(new.token_ids), new.params, new.seed)
-        for row, blocks in schedule.new_blocks:
+            rows[new.row] = _Row(list(new.token_ids), new.prompt_len, new.params, new.seed)
+        for row, (blocks,) in schedule.new_blocks:
             rows[row].blocks += blocks
         states: list[int] = []
         places: list[int] = []
@@ -207,17 +246,19 @@ class StandInRunner(Runner):
                 continue
             row, position = self._rows[row_id], start + count
             before = known if count == 1 else values[end - 2]
-            token = token_of(values[end - 1], before, row.params, row.seed, position)
+            num_output = position - row.prompt_len
+            token = token_of(values[end - 1], before, row.params, row.seed, position, num_output)
             row.tokens[position:] = [token]
             token_ids.append([token])
         return token_ids
 
 
 class _Row:
-    __slots__ = ("blocks", "params", "seed", "tokens")
+    __slots__ = ("blocks", "params", "prompt_len", "seed", "tokens")
 
-    def __init__(self, tokens: list[int], params: SamplingParams, seed: int) -> None:
+    def __init__(self, tokens: list[int], prompt_len: int, params: SamplingParams, seed: int) -> None:
         self.tokens = tokens
+        self.prompt_len = prompt_len
         self.params = params
         self.seed = seed
         self.blocks: list[int] = []

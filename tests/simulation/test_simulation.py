@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from engine.messages import SamplingParams
+from front.messages import SamplingParams
 from tests.simulation.__main__ import run_one
 from tests.simulation.plants import PLANTS
 from tests.simulation.schedules import draw
@@ -15,7 +15,17 @@ from tests.simulation.standin import Facts, continuation
 
 # Seeds that find what was wrong once (tests/simulation/plants.py). When schedules are drawn otherwise, look for others:
 # python -m tests.simulation --schedules 3000 --plant NAME
-REGRESSIONS = {"open-recovery": 2, "sleep-on": 1160}
+REGRESSIONS = {
+    "end-with-the-last": 5,
+    "fail-unread": 22,
+    "forget-filled": 337,
+    "form-alone": 5,
+    "open-recovery": 10,
+    "sleep-on": 376,
+    "take-other-weights": 202,
+    "wait-unsaid": 50,
+    "thread-beats": 2,
+}
 
 
 @pytest.mark.parametrize("first", range(0, 80, 20))
@@ -25,10 +35,23 @@ def test_schedules(first: int) -> None:
         assert not error, f"python -m tests.simulation --schedules 1 --verbose --seed {seed}: {error}"
 
 
-@pytest.mark.parametrize("plant", ["repeat-token", "keep-steps", "skip-expert"])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        "repeat-token",
+        "keep-steps",
+        "skip-expert",
+        "new-detokenizer",
+        "min-tokens-anew",
+        "work-is-never-a-hang",
+        "work-is-a-hang",
+        "accusers-are-accused",
+        "nobody-is-accused",
+    ],
+)
 def test_a_planted_bug_is_found(plant: str) -> None:
     with PLANTS[plant]():
-        assert any(run_one(seed)[1] for seed in range(20))
+        assert any(run_one(seed)[1] for seed in range(40))
 
 
 @pytest.mark.parametrize("plant", REGRESSIONS)
@@ -50,8 +73,27 @@ def test_the_same_seed_gives_the_same_events() -> None:
 
 
 def test_faults_do_happen() -> None:
-    total = sum((run_one(seed)[0] for seed in range(40)), start=run_one(100)[0])
-    for what in ("kill", "stop", "pause", "slow", "crash", "front", "supervisor", "resize", "replayed", "refused"):
+    total = sum((run_one(seed)[0] for seed in range(40)), start=run_one(100)[0] + run_one(116)[0])
+    for what in (
+        "kill",
+        "stop",
+        "hang",
+        "busy",
+        "cut",
+        "aloof",
+        "pause",
+        "slow",
+        "crash",
+        "front",
+        "supervisor",
+        "resize",
+        "all",
+        "away",
+        "changed",
+        "stall",
+        "replayed",
+        "refused",
+    ):
         assert total[what] > 0, what
 
 

@@ -28,6 +28,7 @@ class Delays:
     exchange: tuple[float, float] = (0.00002, 0.0005)
     step: tuple[float, float] = (0.0005, 0.004)
     load: tuple[float, float] = (0.2, 1.2)
+    read: tuple[float, float] = (0.00001, 0.0005)  # of one expert
 
     def of_message(self, world: World) -> float:
         late = self.late_chance and world.random.random() < self.late_chance
@@ -96,6 +97,7 @@ class Net:
         self.size = len(members)
         self.posts: dict[int, _Posts] = {}
         self.gone: dict[int, float] = {}  # member -> when it ended or left
+        self.cut: set[int] = set()  # members from whom nothing more arrives, though they live
         self._low, high = delays.exchange
         self._width = high - self._low
 
@@ -111,7 +113,7 @@ class Net:
         arrivals = posts.arrivals
         for receiver in range(self.size):
             if receiver != sender:
-                arrivals[receiver][sender] = base + width * chance()
+                arrivals[receiver][sender] = INFINITE if sender in self.cut else base + width * chance()
         arrivals[sender][sender] = self.world.now
         posts.num_posted += 1
         if posts.num_posted == self.size:
@@ -172,6 +174,8 @@ class Exchange:
     def over(self) -> bool:
         """`wait` may be called. If not, the process is woken when it is worth another look."""
         net, posts = self.net, self._posts
+        if self._lost is not None:
+            return True
         if posts.num_posted == net.size and max(posts.arrivals[self.receiver]) <= net.world.now:
             self._lost = []
             return True
@@ -186,6 +190,12 @@ class Exchange:
             posts.waiting.append(self)
         self.expect()
         return False
+
+    def give_up(self) -> None:
+        """The bound of the wait has come, as every wait of ep has one."""
+        now, arrivals = self.net.world.now, self._posts.arrivals[self.receiver]
+        self._lost = self._lost or [rank for rank, arrival in enumerate(arrivals) if arrival > now]
+        self.net.members[self.receiver].wake(now)
 
     def expect(self) -> None:
         """Wake whoever waits when something can have come of it."""
@@ -217,7 +227,7 @@ class Exchange:
 
 
 class SimGroup:
-    """ep.group.Group, and the lane of the experts."""
+    """ep.transport.group.Group, and the lane of the experts."""
 
     def __init__(self, net: Net, rank: int) -> None:
         self.net = net

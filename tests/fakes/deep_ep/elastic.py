@@ -5,6 +5,7 @@ Legend: T tokens of this rank, H hidden size, K experts per token, R ranks, N ro
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ class ElasticBuffer:
         hidden: int = 0,
         num_topk: int = 0,
         use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
@@ -50,6 +52,11 @@ class ElasticBuffer:
             dist.all_gather_object(values, value, group)
             return values
 
+        # deep_ep/utils/comm.py takes the address of NCCL's communicator, which is there after the first collective.
+        backend = group._get_backend(torch.device("cpu"))
+        assert backend._get_sequence_number_for_group() > 0, "_comm_ptr() is 0: the group has had no collective"
+        # csrc/kernels/backend/nccl.cu: without the variable it wants InfiniBand for more than one rank, on one node too.
+        assert os.environ.get("EP_DISABLE_GIN") == "1" and not allow_hybrid_mode, "railedGinType != NONE"
         assert num_bytes is not None or (num_max_tokens_per_rank > 0 and hidden > 0)
         self.rank_idx, self.num_ranks = group.rank(), group.size()
         self.world = new_world(self.num_ranks, self.rank_idx, gather)

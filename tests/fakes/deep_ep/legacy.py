@@ -111,6 +111,12 @@ class Buffer:
         self.world: World = new_world(self.group_size, self.rank, comm.allgather)
         self._nvl, self._rdma = num_nvl_bytes, num_rdma_bytes
         self._low_latency, self._qps, self._shrink = low_latency_mode, num_qps_per_rank, enable_shrink
+        if num_nvl_bytes and self.group_size > 8:  # csrc/kernels/legacy/internode.cu: what traps in the first dispatch
+            channels = self.num_sms // 2
+            assert num_rdma_bytes > 0
+            assert num_qps_per_rank == channels or num_qps_per_rank >= self.num_sms, "queue pairs of the normal kernels"
+        if low_latency_mode:  # csrc/legacy/buffer.hpp
+            assert self.group_size < 8 or self.group_size % 8 == 0, "ranks of whole nodes"
         self._explicitly_destroy = explicitly_destroy
         self._calls = 0
         self._dirty = False
@@ -362,6 +368,6 @@ class Buffer:
         assert self._low_latency and not self._dirty, "clean_low_latency_buffer after normal kernels"
         assert x.shape[-1] in HIDDEN and x.shape[-1] % 512 == 0, "SWITCH_HIDDEN"
         assert self.group_size * most % 4 == 0 and num_experts % self.group_size == 0
-        assert self._qps == num_experts // self.group_size, "a queue pair per local expert"
+        assert self._qps >= num_experts // self.group_size, "a queue pair per local expert"
         assert (most + 1) * 2 <= QP_DEPTH
         assert self._rdma >= self.get_low_latency_rdma_size_hint(most, x.shape[-1], self.group_size, num_experts)

@@ -1,0 +1,129 @@
+"""Steps that nobody asked for, to measure how long a layer computes and waits (engine/overlap/policy.py).
+
+Only the first layers run, on cache of their own: what a layer takes does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from cache.memory import CacheMemory
+from cache.records import ZEROS
+from cache.spec import CacheSizes, state_groups, token_groups
+from dbo.steps import Steps, weave
+from engine.batch import Batch
+from engine.schedule import NewRow, Schedule
+from ep.backends.dispatchers import StepState
+from ep.timed import Flights
+from front.messages import SamplingParams
+from layers.step import StepInput
+from models.base import CausalLM
+
+PROMPT_TOKENS = 512  # of each prompt of a step with prompts
+CONTEXT_TOKENS = 256  # of each sequence of a step of decodes
+MAX_LAYERS = 4  # with experts
+
+
+class Times(NamedTuple):
+    """Seconds per layer with experts."""
+
+    whole: float
+    waited: float  # of it
+
+
+class Measure:
+    """Of one rank. flights: of the model's lanes. exchange: is told of every step, as of others. max_tokens, max_seqs,
+    max_model_len: of a step and a sequence."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        flights: Flights,
+        exchange: StepState,
+        device: torch.device,
+        max_tokens: int,
+        max_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        context_cost: float,
+    ) -> None:
+        self._model = model
+        self._flights = flights
+        self._exchange = exchange
+        self._device = device
+        self.max_tokens = max_tokens
+        self.max_seqs = min(max_seqs, max_tokens)
+        self._prompt_tokens = max(1, min(PROMPT_TOKENS, max_model_len - 1))
+        self._context_tokens = max(1, min(CONTEXT_TOKENS, max_model_len - 1))
+        self._block_size = block_size
+        self._context_cost = context_cost
+        num_layers = min(MAX_LAYERS, len(model.moe_layer_ids))
+        # The first layer may come behind others without experts, and with the embedding.
+        self._skipped = 1 if num_layers > 1 else 0
+        self.num_layers = num_layers - self._skipped  # those that are measured
+        num_prompts = -(-max_tokens // self._prompt_tokens)
+        blocks = max(num_prompts * self._blocks(self._prompt_tokens), self._blocks(self._context_tokens))
+        spec = model.cache_spec()
+        self._num_tables, self._has_state = len(token_groups(spec)), bool(state_groups(spec))
+        self._kv = CacheMemory.allocate(spec, CacheSizes(block_size, blocks, blocks, 1 + max_tokens), device)
+
+    def run(self, num_tokens: int, has_prefill: bool, num_parts: int) -> Steps[Times]:
+        """One step of that kind. All ranks do it together. Raises PeerLost."""
+        self._exchange.begin(num_tokens)
+        inputs = self._inputs(num_tokens, has_prefill, num_parts)
+        num_layers = self.num_layers + self._skipped
+        parts = [self._model.steps(step, self._kv, lane) for lane, step in enumerate(inputs)]
+        steps = weave(*parts) if len(parts) > 1 else parts[0]
+        began, waited = perf_counter(), self._flights.waited
+        try:
+            for turn in range(1, 2 * num_layers + 1):
+                next(steps)
+                if turn == 2 * self._skipped:
+                    began, waited = self._now(), self._flights.waited
+                elif turn == 2 * num_layers:
+                    took, waited = self._now() - began, self._flights.waited - waited
+                yield
+        finally:
+            steps.close()
+        self._flights.settle()
+        self._exchange.confirm()
+        return Times(took / self.num_layers, waited / self.num_layers)
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return perf_counter()
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _inputs(self, num_tokens: int, has_prefill: bool, num_parts: int) -> tuple[StepInput, ...]:
+        """Prompts one after another, or decodes that all read the same cache (what they read makes no difference)."""
+        schedule = Schedule(0)
+        if has_prefill:
+            starts = [0] * -(-num_tokens // self._prompt_tokens)
+            ends = [min(self._prompt_tokens, num_tokens - i * self._prompt_tokens) for i in range(len(starts))]
+            first_blocks = [i * self._blocks(self._prompt_tokens) for i in range(len(starts))]
+        else:
+            starts = [self._context_tokens - 1] * num_tokens
+            ends = [self._context_tokens] * num_tokens
+            first_blocks = [0] * num_tokens
+        vocabulary = self._model.config.vocab_size
+        for row, (start, end, first) in enumerate(zip(starts, ends, first_blocks, strict=True)):
+            tokens = [(7919 * (row * self._prompt_tokens + i) + 1) % vocabulary for i in range(end)]
+            schedule.new_rows.append(NewRow(row, row, tokens, end, SamplingParams(), seed=0, eos_token_ids=()))
+            blocks = list(range(first, first + self._blocks(end)))
+            schedule.new_blocks.append((row, [blocks] * self._num_tables))
+            schedule.rows.append(row)
+            schedule.starts.append(start)
+            schedule.counts.append(end - start)
+            schedule.samples.append(True)
+        if self._has_state:
+            schedule.state_reads = [ZEROS] * len(starts)
+            schedule.state_writes = list(range(1, 1 + len(starts)))
+        sizes = len(starts), max(ends), self._block_size, self._device, self._context_cost
+        batch = Batch(*sizes, num_tables=self._num_tables, has_state=self._has_state)
+        return batch.apply(schedule, num_parts).inputs

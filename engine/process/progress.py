@@ -1,0 +1,49 @@
+"""How far the weights are: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+LINE_SECONDS = 2.0  # at most one plain line in this time
+
+
+class LoadProgress:
+    """Call it with (bytes done, bytes in all). Models that load in a moment print nothing but the last line."""
+
+    def __init__(self, label: str, stream: TextIO, leads: bool = True) -> None:
+        """leads: this one shows how far it is; the others only say what they have read in the end."""
+        self._label = label
+        self._stream = stream
+        self._leads = leads
+        self._began = self._last = time.monotonic()
+        self._total = 0
+        self._bar: Progress | None = None
+        if leads and stream.isatty():
+            columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(file=stream), transient=True)
+            self._task = self._bar.add_task("weights", total=None)
+            self._bar.start()
+
+    def __call__(self, bytes_done: int, bytes_total: int) -> None:
+        self._total = bytes_total
+        if self._bar is not None:
+            self._bar.update(self._task, completed=bytes_done, total=bytes_total)
+        elif self._leads and time.monotonic() - self._last > LINE_SECONDS:
+            self._last = time.monotonic()
+            self._say(f"loading, {100 * bytes_done // max(bytes_total, 1)} % of {bytes_total / 1e6:.0f} MB")
+
+    def finish(self, bytes_read: int) -> None:
+        """bytes_read: what this rank really read; other ranks' experts are skipped without reading them."""
+        if self._bar is not None:
+            self._bar.stop()
+        seconds = time.monotonic() - self._began
+        self._say(f"read {bytes_read / 1e6:.1f} of {self._total / 1e6:.1f} MB of weights in {seconds:.1f} s")
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the stream may be the caller's own, and closed
+            print(f"{self._label}: {text}", file=self._stream, flush=True)

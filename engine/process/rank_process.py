@@ -1,0 +1,226 @@
+"""The process of one rank: `python -m engine.process.rank_process --plan PLAN.json --rank R --runtime-dir DIR --memory
+FILE`.
+
+In DIR or FILE (engine/process/places.py): front.ipc (the front's socket, see front/wire.py), bell-R.ipc (doorbells),
+loading-R and, once loaded, beat-R (heartbeats), and what ep/transport/shm_meeting.py writes for the ranks to meet. Exit
+codes: 0 after a Shutdown message, or when a Membership leaves this rank out; 3 an error; 4 another rank is lost and
+nobody has said who is left; 5 it was started again, and its weights are away or are not those of the start. Before 3, 4
+and 5 the front is told.
+
+Signals: SIGTERM and SIGINT are ignored, because a terminal sends them to all processes at once and the front is to end
+the ranks in order (Shutdown). When the parent dies, the kernel kills this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from configs.engine import Plan
+from configs.hosts import Network
+from dbo.alive import mark
+from engine.build import build_rank
+from engine.device import own_device, use_device
+from engine.process.console import drain_console, guard_console, say_line
+from engine.process.cores import keep_to_cores
+from engine.process.heartbeat import Heartbeat, LoopBeat
+from engine.process.memory import keep_freed_memory
+from engine.process.orphan import die_with_parent, life_of
+from engine.process.places import Places
+from engine.process.progress import LoadProgress
+from engine.process.settle import practise, settle
+from engine.reading import await_checkpoint
+from engine.team import Groups, Meet, Opening, OpeningThread
+from ep.protocol import PeerLost
+from ep.table import choose, make_groups
+from ep.transport.remote import remote_groups
+from front.messages import EXIT_WEIGHTS, Membership, Outputs, RankFailed, Waiting
+from front.wire import RankSocket, ZmqDoorbell, sleep_until_called
+from layers.identity import CheckpointError
+
+log = logging.getLogger("moesaic.rank")
+
+EXIT_ERROR = 3
+EXIT_PEER_LOST = 4
+THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
+SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
+WEIGHTS_SECONDS = (
+    20.0  # for weights that are away to come back, when a rank is started again; then the keeper has its turn
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="engine.process.rank_process", description="one rank of a Moesaic server")
+    parser.add_argument("--plan", type=Path, required=True, help="the resolved plan, as JSON")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--runtime-dir", type=Path, required=True)
+    parser.add_argument("--memory", type=Path, help="what the server's processes share in memory, as JSON")
+    parser.add_argument("--parent", type=int, help="process id of the parent; a rank does not outlive it")
+    parser.add_argument("--network", type=Path, help="how ranks of several machines reach each other, as JSON")
+    parser.add_argument("--join", action="store_true", help="the others are at work: wait to be told when to join them")
+    parser.add_argument(
+        "--front", help="where the front of another machine is, as tcp://HOST:PORT; default: the one here"
+    )
+    options = parser.parse_args()
+    guard_console()
+    die_with_parent(options.parent)
+    keep_freed_memory()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {options.rank}: %(message)s")
+    code = 0
+    network = None
+    if options.network is not None:
+        network = msgspec.json.decode(options.network.read_bytes(), type=Network)
+    places = Places(options.runtime_dir, options.memory)
+    socket = RankSocket(options.front or places.socket("front.ipc"), options.rank)
+    try:
+        plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
+        start = Start(plan, options.rank, places, network, bool(options.front), options.join)
+        _serve(start, socket)
+    except CheckpointError as error:
+        code = _report(socket, options.rank, error, EXIT_WEIGHTS if options.join else EXIT_ERROR)
+    except PeerLost as error:
+        code = _report(socket, options.rank, error, EXIT_PEER_LOST)
+    except Exception as error:
+        code = _report(socket, options.rank, error, EXIT_ERROR)
+    socket.close()
+    drain_console()
+    # Not sys.exit: the device thread may still wait for a lost peer, and nothing here needs the interpreter's clean-up.
+    os._exit(code)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a rank's process was started with. remote: on another machine than the front."""
+
+    plan: Plan
+    rank: int
+    places: Places
+    network: Network | None
+    remote: bool
+    join: bool
+
+    def bells(self, alive: Sequence[bool]) -> list[str]:
+        """Where the living ranks hear the doorbell."""
+        return [self._bell(rank) for rank, lives in enumerate(alive) if lives]
+
+    def _bell(self, rank: int) -> str:
+        return self.places.socket(f"bell-{rank}.ipc") if self.network is None else self.network.bell(rank)
+
+
+def _serve(start: Start, socket: RankSocket) -> None:
+    plan, rank_id, places, network = start.plan, start.rank, start.places, start.network
+    loading = Heartbeat(places.file(f"loading-{rank_id}"))
+    if plan.pin_ranks:
+        keep_to_cores(rank_id if network is None else network.place(rank_id), plan.threads_per_rank)
+    bell = ZmqDoorbell(start.bells([True] * plan.data_parallel_size), rank_id)
+    if plan.eplb is not None:
+        sys.setswitchinterval(THINKING_SECONDS)
+    # One bar is enough; every rank says in the end what it has read.
+    progress = LoadProgress(f"rank {rank_id}", sys.stderr, leads=rank_id == 0)
+    if start.join and plan.checkpoint:
+        await_checkpoint(plan.model_path, plan.checkpoint, WEIGHTS_SECONDS, partial(_say_waiting, socket, rank_id))
+    meet = _meet_in(plan, rank_id, places.meetings) if network is None else _meet_at(plan, network, rank_id)
+    rank = build_rank(plan, rank_id, meet, bell, progress, start.join)
+    progress.finish(rank.ready.bytes_read)
+    if start.join or network is not None:
+        practise(rank, alone=True)
+    else:
+        settle(rank, places, rank_id, plan.data_parallel_size)
+    gc.collect()
+    gc.freeze()  # the model's objects are never garbage; do not look through them again
+    heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
+    loading.close()
+    socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
+    was_asleep = True
+    while not rank.done:
+        mark()
+        for message in socket.poll(0):
+            if isinstance(message, Membership):
+                bell.reach(start.bells(message.alive))
+            rank.submit(message)
+        outputs = rank.step()
+        joined = rank.take_joined()
+        if joined is not None:  # before the tokens of that epoch
+            socket.send(joined)
+        if outputs or rank.asleep != was_asleep:  # also when falling asleep: the front's gauges should not go stale
+            socket.send(Outputs(rank_id, outputs, rank.stats, time.monotonic()))
+        was_asleep = rank.asleep
+        for news in rank.take_news():
+            socket.send(news)
+        pause = rank.pause(SLEEP_SECONDS)
+        if pause > 0:
+            sleep_until_called(socket, bell, 0.0 if rank.prepare() else pause)
+    rank.close()
+    heartbeat.close()
+    bell.close()
+
+
+def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:
+    log.warning("event=weights_unavailable reason=%r", reason)
+    socket.send(Waiting(rank_id, reason))
+
+
+def _meet_in(plan: Plan, own: int, place: Path) -> Meet:
+    """Ranks of one machine meet in a file (ep/transport/shm_meeting.py)."""
+
+    def meet(epoch: int, rank: int, size: int) -> Opening:
+        backend = backend_of(plan, size)
+
+        def open_groups(stop: Callable[[], bool]) -> Groups:
+            use_device(own_device(plan.device, own, plan.ranks_per_machine))
+            return Groups(*make_groups(backend, place, rank, size, plan.exchange_timeout, epoch, stop))
+
+        return OpeningThread(open_groups)
+
+    return meet
+
+
+def backend_of(plan: Plan, size: int) -> str:
+    """What joins so many ranks of one machine. A server that began with one rank and has grown had no exchange to plan:
+    between GPUs it is the one that is always there."""
+    if plan.all2all_backend != "local":
+        return plan.all2all_backend
+    return choose("auto", size) if plan.device == "cpu" or size == 1 else "nccl"
+
+
+def _meet_at(plan: Plan, network: Network, rank_id: int) -> Meet:
+    """Ranks of several machines meet in the head's store."""
+
+    def meet(epoch: int, rank: int, size: int) -> Opening:
+        def open_groups(stop: Callable[[], bool]) -> Groups:
+            address = network.addresses[rank_id]
+            return Groups(*remote_groups(network.store, address, rank, size, plan.exchange_timeout, epoch, stop))
+
+        return OpeningThread(open_groups)
+
+    return meet
+
+
+def _report(socket: RankSocket, rank_id: int, error: Exception, code: int) -> int:
+    if not isinstance(error, ValueError):  # that is bad input, and its text says it all
+        traceback.print_exc(file=sys.stderr)
+    first_line = (str(error).splitlines() or [""])[0]
+    try:
+        socket.send(RankFailed(rank_id, f"rank {rank_id}: {type(error).__name__}: {first_line}"))
+    except ConnectionError as unheard:
+        say_line(f"rank {rank_id}: {unheard}")
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Experts that are read while the ranks are at work, on a thread of their own: a disk that stalls must not keep a rank
+from hearing the front, and a file that is away or was changed is waited for.
+
+The thread brings copies into memory, a few at a time; the rank's own thread fills the slots from them. So whoever
+breaks a reading off (a new epoch) knows which slots have changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from eplb.repair import Load
+from layers.identity import CheckpointError, Identities, check
+from layers.weights import Checkpoint
+from models.base import CausalLM, ExpertSource
+
+log = logging.getLogger("moesaic.weights")
+
+AHEAD = 4  # experts that wait in memory to be filled in
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two tries; each is twice the one before
+STALLED_SECONDS = 2.0  # one expert that takes longer is said to be waited for
+
+
+class Piece(NamedTuple):
+    """One expert, in memory."""
+
+    load: Load
+    source: ExpertSource
+    bytes_read: int
+
+
+class Reading(Protocol):
+    """Some experts on their way. left: pieces that have not been taken."""
+
+    left: int
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing comes just now; "": nothing is wrong."""
+        ...
+
+    def take(self, timeout: float) -> Piece | None:
+        """The next one, waiting at most so long for it."""
+        ...
+
+    def drop(self) -> None:
+        """The rest is not wanted any more. Does not wait."""
+        ...
+
+
+Read = Callable[[Sequence[Load]], Reading]
+
+
+class ReadingThread:
+    """Tries again, with growing pauses and without end, as long as what it cannot read is wanted.
+
+    stage(load): reads one expert; raises CheckpointError."""
+
+    def __init__(
+        self, loads: Sequence[Load], stage: Callable[[Load], Piece], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.left = len(loads)
+        self._stage = stage
+        self._clock = clock
+        self._error = ""
+        self._since = clock()  # when it began with the piece that it reads
+        self._pieces: queue.Queue[Piece] = queue.Queue(AHEAD)
+        self._dropped = threading.Event()
+        self._failure: BaseException | None = None
+        if loads:
+            threading.Thread(target=self._run, args=(loads,), name="reading", daemon=True).start()
+
+    @property
+    def trouble(self) -> str:
+        if self._error or not self.left or not self._pieces.empty():
+            return self._error
+        stalled = self._clock() - self._since > STALLED_SECONDS
+        return f"reading an expert takes longer than {STALLED_SECONDS:g} s" if stalled else ""
+
+    def take(self, timeout: float) -> Piece | None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            piece = self._pieces.get(timeout=timeout) if timeout > 0 else self._pieces.get_nowait()
+        except queue.Empty:
+            return None
+        self.left -= 1
+        return piece
+
+    def drop(self) -> None:
+        self._dropped.set()
+
+    def _run(self, loads: Sequence[Load]) -> None:
+        try:
+            for load in loads:
+                piece = self._read(load)
+                while piece is not None and not self._dropped.is_set():
+                    try:
+                        self._pieces.put(piece, timeout=0.1)
+                        break
+                    except queue.Full:
+                        continue
+                if self._dropped.is_set():
+                    return
+        except BaseException as error:
+            self._failure = error
+
+    def _read(self, load: Load) -> Piece | None:
+        """None: it is not wanted any more."""
+        pause = FIRST_PAUSE
+        while not self._dropped.is_set():
+            self._since = self._clock()
+            try:
+                piece = self._stage(load)
+            except CheckpointError as error:
+                if str(error) != self._error:
+                    log.warning("event=weights_unavailable reason=%r", str(error))
+                self._error = str(error)
+                self._dropped.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                continue
+            if self._error:
+                log.info("event=weights_back")
+            self._error = ""
+            return piece
+        return None
+
+
+def reader(model: CausalLM, checkpoint: Checkpoint) -> Read:
+    """How a rank reads experts of its own checkpoint."""
+
+    def stage(load: Load) -> Piece:
+        source, bytes_read = checkpoint.stage(model.expert_keys(checkpoint, load.layer, load.expert))
+        return Piece(load, source, bytes_read)
+
+    return lambda loads: ReadingThread(loads, stage)
+
+
+def await_checkpoint(
+    path: str | Path,
+    known: Identities,
+    seconds: float,
+    tell: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Until all files are there and are those that are known. tell(why not): once for each reason. Raises
+    CheckpointError with the last reason when they are not within `seconds`."""
+    deadline, pause, told = clock() + seconds, FIRST_PAUSE, ""
+    while True:
+        try:
+            return check(path, known)
+        except CheckpointError as error:
+            if str(error) != told:
+                told = str(error)
+                tell(told)
+            if clock() + pause > deadline:
+                raise
+        sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)

@@ -1,0 +1,260 @@
+"""What the device thread does for the balancer around a step: counting, the exchange, going over to a new placement.
+
+Legend: L MoE layers, G ranks, S slots of a rank, E logical experts, N steps.
+
+Everything that travels in a step goes in one exchange (ep/transport/parcels.py), begun before the forward pass and
+waited for after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dbo.steps import Steps
+from engine.team import Team
+from ep.migrate import Migration
+from ep.place import SlotTable
+from ep.protocol import Pending
+from ep.transport.parcels import Parcels
+from eplb.load import ExpertLoad, RowLoad
+from eplb.placement import Placement
+
+Ints = npt.NDArray[np.int64]
+
+
+# What the leading rank wants done in a step: its field in the record.
+GATHER = 1  # what was counted since the last time goes to the leader
+PUBLISH = 2  # a change goes to everybody; it consists of order // STAGES stages
+STAGES = 4
+
+
+class Stage(NamedTuple):
+    """One placement on the way of a change, and all that a rank needs to go over to it."""
+
+    placement: Placement
+    tables: Sequence[SlotTable]
+    migration: Migration
+
+
+@dataclass(slots=True, eq=False)
+class Change:
+    """Placements under way, to be taken one after the other.
+
+    num_stages: known to all when it is published. prepared: there once it has come. stage: the one that is next;
+    ordered, received: pieces of its weights so far (ordered: by the rank's thread, received: by the device thread).
+    """
+
+    num_stages: int
+    prepared: Future[list[Stage]] | None = None
+    stage: int = 0
+    ordered: int = 0
+    received: int = 0
+
+    @property
+    def next(self) -> Stage:
+        assert self.prepared is not None
+        return self.prepared.result()[self.stage]
+
+
+class Piece(NamedTuple):
+    """Of the weights of a change's next stage."""
+
+    change: Change
+    migration: Migration
+    number: int
+
+
+class Counted(NamedTuple):
+    """Steps since the last gathering, and their tokens on all ranks together."""
+
+    steps: int
+    tokens: int
+
+
+class Counts(NamedTuple):
+    """What all ranks have counted. rows_NLG: rows that arrived at each living rank, in the last of these steps."""
+
+    counted: Counted
+    load_LE: Ints
+    rows_NLG: Ints
+
+
+class Hands:
+    """What the chores of all steps share. `begin` and `end` are called by the rank's thread while no step runs."""
+
+    def __init__(
+        self,
+        team: Team,
+        load: ExpertLoad,
+        rows: RowLoad,
+        max_steps: int,
+        on_counts: Callable[[Counted, list[npt.NDArray[np.int32]]], None],
+        prepare: Callable[[Placement, list[bytes]], Future[list[Stage]]],
+    ) -> None:
+        """max_steps: rows are told of so many steps at most; on_counts: called on the leading rank with every living
+        rank's counts, for `sum_up`; prepare: on all."""
+        self._team = team
+        self._load = load
+        self.rows = rows
+        self._max_steps = max_steps
+        self.on_counts = on_counts
+        self._prepare = prepare
+        self.parcels: Parcels | None = None
+        self.size = self.index = 0
+        self.gather_bytes = 4 * (load.num_layers * load.num_experts + max_steps * load.num_layers)
+
+    @property
+    def publish_bytes(self) -> int:
+        """Of one packed placement; it grows with the number of ranks."""
+        placement = self._team.placement
+        assert placement is not None
+        return placement.share.nbytes + placement.slot_to_expert.nbytes
+
+    def begin(self, parcels: Parcels, size: int, index: int) -> None:
+        """A new epoch, in which this is rank `index` of `size` living ones."""
+        self.parcels, self.size, self.index = parcels, size, index
+        self._load.reset()
+        self.rows.take()
+
+    def end(self) -> None:
+        self.parcels = None
+
+    def commit(self, stage: Stage) -> None:
+        """Go over: this step is the first by the new placement."""
+        stage.migration.swap()
+        self._team.hosts(stage.placement, stage.tables)
+
+    def adopt(self, change: Change, publish: bytes) -> None:
+        """A change has come: make it ready, beside the steps."""
+        assert self._team.placement is not None and len(publish) == change.num_stages * self.publish_bytes
+        packed = [publish[at : at + self.publish_bytes] for at in range(0, len(publish), self.publish_bytes)]
+        change.prepared = self._prepare(self._team.placement, packed)
+
+    def count(self, counted: Counted) -> npt.NDArray[np.int32]:
+        """Tokens per layer and expert, then rows of the last steps; begins anew."""
+        rows_NL = self.rows.take()
+        assert len(rows_NL) == counted.steps, "the ranks count different steps"
+        rows_NL = rows_NL[-self._max_steps :]
+        told_NL = np.zeros((self._max_steps, self.rows.num_layers), dtype=np.int64)
+        told_NL[: len(rows_NL)] = rows_NL
+        load_LE = self._load.window()
+        self._load.reset()
+        return np.concatenate([load_LE.ravel(), told_NL.ravel()]).astype(np.int32)
+
+    def sum_up(self, counted: Counted, counts: Sequence[npt.NDArray[np.int32]]) -> Counts:
+        """counts: of every living rank. Any thread may call it."""
+        layers, experts = self._load.num_layers, self._load.num_experts
+        whole = np.stack(counts).astype(np.int64)  # [G, L * E + N * L]
+        load_LE = whole[:, : layers * experts].sum(0).reshape(layers, experts)
+        rows_GNL = whole[:, layers * experts :].reshape(len(counts), self._max_steps, layers)
+        return Counts(counted, load_LE, rows_GNL[:, : counted.steps].transpose(1, 2, 0))
+
+
+@dataclass(slots=True, eq=False)
+class StepChores:
+    """Implements engine.runner.Chores for one step; what is None is not done.
+
+    commit: go over to it before the step; counted: gather; new, publish: a change that is published, and on the leader
+    its bytes; piece: of weights, travels; has_tokens: on some rank.
+    """
+
+    hands: Hands
+    has_tokens: bool = True
+    commit: Stage | None = None
+    counted: Counted | None = None
+    new: Change | None = None
+    publish: bytes = b""
+    piece: Piece | None = None
+    _pending: Pending[list[Tensor]] | None = None
+    _own: npt.NDArray[np.int32] | None = None
+
+    def before(self) -> None:
+        if self.commit is not None:
+            self.hands.commit(self.commit)
+        if self.counted is not None or self.new is not None or self.piece is not None:
+            self._send()
+
+    def after(self) -> Steps[None]:
+        if self._pending is not None:
+            yield
+            self._receive(self._pending.wait())
+        self.hands.rows.end_step(self.has_tokens)
+
+    def _send(self) -> None:
+        hands = self.hands
+        assert hands.parcels is not None
+        sizes_GG = np.zeros((hands.size, hands.size), dtype=np.int64)
+        parcels: dict[int, list[Tensor]] = {peer: [] for peer in range(hands.size) if peer != hands.index}
+        if self.counted is not None:
+            self._own = hands.count(self.counted)
+            sizes_GG[1:, 0] += hands.gather_bytes
+            if hands.index > 0:
+                parcels[0].append(torch.from_numpy(self._own.view(np.uint8)))
+        if self.new is not None:
+            sizes_GG[0, 1:] += self._published
+            if hands.index == 0:
+                content = torch.frombuffer(bytearray(self.publish), dtype=torch.uint8)
+                for pieces in parcels.values():
+                    pieces.append(content)
+        if self.piece is not None:
+            _, migration, number = self.piece
+            sizes_GG += migration.sizes(number)
+            for peer, pieces in migration.outgoing(number).items():
+                parcels[peer] += pieces
+        self._pending = hands.parcels.send(sizes_GG, parcels)
+
+    def _receive(self, arrived: list[Tensor]) -> None:
+        hands = self.hands
+        assert hands.parcels is not None
+        if self.counted is not None and self._own is not None and hands.index == 0:
+            counts = [self._own]
+            for peer in range(1, hands.size):
+                counts.append(np.frombuffer(_bytes(arrived[peer][: hands.gather_bytes]), dtype=np.int32))
+                arrived[peer] = arrived[peer][hands.gather_bytes :]
+            hands.on_counts(self.counted, counts)
+        if self.new is not None:
+            if hands.index > 0:
+                self.publish = _bytes(arrived[0][: self._published])
+                arrived[0] = arrived[0][self._published :]
+            hands.adopt(self.new, self.publish)
+        if self.piece is not None:
+            change, migration, number = self.piece
+            migration.receive(number, arrived)
+            change.received += 1
+        hands.parcels.release()
+
+    @property
+    def _published(self) -> int:
+        """Bytes."""
+        return 0 if self.new is None else self.new.num_stages * self.hands.publish_bytes
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
+def pack_placement(placement: Placement) -> bytes:
+    """float32 shares, then int32 ids."""
+    return placement.share.astype("<f4").tobytes() + placement.slot_to_expert.astype("<i4").tobytes()
+
+
+def unpack_placement(packed: bytes, like: Placement) -> Placement:
+    """`like` has everything else. Raises ValueError when it is no valid placement."""
+    shape = like.slot_to_expert.shape
+    middle = len(packed) // 2
+    return Placement(
+        epoch=like.epoch,
+        num_experts=like.num_experts,
+        slot_to_expert=np.frombuffer(packed[middle:], dtype="<i4").reshape(shape),
+        share=np.frombuffer(packed[:middle], dtype="<f4").reshape(shape),
+        alive=like.alive,
+        failure_domains=like.failure_domains,
+    )

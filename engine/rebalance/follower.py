@@ -1,0 +1,337 @@
+"""Balancing experts while they serve: the rank's side (docs/design.md, 6).
+
+The first living rank leads. It alone thinks (engine/rebalance/leader.py), on a thread of its own, so that no step waits
+for it and equal decisions on all ranks need no equal arithmetic. What it wants done goes into its field `order` of the
+step record; so all ranks do it in the same step, and nothing new can be waited for in vain:
+
+    GATHER    every few steps all ranks send it what they have counted
+    PUBLISH   it sends a change to all: a placement, or several that follow each other, with new shares and
+              perhaps some experts in other slots. Each rank makes it ready on its own thread: tables to route by, and
+              what to send to whom.
+
+The field `ready` says how far a rank has come with the change under way; the plan has the least of all ranks. Once that
+is PREPARED, each step carries a piece of the weights of the next placement, at most one step's budget to any rank, into
+memory beside the slots. Once it is READY, all go over at the start of that same step: experts are copied into their
+slots, the routing tables change, the record's checksum from then on is that of the new placement, and the first piece
+for the one after it travels. Only one change is under way at a time.
+
+Exchanges are begun before the step's forward pass and waited for after it (engine/rebalance/exchange.py, on the device
+thread). What a rank certainly holds is what its device thread has last gone over to (Team.placement): after a loss the
+ranks may differ by one change, and Team.form brings them together. A move under way is then forgotten. Repair gives
+each expert to one of its copies; the leader's next counts make better ones.
+
+A cluster without requests stays awake until the placement under way has been taken, and then sleeps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from configs.eplb import EplbConfig
+from engine.agreement import StepPlan
+from engine.rebalance.exchange import (
+    GATHER,
+    PUBLISH,
+    STAGES,
+    Change,
+    Counted,
+    Hands,
+    Piece,
+    Stage,
+    StepChores,
+    pack_placement,
+    unpack_placement,
+)
+from engine.rebalance.leader import MAX_STAGES, Facts, Lead
+from engine.team import Team
+from ep.migrate import Migration
+from ep.place import slot_tables
+from ep.table import make_parcels
+from eplb.load import ExpertLoad, RowLoad
+from eplb.placement import Placement
+from front.messages import BalanceCommand, BalanceReply, RankToFront
+from models.base import CausalLM
+
+V = TypeVar("V")
+
+# How far a rank is with the change under way: with making it ready, then with the weights of its next placement.
+FAILED, WAITING, PREPARED, READY = -1, 0, 1, 2
+
+MAX_PIECE_BYTES = 1 << 30  # a larger budget is not used up
+UNASKED_INTERVAL = 20  # steps between gatherings when nothing is ever decided
+LOOK_SECONDS = 0.005  # how soon a rank that sleeps looks again what its worker has done
+
+
+class Worker:
+    """Runs what is submitted, one after the other: on a thread, or at once where all ranks share one thread."""
+
+    def __init__(self, threaded: bool) -> None:
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="balancer") if threaded else None
+        self._last: Future[Any] | None = None
+
+    def submit(self, work: Callable[..., V], *arguments: object) -> Future[V]:
+        future: Future[V]
+        if self._threads is not None:
+            future = self._threads.submit(work, *arguments)
+        else:
+            future = Future()
+            try:
+                future.set_result(work(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+        self._last = future
+        return future
+
+    @property
+    def busy(self) -> bool:
+        return self._last is not None and not self._last.done()
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+class Balance:
+    """One rank's. Used by the rank's thread."""
+
+    def __init__(
+        self,
+        team: Team,
+        model: CausalLM,
+        config: EplbConfig,
+        model_name: str,
+        device: torch.device,
+        threaded: bool,
+    ) -> None:
+        """model: the team's, on that device; threaded: a thread may think beside the steps."""
+        placement = team.placement
+        assert placement is not None
+        self._team = team
+        self._model = model
+        self._config = config
+        self._device = device
+        self._worker = Worker(threaded)
+        self._facts = Facts(
+            rank=team.rank,
+            model=model_name,
+            layer_ids=model.moe_layer_ids,
+            expert_bytes=sum(tensor.nbytes for tensor in model.expert_storage(0, 0)),
+            piece_bytes=min(MAX_PIECE_BYTES, max(1, int(config.move_budget_mib * (1 << 20)))),
+        )
+        intervals = [interval for interval in (config.reweight_interval, config.move_interval) if interval]
+        self._interval = min(intervals, default=UNASKED_INTERVAL)
+        load = ExpertLoad(placement.num_layers, placement.num_experts)
+        rows = RowLoad(placement.num_layers)
+        model.count(load.recorder, rows.recorder)
+        self._hands = Hands(team, load, rows, self._interval, self._on_counts, self._prepare)
+        self._usual = StepChores(self._hands)
+        self._lead: Lead | None = None
+        self._formed = False
+        self._change: Change | None = None
+        self._chosen: list[Placement] = []  # to be published in the step that is being agreed on
+        self._steps = self._tokens = 0  # since the last gathering
+        self._questions: list[BalanceCommand] = []
+        self._news: deque[RankToFront] = deque()
+
+    # ---- epochs ----
+
+    def begin(self) -> None:
+        """The team has formed a new epoch."""
+        team, placement = self._team, self._team.placement
+        assert placement is not None
+        size, index = len(team.living), team.living.index(team.rank)
+        hands = self._hands
+        room_bytes = self._facts.piece_bytes + max(hands.gather_bytes * size, hands.publish_bytes * MAX_STAGES)
+        hands.begin(make_parcels(team.experts_group, room_bytes), size, index)
+        self._forget()
+        self._formed = True
+        if index > 0:
+            self._retire()
+        elif self._lead is None:
+            self._lead = Lead(self._facts, self._config, placement, team.epoch)
+        else:
+            self._tell(self._lead, lambda lead: lead.begin(placement, team.epoch))
+        questions, self._questions = self._questions, []
+        for question in questions:
+            self.ask(question)
+
+    def drop(self) -> None:
+        """The epoch is over; no step runs any more."""
+        self._forget()
+        self._hands.end()
+        self._formed = False
+
+    def close(self) -> None:
+        self._worker.close()
+        if self._lead is not None:
+            self._lead.close()
+
+    def _forget(self) -> None:
+        self._change, self._chosen = None, []
+        self._steps = self._tokens = 0
+
+    def _retire(self) -> None:
+        """Another rank leads now."""
+        if self._lead is not None:
+            self._tell(self._lead, Lead.close)
+            self._news += self._lead.outbox
+            self._lead = None
+
+    # ---- the record ----
+
+    @property
+    def has_work(self) -> bool:
+        """A placement is to be brought to its end, though nobody may have requests."""
+        if self._lead is None or not self._formed:
+            return False
+        return self._change is not None or bool(self._chosen) or self._has_proposal(self._lead)
+
+    @property
+    def busy(self) -> bool:
+        """Something is thought about, or is to be told to the front: look again soon."""
+        return self._worker.busy or bool(self._news) or (self._lead is not None and bool(self._lead.outbox))
+
+    def wish(self) -> tuple[int, int]:
+        """order and ready of the next record."""
+        lead, change = self._lead, self._change
+        order = 0
+        if lead is not None:
+            if change is None and self._has_proposal(lead):
+                self._chosen, lead.proposal = lead.proposal, []
+                order = PUBLISH | STAGES * len(self._chosen)
+            if self._steps >= self._interval:
+                order |= GATHER
+        return order, WAITING if change is None else self._progress(change)
+
+    def agreed(self, plan: StepPlan) -> StepChores | None:
+        """What this step does beside its forward pass, the same on all ranks; None: nothing, and there are no
+        tokens."""
+        num_tokens = sum(plan.num_tokens)
+        if plan.order or self._change is not None:
+            chores = self._chores(plan, num_tokens > 0)
+        else:
+            chores = self._usual if num_tokens else None
+        if num_tokens:
+            self._steps += 1
+            self._tokens += num_tokens
+        return chores
+
+    def _chores(self, plan: StepPlan, has_tokens: bool) -> StepChores | None:
+        chores = StepChores(self._hands, has_tokens)
+        change = self._change
+        if change is not None and plan.ready == FAILED:
+            self._give_up(change)
+        elif change is not None:
+            if plan.ready == READY:
+                chores.commit = self._commit(change)
+            if plan.ready >= PREPARED and change is self._change:
+                migration = change.next.migration
+                if change.ordered < migration.num_pieces:
+                    chores.piece = Piece(change, migration, change.ordered)
+                    change.ordered += 1
+        if plan.order & GATHER:
+            chores.counted = Counted(self._steps, self._tokens)
+            self._steps = self._tokens = 0
+        if plan.order & PUBLISH:
+            chores.new = self._change = Change(plan.order // STAGES)
+            chores.publish = b"".join(map(pack_placement, self._chosen))
+            self._chosen = []
+        does = plan.order or chores.commit is not None or chores.piece is not None
+        return chores if has_tokens or does else None
+
+    def _has_proposal(self, lead: Lead) -> bool:
+        """Not one of an epoch that is over."""
+        proposal, placement = lead.proposal, self._team.placement
+        return bool(proposal) and placement is not None and proposal[0].epoch == placement.epoch
+
+    def _progress(self, change: Change) -> int:
+        future = change.prepared
+        if future is None or not future.done():
+            return WAITING
+        if future.exception() is not None:
+            return FAILED
+        return READY if change.received == change.next.migration.num_pieces else PREPARED
+
+    def _commit(self, change: Change) -> Stage:
+        """All ranks have the next placement's weights: it is taken in the step that has been agreed on."""
+        stage = change.next
+        change.stage += 1
+        change.ordered = change.received = 0
+        last = change.stage == change.num_stages
+        if last:
+            self._change = None
+        self._team.expect(stage.placement)
+        if self._lead is not None:
+            self._tell(self._lead, lambda lead: lead.committed(stage, last))
+        return stage
+
+    def _give_up(self, change: Change) -> None:
+        self._change = None
+        if self._lead is not None:
+            future = change.prepared
+            own = future.exception() if future is not None and future.done() else None
+            why = f"a rank could not prepare a placement: {own or 'another rank than the leading one'}"
+            self._tell(self._lead, lambda lead: lead.dropped(why))
+
+    # ---- on the worker, or on its way there ----
+
+    def _on_counts(self, counted: Counted, counts: list[npt.NDArray[np.int32]]) -> None:
+        if self._lead is not None:
+            self._tell(self._lead, lambda lead: lead.observe(self._hands.sum_up(counted, counts)))
+
+    def _tell(self, lead: Lead, what: Callable[[Lead], None]) -> None:
+        """On the worker; what goes wrong is told to the front."""
+
+        def think() -> None:
+            try:
+                what(lead)
+            except Exception as error:
+                lead.fail(error)
+
+        self._worker.submit(think)
+
+    def _prepare(self, current: Placement, packed: list[bytes]) -> Future[list[Stage]]:
+        return self._worker.submit(self._make_ready, current, packed)
+
+    def _make_ready(self, current: Placement, packed: list[bytes]) -> list[Stage]:
+        rank, stages = self._team.rank, []
+        for content in packed:
+            target = unpack_placement(content, current)
+            migration = Migration(current, target, rank, self._model.expert_storage, self._facts.piece_bytes)
+            stages.append(Stage(target, slot_tables(target, rank, self._device), migration))
+            current = target
+        return stages
+
+    # ---- the front ----
+
+    def ask(self, command: BalanceCommand) -> None:
+        """Answered by one BalanceReply among the news; while an epoch forms, when that is done."""
+        if not self._formed:
+            self._questions.append(command)
+        elif self._lead is None:
+            self._news.append(refuse(command, f"rank {self._team.rank} does not lead the balancing", again=True))
+        else:
+            self._tell(self._lead, lambda lead: lead.answer(command))
+
+    def take_news(self) -> Sequence[RankToFront]:
+        """What is to be told to the front."""
+        if self._lead is not None:
+            outbox = self._lead.outbox
+            while outbox:
+                self._news.append(outbox.popleft())
+        if not self._news:
+            return ()
+        news, self._news = list(self._news), deque()
+        return news
+
+
+def refuse(command: BalanceCommand, why: str, again: bool = False) -> BalanceReply:
+    """The answer of a rank that cannot give one. again: another rank can."""
+    return BalanceReply(command_id=command.command_id, error=why, again=again)

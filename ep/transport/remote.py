@@ -1,0 +1,88 @@
+"""Groups of ranks on several machines: they meet in a TCPStore, and are joined by gloo over TCP.
+
+A machine that vanishes says nothing, and gloo would wait for it until its timeout. So the kernel is told to ask: a
+connection whose other end has not answered for some seconds is broken, and whoever waits for it learns of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from ep.transport.group import Group, LocalGroup, join_gloo
+from ep.transport.joining import meet
+
+SILENT_SECONDS = 3  # without an answer of the other machine's kernel
+_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_SECONDS - 1),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000),  # the same while something is sent
+)
+
+
+def remote_groups(
+    store: tuple[str, int],
+    address: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    epoch: int = 0,
+    stop: Callable[[], bool] | None = None,
+) -> tuple[Group, Group]:
+    """As ep.table.make_groups with gloo, for ranks of several machines.
+
+    store: host and port of the TCPStore; address: of this machine, where the other ranks reach it.
+    """
+    if size == 1:
+        return LocalGroup(), LocalGroup()
+
+    def open_store() -> Store:
+        return TCPStore(*store, timeout=datetime.timedelta(seconds=timeout), wait_for_workers=False)
+
+    meeting = meet(open_store, f"epoch-{epoch}", rank, size, timeout, stop)
+    agreement = join_gloo(meeting, rank, size, timeout, "agreement", epoch, address, stop)
+    try:
+        experts = join_gloo(meeting, rank, size, timeout, "experts", epoch, address, stop)
+        watch_connections()
+        progress_in_the_background()
+    except BaseException:
+        agreement.close()
+        raise
+    return agreement, experts
+
+
+def watch_connections() -> None:
+    """Break every TCP connection of this process whose other end stays silent. gloo does not show its sockets, and all
+    others of a rank lead to the same machines."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
+            if os.readlink(Path("/proc/self/fd") / name).startswith("socket:"):
+                _watch(socket.socket(fileno=os.dup(int(name))))
+
+
+def progress_in_the_background() -> None:
+    """Have gloo's threads not interrupt a thread that computes: the kernel's buffers hold what comes meanwhile.
+
+    They would do so for every 64 KiB that arrive. On a core shared with the computing thread a split step took 1.19
+    times the ideal with that, and 1.10 times without (benchmarks/bench_dbo.py --mbit 1600). While the rank waits they
+    run at once.
+    """
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if "gloo" in (Path("/proc/self/task") / task / "comm").read_text():
+                os.sched_setscheduler(int(task), os.SCHED_BATCH, os.sched_param(0))
+
+
+def _watch(connection: socket.socket) -> None:
+    with connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+            for level, option, value in _OPTIONS:
+                connection.setsockopt(level, option, value)

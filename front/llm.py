@@ -1,0 +1,322 @@
+"""Offline generation: prompts in, whole results out, in order. No torch here; moesaic.LLM starts the ranks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from front.collector import Collector
+from front.front import EngineFailed, Front, Work, losses_last
+from front.messages import BalanceStatus, FrontToRank, RankToFront, SamplingParams
+from front.outputs import Prompt, RequestOutput
+from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
+from front.sampling_params import resolve, validate
+from front.text import Tokenizer
+from front.trace_file import Summary, write_trace
+from front.wire import NotConnected, Ranks
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+Conversation = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+_PROMPTS = "one text, texts, one list of token ids, or lists of token ids"
+_LOOK_SECONDS = 0.5  # how often a silent engine is asked whether it still lives
+
+
+class Progress(NamedTuple):
+    num_finished: int
+    num_requests: int
+    num_output_tokens: int
+
+
+class LLM:
+    """One caller at a time. A context manager: leaving it closes the ranks."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        tokenizer: Tokenizer,
+        *,
+        block_size: int = 16,
+        max_logprobs: int = 20,
+        num_experts: int = 0,
+        slots_per_rank: int = 0,
+        ready_timeout: float = 600.0,
+        silence_timeout: float = 600.0,
+    ) -> None:
+        """Waits until every rank is ready. num_experts, slots_per_rank: of one layer; they decide which losses are
+        survived.
+
+        Timeouts in seconds: for all ranks to be ready, and for the longest silence while requests run.
+        TimeoutError, EngineFailed.
+        """
+        self.tokenizer = tokenizer
+        self._ranks = ranks
+        self._front = Front(
+            ranks.size, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
+        )
+        self._max_logprobs = max_logprobs
+        self._silence_timeout = silence_timeout
+        self._request_ids = itertools.count()
+        self._closed = False
+        try:
+            self._wait_ready(ready_timeout)
+        except BaseException:
+            self.close()
+            raise
+        ready = self._front.ready.values()
+        self.vocab_size = min(rank.vocab_size for rank in ready)
+        self.max_model_len = min(rank.max_model_len for rank in ready)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt (text, or token ids); one result per prompt, in order.
+
+        params: one for all, or one per prompt; None: SamplingParams(). progress is called after every batch of outputs.
+        ValueError names the prompt and what is wrong with it, before anything is sent. A lost rank shows as a pause;
+        EngineFailed when all are lost.
+        """
+        texts, token_ids = self._tokenize(prompts)
+        return self._run(self._prompts(texts, token_ids, params), progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: messages of role and content, put into the model's chat template."""
+        texts = [
+            self.tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in _conversations(messages)
+        ]
+        token_ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return self._run(self._prompts(texts, token_ids, params), progress)
+
+    def start_profile(self, path: str | Path, capacity: int = EVENTS_PER_RANK) -> None:
+        """Record from now on what every rank does when, at most `capacity` events each.
+
+        ValueError: a profile is being taken already, or `path` cannot be written.
+        """
+        self._catch_up()
+        for rank, message in self._front.profiling.start(Path(path), self._front.members.up, capacity):
+            self._send(rank, message)
+
+    def stop_profile(self) -> Summary:
+        """Write it, as JSON that ui.perfetto.dev and chrome://tracing open. A rank lost meanwhile is missing from it.
+
+        ValueError: none is being taken; OSError.
+        """
+        self._catch_up()
+        profiling = self._front.profiling
+        messages = profiling.stop()
+        try:
+            for rank, message in messages:
+                self._send(rank, message)
+            deadline = time.monotonic() + ANSWER_SECONDS
+            while not profiling.complete and self._front.failed is None and time.monotonic() < deadline:
+                for received in losses_last(self._ranks.receive(_LOOK_SECONDS)):
+                    self._send_all(self._front.on_message(received))
+        finally:  # also after an interrupt another one may begin
+            profile = profiling.finish()
+        return write_trace(profile)
+
+    def close(self) -> None:
+        """Close the ranks. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._ranks.close()
+
+    @property
+    def balance(self) -> BalanceStatus | None:
+        """What the leading rank last said about the experts' load; None: nothing yet, or experts are not balanced."""
+        return self._front.balance
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- prompts ----
+
+    def _tokenize(self, prompts: Prompts) -> tuple[Sequence[str | None], Sequence[Sequence[int]]]:
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not _is_list(prompts):
+            raise ValueError(f"prompts must be {_PROMPTS}, not {type(prompts).__name__}")
+        texts: list[str] = []
+        lists: list[Sequence[int]] = []
+        numbers: list[int] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                texts.append(prompt)
+            elif isinstance(prompt, int) and not isinstance(prompt, bool):
+                numbers.append(prompt)
+            elif not isinstance(prompt, bool) and _is_list(prompt):
+                lists.append(prompt)
+            else:
+                raise ValueError(f"prompts must be {_PROMPTS}; they hold {prompt!r:.100}")
+        if sum(map(bool, (texts, lists, numbers))) > 1:
+            raise ValueError(f"prompts must be {_PROMPTS}, not a mixture")
+        if texts:
+            return texts, self.tokenizer.encode_batch(texts)
+        if numbers:
+            lists = [numbers]
+        return [None] * len(lists), lists
+
+    def _prompts(self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int]], params: Params) -> list[Prompt]:
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(texts)
+        else:
+            each = list(params)
+            if len(each) != len(texts):
+                raise ValueError(f"params must be one for all or one per prompt: {len(each)} for {len(texts)} prompts")
+            wrong = next((own for own in each if not isinstance(own, SamplingParams)), None)
+            if wrong is not None:
+                raise ValueError(f"params must be SamplingParams, not {type(wrong).__name__}")
+        prompts = []
+        for place, (text, ids, own) in enumerate(zip(texts, token_ids, each, strict=True)):
+            try:
+                prompts.append(self._prompt(text, list(ids), own))
+            except ValueError as error:
+                where = f"prompt {place}: " if len(texts) > 1 else ""
+                raise ValueError(f"{where}{error}") from None
+        return prompts
+
+    def _prompt(self, text: str | None, token_ids: list[int], params: SamplingParams) -> Prompt:
+        for token_id in token_ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token ids must be integers from 0 to {self.vocab_size - 1}, not {token_id!r}")
+        validate(params, self.vocab_size, self._max_logprobs)
+        resolved = resolve(params, self.tokenizer, len(token_ids), self.max_model_len)
+        return Prompt(request_id=str(next(self._request_ids)), token_ids=token_ids, params=resolved, text=text)
+
+    # ---- running ----
+
+    def _run(self, prompts: list[Prompt], progress: Callable[[Progress], None] | None) -> list[RequestOutput]:
+        self._catch_up()
+        if self._front.failed is not None:
+            raise EngineFailed(self._front.failed)
+        collectors = {prompt.request_id: Collector(prompt) for prompt in prompts}
+        num_open, num_tokens = len(prompts), 0
+        try:
+            for prompt in prompts:
+                for rank, message in self._front.add(prompt):
+                    self._send(rank, message)
+            while num_open:
+                for received in self._receive():
+                    work = self._front.on_message(received)
+                    for request_id, delta in work.deltas:
+                        collector = collectors[request_id]
+                        collector.add(delta)
+                        num_tokens += len(delta.token_ids)
+                        if delta.finish_reason is not None:
+                            num_open -= collector.finished
+                    self._send_all(work)
+                if self._front.failed is not None:
+                    raise EngineFailed(self._front.failed)
+                if progress is not None:
+                    progress(Progress(len(prompts) - num_open, len(prompts), num_tokens))
+        except BaseException:  # KeyboardInterrupt too: nothing of this call may go on running
+            self._abort_all()
+            raise
+        self._front.take_finished()
+        return [collectors[prompt.request_id].output() for prompt in prompts]
+
+    def _catch_up(self) -> None:
+        """Take what has happened since the last call."""
+        if self._closed:
+            raise EngineFailed("the engine is closed")
+        for received in losses_last(self._ranks.receive(0.0)):
+            self._send_all(self._front.on_message(received))
+        self._look()
+
+    def _wait_ready(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not self._front.members.started:
+            for message in self._ranks.receive(_LOOK_SECONDS):
+                self._front.on_message(message)
+            if self._front.failed is not None:
+                raise EngineFailed(self._front.failed)
+            if not self._front.members.started and time.monotonic() > deadline:
+                missing = [rank for rank in range(self._ranks.size) if rank not in self._front.ready]
+                raise TimeoutError(f"ranks {missing} were not ready within {timeout:g} s")
+
+    def _look(self) -> None:
+        self._send_all(self._front.look())
+        for rank, process in self._front.accused:
+            self._ranks.fence(rank, process)
+        self._front.accused.clear()
+
+    def _receive(self) -> list[RankToFront]:
+        """At least one message; EngineFailed when all are silent for too long."""
+        deadline = time.monotonic() + self._silence_timeout
+        while not (messages := self._ranks.receive(_LOOK_SECONDS)):
+            self._look()
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"no rank has sent anything for {self._silence_timeout:g} s")
+        return losses_last(messages)
+
+    def _send(self, rank: int, message: FrontToRank) -> None:
+        try:
+            self._ranks.send(rank, message)
+        except NotConnected:
+            pass  # it is lost: word of it is on its way, and will move its requests
+        except ConnectionError as error:
+            raise EngineFailed(str(error)) from None
+
+    def _send_all(self, work: Work) -> None:
+        for rank, message in work.messages:
+            self._send(rank, message)
+
+    def _abort_all(self) -> None:
+        works = [self._front.abort(request_id) for request_id in self._front.request_ids]
+        self._front.take_finished()
+        try:
+            for work in works:
+                self._send_all(work)
+        except EngineFailed:
+            pass  # that error is on its way already, or the next call meets it
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
+
+
+def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation is a list of mappings; several are a list of such lists."""
+    single: list[Mapping[str, Any]] = []
+    several: list[Conversation] = []
+    for item in messages:
+        if isinstance(item, Mapping):
+            single.append(item)
+        else:
+            several.append(item)
+    if single and several:
+        raise ValueError("messages must be one conversation or a list of conversations")
+    return [single] if single else several

@@ -1,0 +1,305 @@
+"""What travels between the front (HTTP, tokenizer, routing) and the ranks, as msgspec structs (msgpack over ZeroMQ).
+
+Token positions are counted from the start of the prompt. Times are seconds of time.monotonic() on one machine.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+EXIT_WEIGHTS = 5  # exit code of a rank that was started again and whose weights are away, or are not those of the start
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one sequence is continued. Validated by `front.sampling_params.validate`; names and defaults are OpenAI's and
+    vLLM's.
+
+    temperature 0 is greedy. top_k 0 is off. logprobs/prompt_logprobs: None is off, n the number of alternatives, -1
+    all. Stop strings are the front's business; ranks see token ids only.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # made from bad_words by the front
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+
+# ---- front -> rank -----------------------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to continue (the front has already split n > 1 into n of these and chosen each one's seed).
+
+    token_ids: prompt, then any output already released (a replay after a rank was lost); prompt_len says where output
+    begins. params.max_tokens is resolved (never None) and counts from prompt_len.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0  # lower first; equal: arrival order
+    cache_salt: str = ""
+    arrival: float = 0.0
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    request_ids: list[int]
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
+    pass
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
+    """Leave together with the other ranks at the next agreed step. Running requests are dropped."""
+
+
+class Membership(msgspec.Struct, tag="membership", frozen=True):
+    """Who takes part from `epoch` on. The front sends it to every living rank; epochs only rise. A rank that loses a
+    peer drops its step and waits for one; when nobody is lost (a rank returns), ranks change over together after a
+    step."""
+
+    epoch: int
+    alive: list[bool]
+
+
+class BalanceCommand(msgspec.Struct, tag="balance", frozen=True, kw_only=True):
+    """To the lowest living rank, which leads the balancing; answered by one BalanceReply.
+
+    kind: status, placement and load ask; plan computes and shows what would move; rebalance takes that plan; record
+    writes the loads of every step to `path` until a record without a path comes.
+    """
+
+    command_id: int
+    kind: Literal["status", "placement", "load", "plan", "rebalance", "record"]
+    path: str | None = None
+
+
+class ProfileCommand(msgspec.Struct, tag="profile", frozen=True, kw_only=True, omit_defaults=True):
+    """start: record what this rank does when, from the next step on, at most `capacity` events (engine/timeline.py).
+    stop: answered by one ProfilePart."""
+
+    profile_id: int
+    kind: Literal["start", "stop"]
+    capacity: int = 0
+
+
+FrontToRank = AddRequest | Abort | ResetPrefixCache | Shutdown | Membership | BalanceCommand | ProfileCommand
+
+
+# ---- rank -> front -----------------------------------------------------------------------------------------------
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """For one position. ids/values: the chosen token first, then the top alternatives in falling order (the chosen one
+    is not repeated away: it may appear twice). rank: the chosen token's place in the vocabulary, 1 is the most
+    likely."""
+
+    ids: list[int]
+    values: list[float]
+    rank: int
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """New tokens of one sequence. stop_reason: the stop token id that ended it (None for EOS or length).
+
+    prompt_logprobs comes once, with the first output: one entry per prompt token, None for the first.
+    """
+
+    request_id: int
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: list[Logprobs] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+
+class RankStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges now, counters since start."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found
+    preemptions: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    dbo_steps: int = 0  # split in parts
+    dbo_overlap: float = 0.0  # of the time that tokens were lately under way, the part not spent waiting for them
+
+
+class Outputs(msgspec.Struct, tag="outputs", frozen=True):
+    rank: int
+    outputs: list[TokenOutput]
+    stats: RankStats
+    time: float = 0.0
+
+
+class RankReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
+    rank: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    load_seconds: float
+    bytes_read: int
+    reasons: dict[str, str] = {}
+    process: int = msgspec.field(default_factory=os.getpid)
+
+
+class RankFailed(msgspec.Struct, tag="failed", frozen=True):
+    """A rank cannot go on; it exits right after sending this, and RankLost for it follows from the supervisor."""
+
+    rank: int
+    error: str
+
+
+class RankLost(msgspec.Struct, tag="lost", frozen=True):
+    """From the supervisor: this rank's process has ended (or hung, and was killed before this was said).
+
+    Said once for every process of a rank that ends, also for one that was still loading."""
+
+    rank: int
+    reason: str
+    time: float  # its last sign of life: when the kernel told of its end, or a hung one's last heartbeat
+    process: int  # its process id, which tells this life of the rank from others
+
+
+class Waiting(msgspec.Struct, tag="waiting", frozen=True):
+    """This rank cannot go on for a reason that may pass by itself: its weights cannot be read. "": it goes on."""
+
+    rank: int
+    reason: str
+
+
+class NoneLeft(msgspec.Struct, tag="none_left", frozen=True):
+    """From the supervisor: no rank is left, and none will be started again."""
+
+    reason: str
+
+
+class Joined(msgspec.Struct, tag="joined", frozen=True, kw_only=True):
+    """A rank has changed over to `epoch` and serves again. Seconds of its own work; experts and bytes it had to
+    read."""
+
+    rank: int
+    epoch: int
+    agree_seconds: float
+    repair_seconds: float
+    experts_loaded: int
+    bytes_read: int
+
+
+class EpochLost(msgspec.Struct, tag="epoch_lost", frozen=True):
+    """A rank has missed others in an exchange of `epoch`, has left it, and waits for a Membership. It may be the news
+    of a loss, or of one that hangs, or of a connection that broke between two ranks that are well
+    (front/accusations.py)."""
+
+    rank: int
+    epoch: int
+    reason: str
+
+
+class BalanceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the experts' load is spread, as the leading rank sees it. Balancedness is mean / max of the ranks' tokens, 1
+    is best.
+
+    One entry per MoE layer in the lists; the counters count since the leader's start.
+    """
+
+    rank: int
+    epoch: int
+    steps: int = 0  # observed
+    window_balance: list[float] = []  # of the tokens of the last window together
+    step_balance: list[float] = []  # mean over the steps of the last window
+    lower_bound: list[float] = []  # the balancedness that no placement in these slots can exceed, same window
+    age_steps: int = 0  # since the placement last changed (weights moved)
+    reweights: int = 0
+    moves: int = 0  # experts brought to a slot
+    bytes_moved: int = 0
+    failures: int = 0
+    last_error: str = ""
+    moving: int = 0  # experts that wait to be moved
+    recording: str = ""  # path of the recording, "" when off
+
+
+class BalanceReport(msgspec.Struct, tag="balance_report", frozen=True):
+    """Unasked, at the end of every window and after a failure."""
+
+    status: BalanceStatus
+
+
+class BalanceReply(msgspec.Struct, tag="balance_reply", frozen=True, kw_only=True):
+    """body: JSON of the answer; error: one line, "" when it went well. again: this rank does not lead (yet, or any
+    more)."""
+
+    command_id: int
+    body: bytes = b"{}"
+    error: str = ""
+    again: bool = False
+
+
+class ProfilePart(msgspec.Struct, tag="profile_part", frozen=True, kw_only=True):
+    """One rank's part of a profile. started False: it was not there when the profile began.
+
+    events: as ep/recorder.py packs them; num_dropped: those that found no place. clock: equal for all that read the
+    same one; host, network: of which machine, and of which network namespace on it.
+    """
+
+    profile_id: int
+    rank: int
+    started: bool
+    events: bytes = b""
+    num_dropped: int = 0
+    host: str = ""
+    clock: str = ""
+    network: str = ""
+
+
+RankToFront = (
+    Outputs
+    | RankReady
+    | RankFailed
+    | RankLost
+    | Waiting
+    | NoneLeft
+    | Joined
+    | EpochLost
+    | BalanceReport
+    | BalanceReply
+    | ProfilePart
+)
+
+encoder = msgspec.msgpack.Encoder()
+front_decoder = msgspec.msgpack.Decoder(RankToFront)
+rank_decoder = msgspec.msgpack.Decoder(FrontToRank)

@@ -1,0 +1,73 @@
+"""What callers of the engine get: whole results offline, deltas while streaming. No torch here.
+
+A *request* is one prompt with params.n *choices*; choice `index` counts from 0.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from front.messages import FinishReason, SamplingParams
+
+
+class Prompt(msgspec.Struct, kw_only=True):
+    """A checked request: made by front/sampling_params.py and front/text.py, taken by LLM and AsyncLLM."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    text: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    """token: its text as one piece; raw: its bytes, also where they are only part of a character."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    token: str
+    raw: bytes
+
+
+class PositionLogprobs(msgspec.Struct, gc=False):
+    """chosen: the token that stands at this position; top: the most likely ones, best first (may include chosen)."""
+
+    chosen: TokenLogprob
+    top: list[TokenLogprob]
+
+
+class Delta(msgspec.Struct, gc=False):
+    """What one step added to one choice. text never ends inside a UTF-8 character nor holds part of a stop string.
+
+    prompt_logprobs and num_cached_tokens come with the first delta of choice 0 (None / 0 otherwise).
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+
+class CompletionOutput(msgspec.Struct):
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[PositionLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class RequestOutput(msgspec.Struct):
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[PositionLogprobs | None] | None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int

@@ -1,0 +1,157 @@
+"""What the front keeps of a live request and of each of its choices. No sockets, no loop, no torch here."""
+
+from __future__ import annotations
+
+import msgspec
+
+from front.detokenizer import Detokenizer, StopStrings
+from front.messages import AddRequest, FinishReason, SamplingParams, TokenOutput
+from front.outputs import Delta, Prompt
+
+
+class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request took. Times are seconds of the front's clock (time.monotonic()); first_token None: none came."""
+
+    request_id: str
+    rank: int
+    arrival: float
+    first_token: float | None
+    finish: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int  # of all choices
+    finish_reasons: tuple[FinishReason, ...]  # one per choice
+    params: SamplingParams
+
+
+class LiveRequest:
+    __slots__ = ("arrival", "first_token", "num_cached", "num_output", "open", "prompt", "rank", "reasons", "sequences")
+
+    def __init__(self, prompt: Prompt, arrival: float) -> None:
+        self.prompt = prompt
+        self.rank = 0  # where it runs, or ran last
+        self.arrival = arrival
+        self.first_token: float | None = None
+        self.num_cached = 0
+        self.num_output = 0
+        self.open = prompt.params.n  # choices that have not finished
+        self.reasons: list[FinishReason] = ["abort"] * prompt.params.n
+        self.sequences: list[Sequence] = []  # those that have not finished
+
+    def finished(self, now: float) -> FinishedRequest:
+        prompt = self.prompt
+        return FinishedRequest(
+            request_id=prompt.request_id,
+            rank=self.rank,
+            arrival=self.arrival,
+            first_token=self.first_token,
+            finish=now,
+            num_prompt_tokens=len(prompt.token_ids),
+            num_cached_tokens=self.num_cached,
+            num_output_tokens=self.num_output,
+            finish_reasons=tuple(self.reasons),
+            params=prompt.params,
+        )
+
+
+class Sequence:
+    """One choice. token_ids is its log: the prompt, then every token that was released.
+
+    sequence_id: what its rank calls it; a new one for every rank it is sent to, so that what a lost rank said last, and
+    comes late, is not taken for the words of the next one.
+    """
+
+    __slots__ = (
+        "answered",
+        "awaited",
+        "cost",
+        "detokenizer",
+        "index",
+        "key",
+        "min_tokens",
+        "num_output",
+        "pending",
+        "request",
+        "seed",
+        "sequence_id",
+        "stops",
+        "token_ids",
+    )
+
+    def __init__(self, index: int, seed: int, request: LiveRequest, detokenizer: Detokenizer) -> None:
+        params = request.prompt.params
+        self.sequence_id = -1
+        self.index = index
+        self.seed = seed
+        self.request = request
+        self.key = request.prompt.request_id
+        self.detokenizer = detokenizer
+        self.stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self.min_tokens = params.min_tokens
+        self.token_ids = list(request.prompt.token_ids)
+        self.num_output = 0
+        self.answered = False  # has had an output
+        self.awaited = True  # has had no output from this rank
+        self.cost = 0  # tokens charged to the rank's load, all in all
+        self.pending = 0  # the part of it that goes with the rank's first output: tokens to compute
+
+    def message(self, eos_token_ids: tuple[int, ...]) -> AddRequest:
+        """For the rank that is to continue it: what has been released comes with the prompt and is not sampled
+        again."""
+        request = self.request
+        prompt, params = request.prompt, request.prompt.params
+        # Stop strings are found here, bad words are token ids by now, and the prompt is scored once.
+        own = msgspec.structs.replace(
+            params,
+            n=1,
+            seed=None,
+            stop=(),
+            bad_words=(),
+            prompt_logprobs=params.prompt_logprobs if self.index == 0 and not self.answered else None,
+        )
+        return AddRequest(
+            request_id=self.sequence_id,
+            token_ids=list(self.token_ids) if self.num_output else prompt.token_ids,
+            prompt_len=len(prompt.token_ids),
+            params=own,
+            seed=self.seed,
+            eos_token_ids=eos_token_ids,
+            priority=prompt.priority,
+            cache_salt=prompt.cache_salt,
+            arrival=request.arrival,
+        )
+
+    def delta(self, output: TokenOutput) -> Delta:
+        """What an output adds. The caller then extends the log by the delta's tokens."""
+        if output.finish_reason is None and self.stops is None:
+            return Delta(self.index, self.detokenizer.push(output.new_token_ids), output.new_token_ids)
+        return self._delta_with_end(output)
+
+    def last_text(self) -> str:
+        """What was held back, when the sequence is ended from outside."""
+        text = self.detokenizer.finish()
+        return text if self.stops is None else self.stops.finish() + text
+
+    def _delta_with_end(self, output: TokenOutput) -> Delta:
+        """What an output adds, with stop strings or at the end of the sequence. The text of a token that ended it is
+        not shown, unless asked for."""
+        token_ids = output.new_token_ids
+        reason, stop_reason = output.finish_reason, output.stop_reason
+        include_end = self.request.prompt.params.include_stop_str_in_output
+        ends_with_stop_token = reason == "stop" and not include_end
+        shown = token_ids[:-1] if ends_with_stop_token else token_ids
+        detokenizer, stops = self.detokenizer, self.stops
+        if stops is None:
+            text = detokenizer.push(shown) + detokenizer.finish()
+            return Delta(self.index, text, token_ids, finish_reason=reason, stop_reason=stop_reason)
+
+        text = ""
+        for place, token_id in enumerate(shown):
+            look = self.num_output + place + 1 > self.min_tokens
+            text += stops.push(detokenizer.push((token_id,)), look)
+            if stops.found is not None:
+                kept = token_ids[: place + 1]
+                return Delta(self.index, text, kept, finish_reason="stop", stop_reason=stops.found)
+        if reason is not None:
+            text += stops.push(detokenizer.finish(), look=False) + stops.finish()
+        return Delta(self.index, text, token_ids, finish_reason=reason, stop_reason=stop_reason)

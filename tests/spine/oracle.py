@@ -1,0 +1,53 @@
+"""A drafter that knows the answers and tells them with a chosen probability; and the rows that its lies leave behind."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from engine.rank import Rank
+
+POISON = 1e30  # finite, so that a mask discards it; any other use of it shows
+
+
+class Oracle:
+    """answers: per request id its prompt and the tokens that follow. right: the probability that a draft is. accepted: how often
+    so many drafts of a step were right, and of how many."""
+
+    def __init__(self, answers: Mapping[int, tuple[Sequence[int], Sequence[int]]], right: float, seed: int = 0) -> None:
+        self._answers, self._right, self._rng = answers, right, random.Random(seed)
+        self.accepted: Counter[tuple[int, int]] = Counter()
+
+    def propose(self, request_id: int, tokens: Sequence[int], limit: int) -> list[int]:
+        prompt, answer = self._answers[request_id]
+        assert list(tokens) == [*prompt, *answer][: len(tokens)], "the stream has left the plain one"
+        following = [*prompt, *answer][len(tokens) :]
+        count = self._rng.randint(0, min(limit, len(following)))
+        return [token if self._rng.random() < self._right else (token + 1) % 90 for token in following[:count]]
+
+    def observe(self, request_id: int, num_drafts: int, num_accepted: int) -> None:
+        self.accepted[num_drafts, num_accepted] += 1
+
+
+def take_drafts(rank: Rank, oracle: Oracle, max_drafts: int) -> None:
+    rank._scheduler.drafter, rank._scheduler.max_drafts = oracle, max_drafts
+
+
+def poison_what_nobody_may_read(rank: Rank) -> None:
+    """Rows of running requests behind what is computed, and every row that no request has: between two steps nothing of them
+    may ever be read again."""
+    scheduler, cache = rank._scheduler, rank._runner._kv
+    good = torch.zeros(cache.num_blocks * cache.block_size, dtype=torch.bool)
+    pool = scheduler.kv._pools[0]
+    for block in [*pool._cached, *(block for block, refs in enumerate(pool._refs) if refs)]:
+        good[block * cache.block_size : (block + 1) * cache.block_size] = pool._block_to_key[block] is not None
+    for request in scheduler._running:
+        (table,) = request.held.tables
+        for position in range(request.num_computed):
+            good[table[position // cache.block_size] * cache.block_size + position % cache.block_size] = True
+    for fields in cache.layers:
+        for field in fields:
+            field[~good] = POISON

@@ -1,0 +1,160 @@
+"""A model with every kind of cache: a recurrent layer, a layer that sees a window, a layer that sees everything, each followed by
+routed experts. Its weights are those of a tiny Qwen3-MoE checkpoint; its arithmetic is plain torch.
+
+Legend: T tokens, D hidden size, H query heads, Hkv key heads, Dh head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache.memory import CacheMemory
+from cache.spec import CacheGroup, CacheSizes, CacheSpec, Field
+from dbo.steps import Steps, drain
+from layers.attention import place_heads
+from layers.step import StateInput, StepInput, TableInput
+from models import registry
+from models.base import CausalLM
+from models.decoder import LayerContext
+from models.graph_breaks import GraphBreaks, Operation
+from models.qwen3.config import Qwen3Config, parse
+from models.qwen3.model import Attention, Qwen3ForCausalLM
+
+NAME = "RecurrentToyForCausalLM"
+RECURRENT, WINDOWED, FULL = 0, 1, 2
+WINDOW = 6
+TAIL = 2  # earlier inputs that the recurrent layer sees, as a convolution does
+DECAY = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyConfig(Qwen3Config):
+    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+        shape = (self.num_kv_heads, self.head_dim)
+        kv = (Field("key", shape, dtype), Field("value", shape, dtype))
+        state = (Field("tail", (TAIL, self.hidden_size), dtype), Field("state", (self.hidden_size,), "float32"))
+        return (
+            CacheGroup("state", (RECURRENT,), state),
+            CacheGroup("paged", (FULL,), kv),
+            CacheGroup("window", (WINDOWED,), kv, WINDOW),
+        )
+
+
+def parse_toy(raw: dict[str, Any], source: str) -> ToyConfig:
+    config = parse({**raw, "architectures": ["Qwen3MoeForCausalLM"]}, source)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return ToyConfig(**{**fields, "architecture": NAME})
+
+
+def windowed(step: StepInput, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
+    """Attention over the last WINDOW tokens, a sequence at a time; reads no row behind the window."""
+    out_THD = torch.empty_like(q_THD)
+    group = q_THD.shape[1] // k_cache.shape[1]
+    for sequence, end in enumerate(step.kv_lens):
+        first_T, last_T = step.query_starts[sequence : sequence + 2]
+        context = end - (last_T - first_T)
+        seen = torch.arange(max(0, context - WINDOW + 1), end)
+        slots = step.block_table_BN[sequence, seen // step.block_size] * step.block_size + seen % step.block_size
+        k, v = (cache[slots].repeat_interleave(group, 1).float() for cache in (k_cache, v_cache))
+        positions = torch.arange(context, end)[:, None]
+        mask = (seen <= positions) & (seen > positions - WINDOW)
+        scores = torch.einsum("qhd,khd->hqk", q_THD[first_T:last_T].float(), k) * scale
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        out_THD[first_T:last_T] = torch.einsum("hqk,khd->qhd", weights, v).to(q_THD.dtype)
+    return out_THD
+
+
+class WindowAttention(Attention):
+    def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
+        yield from ()
+        qkv = self.qkv(x_TD).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        slots_T = context.step.of_group(1).slots_T
+        q_THD = place_heads(qkv, self.num_heads, self.qk_norm, self.eps, context.rope, cache, slots_T)
+        attended = context.operations[1](q_THD, *cache, self.scale)
+        out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
+        return out_TD
+
+
+class Recurrence(Attention):
+    """h = DECAY h + x_t + x_{t - TAIL} / 2; out = tanh(h). Updates in place nothing that a step reads."""
+
+    def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
+        yield from ()
+        tails, states = cache
+        step, records = context.step, context.step.state
+        assert records is not None
+        out_TD = torch.empty_like(x_TD)
+        for sequence, (read, written) in enumerate(
+            zip(records.reads_B.tolist(), records.writes_B.tolist(), strict=True)
+        ):
+            first_T, last_T = step.query_starts[sequence : sequence + 2]
+            inputs = torch.cat([tails[read], x_TD[first_T:last_T]])
+            h = states[read].clone()
+            for token in range(first_T, last_T):
+                h = DECAY * h + x_TD[token].float() + inputs[token - first_T].float() / 2
+                out_TD[token] = torch.tanh(h)
+            states[written] = h
+            tails[written] = inputs[-TAIL:]
+        return out_TD
+
+
+class RecurrentToyForCausalLM(Qwen3ForCausalLM):
+    def __init__(self, config: ToyConfig, *where: Any) -> None:
+        super().__init__(config, *where)
+        self.config = config
+        dtype, device = self.decoders[0].mixer.out.weight.dtype, self.decoders[0].mixer.out.weight.device
+        for layer, kind in ((RECURRENT, Recurrence), (WINDOWED, WindowAttention)):
+            self.decoders[layer].mixer = kind(config, dtype, device)
+
+    def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
+        full = super().prepare(step, breaks)
+        return (*full, breaks.operation(lambda step: partial(windowed, step.of_group(1)), step, 1))
+
+
+registry.FAMILIES[NAME] = registry.Family(parse_toy, "recurrent_toy", NAME, has_mla=False)
+
+
+def make_toy(qwen3_moe: Path, path: Path) -> Path:
+    """A checkpoint of the toy with the weights of a Qwen3-MoE one of three layers."""
+    shutil.copytree(qwen3_moe, path)
+    raw = json.loads((path / "config.json").read_text())
+    assert raw["num_hidden_layers"] == 3
+    (path / "config.json").write_text(json.dumps({**raw, "architectures": [NAME]}))
+    return path
+
+
+def greedy(model: CausalLM, prompt: list[int], count: int, block_size: int = 4) -> list[int]:
+    """What the model says without an engine: every token from a fresh pass over the whole sequence."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            num_tokens = len(tokens)
+            blocks = -(-num_tokens // block_size)
+            sizes = CacheSizes(block_size, blocks, blocks, 2)
+            cache = CacheMemory.allocate(model.cache_spec(), sizes, torch.device("cpu"))
+            places, table = torch.arange(num_tokens), torch.arange(blocks)[None]
+            step = StepInput(
+                token_ids_T=torch.tensor(tokens),
+                positions_T=places,
+                slots_T=places,
+                query_starts=(0, num_tokens),
+                kv_lens=(num_tokens,),
+                kv_lens_B=torch.tensor([num_tokens]),
+                block_table_BN=table,
+                num_decodes=int(num_tokens == 1),
+                block_size=block_size,
+                logits_rows_P=torch.tensor([num_tokens - 1]),
+                more_tables=(TableInput(places, table),),
+                state=StateInput(torch.tensor([0]), torch.tensor([1])),
+            )
+            hidden_TD = drain(model.steps(step, cache))
+            tokens.append(int(model.logits(hidden_TD[-1:]).argmax()))
+    return tokens[len(prompt) :]

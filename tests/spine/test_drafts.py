@@ -1,0 +1,176 @@
+"""Several tokens per step: whatever a drafter proposes, the stream is the plain one (float32, greedy and seeded)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import hf_tiny
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Oracle, poison_what_nobody_may_read, take_drafts
+from overlapped import OFTEN
+from rank_parts import Job, drive, mailbox_ranks, make_plan
+from survivors import Survivors
+
+from engine.build import build_rank
+from engine.drafts import num_new
+from engine.rank import Rank
+
+pytestmark = pytest.mark.spine
+torch.set_num_threads(1)
+
+RANDOM = {"temperature": 0.8, "top_k": 20}
+PENALTY = {"temperature": 1.0, "presence_penalty": 0.5}
+STEM = [3 + 5 * i % 80 for i in range(13)]
+JOBS = [
+    Job([*STEM[: 13 - 2 * i], 7 + i], 14 + i % 3, params=[{}, RANDOM, PENALTY][i % 3] if i else {}) for i in range(6)
+]
+MAX_DRAFTS = 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_tiny.make_qwen3_moe(tmp_path_factory.mktemp("drafts")).path
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> dict[int, list[int]]:
+    rank = build_rank(make_plan(checkpoint, enable_prefix_caching=False, max_num_seqs=1))
+    return {index: got.tokens for index, got in enumerate(drive([rank], JOBS))}
+
+
+def answers(expected: dict[int, list[int]]) -> dict[int, tuple[list[int], list[int]]]:
+    return {index: (job.prompt, expected[index]) for index, job in enumerate(JOBS)}
+
+
+@pytest.mark.parametrize(
+    ("sampled", "drafts", "count"), [([5], [], 1), ([5, 6, 7], [5, 6], 3), ([5, 6, 7], [5, 9], 2), ([5, 6], [4], 1)]
+)
+def test_what_counts(sampled: list[int], drafts: list[int], count: int) -> None:
+    assert num_new(sampled, drafts) == count
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    choices=st.fixed_dictionaries(
+        {
+            "num_kv_blocks": st.integers(9, 30),
+            "max_num_seqs": st.integers(1, 5),
+            "max_num_batched_tokens": st.sampled_from([2, 7, 16, 64]),
+            "enable_prefix_caching": st.booleans(),
+            "async_scheduling": st.booleans(),
+            "dbo": st.sampled_from(OFTEN),
+        }
+    ),
+    arrivals=st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
+    right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    size=st.sampled_from([1, 2]),
+)
+def test_whatever_the_engine_does(
+    checkpoint: Path,
+    expected: dict[int, list[int]],
+    choices: dict[str, object],
+    arrivals: list[int],
+    right: float,
+    size: int,
+) -> None:
+    jobs = [Job(job.prompt, job.max_tokens, at, params=job.params) for job, at in zip(JOBS, arrivals, strict=True)]
+    if size == 1:
+        ranks = [build_rank(make_plan(checkpoint, max_model_len=36, **{**choices, "dbo": None}))]
+    else:
+        ranks = mailbox_ranks(checkpoint, size, max_model_len=36, **choices)
+    for rank in ranks:
+        take_drafts(rank, Oracle(answers(expected), right), MAX_DRAFTS)
+    assert {index: one.tokens for index, one in enumerate(drive(ranks, jobs))} == expected
+    for rank in ranks:
+        rank._scheduler.kv.check([])
+        rank.close()
+
+
+def test_every_number_of_accepted_drafts_comes_up_and_steps_are_saved(
+    checkpoint: Path, expected: dict[int, list[int]]
+) -> None:
+    seen: Counter[tuple[int, int]] = Counter()
+    steps = {}
+    for right in (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+        rank = build_rank(make_plan(checkpoint))
+        oracle = Oracle(answers(expected), right)
+        take_drafts(rank, oracle, MAX_DRAFTS)
+        assert {index: one.tokens for index, one in enumerate(drive([rank], JOBS))} == expected
+        steps_before = rank.stats.steps
+        drive([rank], JOBS[:2])
+        seen += oracle.accepted
+        steps[right] = rank.stats.steps - steps_before
+        rank.close()
+    assert {(drafts, right) for drafts in range(1, MAX_DRAFTS + 1) for right in range(drafts + 1)} <= set(seen)
+    assert steps[1.0] < steps[0.0]
+
+
+def test_rejected_rows_are_never_read(checkpoint: Path, expected: dict[int, list[int]]) -> None:
+    rank = build_rank(make_plan(checkpoint, num_kv_blocks=24))
+    take_drafts(rank, Oracle(answers(expected), 0.5), MAX_DRAFTS)
+    for index, job in enumerate(JOBS):
+        rank.submit(job.message(index))
+    released: dict[int, list[int]] = {index: [] for index in range(len(JOBS))}
+    while rank.has_work:
+        for output in rank.step():
+            released[output.request_id] += output.new_token_ids
+        poison_what_nobody_may_read(rank)
+    assert released == expected
+    rank.close()
+
+
+class DraftingSurvivors(Survivors):
+    """Every rank drafts, each with luck of its own."""
+
+    def __init__(self, path: Path, size: int, known: dict[int, list[int]], right: float, **overrides: object) -> None:
+        self.known, self.right, self.started = known, right, 0
+        super().__init__(path, size, **overrides)
+
+    def start(self, rank: int, join: bool = True) -> None:
+        super().start(rank, join)
+        self.started += 1
+        take_drafts(self.ranks[rank], Oracle(answers(self.known), self.right, self.started), MAX_DRAFTS)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_kills_at_any_moment(checkpoint: Path, expected: dict[int, list[int]], data: st.DataObject) -> None:
+    """A request goes on elsewhere, where other drafts are proposed."""
+    cluster = DraftingSurvivors(
+        checkpoint,
+        3,
+        expected,
+        data.draw(st.sampled_from([0.3, 0.8, 1.0])),
+        slots_per_rank=8,
+        async_scheduling=data.draw(st.booleans()),
+        max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),
+        num_kv_blocks=data.draw(st.sampled_from([9, 64])),
+        max_model_len=36,
+        dbo=data.draw(st.sampled_from(OFTEN)),
+    )
+    for index, job in enumerate(JOBS):
+        cluster.add(index, job)
+    for _ in range(data.draw(st.integers(1, 5))):
+        for _ in range(data.draw(st.integers(0, 4))):
+            cluster.round()
+        if len(cluster.ranks) > 1:
+            cluster.round(data.draw(st.sampled_from(sorted(cluster.ranks))), data.draw(st.integers(0, 15)))
+            cluster.tell_all()
+            cluster.replay()
+        missing = sorted(set(range(3)) - set(cluster.ranks))
+        if missing and data.draw(st.booleans()):
+            cluster.start(missing[0])
+            cluster.round()
+            cluster.tell_all()
+    cluster.finish()
+    assert cluster.released == expected
+    for rank in cluster.ranks.values():
+        clean(rank)
+
+
+def clean(rank: Rank) -> None:
+    rank._scheduler.kv.check([])

@@ -1,0 +1,160 @@
+"""The equality test of a model whose caches are of every kind, on survivors of kills too (float32).
+
+With a state that is updated in place, a rank that survives a kill computes the dropped step upon the wrong state: tokens of
+requests that were never moved go wrong. Versions of the state are what prevents it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hf_tiny
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from overlapped import OFTEN, SPLIT
+from rank_parts import Job, drive, mailbox_ranks, make_plan
+from recurrent_toy import greedy, make_toy
+from survivors import Survivors
+
+from configs.dbo import DboPlan
+from engine.build import build_rank
+from engine.rank import Rank
+from models.registry import read_config
+
+pytestmark = pytest.mark.spine
+torch.set_num_threads(1)
+
+NUM_EXPERTS = 8
+RANDOM = {"temperature": 1.0, "presence_penalty": 0.5}
+STEM = [3 + 5 * i % 80 for i in range(19)]
+JOBS = [Job([*STEM[: 19 - 3 * i], 7 + i], 9 + i % 4, params=RANDOM if i % 3 == 2 else {}) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    return make_toy(hf_tiny.make_qwen3_moe(folder / "qwen3", num_hidden_layers=3).path, folder / "toy")
+
+
+@pytest.fixture(scope="module")
+def expected(toy: Path) -> dict[int, list[int]]:
+    """Greedy ones from fresh passes over the whole sequence, seeded ones from an engine that does nothing but that."""
+    model = hf_tiny.load_ours(toy)
+    rank = build_rank(make_plan(toy, enable_prefix_caching=False, max_num_seqs=1))
+    alone = [got.tokens for got in drive([rank], JOBS)]
+    for job, tokens in zip(JOBS, alone, strict=True):
+        if not job.params:
+            assert tokens == greedy(model, job.prompt, job.max_tokens)
+    return dict(enumerate(alone))
+
+
+def clean(rank: Rank) -> None:
+    """No block and no record is lost."""
+    rank._scheduler.kv.check([])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    choices=st.fixed_dictionaries(
+        {
+            "num_kv_blocks": st.integers(10, 24),
+            "max_num_seqs": st.integers(1, 5),
+            "max_num_batched_tokens": st.sampled_from([3, 7, 16, 64]),
+            "enable_prefix_caching": st.booleans(),
+            "async_scheduling": st.booleans(),
+        }
+    ),
+    arrivals=st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
+    size=st.sampled_from([1, 1, 2]),
+)
+def test_whatever_the_engine_does(
+    toy: Path, expected: dict[int, list[int]], choices: dict[str, object], arrivals: list[int], size: int
+) -> None:
+    """Cut prompts, preemption, prefixes found at checkpoints, asynchronous scheduling."""
+    jobs = [
+        Job(job.prompt, job.max_tokens, arrive, params=job.params) for job, arrive in zip(JOBS, arrivals, strict=True)
+    ]
+    plan = {"max_model_len": 36, **choices}
+    ranks = [build_rank(make_plan(toy, **plan))] if size == 1 else mailbox_ranks(toy, size, **plan)
+    got = drive(ranks, jobs)
+    assert {index: one.tokens for index, one in enumerate(got)} == expected
+    for rank in ranks:
+        clean(rank)
+        rank.close()
+
+
+def test_the_engine_really_does_those_things(toy: Path, expected: dict[int, list[int]]) -> None:
+    rank = build_rank(make_plan(toy, max_model_len=36, num_kv_blocks=14, max_num_batched_tokens=16))
+    jobs = [Job(job.prompt, job.max_tokens, 3 * index, params=job.params) for index, job in enumerate(JOBS)]
+    assert {index: one.tokens for index, one in enumerate(drive([rank], jobs))} == expected
+    assert rank.stats.preemptions > 0 and rank.stats.prefix_hits > 0
+    clean(rank)
+    rank.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("turns", range(13))
+@pytest.mark.parametrize("dbo", [None, SPLIT], ids=["whole", "split"])
+def test_a_kill_at_every_turn(
+    toy: Path, expected: dict[int, list[int]], asynchronous: bool, turns: int, dbo: DboPlan | None
+) -> None:
+    """A step of three layers has two exchanges in each: the state of the first layer has moved on when any of them is lost."""
+    cluster = Survivors(toy, 3, slots_per_rank=4, async_scheduling=asynchronous, dbo=dbo)
+    for index in range(5):
+        cluster.add(index, JOBS[index])
+    for _ in range(4):
+        cluster.round()
+    cluster.round(victim=1, turns=turns)
+    cluster.round()
+    cluster.tell_all()
+    cluster.replay()
+    for _ in range(3):
+        cluster.round()
+    cluster.start(1)
+    cluster.round()
+    cluster.tell_all()
+    cluster.add(5, JOBS[5])
+    cluster.finish()
+    assert cluster.released == expected
+    for rank in cluster.ranks.values():
+        clean(rank)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_kills_at_any_moment(toy: Path, expected: dict[int, list[int]], data: st.DataObject) -> None:
+    cluster = Survivors(
+        toy,
+        3,
+        slots_per_rank=NUM_EXPERTS,
+        async_scheduling=data.draw(st.booleans()),
+        max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),
+        num_kv_blocks=data.draw(st.sampled_from([9, 64])),
+        max_model_len=36,
+        dbo=data.draw(st.sampled_from(OFTEN)),
+    )
+    for index, job in enumerate(JOBS):
+        cluster.add(index, job)
+    for _ in range(data.draw(st.integers(1, 6))):
+        for _ in range(data.draw(st.integers(0, 5))):
+            cluster.round()
+        if len(cluster.ranks) > 1:
+            victim = data.draw(st.sampled_from(sorted(cluster.ranks)))
+            cluster.round(victim, data.draw(st.integers(0, 15)))
+            cluster.tell_all()
+            cluster.replay()
+        missing = sorted(set(range(3)) - set(cluster.ranks))
+        if missing and data.draw(st.booleans()):
+            cluster.start(missing[0])
+            cluster.round()
+            cluster.tell_all()
+    cluster.finish()
+    assert cluster.released == expected
+
+
+def test_explain_prices_it(toy: Path) -> None:
+    """Bytes of all three groups follow from the description."""
+    spec = read_config(toy).cache_spec("float32")
+    assert [group.kind for group in spec] == ["state", "paged", "window"]

@@ -8,7 +8,7 @@ from mla.requirements import MlaFacts, choose_mla, explain_mla
 from models.deepseek.attention import mla_shape
 from models.deepseek.config import DeepseekConfig
 from models.facts import ModelFacts
-from models.qwen3.config import Qwen3Config
+from models.gqa.config import GqaConfig
 
 
 def explain_attention(
@@ -31,4 +31,4 @@ def explain_attention(
 
 def expert_width(facts: ModelFacts) -> int:
     """Of a routed expert; 0 for a dense model."""
-    return facts.expert_width if isinstance(facts, DeepseekConfig | Qwen3Config) and facts.num_experts else 0
+    return facts.expert_width if isinstance(facts, DeepseekConfig | GqaConfig) and facts.num_experts else 0

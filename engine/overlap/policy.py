@@ -173,8 +173,8 @@ class Overlap:
     # ---- measuring ----
 
     def _check(self, tokens: int, exchange: float, leads: bool) -> _Runs:
-        """Measure anew unless the exchange takes as long as was remembered, but for MARGIN of a step. One run that agrees
-        is enough: what else the machine does makes an exchange longer, never shorter."""
+        """Measure anew unless the exchange takes as long as was remembered, but for MARGIN of a step. One run that
+        agrees is enough: what else the machine does makes an exchange longer, never shorter."""
         self._seconds = 0.0
         measure = self._make_measure()
         if tokens <= measure.max_tokens:

@@ -46,8 +46,6 @@ from engine.rebalance.exchange import (
     Piece,
     Stage,
     StepChores,
-    pack_placement,
-    unpack_placement,
 )
 from engine.rebalance.leader import MAX_STAGES, Facts, Lead
 from engine.team import Team
@@ -241,7 +239,7 @@ class Balance:
             self._steps = self._tokens = 0
         if plan.order & PUBLISH:
             chores.new = self._change = Change(plan.order // STAGES)
-            chores.publish = b"".join(map(pack_placement, self._chosen))
+            chores.publish = b"".join(placement.to_bytes() for placement in self._chosen)
             self._chosen = []
         does = plan.order or chores.commit is not None or chores.piece is not None
         return chores if has_tokens or does else None
@@ -303,7 +301,7 @@ class Balance:
     def _make_ready(self, current: Placement, packed: list[bytes]) -> list[Stage]:
         rank, stages = self._team.rank, []
         for content in packed:
-            target = unpack_placement(content, current)
+            target = Placement.from_bytes(content)
             migration = Migration(current, target, rank, self._model.expert_storage, self._facts.piece_bytes)
             stages.append(Stage(target, slot_tables(target, rank, self._device), migration))
             current = target

@@ -23,6 +23,7 @@ from layers.triton import sampling as triton_sampling
 from layers.triton import silu_mul as triton_silu_mul
 from layers.triton.attention import TritonAttentionPlan
 from layers.triton.configs import AttentionConfig
+from layers.triton.device import chip_of
 from mla import latent_fp8
 from mla.triton import cache as triton_cache
 from mla.triton.configs import DecodeConfig, PrefillConfig
@@ -36,7 +37,6 @@ from moe_kernels.triton import permute as triton_permute
 from moe_kernels.triton import quant as triton_quant
 from moe_kernels.triton import topk as triton_topk
 from moe_kernels.triton.configs import GemmConfig, choose
-from moe_kernels.triton.device import chip_of
 
 BLOCK_SIZE = 64
 BF16, F8, F32, I64 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layers.optional import load
 from layers.step import StepInput
 from mla.protocol import MlaShape
-from mla.requirements import load
+from mla.requirements import PIP
 
 _WORKSPACE_BYTES = 128 << 20
 
@@ -23,7 +24,7 @@ class FlashInferMla:
     """Implements mla.protocol.MlaBackend. Raises ImportError that names the line to type where it is not installed."""
 
     def __init__(self, shape: MlaShape, scale: float, dtype: torch.dtype, device: torch.device) -> None:
-        library: Any = load("flashinfer", "flashinfer.mla")
+        library: Any = load("flashinfer.mla", PIP["flashinfer"])
         self._shape, self._scale, self._dtype = shape, scale, dtype
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrapper = library.BatchMLAPagedAttentionWrapper(workspace, backend="auto")

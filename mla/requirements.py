@@ -3,10 +3,8 @@ installed, and the shape. The one place of this room where the device is asked f
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
@@ -97,13 +95,3 @@ def choose_mla(name: str, facts: MlaFacts) -> str:
     if verdicts[name] != "ok":
         raise ValueError(f"mla backend {name!r}: {verdicts[name]}")
     return name
-
-
-def load(name: str, module: str) -> ModuleType:
-    """What the backend of this name is made of. ImportError with the line to type, whatever went wrong: a library that
-    was built for another machine has many ways to say so."""
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        first_line = str(error).partition("\n")[0] or type(error).__name__
-        raise ImportError(f"{module} cannot be imported ({first_line}); to install it: {PIP[name]}") from error

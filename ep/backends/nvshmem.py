@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep.backends.optional import load
 from ep.backends.shm import ShmAllToAll
 from ep.device import CurrentStream, await_true
 from ep.transport.device_group import DeviceGroup
 from ep.transport.shm_room import Array, Fields, Room
+from layers.optional import load
 
 INSTALL = "pip install 'moesaic[nvshmem]' (nvshmem4py)"
 _WORDS = 64  # signals that a heap has

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ep.protocol import Arrived, Routing
+from ep.protocol import Arrived, Later, Routing
 from ep.rows import make_rows, padding
 from ep.transport.heap import Signals, SymmetricHeap
 from ep.transport.shm_room import (
@@ -139,7 +139,7 @@ class ShmAllToAll:
         """Rows that a room holds."""
         return (self._room_rows * self._row_bytes - 8) // (self._row_bytes + top_k * (SLOT_BYTES + WEIGHT_BYTES))
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> _Dispatch:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Later[Arrived]:
         """x_TD and the routing must not change until it has been waited for."""
         assert self._stage == _IDLE, "the lane's last exchange is not over"
         self._stage = _SENT
@@ -160,7 +160,7 @@ class ShmAllToAll:
             else:
                 self._leaving[peer].fill(sent.rows(peer, 0, min(counts[peer], capacity)))
             self._signals.send(peer, self._dispatch_word, self._number, counts[peer])
-        return _Dispatch(self, sent)
+        return Later(self.arrive, sent)
 
     def arrive(self, sent: _Sent) -> Arrived:
         """The second half of a dispatch."""
@@ -192,7 +192,7 @@ class ShmAllToAll:
         )
         return Arrived(tokens, _Ticket(None, rows, sent))
 
-    def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> _Combine:
+    def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Later[Tensor]:
         assert isinstance(ticket, _Ticket) and self._stage == _ARRIVED
         self._stage = _RETURNED
         y_PD = y if ticket.row_P is None else y.view(-1, y.shape[-1]).index_select(0, ticket.row_P)
@@ -201,7 +201,7 @@ class ShmAllToAll:
             part = parts[peer][: self._back_rows]
             self._going[peer].rows(part.shape[0]).copy_(part)
             self._signals.send(peer, self._combine_word, self._number)
-        return _Combine(self, parts, ticket, out_TD)
+        return Later(self.gather, parts, ticket, out_TD)
 
     def gather(self, parts: list[Tensor], ticket: _Ticket, out_TD: Tensor) -> Tensor:
         """The second half of a combine."""
@@ -294,23 +294,3 @@ class ShmAllToAll:
             )
             for of_rank in pieces
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Dispatch:
-    lane: ShmAllToAll
-    sent: _Sent
-
-    def wait(self) -> Arrived:
-        return self.lane.arrive(self.sent)
-
-
-@dataclass(frozen=True, slots=True)
-class _Combine:
-    lane: ShmAllToAll
-    parts: list[Tensor]
-    ticket: _Ticket
-    out_TD: Tensor
-
-    def wait(self) -> Tensor:
-        return self.lane.gather(self.parts, self.ticket, self.out_TD)

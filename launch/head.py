@@ -20,7 +20,6 @@ from configs.server import ServerConfig
 from engine.process.console import say, say_text
 from front.messages import RankLost
 from launch.identity import differences, other_weights, versions
-from launch.keeper import RankKeeper
 from launch.link import (
     SILENT_SECONDS,
     End,
@@ -35,6 +34,7 @@ from launch.link import (
     Welcome,
     descriptors,
 )
+from launch.monitor import RankMonitor
 from launch.processes import Child
 from launch.supervisor import EXIT_RANK_LOST, LOOK_SECONDS, RANK_GRACE, Supervisor
 
@@ -78,7 +78,7 @@ class HeadSupervisor(Supervisor):
         self.listener.setblocking(False)
         super().__init__(plan, server, runtime_root, startup_timeout, on_ready)
         self.network_options = ("--network", str(self.runtime.write("network.json", None)))
-        self.keeper = self._new_keeper()
+        self.monitor = self._new_monitor()
         self.parts = hosts
         self.hosts: list[_Host] = []
         self.strangers: list[Link] = []  # that have not said Hello
@@ -88,10 +88,10 @@ class HeadSupervisor(Supervisor):
         self.restarting = False
         self.parting = False
 
-    def _new_keeper(self) -> RankKeeper:
+    def _new_monitor(self) -> RankMonitor:
         ranks = range(self.plan.data_parallel_size_local)
         options = self.network_options
-        return RankKeeper(self.children, self.plan, self.runtime, self.startup_timeout, ranks=ranks, options=options)
+        return RankMonitor(self.children, self.plan, self.runtime, self.startup_timeout, ranks=ranks, options=options)
 
     def _start(self) -> None:
         """The ranks follow when all machines are there."""
@@ -146,7 +146,7 @@ class HeadSupervisor(Supervisor):
         if self.store in dead:
             raise RuntimeError("the process where ranks meet has ended")
         self._accept()
-        lost = self.keeper.look(dead)
+        lost = self.monitor.look(dead)
         for host in list(self.hosts):
             lost += self._hear(host)
         return lost
@@ -246,7 +246,7 @@ class HeadSupervisor(Supervisor):
         self.runtime.write("network.json", self.network)
         for host in self.hosts:
             host.link.send(Welcome(self.network, join=False))
-        self.keeper.start()
+        self.monitor.start()
 
     def _hear(self, host: _Host) -> list[RankLost]:
         lost = []

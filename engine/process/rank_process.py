@@ -58,7 +58,7 @@ EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
 WEIGHTS_SECONDS = (
-    20.0  # for weights that are away to come back, when a rank is started again; then the keeper has its turn
+    20.0  # for weights that are away to come back, when a rank is started again; then the monitor has its turn
 )
 
 

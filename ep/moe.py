@@ -96,9 +96,9 @@ class MoELayers:
         self._device = device
         self._num_made = 0
 
-    def make(self, router: nn.Module, expert_width: int, shared: nn.Module | None = None) -> MoE:
+    def make(self, router: nn.Module, moe_intermediate_size: int, shared: nn.Module | None = None) -> MoE:
         """The next layer; see MoE."""
-        experts = Experts(*self._sizes, expert_width, self._dtype, self._device)
+        experts = Experts(*self._sizes, moe_intermediate_size, self._dtype, self._device)
         table = SlotTable(self._placement, self._num_made, self._parallel.rank, self._device)
         self._num_made += 1
         return MoE(router, experts, self._lanes, table, shared)

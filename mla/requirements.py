@@ -60,8 +60,9 @@ def _library(name: str, facts: MlaFacts) -> str:
         return "needs an NVIDIA GPU"
     if facts.dtype != torch.bfloat16:
         return f"works in bfloat16, not {str(facts.dtype).removeprefix('torch.')}"
-    if (facts.shape.latent_dim, facts.shape.rope_dim) != (512, 64):
-        return f"written for latents of 512 and keys of 64, not {facts.shape.latent_dim} and {facts.shape.rope_dim}"
+    if (facts.shape.latent_dim, facts.shape.qk_rope_head_dim) != (512, 64):
+        widths = f"{facts.shape.latent_dim} and {facts.shape.qk_rope_head_dim}"
+        return f"written for latents of 512 and keys of 64, not {widths}"
     if facts.fp8_cache:
         return "reads latents in bfloat16, not in FP8 rows with scales"
     return "" if name in facts.installed else f"not installed: {PIP[name]}"

@@ -8,7 +8,6 @@ from mla.requirements import MlaFacts, choose_mla, explain_mla
 from models.deepseek.attention import mla_shape
 from models.deepseek.config import DeepseekConfig
 from models.facts import ModelFacts
-from models.qwen3.config import Qwen3Config
 
 
 def explain_attention(
@@ -27,8 +26,3 @@ def explain_attention(
     shape = mla_shape(facts)
     known = MlaFacts(shape, dtype, True, capability, installed | {"triton"}, fp8_cache, block_size)
     return choose_mla(name, known), explain_mla(known)
-
-
-def expert_width(facts: ModelFacts) -> int:
-    """Of a routed expert; 0 for a dense model."""
-    return facts.expert_width if isinstance(facts, DeepseekConfig | Qwen3Config) and facts.num_experts else 0

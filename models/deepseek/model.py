@@ -36,7 +36,9 @@ class DeepseekForCausalLM(Decoder[Attention]):
         mla_backend: str = "auto",
         fp8_cache: bool = False,
     ) -> None:
-        dense = [GatedMLP(config.hidden_size, config.mlp_width, dtype, device) for _ in range(config.first_moe_layer)]
+        dense = [
+            GatedMLP(config.hidden_size, config.intermediate_size, dtype, device) for _ in range(config.first_moe_layer)
+        ]
         mlps: list[GatedMLP | MoE] = [*dense, *_moe_layers(config, parallel, dtype, device)]
         super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
         self.fp8_cache = fp8_cache
@@ -70,11 +72,11 @@ def _moe_layers(config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, 
     if config.num_moe_layers == 0:
         return []
     layers = MoELayers(parallel, config.hidden_size, dtype, device)
-    shared_width = config.num_shared_experts * config.expert_width
+    shared_width = config.num_shared_experts * config.moe_intermediate_size
     made = []
     for _ in range(config.num_moe_layers):
         shared = GatedMLP(config.hidden_size, shared_width, dtype, device) if shared_width else None
-        made.append(layers.make(_router(config, device), config.expert_width, shared))
+        made.append(layers.make(_router(config, device), config.moe_intermediate_size, shared))
     return made
 
 

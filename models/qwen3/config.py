@@ -34,8 +34,8 @@ ARCHITECTURES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Qwen3Config:
-    """moe_layers: which layers have routed experts, in order (empty for a dense model). mlp_width is that of the
-    other layers. o_bias: bias of the output projection of attention."""
+    """moe_layers: which layers have routed experts, in order (empty for a dense model). intermediate_size is that of
+    the other layers. o_bias: bias of the output projection of attention."""
 
     architecture: str
     vocab_size: int
@@ -45,7 +45,7 @@ class Qwen3Config:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp_width: int
+    intermediate_size: int
     rms_norm_eps: float
     rope: RopeParameters
     tie_word_embeddings: bool
@@ -55,7 +55,7 @@ class Qwen3Config:
     mlp_bias: bool
     num_experts: int = 0
     experts_per_token: int = 0
-    expert_width: int = 0
+    moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     moe_layers: tuple[int, ...] = ()
     window: int | None = None  # tokens that attention looks back; None: all
@@ -111,7 +111,7 @@ def parse(raw: dict[str, Any], source: str) -> Qwen3Config:
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "mlp_width": fields.integer("intermediate_size"),
+        "intermediate_size": fields.integer("intermediate_size"),
         "rms_norm_eps": fields.positive("rms_norm_eps", 1e-6),
         "rope": read_rope(fields, head_dim, max_position),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
@@ -145,7 +145,7 @@ def _experts(fields: Fields, num_layers: int) -> dict[str, Any]:
     return {
         "num_experts": num_experts,
         "experts_per_token": per_token,
-        "expert_width": fields.integer("moe_intermediate_size"),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "norm_topk_prob": fields.flag("norm_topk_prob", False),
         "moe_layers": layers,
     }

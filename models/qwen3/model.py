@@ -103,10 +103,10 @@ def _mlps(config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: t
     mlps: list[GatedMLP | MoE] = []
     for layer in range(config.num_layers):
         if moe_layers is None or layer not in config.moe_layers:
-            mlps.append(GatedMLP(config.hidden_size, config.mlp_width, dtype, device, config.mlp_bias))
+            mlps.append(GatedMLP(config.hidden_size, config.intermediate_size, dtype, device, config.mlp_bias))
             continue
         router = SoftmaxRouter(
             config.hidden_size, config.num_experts, config.experts_per_token, config.norm_topk_prob, dtype, device
         )
-        mlps.append(moe_layers.make(router, config.expert_width))
+        mlps.append(moe_layers.make(router, config.moe_intermediate_size))
     return mlps

@@ -264,12 +264,12 @@ class RankBench:
         from configs.engine import Plan
         from dbo.gate import NEVER, Crossover, Gate
         from engine.build import build_rank
-        from engine.process.memory import keep_freed_memory
+        from engine.process.malloc import tune_malloc
         from engine.team import Groups, OpeningThread
         from ep.table import make_groups
         from ep.transport.remote import remote_groups
 
-        keep_freed_memory()
+        tune_malloc()
         self.part = part
         plan = msgspec.json.decode(Path(part["plan"]).read_bytes(), type=Plan)
         self.vocab = 1000

@@ -228,7 +228,7 @@ def rank_main() -> None:
 
     from configs.engine import Plan
     from engine.build import build_rank
-    from engine.process.memory import keep_freed_memory
+    from engine.process.malloc import tune_malloc
     from engine.process.orphan import die_with_parent
     from engine.process.places import Places
     from engine.process.rank_process import _meet_in
@@ -242,7 +242,7 @@ def rank_main() -> None:
     parser.add_argument("--parent", type=int)
     options = parser.parse_args()
     die_with_parent(options.parent)
-    keep_freed_memory()
+    tune_malloc()
     directory = options.runtime_dir
     places = Places(directory, options.memory)
     socket = RankSocket(places.socket("front.ipc"), options.rank)

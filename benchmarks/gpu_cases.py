@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layers.attention import Heads
+from layers.attention import HeadCounts
 from layers.step import StepInput
 from layers.triton import attention as triton_attention
 from layers.triton import heads as triton_heads
@@ -291,7 +291,7 @@ def attention_cases(
     prompts: Sequence[tuple[int, int, int]] = PROMPTS,
 ) -> Iterator[Case]:  # fmt: skip
     """Grouped-query attention over the paged cache."""
-    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    heads = HeadCounts(shape.heads, shape.kv_heads, shape.head_dim)
     entry, work = shape.kv_heads * shape.head_dim * 2 * 2, shape.heads * shape.head_dim * 4
     small = [AttentionConfig(16, s, w, st) for s in (32, 64, 128) for w in (2, 4, 8) for st in (2, 3, 4)]
     large = [AttentionConfig(m, s, w, st) for m in (64, 128) for s in (32, 64, 128) for w in (4, 8) for st in (2, 3)]
@@ -372,7 +372,7 @@ def cache_cases(shape: Shape, device: torch.device, tokens: Sequence[int] = TOKE
                 f"{shape.name} T={t}",
                 4.0 * qkv.numel(),
                 0,
-                lambda _, a=args: triton_heads.place_heads(*a),
+                lambda _, a=args: triton_heads.qk_norm_rope_cache(*a),
             )  # type: ignore[misc]
             continue
         entry, weight, plain = (randn(*s, device=device) for s in ((t, 576), (512,), (2 * t, 576)))

@@ -12,7 +12,7 @@ from engine.sampling.sampler import sample
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow
 from front.messages import SamplingParams
-from layers.attention import AttentionPlan, Heads, paged_attention
+from layers.attention import AttentionPlan, HeadCounts, paged_attention
 from layers.step import StepInput
 from mla.attention import TorchMla
 from mla.protocol import MlaShape
@@ -47,7 +47,7 @@ def prompt_ops(_: Sequence[int]) -> list[Op]:
         size = step.block_table_BN.numel() * BLOCK_SIZE
         tokens, pairs = step.num_tokens, num_sequences * num_queries * (context + (num_queries + 1) / 2)
         name = f"B={num_sequences} ctx={context} T={num_queries}"
-        for heads in (Heads(16, 4, 64), Heads(16, 8, 128)):
+        for heads in (HeadCounts(16, 4, 64), HeadCounts(16, 8, 128)):
             kv = [torch.randn(size, heads.num_kv_heads, heads.head_dim).bfloat16() for _ in range(2)]
             q = torch.randn(tokens, heads.num_heads, heads.head_dim).bfloat16()
             plan = AttentionPlan(step, heads, torch.bfloat16)

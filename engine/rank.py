@@ -77,7 +77,7 @@ class Rank:
     ) -> None:
         """patience: seconds (and ten more) that a rank which has lost a peer waits to be told who is left. balance:
         None: experts stay. overlap: None: no step is split. preparation: what `prepare` does, a little with each number
-        that it gives. practice_tokens: of prompts in a step of practice (engine/process/settle.py)."""
+        that it gives. practice_tokens: of prompts in a step of practice (engine/process/warm_up.py)."""
         self.ready = ready
         self.practice_tokens = practice_tokens
         self._scheduler = scheduler

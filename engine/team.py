@@ -203,7 +203,7 @@ class Team:
     def hosts(self, placement: Placement, tables: Sequence[SlotTable]) -> None:
         """The slots now hold that; route by it. Called by whoever runs the steps, between two of them."""
         self._placement = placement
-        self._model.reroute(dataclasses.replace(self._model.parallel, placement=placement), tables)
+        self._model.update_expert_map(dataclasses.replace(self._model.parallel, placement=placement), tables)
 
     def begin(self, epoch: int, alive: Sequence[bool]) -> None:
         """Meet the living of this epoch. When they are too few to hold every expert nothing opens: the next
@@ -230,9 +230,9 @@ class Team:
 
     def work_alone(self) -> None:
         """Work without having met the others: this rank's experts stand in for all. What comes out is of no use, but
-        whatever is slow at its first time is over then (engine/process/settle.py). An epoch that is about to begin
+        whatever is slow at its first time is over then (engine/process/warm_up.py). An epoch that is about to begin
         stays so."""
-        self._rehost(self._placement, LocalGroup())
+        self._update_group(self._placement, LocalGroup())
         self.agreement = Agreement(LocalGroup(), self.epoch, 0)
         self.working = True
 
@@ -282,7 +282,7 @@ class Team:
         placement, self._forming = forming.placement, None
         self._placement = placement
         self._filled.clear()
-        self._rehost(placement, groups.experts)
+        self._update_group(placement, groups.experts)
         checksum = self._fingerprint ^ (0 if placement is None else placement.checksum())
         self.agreement = Agreement(groups.agreement, self.epoch, checksum)
         self.working = True
@@ -295,11 +295,11 @@ class Team:
             bytes_read=forming.bytes_read,
         )
 
-    def _rehost(self, placement: Placement | None, experts: Group) -> None:
+    def _update_group(self, placement: Placement | None, experts: Group) -> None:
         def lanes(num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
             return self._make_lanes(experts, num_slots, hidden_size)
 
-        self._model.rehost(Parallel(self.rank, self._num_ranks, placement, lanes))
+        self._model.update_group(Parallel(self.rank, self._num_ranks, placement, lanes))
 
     def close(self) -> None:
         """Leave the others; whatever waits for them, here or there, fails with PeerLost."""

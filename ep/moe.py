@@ -66,7 +66,7 @@ class MoE(nn.Module):
         out_TD = back.wait()
         return out_TD if shared_TD is None else add_rows(out_TD, shared_TD)
 
-    def rehost(self, lanes: Sequence[AllToAll], table: SlotTable) -> None:
+    def update_group(self, lanes: Sequence[AllToAll], table: SlotTable) -> None:
         """Exchange with other ranks from now on; between steps only. The weights of the slots are the caller's
         business."""
         self.lanes = tuple(lanes)

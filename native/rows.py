@@ -114,7 +114,7 @@ def _norm(x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
     return y_TD
 
 
-def place_heads(
+def qk_norm_rope_cache(
     qkv_THD: Tensor,
     num_heads: int,
     norm_HD: Tensor | None,

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 
-from engine.process.settle import practise
+from engine.process.warm_up import practise
 from engine.rank import Rank
 from front.messages import FrontToRank, Outputs, RankToFront
 

@@ -37,11 +37,11 @@ from engine.device import own_device, use_device
 from engine.process.console import drain_console, guard_console, say_line
 from engine.process.cores import keep_to_cores
 from engine.process.heartbeat import Heartbeat, LoopBeat
-from engine.process.memory import keep_freed_memory
+from engine.process.malloc import tune_malloc
 from engine.process.orphan import die_with_parent, life_of
 from engine.process.places import Places
 from engine.process.progress import LoadProgress
-from engine.process.settle import practise, settle
+from engine.process.warm_up import practise, warm_up
 from engine.reading import await_checkpoint
 from engine.team import Groups, Meet, Opening, OpeningThread
 from ep.protocol import PeerLost
@@ -77,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     guard_console()
     die_with_parent(options.parent)
-    keep_freed_memory()
+    tune_malloc()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {options.rank}: %(message)s")
@@ -140,7 +140,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
     if start.join or network is not None:
         practise(rank, alone=True)
     else:
-        settle(rank, places, rank_id, plan.data_parallel_size)
+        warm_up(rank, places, rank_id, plan.data_parallel_size)
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))

@@ -63,7 +63,7 @@ class DeepseekForCausalLM(Decoder[Attention]):
                 assert placement is not None
                 hosted = placement.experts_of(index - self.config.first_moe_layer, self.parallel.rank)
                 weights.load_moe(source, prefix, layer.mlp, hosted, self.config.num_experts)
-            self.settle(layer)
+            self.pack_linears(layer)
         weights.skip_mtp(source, self.config)
 
 

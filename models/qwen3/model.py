@@ -12,7 +12,7 @@ from dbo.steps import Steps
 from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
 from ep.router import SoftmaxRouter
-from layers.attention import AttentionPlan, Heads, paged_attention, place_heads
+from layers.attention import AttentionPlan, HeadCounts, paged_attention, qk_norm_rope_cache
 from layers.linear import Linear, MergedLinear, parameter
 from layers.mlp import GatedMLP
 from layers.step import StepInput
@@ -45,7 +45,9 @@ class Attention(nn.Module):
         """Writes the step's keys and values to `cache`, then attends over it."""
         yield from ()  # nothing of it is ever in flight
         qkv = self.qkv(x_TD).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q_THD = place_heads(qkv, self.num_heads, self.qk_norm, self.eps, context.rope, cache, context.step.slots_T)
+        q_THD = qk_norm_rope_cache(
+            qkv, self.num_heads, self.qk_norm, self.eps, context.rope, cache, context.step.slots_T
+        )
         k_cache, v_cache = cache
         attend = context.operations[0]
         attended = attend(q_THD, k_cache, v_cache, self.scale)
@@ -61,7 +63,7 @@ class Qwen3ForCausalLM(Decoder[Attention]):
     def __init__(self, config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         mlps = _mlps(config, parallel, dtype, device)
         super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
-        self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self.heads = HeadCounts(config.num_heads, config.num_kv_heads, config.head_dim)
 
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
         return (breaks.operation(self._attention, step, 1),)
@@ -84,7 +86,7 @@ class Qwen3ForCausalLM(Decoder[Attention]):
             )
             if isinstance(layer.mlp, GatedMLP):
                 read_mlp(source, f"{prefix}mlp.", layer.mlp)
-                self.settle(layer)
+                self.pack_linears(layer)
                 continue
             placement = self.parallel.placement
             assert placement is not None
@@ -93,7 +95,7 @@ class Qwen3ForCausalLM(Decoder[Attention]):
             source.read(f"{prefix}mlp.gate.weight", router.weight)
             hosted = placement.experts_of(moe_layer, self.parallel.rank)
             read_experts(source, f"{prefix}mlp.experts.", layer.mlp.experts, hosted, self.config.num_experts)
-            self.settle(layer)
+            self.pack_linears(layer)
             moe_layer += 1
 
 

@@ -42,7 +42,7 @@ _EVERYTHING = SamplingParams(
 )
 
 
-def settle(
+def warm_up(
     rank: Rank,
     places: Places,
     own: int,

@@ -347,7 +347,7 @@ class _Threaded:
 def _in_inference_mode(steps: Steps[V]) -> Steps[V]:
     """Entered anew for every turn, because the mode belongs to the thread and others take turns on it between ours.
 
-    Whoever drains the whole step enters it once around all turns instead: entering costs tens of microseconds.
+    A caller that drains the whole step enters it once around all turns instead: entering costs tens of microseconds.
     """
     try:
         while True:

@@ -55,7 +55,7 @@ class Opening(Protocol):
     def done(self) -> bool: ...
 
     def take(self) -> Groups:
-        """When done. Raises PeerLost when somebody did not come."""
+        """When done. Raises PeerLost when a rank did not come."""
         ...
 
     def drop(self) -> None:
@@ -84,7 +84,7 @@ class Opened:
 
 
 class OpeningThread:
-    """Groups that open on a thread of their own, because whoever waits for others there cannot hear the front
+    """Groups that open on a thread of their own, because a thread that waits for others there cannot hear the front
     meanwhile.
 
     open_groups(stop): its waits are bounded; it may give up when stop() is True. A thread that is not wanted any more
@@ -201,7 +201,7 @@ class Team:
         self.agreement.checksum = self._fingerprint ^ placement.checksum()
 
     def hosts(self, placement: Placement, tables: Sequence[SlotTable]) -> None:
-        """The slots now hold that; route by it. Called by whoever runs the steps, between two of them."""
+        """The slots now hold that; route by it. Called by the thread that runs the steps, between two of them."""
         self._placement = placement
         self._model.update_expert_map(dataclasses.replace(self._model.parallel, placement=placement), tables)
 

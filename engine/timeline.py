@@ -20,7 +20,8 @@ NETWORK = Path("/proc/self/ns/net")
 
 
 class Timeline:
-    """`obey` is called between two steps, by whoever runs them; so is `attach`, when the model has new lanes."""
+    """`obey` is called between two steps, by the thread that runs them; so is `attach`, when the model has new
+    lanes."""
 
     def __init__(self, rank: int, model: CausalLM | None = None) -> None:
         """model: whose exchanges are recorded; None: only the steps are."""
@@ -53,7 +54,7 @@ class Timeline:
                 moe.lanes = tuple(recorded(moe.lanes, recorder, layer))
 
     def _start(self, command: ProfileCommand) -> None:
-        """Begin anew, also when a record is under way: whoever wanted that one is gone."""
+        """Begin anew, also when a record is under way: the client that wanted that one is gone."""
         self._profile_id = command.profile_id
         self._computing = self._scheduling = self._agreeing = 0
         self._recorder = Recorder(command.capacity)
@@ -113,6 +114,6 @@ def _node() -> dict[str, str]:
     namespaces of one machine (benchmarks/bench_dbo.py) differ by `network`."""
     try:
         clock, network = BOOT_ID.read_text().strip(), str(os.stat(NETWORK).st_ino)
-    except OSError:  # not Linux: one machine, as far as anybody can tell
+    except OSError:  # not Linux: one machine, as far as can be told
         clock = network = ""
     return {"host": socket.gethostname(), "clock": clock, "network": network}

@@ -23,7 +23,7 @@ class MoE(nn.Module):
 
     router: x [T, D] -> (expert int64 [T, K], weight float32 [T, K]) (ep/router.py). lanes: one all-to-all per lane of
     overlap; layers of a model share them. table: logical expert -> slot of the group; None: the two numbers are the
-    same. shared: computed by every rank on its own tokens while theirs are in flight; None: there is none. Whoever
+    same. shared: computed by every rank on its own tokens while theirs are in flight; None: there is none. A model that
     counts sets `load`, which is shown the expert ids of every step (eplb.load.ExpertLoad.recorder), and `arrivals`,
     which is shown how many rows each slot gets (eplb.load.RowLoad.recorder).
     """
@@ -84,7 +84,7 @@ class MoELayers:
     exchange through the same lanes."""
 
     def __init__(self, parallel: Parallel, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """ValueError when nobody has said which experts the rank hosts."""
+        """ValueError when it is not known which experts the rank hosts."""
         placement = parallel.placement
         if placement is None:
             raise ValueError("a model with routed experts needs a placement of them")

@@ -203,7 +203,7 @@ def linear_placement(
     Where E is no multiple of G, the first E % G ranks have one expert more. slots_per_rank None: ceil(E / G) slots, and
     the slots left over stay unused (-1). Given: the slots left over hold replicas: always of the expert that has fewest
     slots, not yet on that rank and not yet in its failure domain where that can be. They are spares, with share 0: as
-    long as nobody knows the loads, a second copy at work would only be more weights to read in every step.
+    long as the loads are not known, a second copy at work would only be more weights to read in every step.
     Raises ValueError when the experts do not fit the slots, or a number is out of range.
     """
     fewest = slots_needed(num_experts, num_ranks)

@@ -175,7 +175,7 @@ class HeadSupervisor(Supervisor):
         for _ in range(MAX_STRANGERS):
             try:
                 connection, _ = self.listener.accept()
-            except OSError:  # nobody is there
+            except OSError:  # no process is there
                 break
             try:
                 self.strangers.append(Link(connection))

@@ -1,7 +1,7 @@
 """What the supervisors of a server's machines say to each other: msgspec messages over one TCP connection.
 
 A frame is its length (4 bytes, big-endian) and that many bytes of msgpack. Nothing here waits: what cannot be sent yet
-is kept for the next `flush`. The port belongs to a private network: whoever reaches it may offer ranks.
+is kept for the next `flush`. The port belongs to a private network: any machine that reaches it may offer ranks.
 """
 
 from __future__ import annotations

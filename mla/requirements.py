@@ -84,7 +84,7 @@ def _flashmla(facts: MlaFacts) -> str:
 
 def choose_mla(name: str, facts: MlaFacts) -> str:
     """The backend: `name`, or with "auto" Triton's on a GPU and torch's elsewhere (others are taken when they are asked
-    for: nobody has measured them beside ours yet).
+    for: they have not been measured beside ours yet).
 
     Raises ValueError when there is no such backend, or it cannot run.
     """

@@ -29,6 +29,8 @@ class ModelFacts(Protocol):
     @property
     def moe_intermediate_size(self) -> int: ...  # the width of a routed expert; 0 for a dense model
     @property
+    def mla_dims(self) -> tuple[int, int, int, int, int] | None: ...  # as mla.protocol.MlaShape; None: it has no MLA
+    @property
     def num_moe_layers(self) -> int: ...
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         """What the model keeps of every sequence when it computes in `dtype`. fp8: kept in 8 bits; raises ValueError,

@@ -1,4 +1,4 @@
-"""Steps that nobody asked for, to measure how long a layer computes and waits (engine/overlap/policy.py).
+"""Steps of no request, to measure how long a layer computes and waits (engine/overlap/policy.py).
 
 Only the first layers run, on cache of their own: what a layer takes does not depend on how many there are.
 """

@@ -1,7 +1,7 @@
-"""Whether a rank wishes its steps split (docs/dbo.md): from how many tokens on that pays, which is measured when no
-rank has work; and how much of the exchanges is hidden.
+"""Whether a rank proposes to split its steps (docs/dbo.md): from how many tokens on that pays, which is measured when
+no rank has work; and how much of the exchanges is hidden.
 
-All ranks have the same crossover. Whoever has come to know one tells it to the others when an epoch is formed: a rank
+All ranks have the same crossover. A rank that knows one tells it to the others when an epoch is formed: a rank
 that has measured it in this life, else what the first rank finds on disk. If none knows, no step is split until it has
 been measured; what came from disk is checked, and measured anew if the exchange takes another time now.
 
@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from dbo.gate import MARGIN, NEVER, SLACK, Crossover, Gate, Sample, search
 from dbo.memory import Remembered, recall, remember
 from dbo.steps import Steps
+from dbo.threshold import MARGIN, NEVER, SLACK, Crossover, Sample, Threshold, search
 from engine.overlap.measure import Measure, Times
 from engine.runner import Runner
 from engine.schedule import Schedule
@@ -85,16 +85,16 @@ class Overlap:
         if decode_tokens is not None and prefill_tokens is not None:
             self._known = Crossover(decode_tokens, prefill_tokens)
         self._measured = self._known is None
-        self._gate = self._make_gate()
+        self._threshold = self._make_threshold()
         self._runs: _Runs | None = None
         self._taken: _Taken | None = None  # by the last run
         self._seconds = 0.0  # by all of them
         self._seen = (0.0, 0.0)
         self._communication = self._exposed = 0.0
 
-    def wish(self, schedule: Schedule, num_tokens: int) -> int:
+    def propose(self, schedule: Schedule, num_tokens: int) -> int:
         """In how many parts this rank would compute that step."""
-        return self._gate.wish(num_tokens, num_tokens > len(schedule.rows))
+        return self._threshold.propose(num_tokens, num_tokens > len(schedule.rows))
 
     def add_to(self, stats: RankStats) -> RankStats:
         """With what is known here."""
@@ -161,14 +161,14 @@ class Overlap:
 
     def _know(self, crossover: Crossover) -> None:
         self._known = crossover
-        self._gate = self._make_gate()
+        self._threshold = self._make_threshold()
         decode, prefill = (f"from {tokens} tokens" if tokens < NEVER else "never" for tokens in crossover)
         log.info("event=dbo_crossover steps are split in %d: decodes %s, prompts %s", self._num_parts, decode, prefill)
 
-    def _make_gate(self) -> Gate:
+    def _make_threshold(self) -> Threshold:
         known = self._known or Crossover(NEVER, NEVER)
         given = [own if asked is None else asked for asked, own in zip(self._given, known, strict=True)]
-        return Gate(self._num_parts, Crossover(*given), SLACK if self._measured else 0.0)
+        return Threshold(self._num_parts, Crossover(*given), SLACK if self._measured else 0.0)
 
     # ---- measuring ----
 

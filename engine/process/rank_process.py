@@ -3,9 +3,9 @@ FILE`.
 
 In DIR or FILE (engine/process/places.py): front.ipc (the front's socket, see front/wire.py), bell-R.ipc (doorbells),
 loading-R and, once loaded, beat-R (heartbeats), and what ep/transport/shm_meeting.py writes for the ranks to meet. Exit
-codes: 0 after a Shutdown message, or when a Membership leaves this rank out; 3 an error; 4 another rank is lost and
-nobody has said who is left; 5 it was started again, and its weights are away or are not those of the start. Before 3, 4
-and 5 the front is told.
+codes: 0 after a Shutdown message, or when a Membership leaves this rank out; 3 an error; 4 another rank is lost and the
+front has not said who is left; 5 it was started again, and its weights are away or are not those of the start. Before
+3, 4 and 5 the front is told.
 
 Signals: SIGTERM and SIGINT are ignored, because a terminal sends them to all processes at once and the front is to end
 the ranks in order (Shutdown). When the parent dies, the kernel kills this process.

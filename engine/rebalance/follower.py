@@ -186,7 +186,7 @@ class Balance:
 
     @property
     def has_work(self) -> bool:
-        """A placement is to be brought to its end, though nobody may have requests."""
+        """A placement is to be brought to its end, though no rank may have requests."""
         if self._lead is None or not self._formed:
             return False
         return self._change is not None or bool(self._chosen) or self._has_proposal(self._lead)
@@ -196,7 +196,7 @@ class Balance:
         """Something is thought about, or is to be told to the front: look again soon."""
         return self._worker.busy or bool(self._news) or (self._lead is not None and bool(self._lead.outbox))
 
-    def wish(self) -> tuple[int, int]:
+    def propose(self) -> tuple[int, int]:
         """order and ready of the next record."""
         lead, change = self._lead, self._change
         order = 0

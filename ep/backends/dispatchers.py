@@ -65,7 +65,7 @@ class StepState:
         nothing of the step is read. Backends whose waits say so themselves have nothing to add; a GPU's kernels cannot
         raise.
 
-        Queued in reverse order and waited for in order: so the wait of whoever watched first, which is the group's, is
+        Queued in reverse order and waited for in order: so the wait of the first watcher, which is the group's, is
         for what all others have queued too.
         """
         self.ended()
@@ -85,7 +85,7 @@ class StepState:
 
 
 def _nothing() -> None:
-    """Nobody has anything to add."""
+    """No backend has anything to add."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class RowLane(Generic[GroupT]):
         self._rows = make_rows(rows, hidden_size, dtype)
 
     def close(self) -> None:
-        """Nothing is held; the group is closed by whoever opened it."""
+        """Nothing is held; the group is closed by its owner."""
 
 
 def rank_bags(goes_TG: Tensor) -> Bags:

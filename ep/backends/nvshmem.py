@@ -48,7 +48,7 @@ def symmetric(group: DeviceGroup, core: Any, num_bytes: int) -> Tensor:
     own: Tensor = core.bytetensor((num_bytes,), dtype=torch.uint8)
     own.zero_()
     group.confirm()
-    group.comm.barrier()  # nobody writes to a peer that has not cleared its own yet
+    group.comm.barrier()  # no rank writes to a peer that has not cleared its own yet
     return own
 
 

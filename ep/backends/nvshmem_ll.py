@@ -139,7 +139,7 @@ class NvshmemLowLatency:
         self._meet()
 
     def _meet(self) -> None:
-        """An exchange in which nobody waits: compiling takes each rank its own time."""
+        """An exchange in which no rank waits: compiling takes each rank its own time."""
         shared = self._shared
         looks, shared.looks = shared.looks, 0
         x_TD = torch.zeros(1, self._hidden_size, dtype=self._dtype, device=shared.group.device)

@@ -231,7 +231,7 @@ class ShmAllToAll:
         return out_TD
 
     def close(self) -> None:
-        """Nothing is held; the group is closed by whoever opened it."""
+        """Nothing is held; the group is closed by its owner."""
 
     def _rows_for(self, count: int, device: torch.device) -> Tensor:
         """Where so many results may be put until the next dispatch."""

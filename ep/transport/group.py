@@ -270,8 +270,8 @@ class MailboxWorld:
         self._mail[key, sender, receiver] = parcel
 
     def take(self, key: Hashable, receiver: int) -> list[object]:
-        """The parcels of every rank to `receiver`. All must have been posted: whoever waits must have yielded first.
-        Raises PeerLost when one is missing whose sender has left."""
+        """The parcels of every rank to `receiver`. All must have been posted: a rank that waits must have yielded
+        first. Raises PeerLost when one is missing whose sender has left."""
         missing = [rank for rank in range(self.num_ranks) if (key, rank, receiver) not in self._mail]
         if not self._gone.isdisjoint(missing):
             raise PeerLost(tuple(self._gone.intersection(missing)), f"rank {receiver} waits for {key}")

@@ -1,7 +1,7 @@
 """Groups of ranks on several machines: they meet in a TCPStore, and are joined by gloo over TCP.
 
 A machine that vanishes says nothing, and gloo would wait for it until its timeout. So the kernel is told to ask: a
-connection whose other end has not answered for some seconds is broken, and whoever waits for it learns of that.
+connection whose other end has not answered for some seconds is broken, and a rank that waits for it learns of that.
 """
 
 from __future__ import annotations

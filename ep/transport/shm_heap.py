@@ -33,15 +33,13 @@ _SIGNAL_BYTES = 1 << 18
 _STATE = 0  # one of the states below
 _BLAMED = 8  # why it left: bit r is set when it found that rank r is lost
 _ASLEEP = 16  # 1 while it sleeps, or is about to
-_ABORTED = 24  # epoch + 1 of an epoch that was aborted; by anybody
-_ABORTED_RANKS = 25  # bit r: because rank r is lost; by anybody
+_ABORTED = 24  # epoch + 1 of an epoch that was aborted, by any rank
+_ABORTED_RANKS = 25  # bit r: because rank r is lost; set by any rank
 _FIRST_SIGNAL = 64
 _PRESENT, _LEFT = 1, 2
 _NUMBER = 0xFFFFFFFF  # the part of a signal that counts
 _BEHIND = 1 << 31  # numbers may wrap: one is behind another when the difference is this large
-_SPIN_SECONDS = (
-    50e-6  # giving the core to whoever wants it; sleeping at once costs 20 to 50 microseconds more to wake up
-)
+_SPIN_SECONDS = 50e-6  # giving the core away; sleeping at once costs 20 to 50 microseconds more to wake up
 _FIRST_NAP, _LONGEST_NAP = 0.001, 0.008  # seconds; after each the waiter looks whether its peers still live
 
 

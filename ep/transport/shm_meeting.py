@@ -81,7 +81,7 @@ class Watch:
         return tuple(sorted(rank_of[pidfd] for pidfd, _ in self._poll.poll(0) if pidfd in rank_of))
 
     def close(self) -> None:
-        """Watch nobody any more. Another thread may be asking."""
+        """Watch no process any more. Another thread may be asking."""
         pidfds, self._rank_of, self._poll = list(self._rank_of), {}, select.poll()
         for pidfd in pidfds:
             os.close(pidfd)

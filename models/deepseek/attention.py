@@ -17,12 +17,6 @@ from models.decoder import LayerContext
 from models.deepseek.config import LATENT_NORM_EPS, DeepseekConfig
 
 
-def mla_shape(config: DeepseekConfig) -> MlaShape:
-    return MlaShape(
-        config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank, config.v_head_dim
-    )
-
-
 class Attention(nn.Module):
     """The first projections of queries (q_a_proj; q_proj if q_lora_rank is 0) and of the latent are one product.
 
@@ -35,7 +29,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: DeepseekConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.shape = shape = mla_shape(config)
+        self.shape = shape = MlaShape(*config.mla_dims)
         query_size = shape.num_heads * shape.key_dim
         if config.q_lora_rank:
             first, self.first_size = "q_a_proj", config.q_lora_rank

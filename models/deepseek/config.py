@@ -75,6 +75,10 @@ class DeepseekConfig:
         return self.num_layers - self.first_moe_layer if self.num_experts else 0
 
     @property
+    def mla_dims(self) -> tuple[int, int, int, int, int]:
+        return self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank, self.v_head_dim
+
+    @property
     def attention_scale(self) -> float:
         """What scores are multiplied by: 1 / sqrt(key width), and yarn's temperature if mscale_all_dim asks for it."""
         scale = float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)

@@ -10,11 +10,11 @@ from ep.router import DeepseekV2Router, DeepseekV3Router
 from layers.mlp import GatedMLP
 from layers.step import StepInput
 from mla.backend import make_backend
-from mla.protocol import MlaBackend, PrefillMode
+from mla.protocol import MlaBackend, MlaShape, PrefillMode
 from models.base import WeightSource
 from models.decoder import Decoder
 from models.deepseek import weights
-from models.deepseek.attention import Attention, mla_shape
+from models.deepseek.attention import Attention
 from models.deepseek.config import DeepseekConfig
 from models.graph_breaks import GraphBreaks, Operation
 from models.loading import read_mlp
@@ -43,7 +43,7 @@ class DeepseekForCausalLM(Decoder[Attention]):
         super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
         self.fp8_cache = fp8_cache
         self.mla: MlaBackend = make_backend(
-            mla_shape(config), config.attention_scale, mla_prefill, dtype, device, mla_backend, fp8_cache
+            MlaShape(*config.mla_dims), config.attention_scale, mla_prefill, dtype, device, mla_backend, fp8_cache
         )
 
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:

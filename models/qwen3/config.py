@@ -69,6 +69,10 @@ class Qwen3Config:
         return context_limit(self.max_position_embeddings, self.rope, self.window)[1]
 
     @property
+    def mla_dims(self) -> None:
+        return None
+
+    @property
     def num_moe_layers(self) -> int:
         return len(self.moe_layers)
 

@@ -45,7 +45,7 @@ def test_heads(heads: int, kv_heads: int, size: int, normed: bool, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gate(dtype: torch.dtype) -> None:
+def test_threshold(dtype: torch.dtype) -> None:
     wide = normal(5, 700).mul(3).to(dtype)
     for gate_up in (wide, wide[:, 20:620], wide[:0]):
         with running(triton_silu_mul):

@@ -119,7 +119,7 @@ class RecurrentToyForCausalLM(Qwen3ForCausalLM):
         return (*full, breaks.operation(lambda step: partial(windowed, step.of_group(1)), step, 1))
 
 
-registry.FAMILIES[NAME] = registry.Family(parse_toy, "recurrent_toy", NAME, has_mla=False)
+registry.FAMILIES[NAME] = registry.Family(parse_toy, "recurrent_toy", NAME)
 
 
 def make_toy(qwen3_moe: Path, path: Path) -> Path:

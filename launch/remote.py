@@ -24,14 +24,13 @@ from configs.engine import Plan
 from configs.hosts import Hosts, front_endpoint
 from engine.process.console import say_line, say_text
 from engine.process.orphan import life_of
-from launch.identity import versions
-from launch.link import (
+from launch.control import (
     LEASE_SECONDS,
+    ControlConnection,
     End,
     Fence,
     Hello,
     Leaving,
-    Link,
     Lost,
     Refused,
     Restarts,
@@ -39,6 +38,7 @@ from launch.link import (
     Welcome,
     descriptors,
 )
+from launch.identity import versions
 from launch.monitor import RankMonitor
 from launch.processes import Child, Children, RuntimeDir
 from launch.supervisor import LOOK_SECONDS, RANK_GRACE
@@ -97,7 +97,7 @@ class RemoteSupervisor:
         say_text(f"ended at once by {signal.Signals(self.stopped_by).name}, {when}")
         return 128 + self.stopped_by
 
-    def _connect(self, patience: float) -> Link | None:
+    def _connect(self, patience: float) -> ControlConnection | None:
         """Try until the head answers. None: it does not within `patience` seconds, or this machine is told to leave."""
         deadline = time.monotonic() + patience
         while not self.signals and time.monotonic() < deadline:
@@ -105,7 +105,7 @@ class RemoteSupervisor:
             connection.setblocking(False)
             with contextlib.suppress(OSError):
                 self._await(connection)
-                link = Link(connection)
+                link = ControlConnection(connection)
                 link.send(self.hello)
                 return link
             connection.close()
@@ -129,7 +129,7 @@ class RemoteSupervisor:
 class _Session:
     """One connection with the head, and the ranks that run under it."""
 
-    def __init__(self, owner: RemoteSupervisor, link: Link, children: Children) -> None:
+    def __init__(self, owner: RemoteSupervisor, link: ControlConnection, children: Children) -> None:
         self._owner = owner
         self._link = link
         self._children = children

@@ -86,7 +86,9 @@ class AttentionPlan:
         self.decode: PagedDecode | None = None
         self.whole: WholeStep | None = None
         if choice.on_gpu(step.slots_T.device):
-            self.whole = choice.triton_form("layers.triton.attention", "TritonAttentionPlan")(step, heads, dtype)
+            self.whole = choice.triton_implementation("layers.triton.attention", "TritonAttentionPlan")(
+                step, heads, dtype
+            )
             return
         if step.num_decodes and can_decode(dtype, step.kv_lens_B.device):
             sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
@@ -222,7 +224,7 @@ def qk_norm_rope_cache(
         rows.qk_norm_rope_cache(qkv_THD, num_heads, norm_HD, eps, rope, k_cache, v_cache, slots_T)
         return qkv_THD[:, :num_heads]
     if choice.on_gpu(qkv_THD.device):
-        place: Callable[..., Tensor] = choice.triton_form("layers.triton.heads", "qk_norm_rope_cache")
+        place: Callable[..., Tensor] = choice.triton_implementation("layers.triton.heads", "qk_norm_rope_cache")
         return place(qkv_THD, num_heads, norm_HD, eps, rope, cache, slots_T)
     num_qk = num_heads + k_cache.shape[1]
     # Queries and keys lie side by side, so one norm and one rotation serve both.

@@ -26,6 +26,6 @@ def on_gpu(device: torch.device) -> bool:
 
 
 @functools.cache
-def triton_form(module: str, name: str) -> Any:
+def triton_implementation(module: str, name: str) -> Any:
     """What has this name in <module>, such as "layers.triton.norm"."""
     return vars(load(module, "pip install triton"))[name]

@@ -28,7 +28,7 @@ def make_backend(
         return TorchMla(shape, scale, prefill, dtype, fp8_cache=fp8_cache)
     backend: MlaBackend
     if chosen == "triton":
-        backend = choice.triton_form("mla.triton.mla", "TritonMla")(shape, scale, prefill, dtype)
+        backend = choice.triton_implementation("mla.triton.mla", "TritonMla")(shape, scale, prefill, dtype)
     elif chosen == "flashinfer":
         backend = FlashInferMla(shape, scale, dtype, device)
     else:

@@ -38,7 +38,7 @@ def place(
     qk_rope_head_dim = latent_TX.shape[1] - latent_dim
     qk_nope_head_dim = q_THK.shape[2] - qk_rope_head_dim
     if choice.on_gpu(q_THK.device):
-        write_entry: Callable[..., None] = choice.triton_form("mla.triton.cache", "write_entry")
+        write_entry: Callable[..., None] = choice.triton_implementation("mla.triton.cache", "write_entry")
         write_entry(latent_TX, norm.weight, norm.eps, *rope, slots_T, cache_RX)
         return apply_rope(q_THK[..., qk_nope_head_dim:], *rope)
     scaled = cache_RX.dtype == torch.uint8

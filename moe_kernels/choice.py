@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from torch import Tensor
 
 from layers.choice import on_gpu
-from layers.choice import triton_form as form_of
+from layers.choice import triton_implementation as form_of
 from moe_kernels.grouped_gemm import run_experts as torch_run_experts
 from moe_kernels.layout import ExpertBatch
 from moe_kernels.permute import permute as torch_permute
@@ -34,7 +34,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
-def triton_form(module: str, name: str) -> Callable[..., Any]:
+def triton_implementation(module: str, name: str) -> Callable[..., Any]:
     """The function of this name in moe_kernels/triton/<module>.py."""
     return cast(Callable[..., Any], form_of(f"moe_kernels.triton.{module}", name))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ep.transport.group import GlooGroup, LocalGroup, join_gloo
-from ep.transport.joining import meet
+from ep.transport.joining import rendezvous
 
 
 def gloo_group(
@@ -36,7 +36,7 @@ def gloo_group(
         raise ValueError(f"timeout is {timeout}; it must be more than 0 seconds")
     if size == 1:
         return LocalGroup()
-    meeting = meet(lambda: _open_store(store, rank, timeout), f"{name}/{epoch}", rank, size, timeout, stop)
+    meeting = rendezvous(lambda: _open_store(store, rank, timeout), f"{name}/{epoch}", rank, size, timeout, stop)
     return join_gloo(meeting, rank, size, timeout, name, epoch, stop=stop)
 
 

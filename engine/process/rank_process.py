@@ -2,10 +2,10 @@
 FILE`.
 
 In DIR or FILE (engine/process/places.py): front.ipc (the front's socket, see front/wire.py), bell-R.ipc (doorbells),
-loading-R and, once loaded, beat-R (heartbeats), and what ep/transport/shm_meeting.py writes for the ranks to meet. Exit
-codes: 0 after a Shutdown message, or when a Membership leaves this rank out; 3 an error; 4 another rank is lost and the
-front has not said who is left; 5 it was started again, and its weights are away or are not those of the start. Before
-3, 4 and 5 the front is told.
+loading-R and, once loaded, beat-R (heartbeats), and what ep/transport/shm_rendezvous.py writes for the ranks to meet.
+Exit codes: 0 after a Shutdown message, or when a Membership leaves this rank out; 3 an error; 4 another rank is lost
+and the front has not said who is left; 5 it was started again, and its weights are away or are not those of the start.
+Before 3, 4 and 5 the front is told.
 
 Signals: SIGTERM and SIGINT are ignored, because a terminal sends them to all processes at once and the front is to end
 the ranks in order (Shutdown). When the parent dies, the kernel kills this process.
@@ -176,7 +176,7 @@ def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:
 
 
 def _meet_in(plan: Plan, own: int, place: Path) -> Meet:
-    """Ranks of one machine meet in a file (ep/transport/shm_meeting.py)."""
+    """Ranks of one machine meet in a file (ep/transport/shm_rendezvous.py)."""
 
     def meet(epoch: int, rank: int, size: int) -> Opening:
         backend = backend_of(plan, size)

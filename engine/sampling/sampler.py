@@ -211,7 +211,7 @@ def _sample_on_gpu(logits_RV: Tensor, batch: SamplingBatch, rows_R: Ints) -> Ten
         batch.seed_keys_P.view(np.int64),
         batch.positions_P,
     )
-    sample_rows: Callable[..., Tensor] = choice.triton_form("layers.triton.sampling", "sample")
+    sample_rows: Callable[..., Tensor] = choice.triton_implementation("layers.triton.sampling", "sample")
     return sample_rows(logits_RV, *to_device([column[rows_R] for column in columns], logits_RV.device))
 
 

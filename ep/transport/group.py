@@ -237,7 +237,7 @@ class _Gather:
 
 
 def join_gloo(
-    meeting: Store,
+    store: Store,
     rank: int,
     size: int,
     timeout: float,
@@ -250,7 +250,7 @@ def join_gloo(
     once."""
     what = f"group {name!r} (epoch {epoch})"
     # Exchanges under way at once: one per lane of overlap, and parcels beside them.
-    mesh = connect(PrefixStore(name, meeting), rank, size, timeout, what, threads=4, address=address, stop=stop)
+    mesh = connect(PrefixStore(name, store), rank, size, timeout, what, threads=4, address=address, stop=stop)
     return GlooGroup(rank, size, cast(Transport, mesh), over_network=address != LOOPBACK)
 
 

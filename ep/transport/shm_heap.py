@@ -23,7 +23,7 @@ from torch import Tensor
 from dbo.alive import mark
 from ep.protocol import PeerLost
 from ep.transport.shm_futex import Futex, full_fence, order_fence
-from ep.transport.shm_meeting import SignIn, Watch, meeting
+from ep.transport.shm_rendezvous import SignIn, Watch, rendezvous
 
 HEAP_BYTES = 1 << 33
 _LINE = 64
@@ -56,7 +56,7 @@ class ShmHeap:
         epoch: int,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        """Meet the others at `place` (ep/transport/shm_meeting.py). Raises PeerLost, and OSError when memory cannot
+        """Meet the others at `place` (ep/transport/shm_rendezvous.py). Raises PeerLost, and OSError when memory cannot
         be shared."""
         self.rank = rank
         self.size = size
@@ -66,7 +66,7 @@ class ShmHeap:
         try:
             os.ftruncate(file, HEAP_BYTES)
             own = mmap.mmap(file, HEAP_BYTES)
-            with meeting(place, name, rank, size, epoch) as all_ranks:
+            with rendezvous(place, name, rank, size, epoch) as all_ranks:
                 all_ranks.sign_in(file)
                 try:
                     found = all_ranks.await_all(timeout, watch, stop)

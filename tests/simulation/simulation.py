@@ -340,7 +340,9 @@ class Simulation:
                     raise Violation(
                         f"rank {process.rank_id} waits for others to meet, longer than {EXCHANGE_TIMEOUT} s"
                     )
-                process.openings[-1].resolve(PeerLost((), "they did not come"))  # as ep/transport/shm_meeting.py does
+                process.openings[-1].resolve(
+                    PeerLost((), "they did not come")
+                )  # as ep/transport/shm_rendezvous.py does
         waiting = any(not client.ended for client in self.front.clients)
         able = members.started and members.shortage is None and not self.ended
         if waiting and able and now - max(self.last_news, self._still_until) > QUIET_SECONDS:

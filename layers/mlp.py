@@ -21,7 +21,7 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     if rows.can_run(gate_up_T2F):
         return rows.silu_mul(gate_up_T2F)
     if choice.on_gpu(gate_up_T2F.device):
-        fused: Callable[[Tensor], Tensor] = choice.triton_form("layers.triton.silu_mul", "silu_mul")
+        fused: Callable[[Tensor], Tensor] = choice.triton_implementation("layers.triton.silu_mul", "silu_mul")
         return fused(gate_up_T2F)
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF).mul_(up_TF)

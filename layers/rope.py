@@ -102,7 +102,7 @@ def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     order when they are loaded. Where a part of a head is rotated, its planes come first, and the others stand still.
     """
     if choice.on_gpu(x_THD.device):
-        rotate: Callable[..., Tensor] = choice.triton_form("layers.triton.rope", "apply_rope")
+        rotate: Callable[..., Tensor] = choice.triton_implementation("layers.triton.rope", "apply_rope")
         return rotate(x_THD, cos_T1D, sin_T1D)
     half = x_THD.shape[-1] // 2
     partner_THD = torch.cat((x_THD[..., half:], x_THD[..., :half]), -1)

@@ -28,6 +28,10 @@ class ModelFacts(Protocol):
     @property
     def num_experts(self) -> int: ...  # routed experts per MoE layer; 0 for a dense model
     @property
+    def moe_intermediate_size(self) -> int: ...  # the width of a routed expert; 0 for a dense model
+    @property
+    def mla_dims(self) -> tuple[int, int, int, int, int] | None: ...  # as mla.protocol.MlaShape; None: it has no MLA
+    @property
     def num_moe_layers(self) -> int: ...
     @property
     def key_names(self) -> KeyNames: ...  # how its checkpoints call what models read

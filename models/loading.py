@@ -55,7 +55,9 @@ def skip_mtp(source: WeightSource, num_layers: int, num_mtp_layers: int) -> None
         source.skip(name)
 
 
-def read_ends(source: WeightSource, embedding_VD: Tensor, norm: RMSNorm, head_VD: Tensor, tied: bool) -> None:
+def read_embedding_norm_head(
+    source: WeightSource, embedding_VD: Tensor, norm: RMSNorm, head_VD: Tensor, tied: bool
+) -> None:
     """Embedding, last norm and head. A tied head has no key of its own, or one that repeats the embedding."""
     source.read("model.embed_tokens.weight", embedding_VD)
     source.read("model.norm.weight", norm.weight)

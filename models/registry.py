@@ -31,16 +31,16 @@ _ROPE_NAMES = {"rope_scaling", "rope_parameters"}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """parse: the config reader. model: class `name` of `module`, called with (config, parallel, dtype, device)."""
+    """parse: the config reader. model: class `name` of `module`, called with (config, parallel, dtype, device); of
+    models with latent attention with mla_prefill, mla_backend and fp8_cache too."""
 
     parse: Callable[[dict[str, Any], str], ModelFacts]
     module: str
     name: str
-    has_mla: bool  # the class takes mla_prefill too
 
 
-_GQA = Family(gqa.parse, "models.gqa.model", "GqaForCausalLM", has_mla=False)
-_DEEPSEEK = Family(deepseek.parse, "models.deepseek.model", "DeepseekForCausalLM", has_mla=True)
+_GQA = Family(gqa.parse, "models.gqa.model", "GqaForCausalLM")
+_DEEPSEEK = Family(deepseek.parse, "models.deepseek.model", "DeepseekForCausalLM")
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(GQA_ARCHITECTURES, _GQA),
@@ -107,7 +107,7 @@ def build(
     family = FAMILIES[config.architecture]
     model_class = vars(importlib.import_module(family.module))[family.name]
     choices: dict[str, Any] = {}
-    if family.has_mla:
+    if config.mla_dims is not None:
         choices = {"mla_prefill": mla_prefill, "mla_backend": mla_backend, "fp8_cache": fp8_cache}
     elif fp8_cache:
         raise ValueError(

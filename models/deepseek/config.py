@@ -40,19 +40,19 @@ class DeepseekConfig:
     num_heads: int
     q_lora_rank: int
     kv_lora_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
     attention_bias: bool
     rms_norm_eps: float
     rope: RopeParameters
     rope_interleave: bool
-    mlp_width: int
+    intermediate_size: int
     num_mtp_layers: int
     tie_word_embeddings: bool
     first_moe_layer: int
     num_experts: int
-    expert_width: int
+    moe_intermediate_size: int
     num_shared_experts: int
     router: RouterConfig | None
     key_names: KeyNames = PLAIN
@@ -70,9 +70,13 @@ class DeepseekConfig:
         return self.num_layers - self.first_moe_layer if self.num_experts else 0
 
     @property
+    def mla_dims(self) -> tuple[int, int, int, int, int]:
+        return self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank, self.v_head_dim
+
+    @property
     def attention_scale(self) -> float:
         """What scores are multiplied by: 1 / sqrt(key width), and yarn's temperature if mscale_all_dim asks for it."""
-        scale = float((self.nope_dim + self.rope_dim) ** -0.5)
+        scale = float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
         if self.rope.kind == "default" or not self.rope.mscale_all_dim:
             return scale
         mscale = yarn_mscale(self.rope.factor, self.rope.mscale_all_dim)
@@ -80,14 +84,14 @@ class DeepseekConfig:
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         """One row per token and layer: the latent, then the rotated key; in FP8 the rows of mla/latent_fp8.py."""
-        if fp8 and (self.kv_lora_rank % 4 or self.rope_dim % 2):
-            widths = f"kv_lora_rank {self.kv_lora_rank} and qk_rope_head_dim {self.rope_dim}"
+        if fp8 and (self.kv_lora_rank % 4 or self.qk_rope_head_dim % 2):
+            widths = f"kv_lora_rank {self.kv_lora_rank} and qk_rope_head_dim {self.qk_rope_head_dim}"
             raise ValueError(f"latents in FP8 need multiples of 4 and 2, not {widths}")
         if fp8:
-            width = self.kv_lora_rank + 4 * -(-self.kv_lora_rank // 128) + 2 * self.rope_dim
+            width = self.kv_lora_rank + 4 * -(-self.kv_lora_rank // 128) + 2 * self.qk_rope_head_dim
             latent = Field("latent", (width,), "uint8")
         else:
-            latent = Field("latent", (self.kv_lora_rank + self.rope_dim,), dtype)
+            latent = Field("latent", (self.kv_lora_rank + self.qk_rope_head_dim,), dtype)
         return (CacheGroup("paged", tuple(range(self.num_layers)), (latent,)),)
 
 
@@ -102,8 +106,8 @@ def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
     _refuse_unsupported(fields, architecture)
     num_layers = fields.integer("num_hidden_layers")
     max_position = fields.integer("max_position_embeddings")
-    rope_dim = fields.integer("qk_rope_head_dim")
-    if rope_dim % 2:
+    qk_rope_head_dim = fields.integer("qk_rope_head_dim")
+    if qk_rope_head_dim % 2:
         raise fields.error("qk_rope_head_dim", "an even number")
     # transformers 5 knows the field by a second name
     mtp = "num_nextn_predict_layers" if fields.has("num_nextn_predict_layers") else "num_mtp_layers"
@@ -117,14 +121,14 @@ def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
         num_heads=fields.integer("num_attention_heads"),
         q_lora_rank=fields.integer("q_lora_rank", 0, minimum=0),
         kv_lora_rank=fields.integer("kv_lora_rank"),
-        nope_dim=fields.integer("qk_nope_head_dim"),
-        rope_dim=rope_dim,
-        value_dim=fields.integer("v_head_dim"),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=qk_rope_head_dim,
+        v_head_dim=fields.integer("v_head_dim"),
         attention_bias=fields.flag("attention_bias", False),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, rope_dim, max_position),
+        rope=read_rope(fields, qk_rope_head_dim, max_position),
         rope_interleave=architecture == V2 or fields.flag("rope_interleave", True),
-        mlp_width=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size"),
         num_mtp_layers=fields.integer(mtp, 0, minimum=0),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         key_names=KIMI_WRAPPER if fields.flag(WRAPPED, False) else PLAIN,
@@ -137,13 +141,14 @@ def _experts(fields: Fields, architecture: str, num_layers: int) -> dict[str, An
     first = _first_moe_layer(fields, architecture, num_layers)
     if not fields.has(name) or first >= num_layers:
         return {
-            "first_moe_layer": num_layers, "num_experts": 0, "expert_width": 0, "num_shared_experts": 0, "router": None,
+            "first_moe_layer": num_layers, "num_experts": 0, "moe_intermediate_size": 0, "num_shared_experts": 0,
+            "router": None,
         }  # fmt: skip
     num_experts = fields.integer(name)
     return {
         "first_moe_layer": first,
         "num_experts": num_experts,
-        "expert_width": fields.integer("moe_intermediate_size"),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "num_shared_experts": fields.integer("n_shared_experts", 0, minimum=0),
         "router": _router(fields, architecture, num_experts),
     }

@@ -43,17 +43,17 @@ def load_attention(source: WeightSource, prefix: str, attention: Attention, conf
     read_linear(source, f"{prefix}o_proj", attention.out)
 
     kv_b = torch.empty(
-        (shape.num_heads * (shape.nope_dim + shape.value_dim), shape.latent_dim),
+        (shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), shape.latent_dim),
         dtype=attention.w_uk.dtype,
         device=attention.w_uk.device,
     )
     source.read(f"{prefix}kv_b_proj.weight", kv_b)
     halves = kv_b.view(shape.num_heads, -1, shape.latent_dim)
-    attention.w_uk.copy_(halves[:, : shape.nope_dim])
-    attention.w_uv.copy_(halves[:, shape.nope_dim :])
+    attention.w_uk.copy_(halves[:, : shape.qk_nope_head_dim])
+    attention.w_uv.copy_(halves[:, shape.qk_nope_head_dim :])
 
     if config.rope_interleave:
-        split_pairs(q_rows.view(shape.num_heads, shape.key_dim, -1)[:, shape.nope_dim :])
+        split_pairs(q_rows.view(shape.num_heads, shape.key_dim, -1)[:, shape.qk_nope_head_dim :])
         split_pairs(down.weight_of("kv_a_proj_with_mqa")[None, shape.latent_dim :])
         if down.bias is not None:
             split_pairs(down.bias_of("kv_a_proj_with_mqa")[None, shape.latent_dim :, None])

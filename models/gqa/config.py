@@ -19,7 +19,7 @@ from models.shared_fields import check_quantization, context_limit, read_rope
 @dataclass(frozen=True, slots=True)
 class GqaConfig:
     """qk_norm: "none", "head" (each head of queries and keys by itself) or "vector" (all heads of the queries as one
-    vector, all of the keys as another). o_bias: bias of the output projection of attention. mlp_width: of the layers
+    vector, all of the keys as another). o_bias: bias of the output projection of attention. intermediate_size: of the layers
     without experts. moe_layers: which layers have routed experts, in order (empty for a dense model). shared_width: of
     the expert that every token takes; has_shared_gate: it is weighted by a sigmoid. num_mtp_layers: layers of the
     checkpoint after the last one, which predict further tokens; they are not part of the forward pass."""
@@ -32,7 +32,7 @@ class GqaConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp_width: int
+    intermediate_size: int
     rms_norm_eps: float
     rope: RopeParameters
     rope_interleave: bool
@@ -42,7 +42,7 @@ class GqaConfig:
     o_bias: bool
     mlp_bias: bool
     num_experts: int = 0
-    expert_width: int = 0
+    moe_intermediate_size: int = 0
     router: RouterConfig | None = None
     moe_layers: tuple[int, ...] = ()
     shared_width: int = 0
@@ -58,6 +58,10 @@ class GqaConfig:
     @property
     def context_reason(self) -> str:
         return context_limit(self.max_position_embeddings, self.rope, self.window)[1]
+
+    @property
+    def mla_dims(self) -> None:
+        return None
 
     @property
     def num_moe_layers(self) -> int:
@@ -102,7 +106,7 @@ def parse(raw: dict[str, Any], source: str) -> GqaConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        mlp_width=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         rope=read_rope(fields, head_dim, max_position, family.partial, family.theta),
         rope_interleave=family.interleaved,

@@ -21,7 +21,7 @@ def qwen_experts(fields: Fields, num_layers: int) -> dict[str, Any]:
         return {}
     return {
         "num_experts": num_experts,
-        "expert_width": fields.integer("moe_intermediate_size"),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "router": RouterConfig(
             "softmax", _per_token(fields, name, num_experts), norm_topk_prob=fields.flag("norm_topk_prob", False)
         ),
@@ -42,7 +42,7 @@ def mixtral_experts(fields: Fields, num_layers: int) -> dict[str, Any]:
     per_token = _per_token(fields, "num_local_experts", num_experts)
     return {
         "num_experts": num_experts,
-        "expert_width": fields.integer("intermediate_size"),
+        "moe_intermediate_size": fields.integer("intermediate_size"),
         "router": RouterConfig("noaux_tc" if sigmoid else "softmax", per_token),
         "moe_layers": tuple(range(num_layers)),
     }
@@ -66,7 +66,7 @@ def deepseek_experts(fields: Fields, num_layers: int) -> dict[str, Any]:
         fields.only("norm_topk_prob", None, False)
     return {
         "num_experts": num_experts,
-        "expert_width": width,
+        "moe_intermediate_size": width,
         "router": RouterConfig(
             method,
             _per_token(fields, "n_routed_experts", num_experts // groups[0] * groups[1]),
@@ -97,7 +97,7 @@ def ernie_experts(fields: Fields, num_layers: int) -> dict[str, Any]:
     smallest = fields.positive("moe_norm_min", 1e-12)
     return {
         "num_experts": num_experts,
-        "expert_width": width,
+        "moe_intermediate_size": width,
         "router": RouterConfig("softmax_bias", per_token, smallest_sum=smallest),
         "moe_layers": layers,
         "shared_width": width * fields.integer("moe_num_shared_experts", 2, minimum=0),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dbo.steps import Steps
 from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
-from layers.attention import AttentionPlan, Heads, paged_attention, place_heads
+from layers.attention import AttentionPlan, HeadCounts, paged_attention, qk_norm_rope_cache
 from layers.linear import Linear, MergedLinear, parameter
 from layers.mlp import GatedMLP, WeightedMLP
 from layers.norm import rms_norm
@@ -53,7 +53,7 @@ class Attention(nn.Module):
             self._norm_vectors(qkv)
             qk_norm = None
         qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q_THD = place_heads(qkv, self.num_heads, qk_norm, self.eps, context.rope, cache, context.step.slots_T)
+        q_THD = qk_norm_rope_cache(qkv, self.num_heads, qk_norm, self.eps, context.rope, cache, context.step.slots_T)
         k_cache, v_cache = cache
         attend = context.operations[0]
         attended = attend(q_THD, k_cache, v_cache, self.scale)
@@ -79,7 +79,7 @@ class GqaForCausalLM(Decoder[Attention]):
     def __init__(self, config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         mlps = _mlps(config, parallel, dtype, device)
         super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
-        self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self.heads = HeadCounts(config.num_heads, config.num_kv_heads, config.head_dim)
 
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
         return (breaks.operation(self._attention, step, 1),)
@@ -103,7 +103,7 @@ class GqaForCausalLM(Decoder[Attention]):
             mlp, prefix = layer.mlp, f"{prefix}mlp."
             if isinstance(mlp, GatedMLP):
                 read_mlp(source, prefix, mlp)
-                self.settle(layer)
+                self.pack_linears(layer)
                 continue
             placement = self.parallel.placement
             assert placement is not None
@@ -111,7 +111,7 @@ class GqaForCausalLM(Decoder[Attention]):
             read_shared(source, prefix, mlp.shared)
             hosted = placement.experts_of(moe_layer, self.parallel.rank)
             read_experts(source, f"{prefix}experts.", mlp.experts, hosted, self.config.num_experts)
-            self.settle(layer)
+            self.pack_linears(layer)
             moe_layer += 1
         skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
 
@@ -122,11 +122,11 @@ def _mlps(config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: tor
     mlps: list[GatedMLP | MoE] = []
     for layer in range(config.num_layers):
         if moe_layers is None or layer not in config.moe_layers:
-            mlps.append(GatedMLP(config.hidden_size, config.mlp_width, dtype, device, config.mlp_bias))
+            mlps.append(GatedMLP(config.hidden_size, config.intermediate_size, dtype, device, config.mlp_bias))
             continue
         assert config.router is not None
         router = make_router(config.router, config.hidden_size, config.num_experts, dtype, device)
-        mlps.append(moe_layers.make(router, config.expert_width, _shared(config, dtype, device)))
+        mlps.append(moe_layers.make(router, config.moe_intermediate_size, _shared(config, dtype, device)))
     return mlps
 
 

@@ -41,7 +41,7 @@ def config_of(name: str) -> dict[str, Any]:
 def test_they_are_accepted(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(name), default=str))
     facts: Any = read_config(tmp_path)
-    experts = 3 * facts.hidden_size * facts.expert_width * facts.num_experts * facts.num_moe_layers
+    experts = 3 * facts.hidden_size * facts.moe_intermediate_size * facts.num_experts * facts.num_moe_layers
     assert experts / 1e9 == pytest.approx(MODELS[name][3], abs=0.06)
 
 

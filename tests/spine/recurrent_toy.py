@@ -19,7 +19,7 @@ from torch import Tensor
 from cache.memory import CacheMemory
 from cache.spec import CacheGroup, CacheSizes, CacheSpec, Field
 from dbo.steps import Steps, drain
-from layers.attention import place_heads
+from layers.attention import qk_norm_rope_cache
 from layers.step import StateInput, StepInput, TableInput
 from models import registry
 from models.base import CausalLM
@@ -77,7 +77,7 @@ class WindowAttention(Attention):
         yield from ()
         qkv = self.qkv(x_TD).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         slots_T = context.step.of_group(1).slots_T
-        q_THD = place_heads(qkv, self.num_heads, self.qk_norm, self.eps, context.rope, cache, slots_T)
+        q_THD = qk_norm_rope_cache(qkv, self.num_heads, self.qk_norm, self.eps, context.rope, cache, slots_T)
         attended = context.operations[1](q_THD, *cache, self.scale)
         out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
         return out_TD
@@ -119,7 +119,7 @@ class RecurrentToyForCausalLM(GqaForCausalLM):
         return (*full, breaks.operation(lambda step: partial(windowed, step.of_group(1)), step, 1))
 
 
-registry.FAMILIES[NAME] = registry.Family(parse_toy, "recurrent_toy", NAME, has_mla=False)
+registry.FAMILIES[NAME] = registry.Family(parse_toy, "recurrent_toy", NAME)
 
 
 def make_toy(qwen3_moe: Path, path: Path) -> Path:

@@ -19,10 +19,10 @@ from models.shared_fields import check_quantization, context_limit, read_rope
 @dataclass(frozen=True, slots=True)
 class GqaConfig:
     """qk_norm: "none", "head" (each head of queries and keys by itself) or "vector" (all heads of the queries as one
-    vector, all of the keys as another). o_bias: bias of the output projection of attention. intermediate_size: of the layers
-    without experts. moe_layers: which layers have routed experts, in order (empty for a dense model). shared_width: of
-    the expert that every token takes; has_shared_gate: it is weighted by a sigmoid. num_mtp_layers: layers of the
-    checkpoint after the last one, which predict further tokens; they are not part of the forward pass."""
+    vector, all of the keys as another). o_bias: bias of the output projection of attention. intermediate_size: of the
+    layers without experts. moe_layers: which layers have routed experts, in order (empty for a dense model).
+    shared_width: of the expert that every token takes; has_shared_gate: it is weighted by a sigmoid. num_mtp_layers:
+    layers of the checkpoint after the last one, which predict further tokens; they are not part of the forward pass."""
 
     architecture: str
     vocab_size: int

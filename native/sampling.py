@@ -80,9 +80,8 @@ class Edits:
     allowed: Sequence[tuple[int, Tensor]] = ()  # (p, token ids): the only ones that may be drawn; p rises
     forbidden: tuple[Tensor, Tensor] | None = None  # p int64 [N], ids int64 [N]
     bias: tuple[Tensor, Tensor, Tensor] | None = None  # p, ids, values float32 [1, N]
-    penalties: tuple[Tensor, Tensor, Tensor] | None = (
-        None  # p, ids, float32 [4, N]: counts, repetition, presence, frequency
-    )
+    # p, ids, float32 [4, N]: counts, repetition, presence, frequency
+    penalties: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 @dataclass(slots=True)

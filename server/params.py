@@ -15,9 +15,8 @@ from server.openai import ChatRequest, CompletionRequest, GenerationRequest
 Value = TypeVar("Value")
 
 FIELDS = (*SamplingParams.__struct_fields__, "prompt", "messages", "max_completion_tokens", "top_logprobs")
-MAX_IDS = (
-    1024  # of stop_token_ids and of logit_bias: each costs time in the front, in the rank, and some at every token
-)
+# of stop_token_ids and of logit_bias: each costs time in the front, in the rank, and some at every token
+MAX_IDS = 1024
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 SALT = re.compile(r"[^@/\\\x00]{1,128}")
 

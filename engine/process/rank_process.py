@@ -57,9 +57,8 @@ EXIT_ERROR = 3
 EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
-WEIGHTS_SECONDS = (
-    20.0  # for weights that are away to come back, when a rank is started again; then the monitor has its turn
-)
+# For weights that are away to come back, when a rank is started again; then the monitor has its turn.
+WEIGHTS_SECONDS = 20.0
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ def build_rank(
     exchange = StepState()
     times = ExchangeTimes()
     lanes = partial(_lanes, plan, exchange, times)
-    checkpoint = Checkpoint(plan.model_path, progress, plan.checkpoint)
+    checkpoint = Checkpoint(plan.model_path, progress, plan.checkpoint, facts.key_names)
     read = reader(model, checkpoint)
     team = Team(rank, size, placement, model, _fingerprint(plan, facts), meet or _nobody, lanes, read)
     if not join:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layers import choice
-from layers.linear import Linear, MergedLinear
+from layers.linear import Linear, MergedLinear, parameter
 from native import rows
 
 
@@ -48,3 +48,17 @@ class GatedMLP(nn.Module):
         yield from ()
         out_TD: Tensor = self(x_TD)
         return out_TD
+
+
+class WeightedMLP(GatedMLP):
+    """The same, times sigmoid(gate(x)), a number for each token. gate [1, D]."""
+
+    def __init__(
+        self, hidden_size: int, width: int, dtype: torch.dtype, device: torch.device, bias: bool = False
+    ) -> None:
+        super().__init__(hidden_size, width, dtype, device, bias)
+        self.gate = parameter((1, hidden_size), dtype, device)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        out_TD = super().forward(x_TD)
+        return out_TD.mul_(torch.sigmoid(F.linear(x_TD, self.gate)))

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from models.deepseek import config as deepseek
 from models.facts import ModelFacts
 from models.fields import ConfigError, Fields
-from models.qwen3 import config as qwen3
+from models.gqa import config as gqa
+from models.gqa.families import ARCHITECTURES as GQA_ARCHITECTURES
 from models.shared_fields import check_modelopt
 
 if TYPE_CHECKING:
@@ -38,14 +39,15 @@ class Family:
     name: str
 
 
-_QWEN3 = Family(qwen3.parse, "models.qwen3.model", "Qwen3ForCausalLM")
+_GQA = Family(gqa.parse, "models.gqa.model", "GqaForCausalLM")
 _DEEPSEEK = Family(deepseek.parse, "models.deepseek.model", "DeepseekForCausalLM")
 
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(qwen3.ARCHITECTURES, _QWEN3),
-    "DeepseekV2ForCausalLM": _DEEPSEEK,
-    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    **dict.fromkeys(GQA_ARCHITECTURES, _GQA),
+    **dict.fromkeys(deepseek.ARCHITECTURES, _DEEPSEEK),
 }
+# Models with vision: what their text_config describes is served, by the architecture that it is.
+WRAPPERS = {"KimiK25ForConditionalGeneration": "KimiK2ForCausalLM"}
 
 
 def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelFacts:
@@ -75,11 +77,20 @@ def parse_config(raw: dict[str, Any], source: str) -> ModelFacts:
     """The same of the fields themselves; source: what errors name."""
     fields = Fields(raw, source)
     architecture = fields.first_of("architectures")
+    if architecture in WRAPPERS:
+        return parse_config(_text_part(fields, WRAPPERS[architecture]), source)
     family = FAMILIES.get(architecture)
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
         raise ConfigError(f"{fields.source}: architectures: {architecture} is not supported (these are: {known})")
     return family.parse(fields.raw, fields.source)
+
+
+def _text_part(fields: Fields, architecture: str) -> dict[str, Any]:
+    """The fields of the language model inside a model with vision."""
+    text = fields.section("text_config").raw
+    beside = {name: fields.raw[name] for name in ("quantization_config",) if fields.has(name) and name not in text}
+    return {**beside, **text, "architectures": [architecture], deepseek.WRAPPED: True}
 
 
 def build(

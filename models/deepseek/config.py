@@ -1,4 +1,5 @@
-"""DeepSeek-V2 (V2, V2-Lite, Coder-V2) and DeepSeek-V3 (V3, R1, V3.1) configurations. Free of torch.
+"""Configurations of DeepSeek-V2 (V2, V2-Lite, Coder-V2), DeepSeek-V3 (V3, R1, V3.1), and the models built like V3:
+Kimi-K2, Moonlight, GLM-4.7-Flash. Free of torch.
 
 https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json and its V2 sibling are the sources of the names.
 """
@@ -6,28 +7,21 @@ https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json and its V2 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters, yarn_mscale
 from models.fields import Fields
+from models.key_names import KIMI_WRAPPER, PLAIN, KeyNames
+from models.router_config import RouterConfig, RouterMethod, read_groups
 from models.shared_fields import check_quantization, context_limit, read_rope
 
-V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
-TopkMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
+V2 = "DeepseekV2ForCausalLM"
+# All but V2 route as DeepSeek-V3 does. Glm4MoeLite: GLM-4.7-Flash.
+ARCHITECTURES = (V2, "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "Glm4MoeLiteForCausalLM")
+_SCALING = {V2: 1.0, "Glm4MoeLiteForCausalLM": 1.8}  # where routed_scaling_factor is absent
+WRAPPED = "_wrapped"  # a field of our own: `parse` is given the text_config of a model with vision
 LATENT_NORM_EPS = 1e-6  # of the norms inside attention: the originals do not pass rms_norm_eps to them
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """How experts are chosen. method noaux_tc is DeepSeek-V3's: sigmoid scores, and a bias that steers the choice."""
-
-    method: TopkMethod
-    experts_per_token: int
-    num_groups: int
-    topk_groups: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +55,7 @@ class DeepseekConfig:
     moe_intermediate_size: int
     num_shared_experts: int
     router: RouterConfig | None
+    key_names: KeyNames = PLAIN
 
     @property
     def context_limit(self) -> int:
@@ -136,13 +131,14 @@ def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
         intermediate_size=fields.integer("intermediate_size"),
         num_mtp_layers=fields.integer(mtp, 0, minimum=0),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        key_names=KIMI_WRAPPER if fields.flag(WRAPPED, False) else PLAIN,
         **experts,
     )
 
 
 def _experts(fields: Fields, architecture: str, num_layers: int) -> dict[str, Any]:
     name = "n_routed_experts" if fields.has("n_routed_experts") else "num_local_experts"  # transformers 5's second name
-    first = fields.integer("first_k_dense_replace", 0, minimum=0)
+    first = _first_moe_layer(fields, architecture, num_layers)
     if not fields.has(name) or first >= num_layers:
         return {
             "first_moe_layer": num_layers, "num_experts": 0, "moe_intermediate_size": 0, "num_shared_experts": 0,
@@ -158,31 +154,35 @@ def _experts(fields: Fields, architecture: str, num_layers: int) -> dict[str, An
     }
 
 
+def _first_moe_layer(fields: Fields, architecture: str, num_layers: int) -> int:
+    """first_k_dense_replace, or where mlp_layer_types (GLM-4.7-Flash) goes from "dense" to "sparse"."""
+    kinds = fields.raw.get("mlp_layer_types")
+    if kinds is None:
+        default = 1 if architecture == "Glm4MoeLiteForCausalLM" else 0
+        return fields.integer("first_k_dense_replace", default, minimum=0)
+    first = kinds.index("sparse") if isinstance(kinds, list) and "sparse" in kinds else num_layers
+    if kinds != ["dense"] * first + ["sparse"] * (num_layers - first):
+        raise fields.error("mlp_layer_types", f'{num_layers} of "dense" and then "sparse"')
+    return first
+
+
 def _router(fields: Fields, architecture: str, num_experts: int) -> RouterConfig:
-    method: TopkMethod = "noaux_tc"
+    method: RouterMethod = "noaux_tc"
     if architecture == V2:
         method = "group_limited_greedy" if fields.text("topk_method", "greedy") == "group_limited_greedy" else "greedy"
-    num_groups, topk_groups = 1, 1
+    groups = (1, 1)
     if method != "greedy":
-        num_groups = fields.integer("n_group")
-        topk_groups = fields.integer("topk_group")
-    if num_experts % num_groups:
-        raise fields.error("n_group", f"a divisor of the number of experts ({num_experts})")
-    if topk_groups > num_groups:
-        raise fields.error("topk_group", f"at most n_group ({num_groups})")
-    if method == "noaux_tc" and topk_groups < num_groups and num_experts // num_groups < 2:
-        raise fields.error("n_group", f"groups of at least 2 of the {num_experts} experts")
-    eligible = num_experts // num_groups * topk_groups
+        groups = read_groups(fields, num_experts, fewest=2 if method == "noaux_tc" else 1)
+    eligible = num_experts // groups[0] * groups[1]
     per_token = fields.integer("num_experts_per_tok")
     if per_token > eligible:
         raise fields.error("num_experts_per_tok", f"at most the experts of topk_group groups ({eligible})")
     return RouterConfig(
-        method=method,
-        experts_per_token=per_token,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        norm_topk_prob=architecture == V3 and fields.flag("norm_topk_prob", True),
-        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0 if architecture == V2 else 2.5),
+        method,
+        per_token,
+        *groups,
+        norm_topk_prob=architecture != V2 and fields.flag("norm_topk_prob", True),
+        routed_scaling_factor=fields.number("routed_scaling_factor", _SCALING.get(architecture, 2.5)),
     )
 
 

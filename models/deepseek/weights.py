@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from ep.moe import MoE
-from ep.router import DeepseekV3Router
-from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
 from models.base import WeightSource
 from models.deepseek.attention import Attention
 from models.deepseek.config import DeepseekConfig
-from models.loading import read_experts, read_linear, read_merged, read_mlp
+from models.loading import read_experts, read_linear, read_merged, read_shared
+from models.routers import read_router
 
 
 def load_norms(source: WeightSource, prefix: str, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
@@ -72,19 +71,6 @@ def split_pairs(rows_HPA: Tensor) -> None:
 def load_moe(source: WeightSource, prefix: str, moe: MoE, hosted: tuple[int, ...], num_experts: int) -> None:
     """hosted: the expert in each slot of this rank, -1 unused (its weights become zero). Other experts are skipped."""
     prefix = f"{prefix}mlp."
-    router = moe.router
-    assert isinstance(router.weight, Tensor)
-    source.read(f"{prefix}gate.weight", router.weight)
-    if isinstance(router, DeepseekV3Router):
-        source.read(f"{prefix}gate.e_score_correction_bias", router.bias_E)
-    if moe.shared is not None:
-        assert isinstance(moe.shared, GatedMLP)
-        read_mlp(source, f"{prefix}shared_experts.", moe.shared)
+    read_router(source, f"{prefix}gate.", moe.router)
+    read_shared(source, prefix, moe.shared)
     read_experts(source, f"{prefix}experts.", moe.experts, hosted, num_experts)
-
-
-def skip_mtp(source: WeightSource, config: DeepseekConfig) -> None:
-    """The layers that predict further tokens come after the last one, under names of their own."""
-    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
-    for name in [name for name in source.names() if name.startswith(extra)]:
-        source.skip(name)

@@ -24,9 +24,9 @@ from layers.step import StateInput, StepInput, TableInput
 from models import registry
 from models.base import CausalLM
 from models.decoder import LayerContext
+from models.gqa.config import GqaConfig, parse
+from models.gqa.model import Attention, GqaForCausalLM
 from models.graph_breaks import GraphBreaks, Operation
-from models.qwen3.config import Qwen3Config, parse
-from models.qwen3.model import Attention, Qwen3ForCausalLM
 
 NAME = "RecurrentToyForCausalLM"
 RECURRENT, WINDOWED, FULL = 0, 1, 2
@@ -36,7 +36,7 @@ DECAY = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class ToyConfig(Qwen3Config):
+class ToyConfig(GqaConfig):
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         shape = (self.num_kv_heads, self.head_dim)
         kv = (Field("key", shape, dtype), Field("value", shape, dtype))
@@ -106,7 +106,7 @@ class Recurrence(Attention):
         return out_TD
 
 
-class RecurrentToyForCausalLM(Qwen3ForCausalLM):
+class RecurrentToyForCausalLM(GqaForCausalLM):
     def __init__(self, config: ToyConfig, *where: Any) -> None:
         super().__init__(config, *where)
         self.config = config

@@ -1,4 +1,4 @@
-"""Qwen3 (dense and mixture of experts), and Qwen2, Llama and Mistral by its switches.
+"""Decoders with grouped-query attention, dense or with routed experts; families differ by switches (config.py).
 
 Legend: T tokens, D hidden size, H query heads, Hkv key/value heads, Dh head size, R rope planes.
 """
@@ -11,25 +11,27 @@ from torch import Tensor, nn
 from dbo.steps import Steps
 from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
-from ep.router import SoftmaxRouter
 from layers.attention import AttentionPlan, HeadCounts, paged_attention, qk_norm_rope_cache
 from layers.linear import Linear, MergedLinear, parameter
-from layers.mlp import GatedMLP
+from layers.mlp import GatedMLP, WeightedMLP
+from layers.norm import rms_norm
 from layers.step import StepInput
 from models.base import WeightSource
 from models.decoder import Decoder, LayerContext
+from models.gqa import weights
+from models.gqa.config import GqaConfig
 from models.graph_breaks import GraphBreaks, Operation
-from models.loading import read_experts, read_mlp
-from models.qwen3 import weights
-from models.qwen3.config import Qwen3Config
+from models.loading import read_experts, read_mlp, read_shared, skip_mtp
+from models.routers import make_router, read_router
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. qk_norm [H + Hkv, Dh]: the weight of the norm of each query and key head, or None."""
+    """Grouped-query attention. qk_norm [H + Hkv, Dh]: the weight of the norm of queries and keys, or None;
+    norms_vectors: it is that of all heads as one vector."""
 
     qk_norm: nn.Parameter | None
 
-    def __init__(self, config: Qwen3Config, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: GqaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -37,30 +39,44 @@ class Attention(nn.Module):
         self.qkv = MergedLinear(config.hidden_size, parts, config.qkv_bias, dtype, device)
         self.out = Linear(q_size, config.hidden_size, config.o_bias, dtype, device)
         qk_shape = (config.num_heads + config.num_kv_heads, config.head_dim)
-        self.qk_norm = parameter(qk_shape, dtype, device) if config.qk_norm else None
+        self.qk_norm = None if config.qk_norm == "none" else parameter(qk_shape, dtype, device)
+        self.norms_vectors = config.qk_norm == "vector"
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
 
     def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
         """Writes the step's keys and values to `cache`, then attends over it."""
         yield from ()  # nothing of it is ever in flight
-        qkv = self.qkv(x_TD).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q_THD = qk_norm_rope_cache(
-            qkv, self.num_heads, self.qk_norm, self.eps, context.rope, cache, context.step.slots_T
-        )
+        qkv = self.qkv(x_TD)
+        qk_norm = self.qk_norm
+        if self.norms_vectors:
+            self._norm_vectors(qkv)
+            qk_norm = None
+        qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        q_THD = qk_norm_rope_cache(qkv, self.num_heads, qk_norm, self.eps, context.rope, cache, context.step.slots_T)
         k_cache, v_cache = cache
         attend = context.operations[0]
         attended = attend(q_THD, k_cache, v_cache, self.scale)
         out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
         return out_TD
 
+    def _norm_vectors(self, qkv: Tensor) -> None:
+        """In place, of queries, keys and values side by side."""
+        assert self.qk_norm is not None
+        start = 0
+        for heads in (slice(0, self.num_heads), slice(self.num_heads, None)):
+            weight = self.qk_norm[heads].flatten()
+            part = qkv[:, start : start + weight.shape[0]]
+            part.copy_(rms_norm(part, weight, self.eps))
+            start += weight.shape[0]
 
-class Qwen3ForCausalLM(Decoder[Attention]):
+
+class GqaForCausalLM(Decoder[Attention]):
     """Implements models.base.CausalLM."""
 
-    config: Qwen3Config
+    config: GqaConfig
 
-    def __init__(self, config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         mlps = _mlps(config, parallel, dtype, device)
         super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
         self.heads = HeadCounts(config.num_heads, config.num_kv_heads, config.head_dim)
@@ -82,24 +98,25 @@ class Qwen3ForCausalLM(Decoder[Attention]):
             source.read(f"{prefix}post_attention_layernorm.weight", layer.post_norm.weight)
             attention = layer.mixer
             weights.read_attention(
-                source, f"{prefix}self_attn.", attention.qkv, attention.out, attention.qk_norm, attention.num_heads
+                source, f"{prefix}self_attn.", self.config, attention.qkv, attention.out, attention.qk_norm
             )
-            if isinstance(layer.mlp, GatedMLP):
-                read_mlp(source, f"{prefix}mlp.", layer.mlp)
+            mlp, prefix = layer.mlp, f"{prefix}mlp."
+            if isinstance(mlp, GatedMLP):
+                read_mlp(source, prefix, mlp)
                 self.pack_linears(layer)
                 continue
             placement = self.parallel.placement
             assert placement is not None
-            router = layer.mlp.router
-            assert isinstance(router, SoftmaxRouter)
-            source.read(f"{prefix}mlp.gate.weight", router.weight)
+            read_router(source, f"{prefix}gate.", mlp.router)
+            read_shared(source, prefix, mlp.shared)
             hosted = placement.experts_of(moe_layer, self.parallel.rank)
-            read_experts(source, f"{prefix}mlp.experts.", layer.mlp.experts, hosted, self.config.num_experts)
+            read_experts(source, f"{prefix}experts.", mlp.experts, hosted, self.config.num_experts)
             self.pack_linears(layer)
             moe_layer += 1
+        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
 
 
-def _mlps(config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[GatedMLP | MoE]:
+def _mlps(config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[GatedMLP | MoE]:
     """The feed-forward layer of each decoder layer."""
     moe_layers = MoELayers(parallel, config.hidden_size, dtype, device) if config.moe_layers else None
     mlps: list[GatedMLP | MoE] = []
@@ -107,8 +124,15 @@ def _mlps(config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: t
         if moe_layers is None or layer not in config.moe_layers:
             mlps.append(GatedMLP(config.hidden_size, config.intermediate_size, dtype, device, config.mlp_bias))
             continue
-        router = SoftmaxRouter(
-            config.hidden_size, config.num_experts, config.experts_per_token, config.norm_topk_prob, dtype, device
-        )
-        mlps.append(moe_layers.make(router, config.moe_intermediate_size))
+        assert config.router is not None
+        router = make_router(config.router, config.hidden_size, config.num_experts, dtype, device)
+        mlps.append(moe_layers.make(router, config.moe_intermediate_size, _shared(config, dtype, device)))
     return mlps
+
+
+def _shared(config: GqaConfig, dtype: torch.dtype, device: torch.device) -> GatedMLP | None:
+    """The expert that every token takes."""
+    if not config.shared_width:
+        return None
+    kind = WeightedMLP if config.has_shared_gate else GatedMLP
+    return kind(config.hidden_size, config.shared_width, dtype, device, config.mlp_bias)

@@ -24,25 +24,10 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.float32] | npt.NDArray[np.uint64]
 _LOGIT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NUMBERS = ("logit_type", "num_rows", "num_tokens", "stride")
 _ARRAYS = (
-    "random",
-    "temperature",
-    "top_p",
-    "min_p",
-    "top_k",
-    "seed_key",
-    "position",
-    "has_allowed",
-    "allowed_start",
-    "allowed",
-    "forbidden_start",
-    "forbidden",
-    "bias_start",
-    "bias_id",
-    "bias",
-    "penalty_start",
-    "penalty_id",
+    "random", "temperature", "top_p", "min_p", "top_k", "seed_key", "position", "has_allowed", "allowed_start",
+    "allowed", "forbidden_start", "forbidden", "bias_start", "bias_id", "bias", "penalty_start", "penalty_id",
     "penalty",
-)
+)  # fmt: skip
 
 
 class _SampleCall(ctypes.Structure):

@@ -219,25 +219,11 @@ def _notes(trace: Trace, note: str | None, costing: Costing | None, setup: Setup
 
 
 _COLUMNS = {
-    "policy": "policy",
-    "slots": "S",
-    "window": "window",
-    "interval": "every",
-    "reweight": "re-weight",
-    "budget": "budget",
-    "in_window": "in-window",
-    "next_window": "next window",
-    "step": "step",
-    "step_p50": "p50",
-    "step_p95": "p95",
-    "moved_per_window": "moved",
-    "moved_gib": "GiB",
-    "plan_ms": "plan ms",
-    "step_ms": "step ms",
-    "pause_s": "pause s",
-    "break_even_steps": "pays after",
-    "tokens_per_s_per_gpu": "tok/s/GPU",
-}
+    "policy": "policy", "slots": "S", "window": "window", "interval": "every", "reweight": "re-weight",
+    "budget": "budget", "in_window": "in-window", "next_window": "next window", "step": "step", "step_p50": "p50",
+    "step_p95": "p95", "moved_per_window": "moved", "moved_gib": "GiB", "plan_ms": "plan ms", "step_ms": "step ms",
+    "pause_s": "pause s", "break_even_steps": "pays after", "tokens_per_s_per_gpu": "tok/s/GPU",
+}  # fmt: skip
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

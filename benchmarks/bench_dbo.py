@@ -322,7 +322,7 @@ class RankBench:
         parts = self.parts
         assert len(outputs) == self.part["prompts"], f"{len(outputs)} prompts computed in the step"
         self.clock.end()
-        while not self.rank.asleep:
+        while not self.rank.idle:
             self.rank.step()
         waited = self.clock.seconds
         return {

@@ -97,7 +97,7 @@ class Rank:
         self._shutdown = False  # told to leave
         self._done = False  # has left, with all others
         self._failed = False  # a step was left half way: what scheduler and device know no longer fits together
-        self._asleep = True  # at first too: ranks that load for different times do not wait for each other in a step
+        self._idle = True  # at first too: ranks that load for different times do not wait for each other in a step
         self._sleep = 0  # epoch and number of the sleep: equal on all ranks
         self._wanted: Membership | None = None  # the newest, when it is newer than the team's
         self._loss: tuple[PeerLost, float] | None = None  # and until when a Membership may come
@@ -112,9 +112,9 @@ class Rank:
         return self._done
 
     @property
-    def asleep(self) -> bool:
+    def idle(self) -> bool:
         """Nothing to do until a message or a ring comes; `step` then returns at once."""
-        return self._asleep
+        return self._idle
 
     @property
     def has_work(self) -> bool:
@@ -143,11 +143,11 @@ class Rank:
         balance, overlap, self._balance, self._overlap = self._balance, self._overlap, None, None
         if alone:
             self._team.work_alone()
-            self._asleep = False
+            self._idle = False
         yield
         self._balance, self._overlap = balance, overlap
         if alone:
-            self._team.working, self._asleep, self._flight = False, True, None
+            self._team.working, self._idle, self._flight = False, True, None
             self._runner.reset()
             self._scheduler.rollback()
         self._scheduler.reset_prefix_cache()
@@ -164,7 +164,7 @@ class Rank:
             return min(longest, self._team.look_seconds)
         if not self._team.working and not self._shutdown:
             return longest if self._loss is None else max(0.0, min(longest, self._loss[1] - self._clock()))
-        if not self._asleep or self.has_work:
+        if not self._idle or self.has_work:
             return 0.0
         return min(longest, LOOK_SECONDS) if self._balance is not None and self._balance.busy else longest
 
@@ -239,13 +239,13 @@ class Rank:
             self._change(self._wanted)
         if self._done or not (self._team.working or (yield from self._form())):
             return self._take_early()
-        if self._asleep:
+        if self._idle:
             if self.has_work:
                 self._bell.ring(self._sleep)
             yield  # in a weave the others ring now
             if not self.has_work and not self._bell.heard(self._sleep):
                 return self._take_early()
-            self._asleep = False
+            self._idle = False
         self._timeline.schedule_begins()
         schedule = self._scheduler.schedule()
         num_tokens = schedule.num_tokens
@@ -274,7 +274,7 @@ class Rank:
         elif self._overlap is not None and self._overlap.unsettled:
             yield from self._overlap.measure(self._team.experts_group)
         else:
-            self._asleep = True
+            self._idle = True
             self._sleep += 1
         return self._take_early()
 
@@ -289,7 +289,7 @@ class Rank:
 
     def _may_change(self, wanted: Membership) -> bool:
         """At once, or (no rank is lost, and steps are under way) when all ranks have heard of it?"""
-        return not self._team.working or self._asleep or not all(wanted.alive[rank] for rank in self._team.living)
+        return not self._team.working or self._idle or not all(wanted.alive[rank] for rank in self._team.living)
 
     def _change(self, wanted: Membership) -> None:
         """The epoch is over: begin the wanted one."""
@@ -317,13 +317,13 @@ class Rank:
         self._runner.warm_up()
         if self._overlap is not None:
             yield from self._overlap.begin(self._team.experts_group)
-            self._asleep = self._asleep and not self._overlap.unsettled
+            self._idle = self._idle and not self._overlap.unsettled
         self._timeline.attach()
         if self._balance is not None:
             self._balance.begin()
         if joined.epoch > 0:
             self._formed = joined
-            self._asleep = False  # all are here: the first record follows at once, and proves that all have the same
+            self._idle = False  # all are here: the first record follows at once, and proves that all have the same
             self._sleep = joined.epoch << 32
             log.info("epoch %d: ranks %s, %d expert(s) read", joined.epoch, self._team.living, joined.experts_loaded)
         return True

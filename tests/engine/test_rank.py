@@ -85,10 +85,10 @@ def test_all_sleep_together_and_one_wakes_all(checkpoint: Path) -> None:
     ranks = mailbox_ranks(checkpoint, 3)
     for _ in range(3):
         drive(ranks, [])
-        assert all(rank.asleep for rank in ranks)
+        assert all(rank.idle for rank in ranks)
         got = drive(ranks, [Job([5, 6, 7], 4)])  # for rank 0 alone
         assert len(got[0].tokens) == 4
-        assert all(rank.asleep for rank in ranks)
+        assert all(rank.idle for rank in ranks)
     assert all(rank.stats.steps > 0 for rank in ranks[:1])
 
 
@@ -99,7 +99,7 @@ def test_a_ring_for_an_earlier_sleep_wakes_nobody(checkpoint: Path) -> None:
     drive([rank], [Job([5, 6], 2)])
     bell.ring(0)  # it has slept twice by now
     rank.step()
-    assert rank.asleep
+    assert rank.idle
 
 
 def test_dense_ranks_do_not_wait_for_each_other(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_sleeping_ranks_change_over_at_once(checkpoint: Path) -> None:
     for _ in range(3):
         cluster.round()
     assert sorted(joined.rank for joined in cluster.joined) == [0, 1]
-    assert all(rank.asleep for rank in cluster.ranks.values())
+    assert all(rank.idle for rank in cluster.ranks.values())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -248,7 +248,7 @@ def test_a_returned_rank_hears_the_bell(checkpoint: Path) -> None:
     cluster.tell_all()
     for _ in range(5):
         cluster.round()
-    assert all(rank.asleep for rank in cluster.ranks.values())
+    assert all(rank.idle for rank in cluster.ranks.values())
     for index in range(10, 13):
         cluster.add(index, JOBS[1])
         cluster.finish()
@@ -317,7 +317,7 @@ def test_an_old_membership_changes_nothing(checkpoint: Path) -> None:
     for rank in cluster.ranks.values():
         rank.submit(Membership(0, [True] * 3))
     cluster.round()
-    assert not cluster.joined and all(rank.asleep for rank in cluster.ranks.values())
+    assert not cluster.joined and all(rank.idle for rank in cluster.ranks.values())
 
 
 def test_dense_ranks_only_take_note(tmp_path: Path) -> None:

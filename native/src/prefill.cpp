@@ -20,8 +20,7 @@ struct Tables {
 
 Tables tables_for(int64_t x_type) {
 #if defined(__x86_64__)
-  int isa = native_isa();
-  switch (isa ? isa : native_best_isa()) {
+  switch (vector_isa()) {
     case ISA_AVX512_BF16:
       if (x_type == X_BF16) return {experts_avx512_bf16, prefill_avx512_bf16, attention_avx512_bf16};
       [[fallthrough]];

@@ -76,7 +76,7 @@ class OfWorker:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    limit_isa(Isa[read_env().isa.upper() or "AVX512_BF16"])  # MOESAIC_ISA=avx2 make test: a lesser machine
+    limit_isa(Isa[read_env().isa.upper() or max(Isa).name])  # MOESAIC_ISA=avx2 make test: a lesser machine
     cache = tempfile.TemporaryDirectory(prefix="moesaic-cache-")  # not the user's own
     os.environ["MOESAIC_CACHE_DIR"] = cache.name
     config.add_cleanup(cache.cleanup)

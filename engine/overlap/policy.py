@@ -24,6 +24,8 @@ from msgspec import structs
 from dbo.gate import MARGIN, NEVER, SLACK, Crossover, Gate, Sample, search
 from dbo.memory import Remembered, recall, remember
 from dbo.steps import Steps
+from engine.agreement import StepPlan
+from engine.hooks import StepCompanion
 from engine.overlap.measure import Measure, Times
 from engine.runner import Runner
 from engine.schedule import Schedule
@@ -56,7 +58,7 @@ _Run = Callable[[], Steps[Times]]
 _Runs = Generator[_Run, _Taken, None]  # asks for runs, and is sent what they have taken; equal on all ranks
 
 
-class Overlap:
+class Overlap(StepCompanion):
     """One rank's. Used by the rank's thread.
 
     `flights` are of the model's lanes. num_parts: of a step that is split; crossover: given, not measured; where it has
@@ -95,6 +97,9 @@ class Overlap:
     def wish(self, schedule: Schedule, num_tokens: int) -> int:
         """In how many parts this rank would compute that step."""
         return self._gate.wish(num_tokens, num_tokens > len(schedule.rows))
+
+    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> None:
+        self.num_steps += plan.parts > 1
 
     def add_to(self, stats: RankStats) -> RankStats:
         """With what is known here."""
@@ -173,8 +178,8 @@ class Overlap:
     # ---- measuring ----
 
     def _check(self, tokens: int, exchange: float, leads: bool) -> _Runs:
-        """Measure anew unless the exchange takes as long as was remembered, but for MARGIN of a step. One run that agrees
-        is enough: what else the machine does makes an exchange longer, never shorter."""
+        """Measure anew unless the exchange takes as long as was remembered, but for MARGIN of a step. One run that
+        agrees is enough: what else the machine does makes an exchange longer, never shorter."""
         self._seconds = 0.0
         measure = self._make_measure()
         if tokens <= measure.max_tokens:

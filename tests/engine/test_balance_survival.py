@@ -9,7 +9,7 @@ import hf_tiny
 import numpy as np
 import pytest
 import torch
-from balanced import RESTLESS, answer, check_slots, placement_of, status
+from balanced import RESTLESS, answer, balance_of, check_slots, placement_of, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped import OFTEN
@@ -56,14 +56,14 @@ def test_a_rank_dies_while_experts_move(
         cluster.round()
     answer(cluster.ranks[0], "rebalance")
     bound = 30
-    while not any((change := rank._balance._change) and change.received > 0 for rank in cluster.ranks.values()):
+    while not any((change := balance_of(rank)._change) and change.received > 0 for rank in cluster.ranks.values()):
         cluster.round()
         bound -= 1
         assert bound, "nothing moves"
     before = {rank: placement_of(cluster.ranks[rank]) for rank in cluster.ranks}
     cluster.round(victim=victim, turns=4)
     for rank, alive in cluster.ranks.items():
-        assert alive._balance._change is None and alive._balance._hands.parcels is None, "the move is forgotten"
+        assert balance_of(alive)._change is None and balance_of(alive)._hands.parcels is None, "the move is forgotten"
         assert placement_of(alive) is before[rank]
     cluster.tell_all()
     cluster.replay()
@@ -100,7 +100,7 @@ def test_losses_and_returns_at_any_moment(
     for _ in range(data.draw(st.integers(1, 4), "losses")):
         rounds(cluster, data.draw(st.integers(1, 9), "before the plan"))
         leader = cluster.ranks[min(cluster.ranks)]
-        if leader._balance._formed:
+        if balance_of(leader)._formed:
             answer(leader, "rebalance")
         rounds(cluster, data.draw(st.integers(0, 9), "before the loss"))
         victim = data.draw(st.sampled_from(sorted(cluster.ranks)), "victim")
@@ -116,7 +116,7 @@ def test_losses_and_returns_at_any_moment(
     rounds(cluster, 4)  # ranks without requests have slept when they were told of the last change
     assert cluster.released == expected
     check_slots(checkpoint, list(cluster.ranks.values()))
-    assert all(rank._balance._lead is None or status(rank).failures == 0 for rank in cluster.ranks.values())
+    assert all(balance_of(rank)._lead is None or status(rank).failures == 0 for rank in cluster.ranks.values())
 
 
 def rounds(cluster: Survivors, count: int) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from dbo.steps import Steps
-from engine.runner import Chores, Runner, StepResult
+from engine.hooks import StepHook
+from engine.runner import Runner, StepResult
 from engine.schedule import Schedule
 from ep.parallel import Parallel
 from eplb.placement import Placement
@@ -197,8 +198,8 @@ class StandInRunner(Runner):
         self._cache: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
 
-    def steps(self, schedule: Schedule, chores: Chores | None = None, num_parts: int = 1) -> Steps[StepResult]:
-        assert chores is None and num_parts == 1, "nothing is balanced or split here"
+    def steps(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_parts: int = 1) -> Steps[StepResult]:
+        assert num_parts == 1, "nothing is split here"
         rows = self._rows
         for row in schedule.freed_rows:
             rows.pop(row, None)

@@ -1,4 +1,4 @@
-"""What the device thread does for the balancer around a step: counting, the exchange, going over to a new placement.
+"""The balancer's hooks around a step: counting, the exchange, going over to a new placement.
 
 Legend: L MoE layers, G ranks, S slots of a rank, E logical experts, N steps.
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from dbo.steps import Steps
+from engine.agreement import StepPlan
+from engine.hooks import StepCompanion, StepHook
 from engine.team import Team
 from ep.migrate import Migration
 from ep.place import SlotTable
@@ -30,7 +32,7 @@ from eplb.placement import Placement
 Ints = npt.NDArray[np.int64]
 
 
-# What the leading rank wants done in a step: its field in the record.
+# What the leading rank wants done in a step: its word in the record.
 GATHER = 1  # what was counted since the last time goes to the leader
 PUBLISH = 2  # a change goes to everybody; it consists of order // STAGES stages
 STAGES = 4
@@ -88,7 +90,7 @@ class Counts(NamedTuple):
 
 
 class Hands:
-    """What the chores of all steps share. `begin` and `end` are called by the rank's thread while no step runs."""
+    """What the moves of all steps share. `begin` and `end` are called by the rank's thread while no step runs."""
 
     def __init__(
         self,
@@ -159,16 +161,39 @@ class Hands:
         return Counts(counted, load_LE, rows_GNL[:, : counted.steps].transpose(1, 2, 0))
 
 
-@dataclass(slots=True, eq=False)
-class StepChores:
-    """Implements engine.runner.Chores for one step; what is None is not done.
+class RowCounter(StepCompanion):
+    """Counts the rows that arrive at this rank, step by step."""
+
+    def __init__(self, rows: RowLoad) -> None:
+        self._rows = rows
+
+    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook:
+        return _RowCount(self._rows, any(plan.num_tokens))
+
+
+class _RowCount(StepHook):
+    """has_tokens: on some rank."""
+
+    def __init__(self, rows: RowLoad, has_tokens: bool) -> None:
+        self._rows = rows
+        self._has_tokens = has_tokens
+
+    def after(self) -> Steps[None]:
+        yield from ()
+        self._rows.end_step(self._has_tokens)
+
+
+@dataclass(eq=False)
+class StepMoves(StepHook):
+    """Of one step; what is None is not done.
 
     commit: go over to it before the step; counted: gather; new, publish: a change that is published, and on the leader
-    its bytes; piece: of weights, travels; has_tokens: on some rank.
+    its bytes; piece: of weights, travels.
     """
 
+    needed = True  # what they do has been ordered
+
     hands: Hands
-    has_tokens: bool = True
     commit: Stage | None = None
     counted: Counted | None = None
     new: Change | None = None
@@ -187,7 +212,6 @@ class StepChores:
         if self._pending is not None:
             yield
             self._receive(self._pending.wait())
-        self.hands.rows.end_step(self.has_tokens)
 
     def _send(self) -> None:
         hands = self.hands

@@ -43,7 +43,8 @@ def agree(proposals: list[Proposal], epochs: list[int], checksums: list[int]) ->
 def test_all_ranks_come_to_the_same_plan() -> None:
     plans = agree([IDLE, Proposal(5, True, False, 3), Proposal(0, True, True, 4)], [2, 2, 2], [9, 9, 9])
     assert plans[0] == plans[1] == plans[2]
-    assert plans[0] == StepPlan(0, busy=True, shutdown=True, num_tokens=(0, 5, 0), free_blocks=(10, 3, 4))
+    said = ((), (), ())
+    assert plans[0] == StepPlan(0, True, True, num_tokens=(0, 5, 0), free_blocks=(10, 3, 4), words=said, epoch=2)
     assert not plans[0].runs, "a step that is the last one computes nothing"
     (idle, _) = agree([IDLE, IDLE], [0, 0], [0, 0])
     assert not idle.busy and not idle.runs and not idle.shutdown

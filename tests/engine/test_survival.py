@@ -9,7 +9,7 @@ import hf_tiny
 import numpy as np
 import pytest
 import torch
-from balanced import RESTLESS, answer, check_slots, status
+from balanced import RESTLESS, answer, balance_of, check_slots, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped import OFTEN, SPLIT
@@ -140,7 +140,7 @@ def test_losses_and_returns_at_any_moment(
             cluster.start(min(set(range(size)) - set(cluster.ranks)))
         else:
             leader = cluster.ranks[min(cluster.ranks)]
-            if event == "rebalance" and leader._balance._formed:
+            if event == "rebalance" and balance_of(leader)._formed:
                 answer(leader, "rebalance")
             continue
         cluster.news(data)
@@ -154,7 +154,7 @@ def test_losses_and_returns_at_any_moment(
     if eplb is not None:
         cluster.rounds(4)  # ranks without requests have slept when they were told of the last change
         check_slots(checkpoint, list(cluster.ranks.values()))
-        assert all(rank._balance._lead is None or status(rank).failures == 0 for rank in cluster.ranks.values())
+        assert all(balance_of(rank)._lead is None or status(rank).failures == 0 for rank in cluster.ranks.values())
 
 
 def test_too_few_ranks_wait_for_one_that_returns(checkpoint: Path, expected: dict[int, list[int]]) -> None:

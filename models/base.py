@@ -22,7 +22,7 @@ from layers.weights import Key, StoredWeight
 from models.facts import ModelFacts
 from models.graph_breaks import EAGER, GraphBreaks
 
-Recorder = Callable[[Tensor], None]
+Observer = Callable[[Tensor], None]
 
 
 class CausalLM(Protocol):
@@ -68,7 +68,7 @@ class CausalLM(Protocol):
         """Exchange in the ranks and by the placement of `parallel` from now on (models/expert_parallel.py has both)."""
         ...
 
-    def count(self, load: Callable[[int], Recorder], arrivals: Callable[[int], Recorder]) -> None:
+    def count(self, load: Callable[[int], Observer], arrivals: Callable[[int], Observer]) -> None:
         """For each MoE layer, what is shown its routing and the rows that arrive (ep/moe.py), from now on."""
         ...
 

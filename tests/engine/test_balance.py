@@ -209,7 +209,7 @@ def test_a_failing_balancer_says_so_and_serving_goes_on(
         raise ValueError("every load must be finite\nand so on")
 
     with caplog.at_level(logging.ERROR, "moesaic.eplb"), monkeypatch.context() as broken:
-        broken.setattr(balance_of(ranks[0])._lead._balancer, "observe", fail)
+        broken.setattr(balance_of(ranks[0])._coordinator._balancer, "observe", fail)
         assert tokens(drive(ranks, JOBS)) == expected
     failed = reports(ranks[0].take_news())
     assert failed[0].failures == 1 and failed[0].last_error == "ValueError: every load must be finite"

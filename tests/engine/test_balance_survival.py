@@ -58,7 +58,9 @@ def test_a_rank_dies_while_experts_move(
     before = {rank: placement_of(cluster.ranks[rank]) for rank in cluster.ranks}
     cluster.round(victim=victim, turns=4)
     for rank, alive in cluster.ranks.items():
-        assert balance_of(alive)._change is None and balance_of(alive)._hands.parcels is None, "the move is forgotten"
+        assert balance_of(alive)._change is None and balance_of(alive)._exchange.parcels is None, (
+            "the move is forgotten"
+        )
         assert placement_of(alive) is before[rank]
     cluster.tell_all()
     cluster.replay()

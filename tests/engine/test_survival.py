@@ -154,7 +154,9 @@ def test_losses_and_returns_at_any_moment(
     if eplb is not None:
         cluster.rounds(4)  # ranks without requests have slept when they were told of the last change
         check_slots(checkpoint, list(cluster.ranks.values()))
-        assert all(balance_of(rank)._lead is None or status(rank).failures == 0 for rank in cluster.ranks.values())
+        assert all(
+            balance_of(rank)._coordinator is None or status(rank).failures == 0 for rank in cluster.ranks.values()
+        )
 
 
 def test_too_few_ranks_wait_for_one_that_returns(checkpoint: Path, expected: dict[int, list[int]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from test_runner import PROMPT, decode, first_step, make_runner
 
 from dbo.steps import Steps, drain
-from engine.agreement import Agreement, StepPlan, Proposal
+from engine.agreement import Agreement, Proposal, StepPlan
 from engine.hooks import Companions, StepCompanion, StepHook
 from engine.schedule import Schedule
 from ep.recorder import Kind

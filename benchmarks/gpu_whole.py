@@ -108,7 +108,7 @@ def _sampled(ran: Driver | Captured, step: StepInput | PreparedStep) -> Tensor:
     """A whole step, greedy."""
     hidden_TD = ran.run(step)  # type: ignore[arg-type]
     model = ran.driver.model if isinstance(ran, Captured) else ran.model
-    return model.best_tokens(hidden_TD[step.logits_rows_P], model.config.vocab_size)
+    return model.greedy_tokens(hidden_TD[step.logits_rows_P], model.config.vocab_size)
 
 
 def _wall(options: Options, run: Callable[[], object], repeats: int = 20) -> float:

@@ -99,7 +99,7 @@ class Capture:
         watched: Callable[[], bool] = lambda: False,
     ) -> None:
         """forward(step, breaks, lane): the model's. exchange: None: this rank is alone. watched(): whether steps are to
-        run eager, because somebody looks at what their layers do."""
+        run eager, because what their layers do is watched."""
         self._forward = forward
         self._library = library
         self._policy = policy

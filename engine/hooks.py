@@ -38,8 +38,8 @@ class StepHook:
         yield from ()
 
     def ended(self, kind: Kind, num_tokens: int) -> None:
-        """A part of the step is over: PREPARING, FORWARD, BALANCING or SAMPLING. BALANCING is `after` of all hooks, if
-        any of them does more than watch."""
+        """A part of the step is over: PREPARING, FORWARD, BALANCING (`after` of all hooks, if any does more than watch)
+        or SAMPLING."""
 
 
 class StepCompanion:

@@ -2,7 +2,7 @@
 
 `Rank.steps()` is a generator, so that `drain` makes a process of it and `weave` a whole cluster in one thread.
 
-Sleep: when a step's record says that nobody has work, all ranks leave the lockstep together and sleep. Whoever gets
+Sleep: when a step's record says that no rank has work, all leave the lockstep together and sleep. One that gets
 work rings every other rank before it proposes the next step. A ring carries the number of sleeps so far, the same on
 all ranks; so a ring that was meant for a sleep that is already over is not taken for a new one.
 
@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from dbo.steps import Steps, drain
-from engine.agreement import StepPlan, Wish
+from engine.agreement import Proposal, StepPlan
 from engine.doorbell import Doorbell
 from engine.hooks import LOOK_SECONDS, Companions, StepCompanion
 from engine.overlap.policy import Overlap
@@ -80,7 +80,7 @@ class Rank:
         """patience: seconds (and ten more) that a rank which has lost a peer waits to be told who is left. companions:
         what else goes with its steps, in an order that is the same on all ranks. overlap: None: no step is split.
         preparation: what `prepare` does, a little with each number that it gives. practice_tokens: of prompts in a step
-        of practice (engine/process/settle.py)."""
+        of practice (engine/process/warm_up.py)."""
         self.ready = ready
         self.practice_tokens = practice_tokens
         self._scheduler = scheduler
@@ -100,7 +100,7 @@ class Rank:
         self._shutdown = False  # told to leave
         self._done = False  # has left, with all others
         self._failed = False  # a step was left half way: what scheduler and device know no longer fits together
-        self._asleep = True  # at first too: ranks that load for different times do not wait for each other in a step
+        self._idle = True  # at first too: ranks that load for different times do not wait for each other in a step
         self._sleep = 0  # epoch and number of the sleep: equal on all ranks
         self._wanted: Membership | None = None  # the newest, when it is newer than the team's
         self._loss: tuple[PeerLost, float] | None = None  # and until when a Membership may come
@@ -115,9 +115,9 @@ class Rank:
         return self._done
 
     @property
-    def asleep(self) -> bool:
+    def idle(self) -> bool:
         """Nothing to do until a message or a ring comes; `step` then returns at once."""
-        return self._asleep
+        return self._idle
 
     @property
     def has_work(self) -> bool:
@@ -146,11 +146,11 @@ class Rank:
         overlap, self._overlap, self._companions.muted = self._overlap, None, True
         if alone:
             self._team.work_alone()
-            self._asleep = False
+            self._idle = False
         yield
         self._overlap, self._companions.muted = overlap, False
         if alone:
-            self._team.working, self._asleep, self._flight = False, True, None
+            self._team.working, self._idle, self._flight = False, True, None
             self._runner.reset()
             self._scheduler.rollback()
         self._scheduler.reset_prefix_cache()
@@ -167,7 +167,7 @@ class Rank:
             return min(longest, self._team.look_seconds)
         if not self._team.working and not self._shutdown:
             return longest if self._loss is None else max(0.0, min(longest, self._loss[1] - self._clock()))
-        if not self._asleep or self.has_work:
+        if not self._idle or self.has_work:
             return 0.0
         return min(longest, LOOK_SECONDS) if self._companions.busy else longest
 
@@ -213,8 +213,8 @@ class Rank:
         return news
 
     def step(self) -> list[TokenOutput]:
-        """One step to its end. Raises PeerLost when another rank is gone and nobody says who is left, RuntimeError when
-        the ranks disagree."""
+        """One step to its end. Raises PeerLost when another rank is gone and the front does not say who is left,
+        RuntimeError when the ranks disagree."""
         if torch.is_inference_mode_enabled():
             return drain(self.steps())
         with self._inference:
@@ -240,13 +240,13 @@ class Rank:
             self._change(self._wanted)
         if self._done or not (self._team.working or (yield from self._form())):
             return self._take_early()
-        if self._asleep:
+        if self._idle:
             if self.has_work:
                 self._bell.ring(self._sleep)
             yield  # in a weave the others ring now
             if not self.has_work and not self._bell.heard(self._sleep):
                 return self._take_early()
-            self._asleep = False
+            self._idle = False
         companions = self._companions
         companions.scheduling()
         schedule = self._scheduler.schedule()
@@ -254,9 +254,9 @@ class Rank:
         words = companions.propose(schedule)
         known_epoch = self._team.epoch if self._wanted is None else self._wanted.epoch
         free_blocks = self._scheduler.kv.num_free_blocks
-        parts = 1 if self._overlap is None else self._overlap.wish(schedule, num_tokens)
+        parts = 1 if self._overlap is None else self._overlap.propose_parts(schedule, num_tokens)
         agreed = self._team.agreement.propose(
-            Wish(num_tokens, self.has_work, self._shutdown, free_blocks, known_epoch, parts, words)
+            Proposal(num_tokens, self.has_work, self._shutdown, free_blocks, known_epoch, parts, words)
         )
         yield
         plan = agreed.wait()
@@ -275,7 +275,7 @@ class Rank:
         elif self._overlap is not None and self._overlap.unsettled:
             yield from self._overlap.measure(self._team.experts_group)
         else:
-            self._asleep = True
+            self._idle = True
             self._sleep += 1
         return self._take_early()
 
@@ -289,8 +289,8 @@ class Rank:
     # ---- who takes part ----
 
     def _may_change(self, wanted: Membership) -> bool:
-        """At once, or (nobody is lost, and steps are under way) when all ranks have heard of it?"""
-        return not self._team.working or self._asleep or not all(wanted.alive[rank] for rank in self._team.living)
+        """At once, or (no rank is lost, and steps are under way) when all ranks have heard of it?"""
+        return not self._team.working or self._idle or not all(wanted.alive[rank] for rank in self._team.living)
 
     def _change(self, wanted: Membership) -> None:
         """The epoch is over: begin the wanted one."""
@@ -318,12 +318,12 @@ class Rank:
         self._runner.warm_up()
         if self._overlap is not None:
             yield from self._overlap.begin(self._team.experts_group)
-            self._asleep = self._asleep and not self._overlap.unsettled
+            self._idle = self._idle and not self._overlap.unsettled
         for companion in self._companions.members:
             companion.formed()
         if joined.epoch > 0:
             self._formed = joined
-            self._asleep = False  # all are here: the first record follows at once, and proves that all have the same
+            self._idle = False  # all are here: the first record follows at once, and proves that all have the same
             self._sleep = joined.epoch << 32
             log.info("epoch %d: ranks %s, %d expert(s) read", joined.epoch, self._team.living, joined.experts_loaded)
         return True

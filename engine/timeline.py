@@ -1,4 +1,4 @@
-"""What one rank records while a profile is taken: its lanes (ep/traced.py) and the parts of its steps.
+"""What one rank records while a profile is taken: its lanes (ep/instrumented.py) and the parts of its steps.
 
 Off, which it nearly always is, the exchanges are untouched, and no hook of it goes with a step.
 """
@@ -14,8 +14,8 @@ from time import perf_counter_ns
 from engine.agreement import StepPlan
 from engine.hooks import StepCompanion, StepHook
 from engine.schedule import Schedule
+from ep.instrumented import recorded, unrecorded
 from ep.recorder import Kind, Recorder
-from ep.traced import plain, traced
 from front.messages import ProfileCommand, ProfilePart
 from models.base import CausalLM
 
@@ -56,10 +56,10 @@ class Timeline(StepCompanion, StepHook):
         recorder = self._recorder
         if recorder is not None and self._model is not None:
             for layer, moe in self._model.moe_layers:
-                moe.lanes = tuple(traced(moe.lanes, recorder, layer))
+                moe.lanes = tuple(recorded(moe.lanes, recorder, layer))
 
     def _start(self, command: ProfileCommand) -> None:
-        """Begin anew, also when a record is under way: whoever wanted that one is gone."""
+        """Begin anew, also when a record is under way: the client that wanted that one is gone."""
         self._profile_id = command.profile_id
         self._computing = self._scheduling = self._agreeing = 0
         self._recorder = Recorder(command.capacity)
@@ -73,7 +73,7 @@ class Timeline(StepCompanion, StepHook):
         self._recorder = None
         if self._model is not None:
             for _, moe in self._model.moe_layers:
-                moe.lanes = tuple(plain(moe.lanes))
+                moe.lanes = tuple(unrecorded(moe.lanes))
         events, num_dropped = recorder.finish()
         return ProfilePart(
             profile_id=profile_id, rank=self._rank, started=True, events=events, num_dropped=num_dropped, **_node()
@@ -123,6 +123,6 @@ def _node() -> dict[str, str]:
     namespaces of one machine (benchmarks/bench_dbo.py) differ by `network`."""
     try:
         clock, network = BOOT_ID.read_text().strip(), str(os.stat(NETWORK).st_ino)
-    except OSError:  # not Linux: one machine, as far as anybody can tell
+    except OSError:  # not Linux: one machine, as far as can be told
         clock = network = ""
     return {"host": socket.gethostname(), "clock": clock, "network": network}

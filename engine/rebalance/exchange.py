@@ -89,7 +89,7 @@ class Counts(NamedTuple):
     rows_NLG: Ints
 
 
-class Hands:
+class BalanceExchange:
     """What the moves of all steps share. `begin` and `end` are called by the rank's thread while no step runs."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Hands:
         """Of one packed placement; it grows with the number of ranks."""
         placement = self._team.placement
         assert placement is not None
-        return placement.share.nbytes + placement.slot_to_expert.nbytes
+        return placement.num_bytes
 
     def begin(self, parcels: Parcels, size: int, index: int) -> None:
         """A new epoch, in which this is rank `index` of `size` living ones."""
@@ -136,8 +136,9 @@ class Hands:
 
     def adopt(self, change: Change, publish: bytes) -> None:
         """A change has come: make it ready, beside the steps."""
-        assert self._team.placement is not None and len(publish) == change.num_stages * self.publish_bytes
-        packed = [publish[at : at + self.publish_bytes] for at in range(0, len(publish), self.publish_bytes)]
+        size = self.publish_bytes
+        assert self._team.placement is not None and len(publish) == change.num_stages * size
+        packed = [publish[at : at + size] for at in range(0, len(publish), size)]
         change.prepared = self._prepare(self._team.placement, packed)
 
     def count(self, counted: Counted) -> npt.NDArray[np.int32]:
@@ -192,7 +193,7 @@ class StepMoves(StepHook):
 
     needed = True  # what they do has been ordered
 
-    hands: Hands
+    exchange: BalanceExchange
     commit: Stage | None = None
     counted: Counted | None = None
     new: Change | None = None
@@ -203,7 +204,7 @@ class StepMoves(StepHook):
 
     def before(self) -> None:
         if self.commit is not None:
-            self.hands.commit(self.commit)
+            self.exchange.commit(self.commit)
         if self.counted is not None or self.new is not None or self.piece is not None:
             self._send()
 
@@ -213,18 +214,18 @@ class StepMoves(StepHook):
             self._receive(self._pending.wait())
 
     def _send(self) -> None:
-        hands = self.hands
-        assert hands.parcels is not None
-        sizes_GG = np.zeros((hands.size, hands.size), dtype=np.int64)
-        parcels: dict[int, list[Tensor]] = {peer: [] for peer in range(hands.size) if peer != hands.index}
+        exchange = self.exchange
+        assert exchange.parcels is not None
+        sizes_GG = np.zeros((exchange.size, exchange.size), dtype=np.int64)
+        parcels: dict[int, list[Tensor]] = {peer: [] for peer in range(exchange.size) if peer != exchange.index}
         if self.counted is not None:
-            self._own = hands.count(self.counted)
-            sizes_GG[1:, 0] += hands.gather_bytes
-            if hands.index > 0:
+            self._own = exchange.count(self.counted)
+            sizes_GG[1:, 0] += exchange.gather_bytes
+            if exchange.index > 0:
                 parcels[0].append(torch.from_numpy(self._own.view(np.uint8)))
         if self.new is not None:
             sizes_GG[0, 1:] += self._published
-            if hands.index == 0:
+            if exchange.index == 0:
                 content = torch.frombuffer(bytearray(self.publish), dtype=torch.uint8)
                 for pieces in parcels.values():
                     pieces.append(content)
@@ -233,52 +234,33 @@ class StepMoves(StepHook):
             sizes_GG += migration.sizes(number)
             for peer, pieces in migration.outgoing(number).items():
                 parcels[peer] += pieces
-        self._pending = hands.parcels.send(sizes_GG, parcels)
+        self._pending = exchange.parcels.send(sizes_GG, parcels)
 
     def _receive(self, arrived: list[Tensor]) -> None:
-        hands = self.hands
-        assert hands.parcels is not None
-        if self.counted is not None and self._own is not None and hands.index == 0:
+        exchange = self.exchange
+        assert exchange.parcels is not None
+        if self.counted is not None and self._own is not None and exchange.index == 0:
             counts = [self._own]
-            for peer in range(1, hands.size):
-                counts.append(np.frombuffer(_bytes(arrived[peer][: hands.gather_bytes]), dtype=np.int32))
-                arrived[peer] = arrived[peer][hands.gather_bytes :]
-            hands.on_counts(self.counted, counts)
+            for peer in range(1, exchange.size):
+                counts.append(np.frombuffer(_bytes(arrived[peer][: exchange.gather_bytes]), dtype=np.int32))
+                arrived[peer] = arrived[peer][exchange.gather_bytes :]
+            exchange.on_counts(self.counted, counts)
         if self.new is not None:
-            if hands.index > 0:
+            if exchange.index > 0:
                 self.publish = _bytes(arrived[0][: self._published])
                 arrived[0] = arrived[0][self._published :]
-            hands.adopt(self.new, self.publish)
+            exchange.adopt(self.new, self.publish)
         if self.piece is not None:
             change, migration, number = self.piece
             migration.receive(number, arrived)
             change.received += 1
-        hands.parcels.release()
+        exchange.parcels.release()
 
     @property
     def _published(self) -> int:
         """Bytes."""
-        return 0 if self.new is None else self.new.num_stages * self.hands.publish_bytes
+        return 0 if self.new is None else self.new.num_stages * self.exchange.publish_bytes
 
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()
-
-
-def pack_placement(placement: Placement) -> bytes:
-    """float32 shares, then int32 ids."""
-    return placement.share.astype("<f4").tobytes() + placement.slot_to_expert.astype("<i4").tobytes()
-
-
-def unpack_placement(packed: bytes, like: Placement) -> Placement:
-    """`like` has everything else. Raises ValueError when it is no valid placement."""
-    shape = like.slot_to_expert.shape
-    middle = len(packed) // 2
-    return Placement(
-        epoch=like.epoch,
-        num_experts=like.num_experts,
-        slot_to_expert=np.frombuffer(packed[middle:], dtype="<i4").reshape(shape),
-        share=np.frombuffer(packed[:middle], dtype="<f4").reshape(shape),
-        alive=like.alive,
-        failure_domains=like.failure_domains,
-    )

@@ -41,17 +41,15 @@ from engine.rebalance.exchange import (
     GATHER,
     PUBLISH,
     STAGES,
+    BalanceExchange,
     Change,
     Counted,
-    Hands,
     Piece,
     RowCounter,
     Stage,
     StepMoves,
-    pack_placement,
-    unpack_placement,
 )
-from engine.rebalance.leader import MAX_STAGES, Facts, Lead
+from engine.rebalance.leader import MAX_STAGES, Coordinator, Facts
 from engine.schedule import Schedule
 from engine.team import Team
 from ep.migrate import Migration
@@ -134,9 +132,9 @@ class Balance(StepCompanion):
         load = ExpertLoad(placement.num_layers, placement.num_experts)
         rows = RowLoad(placement.num_layers)
         model.count(load.recorder, rows.recorder)
-        self._hands = Hands(team, load, rows, self._interval, self._on_counts, self._prepare)
+        self._exchange = BalanceExchange(team, load, rows, self._interval, self._on_counts, self._prepare)
         self.counter = RowCounter(rows)
-        self._lead: Lead | None = None
+        self._coordinator: Coordinator | None = None
         self._formed = False
         self._change: Change | None = None
         self._chosen: list[Placement] = []  # to be published in the step that is being agreed on
@@ -150,30 +148,30 @@ class Balance(StepCompanion):
         team, placement = self._team, self._team.placement
         assert placement is not None
         size, index = len(team.living), team.living.index(team.rank)
-        hands = self._hands
-        room_bytes = self._facts.piece_bytes + max(hands.gather_bytes * size, hands.publish_bytes * MAX_STAGES)
-        hands.begin(make_parcels(team.experts_group, room_bytes), size, index)
+        exchange = self._exchange
+        room_bytes = self._facts.piece_bytes + max(exchange.gather_bytes * size, exchange.publish_bytes * MAX_STAGES)
+        exchange.begin(make_parcels(team.experts_group, room_bytes), size, index)
         self._forget()
         self._formed = True
         if index > 0:
             self._retire()
-        elif self._lead is None:
-            self._lead = Lead(self._facts, self._config, placement, team.epoch)
+        elif self._coordinator is None:
+            self._coordinator = Coordinator(self._facts, self._config, placement, team.epoch)
         else:
-            self._tell(self._lead, lambda lead: lead.begin(placement, team.epoch))
+            self._tell(self._coordinator, lambda coordinator: coordinator.begin(placement, team.epoch))
         questions, self._questions = self._questions, []
         for question in questions:
             self._ask(question)
 
     def dropped(self) -> None:
         self._forget()
-        self._hands.end()
+        self._exchange.end()
         self._formed = False
 
     def close(self) -> None:
         self._worker.close()
-        if self._lead is not None:
-            self._lead.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     def _forget(self) -> None:
         self._change, self._chosen = None, []
@@ -181,30 +179,32 @@ class Balance(StepCompanion):
 
     def _retire(self) -> None:
         """Another rank leads now."""
-        if self._lead is not None:
-            self._tell(self._lead, Lead.close)
-            self._news += self._lead.outbox
-            self._lead = None
+        if self._coordinator is not None:
+            self._tell(self._coordinator, Coordinator.close)
+            self._news += self._coordinator.outbox
+            self._coordinator = None
 
     # ---- the record ----
 
     @property
     def has_work(self) -> bool:
-        """A placement is to be brought to its end, though nobody may have requests."""
-        if self._lead is None or not self._formed:
+        """A placement is to be brought to its end, though no rank may have requests."""
+        if self._coordinator is None or not self._formed:
             return False
-        return self._change is not None or bool(self._chosen) or self._has_proposal(self._lead)
+        return self._change is not None or bool(self._chosen) or self._has_proposal(self._coordinator)
 
     @property
     def busy(self) -> bool:
-        return self._worker.busy or bool(self._news) or (self._lead is not None and bool(self._lead.outbox))
+        return (
+            self._worker.busy or bool(self._news) or (self._coordinator is not None and bool(self._coordinator.outbox))
+        )
 
     def propose(self, schedule: Schedule) -> tuple[int, int]:
-        lead, change = self._lead, self._change
+        coordinator, change = self._coordinator, self._change
         order = 0
-        if lead is not None:
-            if change is None and self._has_proposal(lead):
-                self._chosen, lead.proposal = lead.proposal, []
+        if coordinator is not None:
+            if change is None and self._has_proposal(coordinator):
+                self._chosen, coordinator.proposal = coordinator.proposal, []
                 order = PUBLISH | STAGES * len(self._chosen)
             if self._steps >= self._interval:
                 order |= GATHER
@@ -221,7 +221,7 @@ class Balance(StepCompanion):
         return moves
 
     def _moves(self, order: int, ready: int) -> StepMoves | None:
-        moves = StepMoves(self._hands)
+        moves = StepMoves(self._exchange)
         change = self._change
         if change is not None and ready == FAILED:
             self._give_up(change)
@@ -238,13 +238,13 @@ class Balance(StepCompanion):
             self._steps = self._tokens = 0
         if order & PUBLISH:
             moves.new = self._change = Change(order // STAGES)
-            moves.publish = b"".join(map(pack_placement, self._chosen))
+            moves.publish = b"".join(placement.to_bytes() for placement in self._chosen)
             self._chosen = []
         return moves if order or moves.commit is not None or moves.piece is not None else None
 
-    def _has_proposal(self, lead: Lead) -> bool:
+    def _has_proposal(self, coordinator: Coordinator) -> bool:
         """Not one of an epoch that is over."""
-        proposal, placement = lead.proposal, self._team.placement
+        proposal, placement = coordinator.proposal, self._team.placement
         return bool(proposal) and placement is not None and proposal[0].epoch == placement.epoch
 
     def _progress(self, change: Change) -> int:
@@ -264,32 +264,34 @@ class Balance(StepCompanion):
         if last:
             self._change = None
         self._team.expect(stage.placement)
-        if self._lead is not None:
-            self._tell(self._lead, lambda lead: lead.committed(stage, last))
+        if self._coordinator is not None:
+            self._tell(self._coordinator, lambda coordinator: coordinator.committed(stage, last))
         return stage
 
     def _give_up(self, change: Change) -> None:
         self._change = None
-        if self._lead is not None:
+        if self._coordinator is not None:
             future = change.prepared
             own = future.exception() if future is not None and future.done() else None
             why = f"a rank could not prepare a placement: {own or 'another rank than the leading one'}"
-            self._tell(self._lead, lambda lead: lead.dropped(why))
+            self._tell(self._coordinator, lambda coordinator: coordinator.dropped(why))
 
     # ---- on the worker, or on its way there ----
 
     def _on_counts(self, counted: Counted, counts: list[npt.NDArray[np.int32]]) -> None:
-        if self._lead is not None:
-            self._tell(self._lead, lambda lead: lead.observe(self._hands.sum_up(counted, counts)))
+        if self._coordinator is not None:
+            self._tell(
+                self._coordinator, lambda coordinator: coordinator.observe(self._exchange.sum_up(counted, counts))
+            )
 
-    def _tell(self, lead: Lead, what: Callable[[Lead], None]) -> None:
+    def _tell(self, coordinator: Coordinator, what: Callable[[Coordinator], None]) -> None:
         """On the worker; what goes wrong is told to the front."""
 
         def think() -> None:
             try:
-                what(lead)
+                what(coordinator)
             except Exception as error:
-                lead.fail(error)
+                coordinator.fail(error)
 
         self._worker.submit(think)
 
@@ -299,7 +301,7 @@ class Balance(StepCompanion):
     def _make_ready(self, current: Placement, packed: list[bytes]) -> list[Stage]:
         rank, stages = self._team.rank, []
         for content in packed:
-            target = unpack_placement(content, current)
+            target = Placement.from_bytes(content)
             migration = Migration(current, target, rank, self._model.expert_storage, self._facts.piece_bytes)
             stages.append(Stage(target, slot_tables(target, rank, self._device), migration))
             current = target
@@ -317,14 +319,14 @@ class Balance(StepCompanion):
     def _ask(self, command: BalanceCommand) -> None:
         if not self._formed:
             self._questions.append(command)
-        elif self._lead is None:
+        elif self._coordinator is None:
             self._news.append(refuse(command, f"rank {self._team.rank} does not lead the balancing", again=True))
         else:
-            self._tell(self._lead, lambda lead: lead.answer(command))
+            self._tell(self._coordinator, lambda coordinator: coordinator.answer(command))
 
     def take_news(self) -> Sequence[RankToFront]:
-        if self._lead is not None:
-            outbox = self._lead.outbox
+        if self._coordinator is not None:
+            outbox = self._coordinator.outbox
             while outbox:
                 self._news.append(outbox.popleft())
         if not self._news:

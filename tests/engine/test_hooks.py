@@ -10,7 +10,7 @@ import torch
 from test_runner import PROMPT, decode, first_step, make_runner
 
 from dbo.steps import Steps, drain
-from engine.agreement import Agreement, StepPlan, Wish
+from engine.agreement import Agreement, Proposal, StepPlan
 from engine.hooks import Companions, StepCompanion, StepHook
 from engine.schedule import Schedule
 from ep.recorder import Kind
@@ -45,7 +45,7 @@ def test_each_hears_its_own_words_of_every_rank() -> None:
     companions[1].muted = True  # as in practice: its record is as long as the others'
     agreements = [Agreement(MailboxGroup(world, rank), 4, 0) for rank in range(3)]
     pending = [
-        agreement.propose(Wish(1, True, False, 9, words=own.propose(Schedule(0))))
+        agreement.propose(Proposal(1, True, False, 9, words=own.propose(Schedule(0))))
         for agreement, own in zip(agreements, companions, strict=True)
     ]
     plans = [plan.wait() for plan in pending]

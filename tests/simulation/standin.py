@@ -143,7 +143,7 @@ class StandIn:
         if placement is not None:
             self.held = [list(placement.experts_of(layer, rank)) for layer in range(placement.num_layers)]
 
-    def rehost(self, parallel: Parallel) -> None:
+    def update_group(self, parallel: Parallel) -> None:
         self.parallel = parallel
         placement = parallel.placement
         if placement is None:
@@ -189,7 +189,7 @@ class StandIn:
 
 
 class StandInRunner(Runner):
-    """Keeps rows and cache as engine/batch.py and cache/memory.py do, in lists."""
+    """Keeps rows and cache as engine/step_buffers.py and cache/memory.py do, in lists."""
 
     def __init__(self, model: StandIn, num_blocks: int, block_size: int) -> None:
         super().__init__(cast(Any, model), cast(Any, None), cast(Any, None), cast(Any, None))

@@ -27,7 +27,8 @@ from dbo.steps import drain
 from engine.capture import Capture, GraphPolicy
 from engine.prepared import PreparedStep
 from engine.schedule import NewRow, Schedule
-from engine.step_buffers import Limits, StepBuffers
+from engine.step_buffers import StepBuffers
+from engine.step_memory import Limits
 from ep.backends.local import LocalAllToAll
 from ep.parallel import Parallel
 from eplb.placement import linear_placement

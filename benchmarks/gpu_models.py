@@ -19,7 +19,8 @@ from dbo.steps import Steps, drain
 from engine.capture import Capture, GraphLibrary, GraphPolicy
 from engine.prepared import PreparedStep
 from engine.schedule import NewRow, Schedule
-from engine.step_buffers import Limits, StepBuffers
+from engine.step_buffers import StepBuffers
+from engine.step_memory import Limits
 from ep.backends.local import LocalAllToAll
 from ep.experts import Experts, WeightFormat
 from ep.parallel import Parallel

@@ -30,7 +30,8 @@ from engine.rebalance.start import start_placement
 from engine.runner import Runner
 from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
-from engine.step_buffers import Limits, StepBuffers
+from engine.step_buffers import StepBuffers
+from engine.step_memory import Limits
 from engine.team import Meet, Opening, Team
 from engine.timeline import Timeline
 from ep.backends.dispatchers import StepState

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from dbo.steps import Steps, drain, weave
-from engine.prepared import GraphSize, PreparedStep
-from engine.step_buffers import Graphs, StepBuffers
+from engine.prepared import Graphs, GraphSize, PreparedStep
+from engine.step_buffers import StepBuffers
 from ep.backends.dispatchers import StepState
 from ep.protocol import PeerLost
 from layers.step import StepInput
@@ -107,6 +107,7 @@ class Capture:
         self._exchange = exchange
         self._watched = watched
         self._break_exchanges = True
+        self._sizes = [None, *(GraphSize(True, rows) for rows in range(1, policy.exact + 1))]
         # Of graphs captured ahead by the number of parts, of exact ones by the lane.
         self._passes: dict[tuple[int, GraphSize], _Pass] = {}
         self._refused: dict[tuple[int, GraphSize], str] = {}
@@ -161,7 +162,7 @@ class Capture:
     # ---- steps ----
 
     def choose(self, counts: Sequence[int], decodes: Sequence[bool]) -> Graphs:
-        """Implements engine.step_buffers.Chooser, for a step that the exchange has been told of."""
+        """Implements engine.prepared.Chooser, for a step that the exchange has been told of."""
         num_parts, none = len(counts), [None] * len(counts)
         if not any(counts) or self._watched():
             return none
@@ -178,11 +179,11 @@ class Capture:
     def _exact(self, counts: Sequence[int], decodes: Sequence[bool]) -> Graphs:
         """Parts have to take turns after every exchange, because one may read what another has written, so those of a
         split step have no graphs that hold exchanges."""
-        sizes = [GraphSize(True, count) for count in counts]
-        return [
-            size if own and 0 < size.rows <= self._policy.exact and (lane, size) not in self._refused else None
-            for lane, (size, own) in enumerate(zip(sizes, decodes, strict=True))
-        ]
+        found: list[GraphSize | None] = []
+        for lane, count in enumerate(counts):
+            size = self._sizes[count] if decodes[lane] and count < len(self._sizes) else None
+            found.append(None if self._refused and (lane, size) in self._refused else size)
+        return found
 
     def steps(self, prepared: PreparedStep) -> Steps[Tensor]:
         """The forward pass: [T, D], its parts' rows one after another, valid until the next one begins."""

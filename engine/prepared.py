@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +134,16 @@ class GraphSize(NamedTuple):
     rows: int  # that the part is padded to
 
 
+Graphs = Sequence[GraphSize | None]
+
+
+class Chooser(Protocol):
+    def __call__(self, counts: Sequence[int], decodes: Sequence[bool]) -> Graphs:
+        """Of each part the graph that is to have it. counts: its tokens; decodes: whether each is of another
+        sequence."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
     """inputs: one per part; their tokens one after another are those of the step. A part may have none. graphs: of each
@@ -144,7 +154,7 @@ class PreparedStep:
     """
 
     inputs: tuple[StepInput, ...]
-    graphs: Sequence[GraphSize | None]
+    graphs: Graphs
     logits_rows_P: torch.Tensor  # int64
     num_entries: int  # of the schedule
     entries_S: list[int]  # schedule entry of each sampled sequence

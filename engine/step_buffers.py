@@ -20,9 +20,9 @@ R rows of the batch, F rows whose token comes from the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,41 +32,25 @@ from dbo.split import Cut, cut
 from engine.batch_table import BatchTable
 from engine.device import make_upload
 from engine.drafts import num_new
-from engine.prepared import Asked, GraphSize, Ints, PreparedStep, Work, prompt_parts, runs, sampled, spread
+from engine.prepared import (
+    Asked,
+    Chooser,
+    Graphs,
+    GraphSize,
+    Ints,
+    PreparedStep,
+    Work,
+    prompt_parts,
+    runs,
+    sampled,
+    spread,
+)
 from engine.schedule import Schedule
-from engine.step_memory import Place, StepMemory
+from engine.step_memory import Limits, Place, StepMemory
 from layers.step import StateInput, StepInput, TableInput
 
 TOKEN_IDS, POSITIONS, SLOTS = 0, 1, 2  # fields per token; slots: one for each token group of the cache
 KV_LENS, READS, WRITES = 0, 1, 2  # fields per sequence; records: where a model has a state
-
-
-class Limits(NamedTuple):
-    """Of the steps of one rank. num_tables, has_state: token groups of the cache, and whether there are state groups;
-    scratch_block: where rows of padding write."""
-
-    max_num_seqs: int
-    max_num_tokens: int  # of one step, padding included
-    max_model_len: int  # of a sequence, its sampled tokens included
-    block_size: int
-    num_tables: int = 1
-    has_state: bool = False
-    scratch_block: int = 0
-
-    @property
-    def columns(self) -> int:
-        """Blocks of the longest sequence."""
-        return -(-self.max_model_len // self.block_size)
-
-
-Graphs = Sequence[GraphSize | None]
-
-
-class Chooser(Protocol):
-    def __call__(self, counts: Sequence[int], decodes: Sequence[bool]) -> Graphs:
-        """Of each part the graph that is to have it. counts: its tokens; decodes: whether each is of another
-        sequence."""
-        ...
 
 
 class _Part(NamedTuple):
@@ -82,17 +66,28 @@ class _Part(NamedTuple):
     tables: Sequence[Tensor]
 
 
-@dataclass(slots=True)
 class _Run:
     """The last step, if it decoded all of its sequences: the next one may follow from it."""
 
-    prepared: PreparedStep
-    place: Place
-    tables: Sequence[Tensor]
-    rows: list[int]  # as in a schedule
-    ends: list[int]  # where the next step starts
-    left: int = 0  # steps before a sequence comes to its next block; not known at first
-    written: bool = False  # its tokens are there
+    def __init__(self, prepared: PreparedStep, part: _Part, rows: list[int]) -> None:
+        """rows: as in the schedule."""
+        self.prepared, self.place, self.tables, self.rows = prepared, part.place, part.tables, rows
+        self.ends = list(part.step.kv_lens)  # where the next step starts
+        self.left = 0  # steps before a sequence comes to its next block; not known at first
+        self.written = False  # the tokens of the last step are there
+        self.first_B = prepared.positions_S  # of the tokens that the table of the batch lacks
+        self.num_written = 0  # of those
+        self.sampled: list[Ints] = []  # they themselves, where the host has them
+        self.lens_B = part.place.sequences_FB[KV_LENS, : len(rows)]
+        self._tokens_B = part.place.tokens_FT[TOKEN_IDS, : len(rows)]
+
+    def write(self, tokens_B: Ints | None) -> None:
+        """None: they stay on the device."""
+        self.written = True
+        self.num_written += 1
+        if tokens_B is not None:
+            self._tokens_B[:] = tokens_B
+            self.sampled.append(tokens_B.copy())
 
 
 class StepBuffers:
@@ -107,7 +102,7 @@ class StepBuffers:
         self.device = device
         self._context_cost = context_cost
         self._block_size = limits.block_size
-        self.rows = BatchTable(limits.max_num_seqs, limits.max_model_len, limits.columns, limits.num_tables)
+        self._rows = BatchTable(limits.max_num_seqs, limits.max_model_len, limits.columns, limits.num_tables)
         self._last_R: Tensor | None = None
         if on_device:
             self._last_R = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
@@ -115,24 +110,19 @@ class StepBuffers:
         self._fed: list[tuple[Tensor, Tensor, Tensor]] = []  # token ids, rows whose last ones, and their places
         self._run: _Run | None = None
 
+    @property
+    def rows(self) -> BatchTable:
+        """Up to date."""
+        self._settle()
+        return self._rows
+
     def lane(self, index: int) -> StepMemory:
         """What the parts of that number are read from."""
         limits = self.limits
+        tokens = 0, 0, *[limits.scratch_block * self._block_size] * limits.num_tables
+        sequences = 1, *[0, 0] * limits.has_state
         while len(self._lanes) <= index:
-            scratch_slot = limits.scratch_block * self._block_size
-            self._lanes.append(
-                StepMemory(
-                    (0, 0, *[scratch_slot] * limits.num_tables),
-                    (1, *[0, 0] * limits.has_state),
-                    limits.max_num_tokens,
-                    limits.max_num_seqs,
-                    limits.columns,
-                    limits.num_tables,
-                    limits.scratch_block,
-                    self.device,
-                    make_upload(self.device),
-                )
-            )
+            self._lanes.append(StepMemory(limits, tokens, sequences, self.device, make_upload(self.device)))
         return self._lanes[index]
 
     # ---- steps ----
@@ -145,8 +135,9 @@ class StepBuffers:
             graphs = _chosen(choose, [len(run.rows)], [True])
             if graphs == run.prepared.graphs:
                 return self._advance(run, schedule)
+        self._settle()
         self._run = None
-        self.rows.take_over(schedule)
+        self._rows.take_over(schedule)
         prepared = self._lay_out(schedule, num_parts, choose)
         for lane in self._lanes[:num_parts]:
             lane.send()
@@ -155,23 +146,21 @@ class StepBuffers:
 
     def write_tokens(self, prepared: PreparedStep, token_ids_S: Tensor) -> None:
         """The sampled tokens (int64 [S], on the device) are where the next step finds them."""
-        rows_S, positions_S = prepared.rows_S, prepared.positions_S
-        run = self._run if self._run is not None and self._run.prepared is prepared else None
+        tokens_S = None if self._last_R is not None else token_ids_S.numpy()
         if self._last_R is not None:
             assert prepared.device_rows_S is not None
             self._last_R.index_copy_(0, prepared.device_rows_S, token_ids_S)
-        else:
-            tokens_S = token_ids_S.numpy()
-            self.rows.token_ids[rows_S, positions_S] = tokens_S
-            if run is not None:
-                run.place.tokens_FT[TOKEN_IDS, : len(tokens_S)] = tokens_S
-        if run is not None:
-            run.written = True
+        if self._run is not None and self._run.prepared is prepared:
+            self._run.write(tokens_S)
+            return
+        rows_S, positions_S = prepared.rows_S, prepared.positions_S
+        if tokens_S is not None:
+            self._rows.token_ids[rows_S, positions_S] = tokens_S
         if prepared.drafts is None:
-            self.rows.known[rows_S] = positions_S + 1
+            self._rows.known[rows_S] = positions_S + 1
             return
         for first, drawn, drafts in runs(prepared, token_ids_S.tolist()):
-            self.rows.known[rows_S[first]] = positions_S[first] + num_new(drawn, drafts)
+            self._rows.known[rows_S[first]] = positions_S[first] + num_new(drawn, drafts)
 
     # ---- the same sequences go on ----
 
@@ -187,11 +176,13 @@ class StepBuffers:
         (step,) = last.inputs
         num = len(run.rows)
         np.add(place.counters_FB, 1, out=place.counters_FB)
-        ends_B = place.sequences_FB[KV_LENS, :num].copy()
+        ends_B = run.lens_B.copy()
         run.ends = ends_B.tolist()
-        self.rows.take_blocks(schedule.new_blocks)
         run.left -= 1
+        if schedule.new_blocks:
+            self._rows.take_blocks(schedule.new_blocks)
         if run.left < 0:
+            self._settle()
             self._enter_blocks(run)
         # Blocks may have come long before the first of their tokens.
         if schedule.new_blocks or run.tables[0].shape[1] * self._block_size < max(run.ends):
@@ -204,25 +195,30 @@ class StepBuffers:
             torch.index_select(self._last_R, 0, last.device_rows_S, out=place.token_tensors[TOKEN_IDS])
         following = self._input(place, run.tables, step.query_starts, run.ends, num, step.logits_rows_P)
         run.written = False
+        rows_S, there = last.rows_S, last.device_rows_S
         run.prepared = PreparedStep(
-            (following,),
-            last.graphs,
-            step.logits_rows_P,
-            num,
-            last.entries_S,
-            last.rows_S,
-            ends_B,
-            (),
-            last.device_rows_S,
+            (following,), last.graphs, step.logits_rows_P, num, last.entries_S, rows_S, ends_B, (), there
         )
         return run.prepared
+
+    def _settle(self) -> None:
+        """Bring the table of the batch up to date. It lies further off than what the next step reads."""
+        run = self._run
+        if run is not None and run.num_written:
+            rows_B, count = run.prepared.rows_S, run.num_written
+            if run.sampled:
+                self._rows.token_ids[rows_B, run.first_B + np.arange(count)[:, None]] = run.sampled
+            run.first_B = run.first_B + count
+            self._rows.known[rows_B] = run.first_B
+            run.num_written = 0
+            run.sampled.clear()
 
     def _enter_blocks(self, run: _Run) -> None:
         """The slots of sequences that have come to their next block do not follow from the last ones."""
         num = len(run.rows)
         tokens_FT, rows_B = run.place.tokens_FT[:, :num], run.prepared.rows_S
         columns_B, offsets_B = np.divmod(tokens_FT[POSITIONS], self._block_size)
-        for index, table in enumerate(self.rows.tables):
+        for index, table in enumerate(self._rows.tables):
             tokens_FT[SLOTS + index] = table[rows_B, columns_B] * self._block_size + offsets_B
         run.left = self._block_size - 1 - int(offsets_B.max())
 
@@ -265,7 +261,7 @@ class StepBuffers:
         self._drafts_E = np.array([len(drafts) for drafts in schedule.drafts], dtype=np.int64)
         for entry, drafts in enumerate(schedule.drafts):
             first = schedule.starts[entry] + 1
-            self.rows.token_ids[schedule.rows[entry], first : first + len(drafts)] = drafts
+            self._rows.token_ids[schedule.rows[entry], first : first + len(drafts)] = drafts
         self._records_2E = np.array([schedule.state_reads, schedule.state_writes], dtype=np.int64)
         works = [whole]
         if num_parts > 1:
@@ -283,7 +279,7 @@ class StepBuffers:
         ]
         prepared = self._join(parts, graphs, schedule)
         if prepared.num_sampled and prepared.samples_all and not prepared.prompt_parts and prepared.drafts is None:
-            self._run = _Run(prepared, parts[0].place, parts[0].tables, schedule.rows, list(parts[0].step.kv_lens))
+            self._run = _Run(prepared, parts[0], schedule.rows)
         return prepared
 
     def _join(self, parts: list[_Part], graphs: Graphs, schedule: Schedule) -> PreparedStep:
@@ -316,7 +312,7 @@ class StepBuffers:
         rows_B, starts_B = work.rows_B, work.starts_B
         ends_B = starts_B + work.counts_B
         guessed_B = self._drafts_E[work.entry_B] if len(self._drafts_E) else 0
-        assert (ends_B <= self.rows.known[rows_B] + guessed_B).all(), (
+        assert (ends_B <= self._rows.known[rows_B] + guessed_B).all(), (
             "a schedule computes tokens that are not known yet"
         )
         row_T, position_T, query_ends_B = spread(work, num_decodes)
@@ -324,9 +320,9 @@ class StepBuffers:
         place = memory.place(num_tokens, num_sequences, 0 if graph is None else graph.rows)
         tokens_FT, sequences_FB = place.tokens_FT[:, :num_tokens], place.sequences_FB[:, :num_sequences]
         columns_T, offsets_T = np.divmod(position_T, self._block_size)
-        tokens_FT[TOKEN_IDS] = self.rows.token_ids[row_T, position_T]
+        tokens_FT[TOKEN_IDS] = self._rows.token_ids[row_T, position_T]
         tokens_FT[POSITIONS] = position_T
-        for index, table in enumerate(self.rows.tables):
+        for index, table in enumerate(self._rows.tables):
             tokens_FT[SLOTS + index] = table[row_T, columns_T] * self._block_size + offsets_T
         sequences_FB[KV_LENS] = ends_B
         if self.limits.has_state:
@@ -338,7 +334,7 @@ class StepBuffers:
         tables = self._write_tables(memory, place, rows_B, max(ends, default=0))
         sampled_S, behind_S = sampled(work, self._drafts_E)
         last_S = query_ends_B[sampled_S] - 1 - behind_S
-        asked, logits_P = self.rows.ask(work, query_ends_B, last_S)
+        asked, logits_P = self._rows.ask(work, query_ends_B, last_S)
         starts = (0, *query_ends_B.tolist())
         step = self._input(place, tables, starts, ends, num_decodes, memory.more(logits_P))
         if self._last_R is not None:
@@ -376,13 +372,13 @@ class StepBuffers:
         num_columns = -(-longest // self._block_size)
         return [
             memory.write_table(index, place, np.maximum(table[rows_B, :num_columns], 0))
-            for index, table in enumerate(self.rows.tables)
+            for index, table in enumerate(self._rows.tables)
         ]
 
     def _note_fed(self, memory: StepMemory, token_ids_T: Tensor, rows_B: Ints, starts_B: Ints) -> None:
         """Of the entries of one token, those that no NewRow has stated come from the device: what is sampled is
         computed alone."""
-        places_F = np.flatnonzero(starts_B >= self.rows.stated[rows_B])
+        places_F = np.flatnonzero(starts_B >= self._rows.stated[rows_B])
         if len(places_F):
             self._fed.append((token_ids_T, memory.more(rows_B[places_F]), memory.more(places_F)))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,24 @@ from engine.device import Upload
 Ints = npt.NDArray[np.int64]
 
 _ALIGNED = 8  # numbers, to a multiple of which fields begin: kernels are compiled for aligned memory
+
+
+class Limits(NamedTuple):
+    """Of the steps of one rank. num_tables, has_state: token groups of the cache, and whether there are state groups;
+    scratch_block: where rows of padding write."""
+
+    max_num_seqs: int
+    max_num_tokens: int  # of one step, padding included
+    max_model_len: int  # of a sequence, its sampled tokens included
+    block_size: int
+    num_tables: int = 1
+    has_state: bool = False
+    scratch_block: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +58,22 @@ class Place:
 
 class StepMemory:
     """token_fields, sequence_fields: of each field what stands in rows of padding. The first token field is not
-    counted on from step to step, the others are, and of the sequence fields the first is. scratch_block: of the cache,
-    where rows of padding write. upload: None: kernels read what the host has written."""
+    counted on from step to step, the others are, and of the sequence fields the first is. upload: None: kernels read
+    what the host has written."""
 
     def __init__(
         self,
+        limits: Limits,
         token_fields: Sequence[int],
         sequence_fields: Sequence[int],
-        max_tokens: int,
-        max_sequences: int,
-        columns: int,
-        num_tables: int,
-        scratch_block: int,
         device: torch.device,
         upload: Upload | None,
     ) -> None:
+        max_tokens, max_sequences, columns = limits.max_num_tokens, limits.max_num_seqs, limits.columns
+        num_tables = limits.num_tables
         self._token_padding_F1 = np.array(token_fields, dtype=np.int64)[:, None]
         self._sequence_padding_F1 = np.array(sequence_fields, dtype=np.int64)[:, None]
-        self._scratch_block = scratch_block
+        self._scratch_block = limits.scratch_block
         self._upload = upload
         fields = len(token_fields) * _up(max_tokens) + len(sequence_fields) * _up(max_sequences)
         more = 2 * max_tokens + 5 * max_sequences + num_tables * max_sequences * columns
@@ -64,7 +81,7 @@ class StepMemory:
         self._flat = torch.zeros(size, dtype=torch.int64, device=device)
         self._host: Ints = self._flat.numpy() if upload is None else np.zeros(size, dtype=np.int64)
         self.tables = [
-            torch.full((max_sequences, columns), scratch_block, dtype=torch.int64, device=device)
+            torch.full((max_sequences, columns), limits.scratch_block, dtype=torch.int64, device=device)
             for _ in range(num_tables)
         ]
         self._places: dict[

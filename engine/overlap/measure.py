@@ -15,7 +15,8 @@ from cache.records import ZEROS
 from cache.spec import CacheSizes, state_groups, token_groups
 from dbo.steps import Steps, weave
 from engine.schedule import NewRow, Schedule
-from engine.step_buffers import Limits, StepBuffers
+from engine.step_buffers import StepBuffers
+from engine.step_memory import Limits
 from ep.backends.dispatchers import StepState
 from ep.instrumented import ExchangeTimes
 from front.messages import SamplingParams

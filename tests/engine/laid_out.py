@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import drive
 import torch
 
-from engine.prepared import PreparedStep
+from engine.prepared import Chooser, PreparedStep
 from engine.schedule import NewRow, Schedule
-from engine.step_buffers import Chooser, Limits, StepBuffers
+from engine.step_buffers import StepBuffers
+from engine.step_memory import Limits
 from front.messages import SamplingParams
 
 Work = Sequence[tuple[int, Sequence[int], int]]  # sequence, tokens, position of the first; one token each comes first

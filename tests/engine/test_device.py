@@ -17,7 +17,7 @@ from rank_parts import Job, drive, make_plan
 
 from engine import build
 from engine.device import LateReadback, PinnedUpload, make_readback, make_upload, open_device, ran_out
-from engine.step_memory import StepMemory
+from engine.step_memory import Limits, StepMemory
 from native import Isa, isa, limit_isa
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_a_capture_that_ran_out_of_memory_is_told_by_what_came_first() -> None:
 
 def test_on_the_cpu_nothing_is_copied() -> None:
     assert make_upload(CPU) is None
-    memory = StepMemory((0, 0, 0), (1,), 8, 4, 2, 1, 0, CPU, None)
+    memory = StepMemory(Limits(4, 8, 8, 4), (0, 0, 0), (1,), CPU, None)
     place = memory.place(2, 2)
     place.tokens_FT[0] = 3, 4
     assert place.token_tensors[0].tolist() == [3, 4]
@@ -101,7 +101,8 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 def test_steps_that_are_copied_equal_those_that_are_not(steps: list[tuple[int, int, int]]) -> None:
     """Fields, tables and what else there is, of steps of any shape; padding too. Nothing is there before it is sent."""
     upload = PinnedUpload(FakeEvents().new, pinned=False)
-    memories = [StepMemory((0, 0, 9), (1, 5), 16, 8, 4, 2, 3, CPU, way) for way in (None, upload)]
+    limits = Limits(8, 16, 16, 4, num_tables=2, scratch_block=3)
+    memories = [StepMemory(limits, (0, 0, 9), (1, 5), CPU, way) for way in (None, upload)]
     for number, (more_tokens, num_sequences, columns) in enumerate(steps):
         found = []
         for memory in memories:

@@ -26,7 +26,7 @@ from configs.presets import PRESETS
 from engine.device import PinnedUpload
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_table import LOGPROBS, MIN_P, RANDOM, TOP_K, TOP_P, SamplingBatch
-from engine.step_memory import StepMemory
+from engine.step_memory import Limits, StepMemory
 from ep.experts import WeightFormat
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
@@ -114,7 +114,7 @@ def test_a_step_lies_in_one_memory() -> None:
         def query(self) -> bool:
             return True
 
-    memory = StepMemory((0, 0, 0), (1,), 8, 4, 2, 1, 0, META, PinnedUpload(Event, pinned=False))
+    memory = StepMemory(Limits(4, 8, 8, 4), (0, 0, 0), (1,), META, PinnedUpload(Event, pinned=False))
     place = memory.place(3, 2)
     parts = [*place.token_tensors, *place.sequence_tensors, memory.more(np.arange(2))]
     table = memory.write_table(0, place, np.zeros((2, 1), dtype=np.int64))

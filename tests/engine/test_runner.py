@@ -17,7 +17,8 @@ from engine.runner import Runner, StepResult
 from engine.sampling.logprobs import prompt_logprobs
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow, Schedule
-from engine.step_buffers import Limits, StepBuffers
+from engine.step_buffers import StepBuffers
+from engine.step_memory import Limits
 from ep.backends.local import LocalAllToAll
 from ep.parallel import Parallel
 from ep.protocol import PeerLost

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from engine.prepared import PreparedStep
 from engine.schedule import NewRow, Schedule
-from engine.step_buffers import Limits, StepBuffers
+from engine.step_buffers import StepBuffers
+from engine.step_memory import Limits
 from front.messages import SamplingParams
 from layers.step import StepInput
 

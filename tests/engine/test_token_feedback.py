@@ -26,7 +26,8 @@ from engine.device import LateReadback, in_one_copy
 from engine.runner import Runner
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow, Schedule
-from engine.step_buffers import Limits, StepBuffers
+from engine.step_buffers import StepBuffers
+from engine.step_memory import Limits
 from ep.backends.dispatchers import StepState
 from ep.protocol import PeerLost
 from front.messages import SamplingParams

@@ -104,6 +104,7 @@ class Plan:
     eplb: EplbConfig | None = None  # how experts are balanced at run time; None: they are not
     dbo: DboPlan | None = None  # whether and when steps are split; None: never
     native_kernels: str = "amx"  # the most they may use (native/features.py); none: torch does everything
+    native_choice: str = ""  # which of their ways are taken, by all ranks alike (native/choice.py); "": not measured
     dispatch_rows: Literal["plain", "fp8"] = "plain"  # how rows travel to the experts (ep/rows.py)
     expert_format: ExpertFormat = "plain"  # how experts are kept in memory; plain: in dtype
     linear_format: ExpertFormat = "plain"  # the same for all other large matrices

@@ -24,6 +24,8 @@ class Machine:
     shared_memory: bool  # its ranks can exchange through it (ep/transport/shm_futex.py)
     native_kernels: str = "none"  # the instruction set that the CPU kernels may use
     native_reason: str = "native kernels have not been looked for"
+    native_choice: str = ""  # which of their ways are taken (native/choice.py)
+    choice_reason: str = "not measured"
     restricted: bool = False  # this process may not run on all cores that there are
     gpu: Gpu | None = None  # with device "cuda"; free_memory is then that of the GPUs of all ranks
     exchange: Exchange | None = None  # between them

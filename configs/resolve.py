@@ -39,8 +39,8 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     dtype = _dtype(config, model, machine, why)
     model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
-    kernels = machine.native_kernels, machine.native_reason
-    why["native_kernels"], why["device"] = machine.native_reason, machine.device_reason
+    why["native_kernels"], why["native_choice"] = machine.native_reason, machine.choice_reason
+    why["device"] = machine.device_reason
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     slots = _slots(config, model, machine, dtype, why)
@@ -83,8 +83,9 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         pin_ranks=pin,
         spin_threads=spin,
         native_kernels=machine.native_kernels,
+        native_choice=machine.native_choice,
         expert_format=expert_format,
-        linear_format=linear_format(config.quantization, machine.device, *kernels, why),
+        linear_format=linear_format(config.quantization, machine, why),
         kv_cache_dtype=config.kv_cache_dtype,
         attention_backend=config.attention_backend,
         moe_backend=config.moe_backend,

@@ -51,7 +51,7 @@ from models.base import CausalLM
 from models.facts import ModelFacts
 from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
-from native import Isa, isa, limit_isa
+from native import Isa, choose, isa, limit_isa, parse
 from native.tape import CpuGraphs
 
 # Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more
@@ -81,6 +81,7 @@ def build_rank(
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
     limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
+    choose(parse(plan.native_choice))
     device = open_device(plan.device, rank, plan.ranks_per_machine)
     check_room(device, plan.rank_bytes, plan.graph_bytes)
     if plan.checkpoint:

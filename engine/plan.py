@@ -31,7 +31,7 @@ from layers.identity import identify
 from models.facts import ModelFacts
 from models.registry import read_config
 from models.tiny import CHECKPOINT
-from native import Isa, best_isa, why_absent
+from native import Isa, best_isa, measured, why_absent
 
 EMBEDDED_NAME = "moesaic-tiny"
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
@@ -53,7 +53,8 @@ def make_plan(
     if hosts is not None:
         if config.all2all_backend not in ("auto", "gloo"):
             raise ValueError(f"all2all_backend {config.all2all_backend!r} does not reach other machines; gloo does")
-        plan = resolve(config, numbers, as_one(machine, hosts))
+        alike = replace(machine, native_choice="", choice_reason="not measured: machines of one server choose alike")
+        plan = resolve(config, numbers, as_one(alike, hosts))
         why = {"all2all_backend": "ranks of several machines", "data_parallel_size_local": "as asked"}
         reasons = {**plan.reasons, **why}
         plan = replace(plan, data_parallel_size_local=hosts.local, checkpoint=files, reasons=reasons)
@@ -98,6 +99,8 @@ def machine_for(
         fast_bfloat16=True,
         native_kernels="none",
         native_reason="tensors are on a GPU",
+        native_choice="",
+        choice_reason="tensors are on a GPU",
     )
 
 
@@ -143,11 +146,14 @@ def _with_kernels(machine: Machine) -> Machine:
         names = ", ".join(level.name.lower() for level in Isa)
         raise ValueError(f"MOESAIC_ISA {read_env().isa!r} is unknown; one of {names}")
     used = min(best, Isa[asked]) if asked else best
+    choice, measurements = measured(used)
     reason = why_absent() or ("the best that this CPU has" if used == best else f"MOESAIC_ISA={asked.lower()}")
     return replace(
         machine,
         native_kernels=used.name.lower(),
         native_reason=reason,
+        native_choice=str(choice) if used >= Isa.AVX512_BF16 else "",
+        choice_reason=measurements,
         fast_bfloat16=machine.fast_bfloat16 and (used == best or used >= Isa.AVX512_BF16),
     )
 

@@ -17,7 +17,20 @@ How to add a kernel
  6. src/selftest.cpp runs it under AddressSanitizer (tests/native).
 """
 
+from native.choice import Choice, choose, measured, parse
 from native.features import Isa, best_isa, isa, limit_isa
 from native.library import function, library, why_absent
 
-__all__ = ["Isa", "best_isa", "function", "isa", "library", "limit_isa", "why_absent"]
+__all__ = [
+    "Choice",
+    "Isa",
+    "best_isa",
+    "choose",
+    "function",
+    "isa",
+    "library",
+    "limit_isa",
+    "measured",
+    "parse",
+    "why_absent",
+]

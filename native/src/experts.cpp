@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "choice.h"
 #include "scratch.h"
 #include "tape.h"
 #include "team.h"
@@ -15,17 +16,31 @@ NATIVE_API void experts_shape(ExpertShape *s) {
   s->down_panels = up_to(s->hidden, PANEL) / PANEL;
   s->up_depth = up_to(s->hidden, even);
   s->down_depth = up_to(s->width, even);
-  Multiplier of = {nullptr, nullptr, s->x_type, s->format};
+  Multiplier of = {nullptr, nullptr, s->x_type, s->format, 0};
   s->up_bytes = of.panel_bytes(s->up_depth);
   s->down_bytes = of.panel_bytes(s->down_depth);
   s->slot_bytes = up_to(s->up_panels * s->up_bytes + s->down_panels * s->down_bytes, 64);
   s->hidden_stride = s->up_panels * 32;
 }
 
+#if defined(__x86_64__)
+// Where products of pairs are slow: all as it is with them, but for the products themselves.
+static const ExpertOps *pairs_apart() {
+  static const ExpertOps mixed = [] {
+    ExpertOps ops = *experts_avx512_bf16;
+    for (int i = 0; i <= MAX_ROWS; i++) ops.plain[i] = experts_avx512[X_BF16]->plain[i], ops.scaled[i] = experts_avx512[X_BF16]->scaled[i];
+    return ops;
+  }();
+  return &mixed;
+}
+#endif
+
 const ExpertOps *experts_ops(int64_t x_type) {
 #if defined(__x86_64__)
   switch (vector_isa()) {
-    case ISA_AVX512_BF16: return x_type == X_BF16 ? experts_avx512_bf16 : experts_avx512[x_type];
+    case ISA_AVX512_BF16:
+      if (x_type == X_BF16) return kernel_choice().products == ISA_AVX512 ? pairs_apart() : experts_avx512_bf16;
+      [[fallthrough]];
     case ISA_AVX512: return experts_avx512[x_type];
     case ISA_AVX2: return experts_avx2[x_type];
   }
@@ -67,7 +82,7 @@ struct Job {
 
   int64_t item() const { return s->x_type == X_F32 ? 4 : 2; }
 
-  Multiplier by() const { return {ops, bands, s->x_type, s->format}; }
+  Multiplier by() const { return {ops, bands, s->x_type, s->format, kernel_choice().narrow_rows}; }
 
   const uint8_t *up_panel(int64_t j, int64_t n) const { return weights + active[j] * s->slot_bytes + n * s->up_bytes; }
   const uint8_t *down_panel(int64_t j, int64_t n) const {

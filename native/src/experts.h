@@ -104,7 +104,7 @@ struct RowsAt {
 struct Multiplier {
   const ExpertOps *ops;
   const BandOps *bands;  // or null
-  int64_t x_type, format;
+  int64_t x_type, format, narrow_rows;  // the last: with up to so many rows 8-bit weights go without matrix tiles
 
   enum { GATHERED = 1 << 20, MOST_GATHERED = 2 * MAX_BAND };  // bytes and rows that stay in the second cache
   enum { NEAR = 8192 };  // bytes between what is multiplied and what is asked for, where each weight is used once
@@ -129,7 +129,7 @@ struct Multiplier {
   // then(n, c, first row, rows) takes the results.
   template <class At, class Then>
   void panels(const RowsAt &a, int64_t first, int64_t last, int64_t depth, int64_t low, int64_t high, const At &at, uint8_t *work, const Then &then) const {
-    if (!bands) {
+    if (!bands || (format != W_PLAIN && last - first <= narrow_rows)) {
       for (int64_t n = low; n < high; n++) panel(at(n), depth, at(n + 1), work, first, last, a, [&](float *c, int64_t i, int rows) { then(n, c, i, rows); });
       return;
     }
@@ -162,13 +162,15 @@ struct Multiplier {
     alignas(64) float c[MAX_BAND * PANEL];
     int64_t steps = rows / (2 * TILE_ROWS) * 2 + (rows % (2 * TILE_ROWS) + TILE_ROWS - 1) / TILE_ROWS, bytes = panel_bytes(depth);
     Ahead ahead = {next, next ? next + bytes : nullptr, nullptr, 0, (bytes / 64 * TILE_K / 4 + depth * steps - 1) / (depth * steps)};
-    if (steps == 1) ahead.at = p + NEAR, ahead.end = p + bytes, ahead.next = next, ahead.next_bytes = next ? (int64_t)NEAR : 0;
+    if (format == W_PLAIN && steps == 1) ahead.at = p + NEAR, ahead.end = p + bytes, ahead.next = next, ahead.next_bytes = next ? (int64_t)NEAR : 0;
     for (int64_t m = 0; m < rows;) {
       int64_t count = rows - m < MAX_BAND ? rows - m : (int64_t)MAX_BAND;
       if (format == W_PLAIN) bands->plain(a[m], a.stride, count, p, depth, &ahead, c);
       for (int64_t k = 0; format != W_PLAIN && k < depth; k += K_BLOCK) {
         int64_t n = depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK;
-        const uint8_t *block = ops->widen[format - W_FP8](p + k / K_BLOCK * BYTE_BLOCK, n, wide);
+        const uint8_t *bytes_at = p + k / K_BLOCK * BYTE_BLOCK, *block = ops->widen[format - W_FP8](bytes_at, n, wide);
+        // `widen` has asked for the first half of what follows.
+        ahead = {bytes_at + BYTE_BLOCK * 3 / 2, bytes_at + BYTE_BLOCK * 2, nullptr, 0, (BYTE_BLOCK / 128 + 16 * steps - 1) / (16 * steps)};
         bands->scaled(a[m] + k * 2, a.stride, count, block, n, k > 0, &ahead, c);
       }
       then(c, m, count);

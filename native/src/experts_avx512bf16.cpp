@@ -107,12 +107,15 @@ void dot(const void *const *av, const Block &block, float *c) {
     }
 }
 
-template <int FORMAT> const uint8_t *widen_bytes(const uint8_t *block, int64_t depth, uint8_t *start) {
+template <int FORMAT> const uint8_t *widen_bytes(const uint8_t *start_of_block, int64_t depth, uint8_t *start) {
+  const uint8_t *block = start_of_block;
   Widener widener = Widener::of(FORMAT);
   uint8_t *out = start;
   memcpy(out, block, PANEL * 4);
   block += PANEL * 4, out += PANEL * 4;
-  for (int64_t k = 0; k < depth; k += 2, block += 128, out += 256) {
+  const uint8_t *next = start_of_block + BYTE_BLOCK;  // its first half is brought nearer meanwhile
+  for (int64_t k = 0; k < depth; k += 2, block += 128, out += 256, next += 64) {
+    _mm_prefetch((const char *)next, _MM_HINT_T0);
     __m512bh b[4];
     widener(block, b);
     widener(block + 64, b + 2);

@@ -49,6 +49,15 @@ INLINE Pair bf16_pair(const uint8_t *p) {
   return {(vf)(bits << 16), (vf)(bits & (int32_t)0xffff0000)};
 }
 
+INLINE Pair value_pair(const float *a) { return {value(a), value(a + 1)}; }
+INLINE Pair value_pair(const bf16 *a) {
+  int32_t both;
+  memcpy(&both, a, 4);
+  vi bits = both - (vi){};
+  asm("" : "+v"(bits));  // broadcast from memory, then taken apart: not numbers taken apart and then broadcast
+  return {(vf)(bits << 16), (vf)(bits & (int32_t)0xffff0000)};
+}
+
 // 2^120 takes e4m3's exponent, read as float32's, to where it belongs; numbers below the normal ones come out right too.
 template <int FORMAT> INLINE vf magnitude(vi byte) {
   vf y = FORMAT == W_FP8 ? (vf)(byte << 20) * 0x1p120f : __builtin_convertvector(byte, vf);
@@ -77,6 +86,7 @@ template <class X, int KIND, int MR>
 INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1, int group, vf (&acc)[MR][GROUPS * PARTS]) {
   if (KIND == F32) {
     for (int64_t k = k0; k < k1; k++, p += 256)
+#pragma GCC unroll 8
       for (int j = 0; j < GROUPS * PARTS; j++) {
         vf w = *(const vf *)(p + 64 * group + 4 * LANES * j);
 #pragma GCC unroll 8
@@ -84,17 +94,37 @@ INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1
       }
     return;
   }
-  for (int64_t k = k0; k < k1; k += 2, p += 2 * bytes_per_k(KIND))
+  // Weights of a half of the pairs, and the sums, fill the registers.
+  for (int64_t k = k0; KIND == BF16 && k < k1; k += 2, p += 256)
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
+      vf w[GROUPS * PARTS];
+#pragma GCC unroll 8
+      for (int j = 0; j < GROUPS * PARTS; j++) {
+        Pair both = bf16_pair(p + 64 * group + 4 * LANES * j);
+        w[j] = odd ? both.odd : both.even;
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) {
+        Pair both = value_pair(a[m] + k);
+        vf x = odd ? both.odd : both.even;
+#pragma GCC unroll 8
+        for (int j = 0; j < GROUPS * PARTS; j++) acc[m][j] += x * w[j];
+      }
+      asm volatile("" ::: "memory");  // the other half is read again: it would have no register
+    }
+  for (int64_t k = k0; KIND != BF16 && k < k1; k += 2, p += 2 * bytes_per_k(KIND))
 #pragma GCC unroll 8
     for (int j = 0; j < GROUPS * PARTS; j++) {
       int at = group + j / PARTS, part = j % PARTS;
       Pair w;
-      if constexpr (KIND == BF16) w = bf16_pair(p + 64 * at + 4 * LANES * part);
-      else w = byte_pair<KIND>(p, at, part);
+      if constexpr (KIND == FP8 || KIND == INT8) w = byte_pair<KIND>(p, at, part);
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) acc[m][j] += value(a[m] + k) * w.even;
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) acc[m][j] += value(a[m] + k + 1) * w.odd;
+      for (int m = 0; m < MR; m++) {
+        Pair x = value_pair(a[m] + k);
+        acc[m][j] += x.even * w.even;
+        acc[m][j] += x.odd * w.odd;
+      }
     }
 }
 
@@ -107,16 +137,22 @@ static void tile(const void *const *av, const Block &block, float *c) {
   for (int group = 0; group < 4; group += GROUPS) {
     vf sum[MR][GROUPS * PARTS] = {}, acc[MR][GROUPS * PARTS] = {};
     if (k)
+#pragma GCC unroll 8
       for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
         for (int j = 0; j < GROUPS * PARTS; j++) sum[m][j] = *(const vf *)(c + m * PANEL + 16 * group + LANES * j);
     if (SCALED) {
       multiply<X, KIND, MR>(a, block.panel + PANEL * 4, k, end, group, acc);
+#pragma GCC unroll 8
       for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
         for (int j = 0; j < GROUPS * PARTS; j++) sum[m][j] += acc[m][j] * *(const vf *)(block.panel + 64 * group + 4 * LANES * j);
     } else {
       multiply<X, KIND, MR>(a, block.panel, k, end, group, sum);
     }
+#pragma GCC unroll 8
     for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
       for (int j = 0; j < GROUPS * PARTS; j++) *(vf *)(c + m * PANEL + 16 * group + LANES * j) = sum[m][j];
   }
 }

@@ -1,6 +1,8 @@
 // What this CPU can do, and how much of it the kernels may use.
 #include "native.h"
 
+#include "choice.h"
+
 #if defined(__x86_64__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -55,4 +57,4 @@ static int running_isa() { return native_isa() ? native_isa() : best_isa(); }
 
 int vector_isa(void) { return running_isa() < ISA_AVX512_BF16 ? running_isa() : (int)ISA_AVX512_BF16; }
 
-bool has_tiles(void) { return running_isa() >= ISA_AMX; }
+bool has_tiles(void) { return running_isa() >= ISA_AMX && kernel_choice().products >= ISA_AMX; }

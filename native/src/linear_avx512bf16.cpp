@@ -146,7 +146,7 @@ void pack(const LinearCall &call, int64_t o, int count, uint8_t *panel) {
 }  // namespace
 
 void linear_many_rows(const LinearCall &call, int64_t first, int64_t last, uint8_t *panel) {
-  const Multiplier by = {experts_avx512_bf16, experts_bands(X_BF16), X_BF16, W_PLAIN};
+  const Multiplier by = {experts_ops(X_BF16), experts_bands(X_BF16), X_BF16, W_PLAIN, 0};
   const RowsAt rows_at = {(const uint8_t *)call.x, call.x_stride * (int64_t)sizeof(bf16), nullptr, false};
   for (int64_t o = first; o < last; o += PANEL) {
     int count = last - o < PANEL ? (int)(last - o) : (int)PANEL;
@@ -158,7 +158,7 @@ void linear_many_rows(const LinearCall &call, int64_t first, int64_t last, uint8
 }
 
 int64_t linear_many_rows_bytes(int64_t rows, int64_t inputs) {
-  const Multiplier by = {experts_avx512_bf16, experts_bands(X_BF16), X_BF16, W_PLAIN};
+  const Multiplier by = {experts_ops(X_BF16), experts_bands(X_BF16), X_BF16, W_PLAIN, 0};
   return PANEL * inputs * (int64_t)sizeof(bf16) + by.work_bytes(inputs, rows);
 }
 

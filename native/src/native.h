@@ -3,6 +3,7 @@
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>  // inside a namespace its functions would be calls: the compiler would not know them
 
 #define NATIVE_API extern "C" __attribute__((visibility("default")))
 

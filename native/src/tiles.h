@@ -4,7 +4,6 @@
 // A product of bfloat16: c[m][n] += a[m][2 r] * b[r][2 n] + a[m][2 r + 1] * b[r][2 n + 1] for all r, in float32. A row of b holds 16
 // columns' numbers of k = 2 r and 2 r + 1 side by side: what a panel of experts.h has for 16 of its columns.
 #pragma once
-#include <string.h>
 
 #define INLINE_TILE static inline __attribute__((always_inline))
 

@@ -1,7 +1,5 @@
 // GCC's vector types, and what several kernels do with them: arithmetic in float32, whatever the instruction set. Included inside
 // a namespace of one, after `enum { LANES = ... }` (numbers in a register).
-#include <string.h>
-
 typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

@@ -1,0 +1,94 @@
+"""Which of the ways to multiply rows of bfloat16 the kernels take (native/src/choice.cpp), chosen by timing them here.
+
+One process chooses, and tells all ranks of its group (`Choice` as text): the last bits of a sum depend on the way, and
+two measurements may differ.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+from native.features import Isa, isa
+from native.library import function, library
+
+_MARGIN = 1.15  # by which another way must be faster than the usual one: measurements differ by less
+_ROWS = (1, 4, 16, 64)
+_PLAIN, _FP8 = 0, 1  # Format of experts.h
+_MOST_NARROW = 12
+
+
+class _Fields(ctypes.Structure):
+    """KernelChoice of choice.h."""
+
+    _fields_ = (("products", ctypes.c_int64), ("narrow_rows", ctypes.c_int64))
+
+
+_choose = function("native_choose", ctypes.POINTER(_Fields))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """products: of rows of bfloat16 by panels of it. narrow_rows: where that is AMX, with up to so many rows 8-bit
+    weights are widened in vector registers all the same. As text: "amx, 1"."""
+
+    products: Isa = Isa.AMX
+    narrow_rows: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.products.name.lower()}, {self.narrow_rows}"
+
+
+def parse(text: str) -> Choice:
+    """The Choice that is printed so; "" is the one that nobody has measured."""
+    if not text:
+        return Choice()
+    products, _, narrow_rows = text.partition(", ")
+    return Choice(Isa[products.upper()], int(narrow_rows))
+
+
+def choose(choice: Choice) -> None:
+    """Take these ways in this process from now on, as far as the CPU and `limit_isa` allow. Between steps only."""
+    if library() is not None:
+        _choose(_Fields(int(choice.products), choice.narrow_rows))
+
+
+@functools.cache
+def measured(most: Isa) -> tuple[Choice, str]:
+    """The best ways of up to `most`, and what was measured; some milliseconds, once per process.
+
+    A way is as good as its worst ratio to the best one over all numbers of rows: one is taken for all of them, so that
+    a row's result does not depend on its company. Where 8-bit weights are concerned few rows and many differ too much.
+    """
+    if most < Isa.AVX512_BF16 or isa() < Isa.AVX512_BF16:
+        return Choice(), f"there is one way with {most.name.lower()}"
+    ways = [level for level in Isa if Isa.AVX512 <= level <= most]
+    times = {level: [_time(level, _PLAIN, rows) for rows in _ROWS] for level in ways}
+    best = [min(column) for column in zip(*times.values(), strict=True)]
+    worst = {level: max(took / least for took, least in zip(times[level], best, strict=True)) for level in ways}
+    products = min(ways, key=lambda level: worst[level] * (1.0 if level is most else _MARGIN))
+    narrow = Choice().narrow_rows
+    if products is Isa.AMX:
+        faster = [_time(Isa.AVX512_BF16, _FP8, rows) < _MARGIN * _time(Isa.AMX, _FP8, rows) for rows in _narrow_rows()]
+        narrow = next((rows - 1 for rows, wins in zip(_narrow_rows(), faster, strict=True) if not wins), _MOST_NARROW)
+    said = ", ".join(f"{level.name.lower()} {_flops(times[level])}" for level in ways)
+    return Choice(products, narrow), f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows: {said}"
+
+
+def _narrow_rows() -> range:
+    return range(1, _MOST_NARROW + 1)
+
+
+def _flops(times: list[float]) -> str:
+    """2 x 64 columns x 512 k for each row."""
+    return "/".join(f"{2 * 64 * 512 * rows / took:.0f}" for rows, took in zip(_ROWS, times, strict=True))
+
+
+def _time(level: Isa, form: int, rows: int) -> float:
+    """Nanoseconds for a panel."""
+    kernels = library()
+    assert kernels is not None
+    timed = kernels["native_time_panel"]
+    timed.argtypes, timed.restype = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64), ctypes.c_double
+    return float(timed(int(level), form, rows))

@@ -1,0 +1,52 @@
+// Which of the ways to multiply bfloat16 by panels is taken: they are timed on this CPU, on panels that lie in its second cache. What an
+// instruction set can do says little: products of pairs take a cycle on one CPU and two on another.
+#include "choice.h"
+
+#include <time.h>
+
+#include "experts.h"
+#include "scratch.h"
+
+static KernelChoice chosen = {ISA_AMX, FEW_NARROW_ROWS};
+
+const KernelChoice &kernel_choice(void) { return chosen; }
+
+NATIVE_API void native_choose(const KernelChoice *choice) { chosen = *choice; }
+
+#if defined(__x86_64__)
+enum { DEPTH = 512, PANELS = 4, REPEATS = 7 };
+
+static double seconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+// Nanoseconds in which `rows` rows of 512 go through a panel: the fastest of several times.
+static double time_panel(const Multiplier &by, int64_t rows) {
+  int64_t bytes = by.panel_bytes(DEPTH), work_bytes = (by.work_bytes(DEPTH, rows) + 63) / 64 * 64, row_bytes = DEPTH * 2;
+  uint8_t *work = scratch(work_bytes + PANELS * bytes + rows * row_bytes), *panels = work + work_bytes, *x = panels + PANELS * bytes;
+  memset(work, 0, work_bytes + PANELS * bytes + rows * row_bytes);
+  double best = 1;
+  for (int i = 0; i <= REPEATS; i++) {
+    double began = seconds();
+    by.panels({x, row_bytes, nullptr, false}, 0, rows, DEPTH, 0, PANELS, [&](int64_t n) { return n < PANELS ? panels + n * bytes : nullptr; }, work,
+              [](int64_t, const float *, int64_t, int) {});
+    double took = seconds() - began;
+    if (i && took < best) best = took;  // the first brings everything near
+  }
+  if (by.bands) by.bands->release();
+  return best / PANELS * 1e9;
+}
+#endif
+
+// Times one way, isa: ISA_AVX512, ISA_AVX512_BF16 or ISA_AMX, which this CPU must have. format: the panel's (experts.h). 0: not here.
+NATIVE_API double native_time_panel(int isa, int64_t format, int64_t rows) {
+#if defined(__x86_64__)
+  if (isa < ISA_AVX512 || isa > native_best_isa() || rows < 1) return 0;
+  const ExpertOps *ops = isa == ISA_AVX512 ? experts_avx512[X_BF16] : experts_avx512_bf16;
+  return time_panel({ops, isa == ISA_AMX ? bands_amx : nullptr, X_BF16, format, 0}, rows);
+#else
+  return 0;
+#endif
+}

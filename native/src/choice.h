@@ -1,0 +1,12 @@
+// What was chosen among the ways to multiply rows of bfloat16 (choice.cpp); native/choice.py has the same fields.
+#pragma once
+#include "native.h"
+
+enum { FEW_NARROW_ROWS = 1 };
+
+struct KernelChoice {
+  int64_t products;     // instruction set of products by panels of bfloat16, or the limit if that is less
+  int64_t narrow_rows;  // where that is ISA_AMX: with up to so many rows 8-bit weights are widened in vector registers all the same
+};
+
+const KernelChoice &kernel_choice(void);

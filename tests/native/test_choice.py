@@ -1,0 +1,90 @@
+"""The ways to multiply rows of bfloat16 are timed, told as text, and all give the same numbers.
+
+Legend: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from isas import BF16_ISAS
+from rounding import assert_within, matmul_bound
+
+from moe_kernels.matrix import SCALE_ROWS, WeightFormat, dequantize, quantize
+from native import Choice, Isa, best_isa, choose, limit_isa, measured, parse
+from native.packed_linear import PackedLinear
+
+ROOT = Path(__file__).resolve().parents[2]
+WAYS = [Choice(products, narrow) for products in (Isa.AVX512, Isa.AVX512_BF16, Isa.AMX) for narrow in (0, 3, 12)]
+
+
+@pytest.fixture(autouse=True)
+def usual_choice_afterwards() -> Iterator[None]:
+    yield
+    choose(Choice())
+
+
+@pytest.mark.parametrize("choice", [Choice(), *WAYS], ids=str)
+def test_a_choice_is_told_as_text(choice: Choice) -> None:
+    assert parse(str(choice)) == choice
+    assert parse("") == Choice()
+
+
+@pytest.mark.parametrize("level", BF16_ISAS)
+def test_what_is_measured_is_a_way_of_the_level(level: Isa) -> None:
+    choice, said = measured(level)
+    assert Isa.AVX512 <= choice.products <= level and 0 <= choice.narrow_rows <= 12
+    assert all(way.name.lower() in said for way in Isa if Isa.AVX512 <= way <= level)
+    assert measured(level) == (choice, said)  # once per process
+
+
+def test_with_lesser_instructions_nothing_is_measured() -> None:
+    assert measured(Isa.AVX512)[0] == measured(Isa.NONE)[0] == Choice()
+
+
+@pytest.mark.parametrize("level", BF16_ISAS)
+@pytest.mark.parametrize("choice", WAYS, ids=str)
+@pytest.mark.parametrize("form", list(WeightFormat))
+def test_every_way_equals_torch(level: Isa, choice: Choice, form: WeightFormat) -> None:
+    limit_isa(level)
+    choose(choice)
+    generator = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn((200, 330), generator=generator).bfloat16()
+    if form is WeightFormat.PLAIN:
+        layer, wanted_OI = PackedLinear(weight_OI), weight_OI.float()
+    else:
+        scaled = quantize(weight_OI, form)
+        layer = PackedLinear(scaled.weight_OI, scaled.scale, SCALE_ROWS[form])
+        wanted_OI = dequantize(scaled, torch.float32)
+    for rows in (1, 3, 4, 12, 13, 33, 100, 200):
+        x_TI = torch.randn((rows, 330), generator=generator).bfloat16()
+        assert_within(layer(x_TI), F.linear(x_TI.float(), wanted_OI), matmul_bound(x_TI, wanted_OI, None))
+
+
+@pytest.mark.skipif(best_isa() < Isa.AMX, reason="this CPU has no AMX, or may not use it")
+def test_without_the_permission_for_tiles_the_level_before_is_used() -> None:
+    """Linux refuses where the signals' own stack is too small to keep tiles."""
+    script = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+memory = ctypes.create_string_buffer(4096)
+small = Stack(ctypes.addressof(memory), 0, 4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0
+import torch
+from native import best_isa, isa
+from native.linear import linear
+x, weight = torch.randn(20, 64).bfloat16(), torch.randn(70, 64).bfloat16()
+wanted = x.float() @ weight.float().T
+print(best_isa().name, isa().name, bool((linear(x, weight).float() - wanted).abs().max() < 0.5))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["AVX512_BF16", "AVX512_BF16", "True"]

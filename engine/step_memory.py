@@ -116,7 +116,9 @@ class StepMemory:
         token_fields = self._flat[:middle].view(num_fields, wide)[:, :num_tokens].unbind()
         sequence_fields = self._flat[middle:end].view(num_more, narrow)[:, :num_sequences].unbind()
         first = self._first_counter * wide
-        counters_FB = self._host[first : middle + wide].reshape(-1, wide) if wide == narrow else tokens_FT
+        counters_FB = tokens_FT
+        if wide == narrow:
+            counters_FB = self._host[first : middle + wide].reshape(1 + num_fields - self._first_counter, wide)
         return Place(
             tokens_FT[:, :token_rows],
             sequences_FB[:, :sequence_rows],

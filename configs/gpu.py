@@ -140,14 +140,14 @@ def with_graphs(plan: Plan, config: EngineConfig, exchange: Exchange | None) -> 
 
 
 def _with_tapes(plan: Plan, config: EngineConfig) -> Plan:
-    """On a CPU: decode steps are recorded and played (engine/capture.py) where native kernels compute them."""
+    """On a CPU: decode steps are captured and replayed (engine/capture.py) where native kernels compute them."""
     asked = config.cudagraph_mode
     if asked not in ("auto", "none", "tapes"):
         raise ValueError(f"cudagraph_mode {asked} needs a GPU (--device cuda)")
     if config.cudagraph_capture_sizes:
-        raise ValueError("cudagraph_capture_sizes needs a GPU (--device cuda): a CPU records steps of every size")
+        raise ValueError("cudagraph_capture_sizes needs a GPU (--device cuda): a CPU captures steps of every size")
     mode: GraphMode = "tapes" if asked != "none" and plan.native_kernels != "none" else "none"
-    why = "decode steps are recorded once and played without Python"
+    why = "decode steps are captured once and replayed without Python"
     if mode == "none":
         why = "as asked" if asked == "none" else "there are no native kernels to record"
     return replace(plan, cudagraph_mode=mode, reasons={**plan.reasons, "cudagraph_mode": why})

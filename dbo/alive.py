@@ -1,8 +1,8 @@
 """The sign of life of a process that runs steps: when it last got on. engine/process/heartbeat.py shows it to other
 processes.
 
-A mark is made by the loop of a rank, by each layer of a step that is computed as it is written, and by a thread that
-waits for other ranks, as long as that wait turns. A loop that hangs makes none.
+A mark is made by the loop of a rank, by each layer of a step that runs eager, and by a thread that waits for other
+ranks, as long as that wait turns. A loop that hangs makes none.
 """
 
 from __future__ import annotations

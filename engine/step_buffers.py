@@ -49,7 +49,7 @@ from engine.schedule import Schedule
 from engine.step_memory import Limits, Place, StepMemory
 from layers.step import StateInput, StepInput, TableInput
 
-TOKEN_IDS, POSITIONS, SLOTS = 0, 1, 2  # fields per token; slots: one for each token group of the cache
+TOKEN_IDS, POSITIONS, SLOTS = 0, 1, 2  # fields per token, those from the positions on count on; slots: one per table
 KV_LENS, READS, WRITES = 0, 1, 2  # fields per sequence; records: where a model has a state
 
 
@@ -122,7 +122,7 @@ class StepBuffers:
         tokens = 0, 0, *[limits.scratch_block * self._block_size] * limits.num_tables
         sequences = 1, *[0, 0] * limits.has_state
         while len(self._lanes) <= index:
-            self._lanes.append(StepMemory(limits, tokens, sequences, self.device, make_upload(self.device)))
+            self._lanes.append(StepMemory(limits, tokens, sequences, POSITIONS, self.device, make_upload(self.device)))
         return self._lanes[index]
 
     # ---- steps ----

@@ -57,15 +57,16 @@ class Place:
 
 
 class StepMemory:
-    """token_fields, sequence_fields: of each field what stands in rows of padding. The first token field is not
-    counted on from step to step, the others are, and of the sequence fields the first is. upload: None: kernels read
-    what the host has written."""
+    """token_fields, sequence_fields: of each field what stands in rows of padding. first_counter: the first token
+    field that counts on from step to step, as all behind it do and of the sequence fields the first. upload: None:
+    kernels read what the host has written."""
 
     def __init__(
         self,
         limits: Limits,
         token_fields: Sequence[int],
         sequence_fields: Sequence[int],
+        first_counter: int,
         device: torch.device,
         upload: Upload | None,
     ) -> None:
@@ -74,6 +75,7 @@ class StepMemory:
         self._token_padding_F1 = np.array(token_fields, dtype=np.int64)[:, None]
         self._sequence_padding_F1 = np.array(sequence_fields, dtype=np.int64)[:, None]
         self._scratch_block = limits.scratch_block
+        self._first_counter = first_counter
         self._upload = upload
         fields = len(token_fields) * _up(max_tokens) + len(sequence_fields) * _up(max_sequences)
         more = 2 * max_tokens + 5 * max_sequences + num_tables * max_sequences * columns
@@ -113,7 +115,10 @@ class StepMemory:
         sequences_FB = self._host[middle:end].reshape(num_more, narrow)
         token_fields = self._flat[:middle].view(num_fields, wide)[:, :num_tokens].unbind()
         sequence_fields = self._flat[middle:end].view(num_more, narrow)[:, :num_sequences].unbind()
-        counters_FB = self._host[wide : middle + wide].reshape(num_fields, wide) if wide == narrow else tokens_FT
+        first = self._first_counter * wide
+        counters_FB = tokens_FT
+        if wide == narrow:
+            counters_FB = self._host[first : middle + wide].reshape(1 + num_fields - self._first_counter, wide)
         return Place(
             tokens_FT[:, :token_rows],
             sequences_FB[:, :sequence_rows],

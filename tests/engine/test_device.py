@@ -90,7 +90,7 @@ def test_a_capture_that_ran_out_of_memory_is_told_by_what_came_first() -> None:
 
 def test_on_the_cpu_nothing_is_copied() -> None:
     assert make_upload(CPU) is None
-    memory = StepMemory(Limits(4, 8, 8, 4), (0, 0, 0), (1,), CPU, None)
+    memory = StepMemory(Limits(4, 8, 8, 4), (0, 0, 0), (1,), 1, CPU, None)
     place = memory.place(2, 2)
     place.tokens_FT[0] = 3, 4
     assert place.token_tensors[0].tolist() == [3, 4]
@@ -102,7 +102,7 @@ def test_steps_that_are_copied_equal_those_that_are_not(steps: list[tuple[int, i
     """Fields, tables and what else there is, of steps of any shape; padding too. Nothing is there before it is sent."""
     upload = PinnedUpload(FakeEvents().new, pinned=False)
     limits = Limits(8, 16, 16, 4, num_tables=2, scratch_block=3)
-    memories = [StepMemory(limits, (0, 0, 9), (1, 5), CPU, way) for way in (None, upload)]
+    memories = [StepMemory(limits, (0, 0, 9), (1, 5), 1, CPU, way) for way in (None, upload)]
     for number, (more_tokens, num_sequences, columns) in enumerate(steps):
         found = []
         for memory in memories:

@@ -114,7 +114,7 @@ def test_a_step_lies_in_one_memory() -> None:
         def query(self) -> bool:
             return True
 
-    memory = StepMemory(Limits(4, 8, 8, 4), (0, 0, 0), (1,), META, PinnedUpload(Event, pinned=False))
+    memory = StepMemory(Limits(4, 8, 8, 4), (0, 0, 0), (1,), 1, META, PinnedUpload(Event, pinned=False))
     place = memory.place(3, 2)
     parts = [*place.token_tensors, *place.sequence_tensors, memory.more(np.arange(2))]
     table = memory.write_table(0, place, np.zeros((2, 1), dtype=np.int64))

@@ -26,7 +26,6 @@ from ep.experts import Experts, WeightFormat
 from ep.parallel import Parallel
 from ep.router import DeepseekV3Router
 from eplb.placement import linear_placement
-from front.messages import SamplingParams
 from layers.norm import RMSNorm
 from layers.step import StepInput
 from models.base import CausalLM
@@ -187,11 +186,15 @@ class Driver:
             return self.model.steps(step, self.kv, lane, breaks)
 
         most = max([self.num_sequences * 16, *policy.full, *policy.piecewise])
-        limits = Limits(self.num_sequences, most, self.max_len, self.block_size, scratch_block=self.kv.num_blocks - 1)
+        rows = max([self.num_sequences, *policy.full])
+        limits = Limits(rows, most, self.max_len, self.block_size, scratch_block=self.kv.num_blocks - 1)
         buffers = StepBuffers(limits, self.device)
         capture = Capture(forward, library, policy, buffers)
         capture.capture()
         return Captured(self, buffers, capture)
+
+
+NOT_SAMPLED: Any = None  # the graphs' steps end before anything is sampled
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ class Captured:
         tokens, end = given.tolist(), first + count
         for place, row in enumerate(sequences):
             known = [*[0] * first, *tokens[place * count : (place + 1) * count]]
-            schedule.new_rows.append(NewRow(row, row, known, end, SamplingParams(), 1, ()))
+            schedule.new_rows.append(NewRow(row, row, known, end, NOT_SAMPLED, 1, ()))
             used = -(-end // driver.block_size)
             schedule.new_blocks.append((row, [list(range(row * driver.columns, row * driver.columns + used))]))
             schedule.rows.append(row)

@@ -8,8 +8,10 @@ step n is then the input of step n+1 before the scheduler has seen it, so the ba
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from front.messages import SamplingParams
+if TYPE_CHECKING:  # so that benchmarks/gpu_check.py runs where there is torch and nothing else
+    from front.messages import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,16 @@ communicator, which is how DeepEP and FlashInfer want to be told where the other
 
 from __future__ import annotations
 
+import base64
+import json
 from typing import Any
 
 import numpy as np
-from msgspec import msgpack
 
 from dbo.steps import Steps, drain
 from ep.transport.group import Group
 
 _WORDS_AT_ONCE = 256  # a small gather carries no more (ep/transport/shm_group.py)
-_BYTEARRAY, _TUPLE = 1, 2  # what msgpack has no type of its own for; a library in C++ asks for the exact type
 
 
 def gather_bytes(group: Group, data: bytes) -> Steps[list[bytes]]:
@@ -62,25 +62,35 @@ class Comm:
 
 
 def _encode(value: Any) -> bytes:
-    return msgpack.encode(_marked(value))
+    return json.dumps(_marked(value)).encode()
 
 
 def _marked(value: Any) -> Any:
-    """`value` with what msgpack would give back as another type marked as what it is."""
-    if isinstance(value, bytearray):
-        return msgpack.Ext(_BYTEARRAY, bytes(value))
+    """`value` as JSON has it; what it would give back as another type is an object with the type's name. A library in
+    C++ asks for the exact type."""
+    if isinstance(value, bytes | bytearray):
+        return {type(value).__name__: base64.b64encode(value).decode()}
     if isinstance(value, tuple):
-        return msgpack.Ext(_TUPLE, _encode(list(value)))
+        return {"tuple": [_marked(one) for one in value]}
     if isinstance(value, list):
         return [_marked(one) for one in value]
     if isinstance(value, dict):
-        return {key: _marked(one) for key, one in value.items()}
+        return {"dict": [[_marked(key), _marked(one)] for key, one in value.items()]}
     return value
 
 
-def _decode(data: bytes | memoryview) -> Any:
-    return msgpack.decode(data, ext_hook=_of_type)
+def _decode(data: bytes) -> Any:
+    return _plain(json.loads(data))
 
 
-def _of_type(code: int, data: memoryview) -> Any:
-    return bytearray(data) if code == _BYTEARRAY else tuple(_decode(data))
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    if kind == "tuple":
+        return tuple(_plain(content))
+    if kind == "dict":
+        return dict(_plain(content))
+    return {"bytes": bytes, "bytearray": bytearray}[kind](base64.b64decode(content))

@@ -23,13 +23,22 @@ class Machine:
     fast_bfloat16: bool
     shared_memory: bool  # its ranks can exchange through it (ep/transport/shm_futex.py)
     native_kernels: str = "none"  # the instruction set that the CPU kernels may use
-    native_reason: str = "nobody has looked for native kernels"
+    native_reason: str = "native kernels have not been looked for"
     native_choice: str = ""  # which of their ways are taken (native/choice.py)
     choice_reason: str = "not measured"
     restricted: bool = False  # this process may not run on all cores that there are
     gpu: Gpu | None = None  # with device "cuda"; free_memory is then that of the GPUs of all ranks
     exchange: Exchange | None = None  # between them
-    device_reason: str = "nobody has looked for a GPU"
+    device_reason: str = "a GPU has not been looked for"
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Field of a Plan -> why, of those that the machine alone decides."""
+        return {
+            "device": self.device_reason,
+            "native_kernels": self.native_reason,
+            "native_choice": self.choice_reason,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,10 @@ QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as 
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool = False) -> Plan:
     """ValueError names field and limit when a wish cannot be met. alone: in the caller's process, without a front."""
     _check(config, model, machine.gpu)
-    why, ranks = dict[str, str](), config.data_parallel_size
+    why, ranks = machine.reasons, config.data_parallel_size
     dtype = _dtype(config, model, machine, why)
     model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
-    why["native_kernels"], why["native_choice"] = machine.native_reason, machine.choice_reason
-    why["device"] = machine.device_reason
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     slots = _slots(config, model, machine, dtype, why)
@@ -238,9 +236,8 @@ def _cache(
         free = max(0, max(0, int(machine.free_memory * part) - weights) // ranks - beside)
         blocks = min(free // bytes_per_block, full_blocks * num_seqs)
         source = (
-            f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of "
-            f"weights, over {ranks} "
-            f"rank(s), and no more than {num_seqs} full sequences"
+            f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of weights, over "
+            f"{ranks} rank(s), and no more than {num_seqs} full sequences"
         )
     if blocks < 1:
         raise ValueError(
@@ -280,9 +277,8 @@ def _batched_tokens(config: EngineConfig, max_model_len: int, why: dict[str, str
     asked = config.max_num_batched_tokens
     if asked is not None and asked < max_model_len:
         raise ValueError(
-            f"max_num_batched_tokens {asked} is below max_model_len {max_model_len}: a prompt must "
-            "fit into one step when "
-            "chunked prefill is off"
+            f"max_num_batched_tokens {asked} is below max_model_len {max_model_len}: a prompt must fit into one step "
+            "when chunked prefill is off"
         )
     default = max(DEFAULT_BATCHED_TOKENS, max_model_len)
     return _choose(why, "max_num_batched_tokens", asked, default, "a whole prompt per step, as chunked prefill is off")

@@ -1,45 +1,48 @@
-"""One small exchange per step: every rank says what it wishes, and all come to the same plan (docs/design.md, 4).
+"""One small exchange per step: every rank says what it proposes, and all come to the same plan (docs/design.md, 4).
 
-The record is one packed row of integers per rank. Its first three fields must be equal on all ranks; a difference means
-that the ranks no longer speak of the same step or the same experts, and nothing they compute together would be right.
+The record is one packed row of integers per rank, the last of which are the words of what goes with the steps. Its
+first three fields must be equal on all ranks; a difference means that the ranks no longer speak of the same step or the
+same experts, and nothing they compute together would be right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from dbo.gate import agree
+from dbo.threshold import agree
 from ep.protocol import Pending, Ready
 from ep.transport.group import Group
 
+_NUM_FIXED = 9  # fields of a record, before the words
 
-class Wish(NamedTuple):
+
+class Proposal(NamedTuple):
     """What one rank says of its next step. has_work: it has requests, or results not yet taken. known_epoch: the
-    highest epoch of which it has heard. order, ready: of moving experts (engine/rebalance/follower.py). parts: in how
-    many it would compute its tokens."""
+    highest epoch of which it has heard. parts: in how many it would compute its tokens. words: of what else goes with
+    the steps (engine/hooks.py), equally many on all ranks."""
 
     num_tokens: int
     has_work: bool
     shutdown: bool
     free_blocks: int
     known_epoch: int = 0
-    order: int = 0
-    ready: int = 0
     parts: int = 1
+    words: Sequence[int] = ()
 
 
 class StepPlan(NamedTuple):
     """What all ranks do next; equal on all of them. One entry per rank in the tuples."""
 
     step: int
-    busy: bool  # somebody has work; if not, all leave the lockstep and sleep
-    shutdown: bool  # somebody was told to: all leave for good
+    busy: bool  # a rank has work; if not, all leave the lockstep and sleep
+    shutdown: bool  # a rank was told to: all leave for good
     num_tokens: tuple[int, ...]
     free_blocks: tuple[int, ...]
     known_epoch: int = 0  # all have heard of this one: they change over to it instead of taking this step
-    order: int = 0  # what the first rank wants done for the balancer in this step
-    ready: int = 0  # how far all ranks have come with the change of placement under way
     parts: int = 1  # in how many all ranks compute the step
+    words: tuple[tuple[int, ...], ...] = ()  # of every rank
+    epoch: int = 0
 
     @property
     def runs(self) -> bool:
@@ -57,23 +60,22 @@ class Agreement:
         self._epoch = epoch
         self._step = 0
 
-    def propose(self, wish: Wish) -> Pending[StepPlan]:
+    def propose(self, proposal: Proposal) -> Pending[StepPlan]:
         """Every rank calls this once per step. `wait()` raises PeerLost, or RuntimeError when the ranks disagree."""
         step, self._step = self._step, self._step + 1
         if self._group.size == 1:
-            return Ready(_own_plan(step, wish))
+            return Ready(_own_plan(self._epoch, step, proposal))
         record = [
             self._epoch,
             step,
             self.checksum,
-            wish.num_tokens,
-            int(wish.has_work),
-            int(wish.shutdown),
-            wish.free_blocks,
-            wish.known_epoch,
-            wish.order,
-            wish.ready,
-            wish.parts,
+            proposal.num_tokens,
+            int(proposal.has_work),
+            int(proposal.shutdown),
+            proposal.free_blocks,
+            proposal.known_epoch,
+            proposal.parts,
+            *proposal.words,
         ]
         return _PendingPlan(self._group.all_gather_ints(record))
 
@@ -86,18 +88,18 @@ class _PendingPlan:
         return _plan(self._records.wait())
 
 
-def _own_plan(step: int, wish: Wish) -> StepPlan:
+def _own_plan(epoch: int, step: int, proposal: Proposal) -> StepPlan:
     """What a rank that is alone comes to."""
     return StepPlan(
         step,
-        wish.has_work or wish.num_tokens > 0,
-        wish.shutdown,
-        (wish.num_tokens,),
-        (wish.free_blocks,),
-        wish.known_epoch,
-        wish.order,
-        wish.ready,
-        max(1, wish.parts),
+        proposal.has_work or proposal.num_tokens > 0,
+        proposal.shutdown,
+        (proposal.num_tokens,),
+        (proposal.free_blocks,),
+        proposal.known_epoch,
+        max(1, proposal.parts),
+        (tuple(proposal.words),),
+        epoch,
     )
 
 
@@ -107,8 +109,8 @@ def _plan(records: list[list[int]]) -> StepPlan:
         if len(set(values)) > 1:
             said = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise RuntimeError(f"the ranks disagree on the {name} ({said})")
-    columns = zip(*records, strict=True)
-    _, step, _, num_tokens, has_work, shutdown, free_blocks, known_epochs, orders, ready, parts = columns
+    columns = zip(*(record[:_NUM_FIXED] for record in records), strict=True)
+    epoch, step, _, num_tokens, has_work, shutdown, free_blocks, known_epochs, parts = columns
     return StepPlan(
         step=step[0],
         busy=any(has_work) or any(num_tokens),
@@ -116,7 +118,7 @@ def _plan(records: list[list[int]]) -> StepPlan:
         num_tokens=num_tokens,
         free_blocks=free_blocks,
         known_epoch=min(known_epochs),
-        order=orders[0],
-        ready=min(ready),
         parts=agree(num_tokens, parts),
+        words=tuple(tuple(record[_NUM_FIXED:]) for record in records),
+        epoch=epoch[0],
     )

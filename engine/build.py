@@ -18,10 +18,9 @@ from configs.cache import num_checkpoints, planned_sizes
 from configs.engine import Plan
 from dbo.split import context_cost
 from dbo.steps import Steps
-from engine.batch import Batch
-from engine.device import check_room, graph_library, make_feedback, make_readback, open_device
+from engine.capture import MANY, Capture, GraphPolicy
+from engine.device import check_room, graph_library, make_readback, open_device
 from engine.doorbell import Doorbell, SharedDoorbell
-from engine.graphs import MANY, Captured, GraphLibrary, Graphs, GraphSizes
 from engine.overlap.measure import Measure
 from engine.overlap.policy import Overlap
 from engine.rank import Rank
@@ -31,16 +30,16 @@ from engine.rebalance.start import start_placement
 from engine.runner import Runner
 from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
-from engine.tapes import Tapes
+from engine.step_buffers import Limits, StepBuffers
 from engine.team import Meet, Opening, Team
 from engine.timeline import Timeline
 from ep.backends.dispatchers import StepState
 from ep.experts import WeightFormat
+from ep.instrumented import ExchangeTimes
 from ep.parallel import Parallel
 from ep.protocol import AllToAll
 from ep.requirements import FEW_TOKENS
 from ep.table import make_lanes
-from ep.timed import Flights
 from ep.transport.group import Group
 from eplb.placement import Placement, linear_placement
 from front.messages import RankReady
@@ -52,12 +51,13 @@ from models.facts import ModelFacts
 from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
 from native import Isa, choose, isa, limit_isa, parse
+from native.tape import CpuGraphs
 
 # Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more
 # than the weights take.
 PREPARED_BYTES = 1 << 30
 PRACTICE_TOKENS = 32  # on a CPU; on a GPU kernels are compiled for the largest step
-MAX_RECORDED = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
+MAX_EXACT = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -94,9 +94,9 @@ def build_rank(
     model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
     model.keep_linears(WeightFormat(plan.linear_format))
     exchange = StepState()
-    flights = Flights()
-    lanes = partial(_lanes, plan, exchange, flights)
-    checkpoint = Checkpoint(plan.model_path, progress, plan.checkpoint)
+    times = ExchangeTimes()
+    lanes = partial(_lanes, plan, exchange, times)
+    checkpoint = Checkpoint(plan.model_path, progress, plan.checkpoint, facts.key_names)
     read = reader(model, checkpoint)
     team = Team(rank, size, placement, model, _fingerprint(plan, facts), meet or _nobody, lanes, read)
     if not join:
@@ -108,6 +108,7 @@ def build_rank(
     timeline = Timeline(rank, model)
     kv = _cache(plan, model, device)
     runner = _runner(plan, model, kv, facts, device, exchange, timeline)
+    balance = _balance(plan, team, model, device)
     return Rank(
         scheduler,
         team,
@@ -115,9 +116,9 @@ def build_rank(
         bell or SharedDoorbell(),
         ready,
         plan.exchange_timeout,
-        balance=_balance(plan, team, model, device),
+        companions=() if balance is None else (balance, balance.counter),
+        overlap=_overlap(plan, model, times, exchange, runner, device),
         timeline=timeline,
-        overlap=_overlap(plan, model, flights, exchange, runner, device),
         preparation=kv.prefault(min(checkpoint.bytes_read, PREPARED_BYTES)),
         practice_tokens=PRACTICE_TOKENS if device.type == "cpu" else plan.max_num_batched_tokens,
     )
@@ -152,7 +153,7 @@ def _balance(plan: Plan, team: Team, model: CausalLM, device: torch.device) -> B
 
 
 def _overlap(
-    plan: Plan, model: CausalLM, flights: Flights, exchange: StepState, runner: Runner, device: torch.device
+    plan: Plan, model: CausalLM, times: ExchangeTimes, exchange: StepState, runner: Runner, device: torch.device
 ) -> Overlap | None:
     dbo = plan.dbo
     if dbo is None:
@@ -160,23 +161,23 @@ def _overlap(
 
     def measure() -> Measure:
         sizes = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, plan.block_size
-        return Measure(model, flights, exchange, device, *sizes, context_cost(model.config.hidden_size))
+        return Measure(model, times, exchange, device, *sizes, context_cost(model.config.hidden_size))
 
     memory = Path(dbo.memory) if dbo.memory else None
-    return Overlap(runner, flights, dbo.num_parts, dbo.decode_tokens, dbo.prefill_tokens, measure, memory)
+    return Overlap(runner, times, dbo.num_parts, dbo.decode_tokens, dbo.prefill_tokens, measure, memory)
 
 
 def _lanes(
-    plan: Plan, exchange: StepState, flights: Flights, group: Group, num_slots: int, hidden_size: int
+    plan: Plan, exchange: StepState, times: ExchangeTimes, group: Group, num_slots: int, hidden_size: int
 ) -> Sequence[AllToAll]:
-    """Those of an epoch. exchange: of all epochs. flights: of steps that may be split."""
+    """Those of an epoch. exchange: of all epochs. times: of steps that may be split."""
     exchange.forget()
     name = "auto" if plan.all2all_backend == "local" else plan.all2all_backend  # it began alone, and has grown
     many, few = plan.max_num_batched_tokens, _few_tokens(plan)
     sizes, dtype, rows = (num_slots, hidden_size), DTYPES[plan.dtype], plan.dispatch_rows
     num_lanes = 1 if plan.dbo is None else plan.dbo.num_parts
     made = make_lanes(name, group, *sizes, dtype, num_lanes, rows=rows, max_tokens=many, few_tokens=few, state=exchange)
-    return made if plan.dbo is None else flights.timed(made)
+    return made if plan.dbo is None else times.timed(made)
 
 
 def _placement(plan: Plan, facts: ModelFacts, join: bool) -> Placement:
@@ -223,34 +224,52 @@ def _runner(
     exchange: StepState,
     timeline: Timeline,
 ) -> Runner:
-    captured: Captured | None = None
-    if plan.cudagraph_mode == "tapes":
-        captured = make_tapes(plan, model, kv, timeline)
-    elif plan.cudagraph_mode != "none":
-        captured = make_graphs(plan, model, kv, graph_library(device), exchange)
-    cost = context_cost(facts.hidden_size)
+    spec = model.cache_spec()
+    policy = graph_policy(plan, spec)
+    readback = make_readback(device, plan.exchange_timeout)
+    limits = Limits(
+        plan.max_num_seqs,
+        max((plan.max_num_batched_tokens, *policy.piecewise)),
+        plan.max_model_len,
+        plan.block_size,
+        len(token_groups(spec)),
+        bool(state_groups(spec)),
+        kv.num_blocks - 1,
+    )
+    buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
     return Runner(
         model,
         kv,
-        Batch(
-            plan.max_num_seqs,
-            plan.max_model_len,
-            plan.block_size,
-            device,
-            cost,
-            make_feedback(device, plan.max_num_seqs),
-            len(token_groups(model.cache_spec())),
-            bool(state_groups(model.cache_spec())),
-        ),
+        buffers,
         SamplingTable(plan.max_num_seqs, facts.vocab_size, device),
         plan.logprobs_mode,
         # Ranks that share one thread take turns within a step, so it cannot run on another.
         threaded=plan.async_scheduling and plan.all2all_backend != "mailbox",
-        timeline=timeline,
-        graphs=captured,
+        capture=_capture(plan, policy, model, kv, buffers, exchange, timeline),
         exchange=exchange,
-        readback=make_readback(device, plan.exchange_timeout),
+        readback=readback,
     )
+
+
+def _capture(
+    plan: Plan,
+    policy: GraphPolicy,
+    model: CausalLM,
+    kv: CacheMemory,
+    buffers: StepBuffers,
+    exchange: StepState,
+    timeline: Timeline,
+) -> Capture | None:
+    """None: all steps run eager."""
+    if plan.cudagraph_mode == "none":
+        return None
+
+    def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+        return model.steps(step, kv, lane, breaks)
+
+    if plan.cudagraph_mode == "tapes":  # they do not see what a profile wants to see of the layers
+        return Capture(forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
+    return Capture(forward, graph_library(kv.device), policy, buffers, exchange)
 
 
 def _few_tokens(plan: Plan) -> int:
@@ -258,45 +277,23 @@ def _few_tokens(plan: Plan) -> int:
     return min(plan.max_num_seqs, plan.max_num_batched_tokens, FEW_TOKENS)
 
 
-def make_tapes(plan: Plan, model: CausalLM, kv: CacheMemory, timeline: Timeline) -> Tapes:
-    """Those of decode steps. A rank whose experts are balanced counts their tokens as the layers go."""
-    return Tapes(
-        lambda step, breaks, lane: model.steps(step, kv, lane, breaks),
-        min(plan.max_num_seqs, MAX_RECORDED),
-        -(-plan.max_model_len // plan.block_size),
-        plan.block_size,
-        num_parts=1 if plan.dbo is None else plan.dbo.num_parts,
-        cut_experts=plan.eplb is not None,
-        as_written=lambda: timeline.on,
-    )
-
-
-def make_graphs(plan: Plan, model: CausalLM, kv: CacheMemory, library: GraphLibrary, exchange: StepState) -> Graphs:
-    """Those that the plan wants captured; padding goes to the last block of the cache."""
-
-    def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
-        return model.steps(step, kv, lane, breaks)
-
+def graph_policy(plan: Plan, spec: CacheSpec) -> GraphPolicy:
+    """What the plan wants captured. A rank whose experts are balanced counts their tokens as the layers go. States have
+    no record that rows of padding may write, so a model that keeps any has graphs of exact sizes only."""
     rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
+    num_parts, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_parts, plan.eplb is not None
+    if mode in ("none", "tapes") or state_groups(spec):
+        exact = min(plan.max_num_seqs, MAX_EXACT) if mode == "tapes" else 0
+        return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)
-    sizes = GraphSizes(
+    return GraphPolicy(
         full=sorted({min(size, most) for size in rows}) if "full" in mode else (),
         piecewise=rows if "piecewise" in mode else (),
-    )
-    return Graphs(
-        forward,
-        library,
-        sizes,
-        plan.max_model_len,
-        plan.block_size,
-        kv.num_blocks - 1,
-        kv.device,
-        plan.eplb is not None,
-        exchange,
-        MANY if alone else most,
+        few_tokens=MANY if alone else most,
+        num_parts=num_parts,
+        break_exchanges=break_exchanges,
         together=not alone,  # alone: the plan has not asked whether an exchange could be captured
-        num_parts=1 if plan.dbo is None else plan.dbo.num_parts,
     )
 
 

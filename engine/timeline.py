@@ -1,17 +1,21 @@
-"""What one rank records while a profile is taken: its lanes (ep/traced.py) and the parts of its steps.
+"""What one rank records while a profile is taken: its lanes (ep/instrumented.py) and the parts of its steps.
 
-Off, which it nearly always is, the exchanges are untouched, and a step asks five times whether it is on.
+Off, which it nearly always is, the exchanges are untouched, and no hook of it goes with a step.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter_ns
 
+from engine.agreement import StepPlan
+from engine.hooks import StepCompanion, StepHook
+from engine.schedule import Schedule
+from ep.instrumented import recorded, unrecorded
 from ep.recorder import Kind, Recorder
-from ep.traced import plain, traced
 from front.messages import ProfileCommand, ProfilePart
 from models.base import CausalLM
 
@@ -19,8 +23,10 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
 
 
-class Timeline:
-    """`obey` is called between two steps, by whoever runs them; so is `attach`, when the model has new lanes."""
+class Timeline(StepCompanion, StepHook):
+    """`obey` is called between two steps, by the thread that runs them."""
+
+    watches = True
 
     def __init__(self, rank: int, model: CausalLM | None = None) -> None:
         """model: whose exchanges are recorded; None: only the steps are."""
@@ -45,19 +51,19 @@ class Timeline:
             return []
         return [self._stop(command)]
 
-    def attach(self) -> None:
-        """Nothing while it is off."""
+    def formed(self) -> None:
+        """The model has new lanes."""
         recorder = self._recorder
         if recorder is not None and self._model is not None:
             for layer, moe in self._model.moe_layers:
-                moe.lanes = tuple(traced(moe.lanes, recorder, layer))
+                moe.lanes = tuple(recorded(moe.lanes, recorder, layer))
 
     def _start(self, command: ProfileCommand) -> None:
-        """Begin anew, also when a record is under way: whoever wanted that one is gone."""
+        """Begin anew, also when a record is under way: the client that wanted that one is gone."""
         self._profile_id = command.profile_id
         self._computing = self._scheduling = self._agreeing = 0
         self._recorder = Recorder(command.capacity)
-        self.attach()
+        self.formed()
 
     def _stop(self, command: ProfileCommand) -> ProfilePart:
         """What was recorded; nothing when that profile was not started here (the rank has come later)."""
@@ -67,7 +73,7 @@ class Timeline:
         self._recorder = None
         if self._model is not None:
             for _, moe in self._model.moe_layers:
-                moe.lanes = tuple(plain(moe.lanes))
+                moe.lanes = tuple(unrecorded(moe.lanes))
         events, num_dropped = recorder.finish()
         return ProfilePart(
             profile_id=profile_id, rank=self._rank, started=True, events=events, num_dropped=num_dropped, **_node()
@@ -75,28 +81,32 @@ class Timeline:
 
     # ---- what the thread that schedules does ----
 
-    def schedule_begins(self) -> None:
+    def scheduling(self) -> None:
         if self._recorder is not None:
             self._scheduling = perf_counter_ns()
 
-    def schedule_ends(self, step: int, num_tokens: int) -> None:
+    def propose(self, schedule: Schedule) -> Sequence[int]:
         """And the agreement begins."""
         if self._recorder is not None and self._scheduling:
             now = perf_counter_ns()
-            self._recorder.add(Kind.SCHEDULING, self._scheduling, now, step, num_tokens)
+            self._recorder.add(Kind.SCHEDULING, self._scheduling, now, schedule.step_id, schedule.num_tokens)
             self._agreeing = now
+        return ()
 
-    def agreement_ends(self, epoch: int, step: int) -> None:
+    def agreed(self, plan: StepPlan) -> None:
         if self._recorder is not None and self._agreeing:
-            self._recorder.add(Kind.AGREEMENT, self._agreeing, perf_counter_ns(), step, epoch)
+            self._recorder.add(Kind.AGREEMENT, self._agreeing, perf_counter_ns(), plan.step, plan.epoch)
             self._scheduling = self._agreeing = 0
+
+    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
+        return self if self.on else None
 
     # ---- what the thread that computes does ----
 
-    def step_begins(self, step: int) -> None:
+    def begin(self, schedule: Schedule) -> None:
         """Its first part does."""
         if self._recorder is not None:
-            self._recorder.step = step
+            self._recorder.step = schedule.step_id
             self._computing = self._recorder.resumed = perf_counter_ns()
 
     def ended(self, kind: Kind, num_tokens: int) -> None:
@@ -113,6 +123,6 @@ def _node() -> dict[str, str]:
     namespaces of one machine (benchmarks/bench_dbo.py) differ by `network`."""
     try:
         clock, network = BOOT_ID.read_text().strip(), str(os.stat(NETWORK).st_ino)
-    except OSError:  # not Linux: one machine, as far as anybody can tell
+    except OSError:  # not Linux: one machine, as far as can be told
         clock = network = ""
     return {"host": socket.gethostname(), "clock": clock, "network": network}

@@ -16,7 +16,7 @@ from mla import latent_kv, native_decode, native_prefill
 from mla.merge import merge
 from mla.native_decode import NativeDecode
 from mla.native_prefill import NativePrefill
-from mla.plan import Group, Limits, Piece, Plan, Side, Tile, make_plan
+from mla.plan import KeyPiece, KeyTile, Limits, PlanSide, PrefillPlan, QueryGroup, make_plan
 from mla.protocol import MlaShape, PrefillMode
 
 
@@ -81,7 +81,7 @@ class NativeMlaStep:
         if isinstance(self._others, TorchMlaStep):
             assert out_THV is not None
             return torch.cat((out_THV, self._others(q_nope_THN, q_pe_THP, *operands)))
-        all_THV = q_nope_THN.new_empty((num_tokens, self._shape.num_heads, self._shape.value_dim))
+        all_THV = q_nope_THN.new_empty((num_tokens, self._shape.num_heads, self._shape.v_head_dim))
         if out_THV is not None:
             all_THV[:num] = out_THV
         if self._others is not None:
@@ -92,7 +92,7 @@ class NativeMlaStep:
 class TorchMlaStep:
     """Implements mla.protocol.PreparedStep."""
 
-    def __init__(self, shape: MlaShape, scale: float, block_size: int, plan: Plan) -> None:
+    def __init__(self, shape: MlaShape, scale: float, block_size: int, plan: PrefillPlan) -> None:
         self.shape = shape
         self.scale = scale
         self.block_size = block_size
@@ -110,7 +110,7 @@ class TorchMlaStep:
             q_UHK = torch.cat([_rows(plan.naive, q_nope_THN), _rows(plan.naive, q_pe_THP)], dim=-1)
             parts.append(self._naive(q_UHK, cache_RX, w_uk_HNC, w_uv_HVC))
         if not parts:
-            return q_nope_THN.new_empty((0, self.shape.num_heads, self.shape.value_dim))
+            return q_nope_THN.new_empty((0, self.shape.num_heads, self.shape.v_head_dim))
         out_UHV = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out_UHV if plan.restore is None else out_UHV.index_select(0, plan.restore)
 
@@ -127,7 +127,7 @@ class TorchMlaStep:
         mixed_UHC = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         return torch.bmm(mixed_UHC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
 
-    def _absorbed_group(self, group: Group, q_UHX: Tensor, cache_RX: Tensor) -> Tensor:
+    def _absorbed_group(self, group: QueryGroup, q_UHX: Tensor, cache_RX: Tensor) -> Tensor:
         """Heads are laid along the queries: they share one key, the latent. Returns [b * Q, H, C]."""
         b, num_queries, (_, heads, width) = group.num_sequences, group.num_queries, q_UHX.shape
         rows = slice(group.first_row, group.first_row + b * num_queries)
@@ -153,12 +153,14 @@ class TorchMlaStep:
         parts = [self._naive_group(group, q_UHK, cache_RX, w_uk_HNC, w_uv_HVC) for group in self.plan.naive.groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _naive_group(self, group: Group, q_UHK: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor) -> Tensor:
+    def _naive_group(
+        self, group: QueryGroup, q_UHK: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor
+    ) -> Tensor:
         """Keys and values of a piece are built, used by all queries, and dropped. Returns [b * Q, H, V]."""
         b, num_queries, (_, heads, width) = group.num_sequences, group.num_queries, q_UHK.shape
         rows = slice(group.first_row, group.first_row + b * num_queries)
         q_bQHK = q_UHK[rows].view(b, num_queries, heads, width)
-        outputs = _Outputs(group, q_bQHK, self.shape.value_dim)
+        outputs = _Outputs(group, q_bQHK, self.shape.v_head_dim)
         for piece in group.pieces:
             k_bHSK, v_bHSV = self._build(cache_RX, piece, b, w_uk_HNC, w_uv_HVC)
             for tile in piece.tiles:
@@ -171,7 +173,7 @@ class TorchMlaStep:
         return outputs.value().flatten(0, 1)
 
     def _build(
-        self, cache_RX: Tensor, piece: Piece, b: int, w_uk_HNC: Tensor, w_uv_HVC: Tensor
+        self, cache_RX: Tensor, piece: KeyPiece, b: int, w_uk_HNC: Tensor, w_uv_HVC: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Keys [b * H, S, N + P] and values [b * H, S, V] of a piece."""
         heads, nope, latent = w_uk_HNC.shape
@@ -180,15 +182,15 @@ class TorchMlaStep:
         k_nope = F.linear(latent_C, w_uk_HNC.flatten(0, 1)).view(b, -1, heads, nope)
         k = rows_X.new_empty((b, heads, k_nope.shape[1], self.shape.key_dim))
         k[..., :nope] = k_nope.transpose(1, 2)
-        k[..., nope:] = k_pe_P.view(b, 1, -1, self.shape.rope_dim)
-        v = F.linear(latent_C, w_uv_HVC.flatten(0, 1)).view(b, -1, heads, self.shape.value_dim)
+        k[..., nope:] = k_pe_P.view(b, 1, -1, self.shape.qk_rope_head_dim)
+        v = F.linear(latent_C, w_uv_HVC.flatten(0, 1)).view(b, -1, heads, self.shape.v_head_dim)
         return k.flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
 
     # ---- both ----
 
-    def _gather(self, cache_RX: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+    def _gather(self, cache_RX: Tensor, piece: KeyPiece, dtype: torch.dtype) -> Tensor:
         rows_X = latent_kv.gather(cache_RX, piece.blocks, self.block_size)
-        return latent_kv.widen(rows_X, self.shape.latent_dim, self.shape.rope_dim, dtype)
+        return latent_kv.widen(rows_X, self.shape.latent_dim, self.shape.qk_rope_head_dim, dtype)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """scale * q k^T, for [B, q, K] and [B, S, K]."""
@@ -199,7 +201,7 @@ class TorchMlaStep:
 class _Outputs:
     """Collects the tiles of a group, over its pieces: [b, Q, H, Y]."""
 
-    def __init__(self, group: Group, q_bQHK: Tensor, width: int) -> None:
+    def __init__(self, group: QueryGroup, q_bQHK: Tensor, width: int) -> None:
         self.merging = len(group.pieces) > 1
         self.single = not self.merging and len(group.pieces[0].tiles) == 1
         self.dtype = q_bQHK.dtype
@@ -210,7 +212,7 @@ class _Outputs:
         elif not self.single:
             self.out = q_bQHK.new_empty(shape)
 
-    def put(self, tile: Tile, out_bqHY: Tensor, lse_bqH: Tensor | None) -> None:
+    def put(self, tile: KeyTile, out_bqHY: Tensor, lse_bqH: Tensor | None) -> None:
         """lse is given exactly if merging."""
         if lse_bqH is not None:
             merge(self.out[:, tile.first : tile.last], self.lse[:, tile.first : tile.last], out_bqHY, lse_bqH)
@@ -223,14 +225,14 @@ class _Outputs:
         return self.out.to(self.dtype)
 
 
-def _rows(side: Side, x_T: Tensor) -> Tensor:
+def _rows(side: PlanSide, x_T: Tensor) -> Tensor:
     """The padded rows of a side, [U, ...]."""
     if side.rows is None:
         return x_T[side.first_token : side.first_token + side.num_rows]
     return x_T.index_select(0, side.rows)
 
 
-def _softmax(scores: Tensor, tile: Tile, heads_axis: int, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _softmax(scores: Tensor, tile: KeyTile, heads_axis: int, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Softmax over the last dimension and, if wanted, the log of the sum of exponentials (float32).
 
     scores: [b, q, H, S] or, with heads_axis 1, [b, H, q, S]; used up. Hidden scores are overwritten, not added to: what

@@ -5,11 +5,11 @@ Legend: E logical experts, F expert width, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ep.experts import Experts, ScaledMatrix, WeightFormat
 from layers.linear import Linear, MergedLinear
-from layers.mlp import GatedMLP
+from layers.mlp import GatedMLP, WeightedMLP
 from layers.norm import RMSNorm
 from layers.weights import BLOCK, Key, StoredWeight
 from models.base import ExpertSource, WeightSource
@@ -38,7 +38,26 @@ def read_mlp(source: WeightSource, prefix: str, mlp: GatedMLP) -> None:
     read_linear(source, f"{prefix}down_proj", mlp.down)
 
 
-def read_ends(source: WeightSource, embedding_VD: Tensor, norm: RMSNorm, head_VD: Tensor, tied: bool) -> None:
+def read_shared(source: WeightSource, prefix: str, shared: nn.Module | None) -> None:
+    """`prefix`shared_experts, and the gate of one that has a weight."""
+    if shared is None:
+        return
+    assert isinstance(shared, GatedMLP)
+    read_mlp(source, f"{prefix}shared_experts.", shared)
+    if isinstance(shared, WeightedMLP):
+        source.read(f"{prefix}shared_expert_gate.weight", shared.gate)
+
+
+def skip_mtp(source: WeightSource, num_layers: int, num_mtp_layers: int) -> None:
+    """The layers that predict further tokens come after the last one, under names of their own."""
+    extra = tuple(f"model.layers.{num_layers + i}." for i in range(num_mtp_layers))
+    for name in [name for name in source.names() if name.startswith(extra)]:
+        source.skip(name)
+
+
+def read_embedding_norm_head(
+    source: WeightSource, embedding_VD: Tensor, norm: RMSNorm, head_VD: Tensor, tied: bool
+) -> None:
     """Embedding, last norm and head. A tied head has no key of its own, or one that repeats the embedding."""
     source.read("model.embed_tokens.weight", embedding_VD)
     source.read("model.norm.weight", norm.weight)

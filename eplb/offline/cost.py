@@ -45,9 +45,8 @@ class Constants:
     normal_us: float = 60.0
     overlap_decode: float = 0.85  # part of the shorter of compute and links that two micro-batches hide
     overlap_prefill: float = 0.60  # less: its all-to-all kernels take SMs from the arithmetic
-    passes_per_token: float = (
-        24.0  # hidden vectors of 2 bytes that norms, gate, quantisation and residuals move per token
-    )
+    # hidden vectors of 2 bytes that norms, gate, quantisation and residuals move per token
+    passes_per_token: float = 24.0
     passes_per_row: float = 5.0  # and permute, activation, quantisation per routed row
     gap_us: float = 90.0  # launches and gaps of one layer and micro-batch
     decode_tile: int = 32  # rows to which an expert's batch is padded
@@ -113,12 +112,10 @@ ASSUMPTIONS = (
     "requests are not modelled",
     "each part is max(FLOP / reached TFLOP/s, bytes / reached GB/s); reached = peak of the data sheet x a constant",
     "projections and experts run in the experts' type, attention and cache in bfloat16",
-    "an expert's rows are padded to tiles of 32 (decode) or 128 (prefill); weights of an expert with "
-    "a token are read once per "
-    "micro-batch",
-    "decode sends every (token, expert) pair to its rank (FP8 out, bfloat16 back); prefill sends a "
-    "token once per NVLink domain, "
-    "then within it once per rank",
+    "an expert's rows are padded to tiles of 32 (decode) or 128 (prefill); weights of an expert with a token are "
+    "read once per micro-batch",
+    "decode sends every (token, expert) pair to its rank (FP8 out, bfloat16 back); prefill sends a token once per "
+    "NVLink domain, then within it once per rank",
     "links slow down with the busiest receiver; with two micro-batches 85 % of the shorter of "
     "compute and links is hidden",
 )
@@ -136,7 +133,7 @@ def expert_ms(
     padded = np.maximum(active * tile, slot_rows + active * tile / 2)
     math_s = padded.sum(-1) * 2 * shape.expert_params / (gpu.tflops(shape.expert_dtype) * 1e12 * gpu.reach)
     # Per row: the input in FP8, gate and up out and back in bfloat16, their product in FP8, the output in bfloat16.
-    row_bytes = 3 * shape.hidden + 5 * shape.expert_width
+    row_bytes = 3 * shape.hidden + 5 * shape.moe_intermediate_size
     moved = active.sum(-1) * shape.expert_bytes + slot_rows.sum(-1) * row_bytes
     passes = slot_rows.sum(-1) * constants.passes_per_row * 2 * shape.hidden
     bandwidth = gpu.hbm_gbps * 1e9 * constants.hbm
@@ -151,10 +148,12 @@ def attention_ms(cluster: Cluster, shape: ModelShape, work: Workload, constants:
     projections = _dense_ms(shape.attention_params, tokens, work.micro_batches, cluster, shape, constants)
     layer_kv = shape.kv_bytes_per_token / shape.num_layers / (2 if work.fp8_cache else 1)
     if work.phase == "prefill":
-        width = shape.nope_dim + shape.rope_dim + shape.v_dim if shape.is_mla else 2 * shape.head_dim
+        width = (
+            shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim if shape.is_mla else 2 * shape.head_dim
+        )
         flops = tokens * work.context / 2 * shape.num_heads * width * 2
         return projections + flops / (peak * constants.attention_prefill)
-    width = 2 * shape.kv_lora_rank + shape.rope_dim if shape.is_mla else 2 * shape.head_dim
+    width = 2 * shape.kv_lora_rank + shape.qk_rope_head_dim if shape.is_mla else 2 * shape.head_dim
     flops = tokens * work.context * shape.num_heads * width * 2
     math_ms = flops / (peak * constants.attention_decode)
     return projections + max(math_ms, tokens * work.context * layer_kv / (gpu.hbm_gbps * 1e6 * constants.hbm))
@@ -244,7 +243,7 @@ def step_cost(
     overlap = constants.overlap_decode if work.phase == "decode" else constants.overlap_prefill
     overlap = overlap if halves == 2 else 0.0
     hidden_L = np.minimum(compute_L, links_L) * overlap
-    dense = _dense_ms(3 * shape.hidden * shape.dense_width, work.tokens_per_gpu, 1, cluster, shape, constants)
+    dense = _dense_ms(3 * shape.hidden * shape.intermediate_size, work.tokens_per_gpu, 1, cluster, shape, constants)
     head = _head_ms(cluster, shape, work, constants)
     fixed = constants.step_ms + head + shape.num_dense_layers * (attention + dense + gaps)
     scale = shape.num_moe_layers

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rank_parts import Job, make_plan
+from hypothesis import strategies as st
+from rank_parts import Job, drive, make_plan
 
 from dbo.steps import Steps
 from engine.build import build_rank
@@ -58,6 +59,11 @@ class Bell:
         heard = generation in rings
         rings.clear()
         return heard
+
+
+def undisturbed(path: Path, jobs: Sequence[Job]) -> dict[int, list[int]]:
+    """Every job's tokens on one rank."""
+    return {index: got.tokens for index, got in enumerate(drive([build_rank(make_plan(path))], jobs))}
 
 
 class Survivors:
@@ -114,6 +120,20 @@ class Survivors:
         for rank in self.ranks:
             tell(rank)
 
+    def news(self, data: st.DataObject) -> None:
+        """Of who is left; some ranks hear of it a few rounds later."""
+        tell = self.change()
+        late = data.draw(st.sets(st.sampled_from(sorted(self.ranks))), "late")
+        for rank in sorted(self.ranks.keys() - late):
+            tell(rank)
+        self.rounds(data.draw(st.integers(0, 2), "rounds until then"))
+        for rank in late:
+            tell(rank)
+
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            self.round()
+
     def replay(self) -> None:
         for request_id, rank in self.owner.items():
             if rank not in self.ranks and request_id not in self.finished:
@@ -157,7 +177,7 @@ class Survivors:
     def finish(self, bound: int = 400) -> None:
         """Until every request has ended and all ranks sleep."""
         while len(self.finished) < len(self.requests) or not all(
-            rank.asleep and not rank.has_work for rank in self.ranks.values()
+            rank.idle and not rank.has_work for rank in self.ranks.values()
         ):
             self.round()
             bound -= 1

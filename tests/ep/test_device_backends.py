@@ -38,7 +38,7 @@ fakes = pytest.mark.fakes
 def test_what_all_of_them_can_serve(name: str) -> None:
     assert refusal(name, SERVED) == "" and missing(name, SERVED) == ""
     assert "no CUDA device" in refusal(name, replace(SERVED, device="cpu"))
-    assert "nobody to exchange with" in refusal(name, replace(SERVED, ranks=1))
+    assert "no other to exchange with" in refusal(name, replace(SERVED, ranks=1))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,10 @@ def test_the_ranks_as_a_communicator(tmp_path: Path) -> None:
         assert (comm.Get_rank(), comm.Get_size()) == (rank, 3)
         comm.barrier()
         assert comm.Split(0, rank).bcast({"root": rank}, 1) == {"root": 1}
+        value = (None, 1.5, -(1 << 40), "text", [bytearray(b"handle"), (True, b"")])
+        assert repr(comm.allgather(value)) == repr([value] * 3)
+        with pytest.raises(TypeError):
+            comm.allgather(object())
         return comm.allgather([bytes([rank]) * 3000 * rank, rank])
 
     groups = team(tmp_path, 3)
@@ -319,7 +323,7 @@ def test_waits_for_devices_end() -> None:
     with pytest.raises(PeerLost, match=r"nothing came for 0\.05 s") as late:
         await_true(never, 0.05, never, never, lambda: (1,))
     assert late.value.ranks == (1,)
-    with pytest.raises(PeerLost, match="somebody left"):
+    with pytest.raises(PeerLost, match="a rank left"):
         await_true(never, 60.0, never, lambda: True, lambda: (2,))
     with pytest.raises(PeerLost, match="left during an exchange"):
         await_true(never, 60.0, lambda: True, never, lambda: ())

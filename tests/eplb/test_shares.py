@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.balance import balancedness, checked_load, placement_balance, rank_load, step_balance
+from eplb.balance import balancedness, checked_load, placement_balance, rank_load
 from eplb.bounds import balance_bound, lower_bound
 from eplb.placement import linear_placement
 from eplb.reference import min_max_loads
-from eplb.shares import _reweight_plain, reweight
+from eplb.shares import reweight
 
 
 @settings(max_examples=150, deadline=None)
@@ -25,9 +25,8 @@ def test_exact(seed: int, sharp: float) -> None:
     load = rng.lognormal(0, sharp, (1, num_experts))
     hosts = [frozenset(np.flatnonzero((ids[0] == e).any(1)).tolist()) for e in range(num_experts)]
     best = min_max_loads(hosts, load[0].tolist(), frozenset(range(num_ranks)))
-    for share in (reweight(ids, load), _reweight_plain(ids, load, np.ones(num_ranks, dtype=bool))):
-        found = rank_load(ids, share, load)[0]
-        np.testing.assert_allclose(found, [best[rank] for rank in range(num_ranks)], atol=2e-6 * load.sum())
+    found = rank_load(ids, reweight(ids, load), load)[0]
+    np.testing.assert_allclose(found, [best[rank] for rank in range(num_ranks)], atol=2e-6 * load.sum())
 
 
 def test_the_published_example_reaches_its_mean() -> None:
@@ -98,10 +97,6 @@ def test_balances() -> None:
     placement = linear_placement(2, 4, 2)
     load = np.array([[1.0, 1, 1, 1], [0, 0, 0, 0]])
     assert placement_balance(placement, load).tolist() == [1, 1]
-    counts = np.array([[[2, 0, 0, 0], [1, 0, 1, 0]], [[0, 0, 2, 0], [1, 0, 1, 0]]])
-    assert step_balance(placement, counts).tolist() == [0.5, 1]
     assert balancedness(np.array([[3.0, 1, 0]]), [True, True, False]).tolist() == [2 / 3]
-    with pytest.raises(ValueError, match=r"\[steps, layers, experts\]"):
-        step_balance(placement, load)
     with pytest.raises(ValueError, match="load has 4 experts; the placement has 5"):
         checked_load(load, 5)

@@ -75,7 +75,7 @@ class House(list[Any]):
         self.meetings: dict[int, Meeting] = {}
         self.disk = Disk(world, delays)
         self.watch: Callable[[str, int], None] = lambda what, rank: None  # told of what happens to a rank
-        self.on_fence: Callable[[RankProcess], None] = lambda process: None  # told before the keeper kills it
+        self.on_fence: Callable[[RankProcess], None] = lambda process: None  # told before the monitor kills it
         self.slow_until = [0.0] * plan.data_parallel_size
         self.rings: list[list[int]] = [[] for _ in self]  # that nobody was there for
         self.next_pid = 1000
@@ -170,7 +170,7 @@ class RankProcess:
         self._end(-signal.SIGKILL)
 
     def _fenced(self) -> None:
-        """The keeper kills it."""
+        """The monitor kills it."""
         if self.alive:
             self.house.on_fence(self)
         self.kill()
@@ -197,7 +197,7 @@ class RankProcess:
         """Other ranks wait for it now, or will in a moment."""
         team = self.team
         alone = team is None or not team.working or len(team.living) < 2
-        return not alone and self.rank is not None and not self.rank.asleep
+        return not alone and self.rank is not None and not self.rank.idle
 
     def cut(self) -> None:
         """What it sends in exchanges of this epoch reaches none of the others."""
@@ -400,9 +400,9 @@ class RankProcess:
             self.send(joined)
         for news in rank.take_news():
             self.send(news)
-        if outputs or rank.asleep != self._was_asleep:
+        if outputs or rank.idle != self._was_asleep:
             self.send(Outputs(self.rank_id, list(outputs), rank.stats, self.world.now))
-        self._was_asleep = rank.asleep
+        self._was_asleep = rank.idle
         for news in rank.take_news():
             self.send(news)
         if rank.done:

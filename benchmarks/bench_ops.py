@@ -5,7 +5,8 @@ speed at which products were made, both probed in the same run (benchmarks/op_cl
 so that they come from memory, as in a model.
 
 Columns: ms (fastest call), limit_ms, pct_of_limit, bound (what the limit is made of), gb_s, gflop_s, torch_ms (the reference path),
-ratio (torch_ms / ms).
+ratio (torch_ms / ms); with --isas the ms of lesser instruction sets. Products are probed on the widest units that rows of that kind
+have: matrix tiles, where there are any.
 With --threads 1 a call's time is that of its thread, so others on the machine disturb it less. Another operation: add a function
 that returns a list of Op to BUILDERS.
 """
@@ -29,6 +30,7 @@ from prompt_ops import prompt_ops, sampling_ops
 from moe_kernels import TokenBatch, WeightFormat
 from moe_kernels.packed import PackedExperts
 from moe_kernels.weights import PlainExperts
+from native import Isa, best_isa, isa
 
 LAYERS = 2  # taken in turn
 CHOICES = 16  # different routings, taken in turn
@@ -82,8 +84,8 @@ BUILDERS: dict[str, Callable[[Sequence[int]], list[Op]]] = {
 }
 
 
-def row(op: Op, machine: Machine, seconds: float) -> dict[str, Any]:
-    timed = measure(op, machine, seconds)
+def row(op: Op, machine: Machine, seconds: float, levels: Sequence[Isa]) -> dict[str, Any]:
+    timed = measure(op, machine, seconds, levels)
     limit, bound = machine.limit(op)
     return {
         "op": op.name,
@@ -99,6 +101,8 @@ def row(op: Op, machine: Machine, seconds: float) -> dict[str, Any]:
         "ratio": None if timed.reference_seconds is None else round(timed.reference_seconds / timed.seconds, 2),
         "read_gb_s": round(machine.read / 1e9, 1),
         "peak_gflop_s": round(machine.products[op.pairs] / 1e9),
+        "isa": isa().name.lower(),
+        "isa_ms": {level.name.lower(): round(took * 1e3, 4) for level, took in timed.isa_seconds.items()},
     }
 
 
@@ -109,12 +113,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only this group of operations, or those whose name contains this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each operation")
     parser.add_argument("--no-torch", action="store_true", help="do not run the torch path")
+    parser.add_argument(
+        "--isas",
+        nargs="+",
+        default=[],
+        choices=[level.name.lower() for level in Isa if Isa.NONE < level < best_isa()],
+        help="these lesser instruction sets too, in turns",
+    )
     parser.add_argument("--json", action="store_true", help="nothing but one JSON line per row")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the rows of gpu_ops.py")
     options = parser.parse_args()
     if options.device == "cuda":
         script = Path(__file__).with_name("gpu_ops.py")
         os.execv(sys.executable, [sys.executable, str(script), "--only", options.only, *["--json"] * options.json])
+    levels = [Isa[name.upper()] for name in options.isas]
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
     be_preferred()
@@ -128,13 +140,14 @@ def main() -> None:
         for op in build(options.tokens):
             if group is None and options.only not in op.name:
                 continue
-            got = row(replace(op, reference=None) if options.no_torch else op, machine, options.seconds)
+            got = row(replace(op, reference=None) if options.no_torch else op, machine, options.seconds, levels)
             if options.json:
                 print(json.dumps(got), flush=True)
                 continue
             print(
                 f"{got['op']:16} {got['shape']:34} {got['ms']:8.3f} {got['pct_of_limit']:8.1f} {got['bound']:9} {got['gb_s']:6.1f} "
-                f"{got['gflop_s']:8.1f} {got['torch_ms'] or '':>9} {got['ratio'] or '':>6}",
+                f"{got['gflop_s']:8.1f} {got['torch_ms'] or '':>9} {got['ratio'] or '':>6}"
+                + "".join(f" {name} {ms:.3f}" for name, ms in got["isa_ms"].items()),
                 flush=True,
             )
     if not options.json:

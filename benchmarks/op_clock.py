@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from native import function, library
+from native import Isa, function, isa, library, limit_isa
 
 Run = Callable[[int], object]  # number of the call: so that each call can take other data
 
@@ -76,20 +76,36 @@ class Machine:
 
 @dataclass(frozen=True)
 class Timed:
+    """isa_seconds: of the lesser instruction sets that were asked for."""
+
     seconds: float
     reference_seconds: float | None
+    isa_seconds: dict[Isa, float]
 
 
-def measure(op: Op, machine: Machine, seconds: float) -> Timed:
-    """The fastest call of each, taken in turns with the probes."""
+def _with(level: Isa, run: Run) -> Run:
+    def limited(call: int) -> object:
+        before = isa()
+        limit_isa(level)
+        result = run(call)
+        limit_isa(before)
+        return result
+
+    return limited
+
+
+def measure(op: Op, machine: Machine, seconds: float, levels: Sequence[Isa] = ()) -> Timed:
+    """The fastest call of each, taken in turns with the probes; with lesser instruction sets too."""
     best: dict[str, float] = {}
     runs = {"ours": op.run} | ({"reference": op.reference} if op.reference else {})
+    runs |= {level.name: _with(level, op.run) for level in levels}
     counts = dict.fromkeys(runs, 0)
     stop = time.perf_counter() + seconds
     rounds = 0
     while rounds < 2 or time.perf_counter() < stop:
         machine.probe()
-        for name, run in runs.items():
+        first = rounds % len(runs)  # what comes right after the probes finds least in the caches
+        for name, run in [*runs.items()][first:] + [*runs.items()][:first]:
             until = time.perf_counter() + _BLOCK_SECONDS
             for _ in range(2 if rounds == 0 else 1_000_000):  # the first calls warm up
                 began = machine.clock()
@@ -101,7 +117,7 @@ def measure(op: Op, machine: Machine, seconds: float) -> Timed:
                 if time.perf_counter() > until:
                     break
         rounds += 1
-    return Timed(best["ours"], best.get("reference"))
+    return Timed(best["ours"], best.get("reference"), {level: best[level.name] for level in levels})
 
 
 def be_preferred() -> None:

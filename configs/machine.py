@@ -31,6 +31,15 @@ class Machine:
     exchange: Exchange | None = None  # between them
     device_reason: str = "a GPU has not been looked for"
 
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Field of a Plan -> why, of those that the machine alone decides."""
+        return {
+            "device": self.device_reason,
+            "native_kernels": self.native_reason,
+            "native_choice": self.choice_reason,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class ModelNumbers:

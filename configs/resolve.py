@@ -35,12 +35,10 @@ QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as 
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool = False) -> Plan:
     """ValueError names field and limit when a wish cannot be met. alone: in the caller's process, without a front."""
     _check(config, model, machine.gpu)
-    why, ranks = dict[str, str](), config.data_parallel_size
+    why, ranks = machine.reasons, config.data_parallel_size
     dtype = _dtype(config, model, machine, why)
     model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
-    why["native_kernels"], why["native_choice"] = machine.native_reason, machine.choice_reason
-    why["device"] = machine.device_reason
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     slots = _slots(config, model, machine, dtype, why)

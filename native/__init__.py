@@ -6,7 +6,8 @@ How to add a kernel
     link against torch. Nothing is allocated per call but from `scratch` (src/scratch.h), which keeps its memory.
  2. One file per instruction set, NAME_avx2.cpp and so on, each with `#pragma GCC target(...)` before its includes (see
     src/experts_*.cpp); shared text goes into a header that all include inside an anonymous namespace. NAME.cpp chooses
-    by native_isa() at every call. In those files use no templates of the C++ standard library (src/native.h says why).
+    by vector_isa() at every call, and takes matrix tiles (src/tiles.h) where has_tiles(). In those files use no
+    templates of the C++ standard library (src/native.h says why).
  3. Add the sources to `ext-modules` in pyproject.toml. `make native` builds in place; pip install builds too.
  4. Call it from the room that owns the arithmetic, through `function(name, *argument types)`, declared
     once at the top of a file (see moe_kernels/packed.py). Where `isa()` is NONE the torch path runs; a test compares

@@ -4,6 +4,10 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+namespace {
+#include "tiles.h"
+}
+
 #define TARGET(what) __attribute__((target(what)))
 
 TARGET("avx2") static int64_t read_part(const char *start, const char *end) {
@@ -30,6 +34,21 @@ TARGET("avx512f,avx512bf16") static float products_bf16(int64_t rounds) {
   }
   for (int i = 1; i < SUMS; i++) sum[0] += sum[i];
   return _mm512_cvtss_f32(sum[0]);
+}
+
+enum { TILE_PRODUCTS = 4, TILE_OPERATIONS = 2 * 16 * 16 * 32 };
+
+static float products_tiles(int64_t rounds) {
+  TileShapes shapes = {};
+  shapes.palette = 1;
+  for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64, shapes.rows[i] = 16;
+  tile_shapes(shapes);
+  alignas(64) float sums[256];
+  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>(), tile_zero<4>(), tile_zero<5>(), tile_zero<6>(), tile_zero<7>();
+  for (int64_t r = 0; r < rounds; r++) tile_products<0, 4, 6>(), tile_products<1, 4, 7>(), tile_products<2, 5, 6>(), tile_products<3, 5, 7>();
+  tile_store<0>(sums, 64);
+  tile_release();
+  return sums[0];
 }
 
 TARGET("avx512f") static float products_avx512(int64_t rounds) {
@@ -75,11 +94,11 @@ NATIVE_API int64_t probe_products(int pairs, int64_t rounds, int threads) {
   int64_t each = 0;
 #if defined(__x86_64__)
   int isa = native_isa();
-  bool dot = pairs && isa >= ISA_AVX512_BF16;
-  each = rounds * SUMS * (dot ? 64 : isa >= ISA_AVX512 ? 32 : 16);
+  bool tiles = pairs && has_tiles(), dot = pairs && isa >= ISA_AVX512_BF16;
+  each = tiles ? rounds * TILE_PRODUCTS * TILE_OPERATIONS : rounds * SUMS * (dot ? 64 : isa >= ISA_AVX512 ? 32 : 16);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int i = 0; i < threads; i++) {
-    float got = dot ? products_bf16(rounds) : isa >= ISA_AVX512 ? products_avx512(rounds) : products_avx2(rounds);
+    float got = tiles ? products_tiles(rounds) : dot ? products_bf16(rounds) : isa >= ISA_AVX512 ? products_avx512(rounds) : products_avx2(rounds);
     kept = (int64_t)(got != 0);
   }
 #endif

@@ -1,0 +1,95 @@
+// Products of bands of rows and panels, with matrix tiles as plain loops (-DTILE_MODEL): what is read and in which order is tested on any
+// CPU, and the sanitizers see it. The memory is of just the size that experts.h says.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <vector>
+
+#include "experts.h"
+
+namespace {
+
+uint32_t state = 1;
+float number() {
+  state = state * 1664525 + 1013904223;
+  return (float)(state >> 8) / (1 << 23) - 1;
+}
+
+bf16 rounded(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+float widened(bf16 x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float y;
+  memcpy(&y, &bits, 4);
+  return y;
+}
+
+int failures = 0, cases = 0;
+
+struct Inputs {
+  int64_t rows, depth, stride;  // the last in numbers
+  std::vector<bf16> a, panel;
+  Inputs(int64_t rows, int64_t depth, int64_t gap) : rows(rows), depth(depth), stride((depth + TILE_K - 1) / TILE_K * TILE_K + gap) {
+    a.resize((rows - 1) * stride + stride - gap, 0x7fc0);  // NaN between the rows
+    for (int64_t m = 0; m < rows; m++)
+      for (int64_t k = 0; k < stride - gap; k++) a[m * stride + k] = k < depth ? rounded(number()) : 0;
+    for (int64_t i = 0; i < depth * PANEL; i++) panel.push_back(rounded(number()));
+  }
+  // The product of row m and column j, from k0 on.
+  double product(int64_t m, int64_t j) const {
+    double sum = 0;
+    for (int64_t k = 0; k < depth; k++) sum += (double)widened(a[m * stride + k]) * widened(panel[k / 2 * 2 * PANEL + 2 * j + k % 2]);
+    return sum;
+  }
+};
+
+void expect(const std::vector<float> &c, int64_t m, int64_t j, double wanted, const char *what) {
+  float got = c[m * PANEL + j];
+  if (fabs(got - wanted) <= 1e-4 * (1 + fabs(wanted))) return;
+  if (failures++ < 5) printf("%s: row %d column %d: %g instead of %g\n", what, (int)m, (int)j, got, wanted);
+}
+
+void test_plain(int64_t rows, int64_t depth, int64_t gap) {
+  Inputs in(rows, depth, gap);
+  std::vector<float> c(rows * PANEL, NAN);
+  Ahead ahead = {};
+  bands_amx->plain((const uint8_t *)in.a.data(), in.stride * 2, rows, (const uint8_t *)in.panel.data(), depth, &ahead, c.data());
+  bands_amx->release();
+  for (int64_t m = 0; m < rows; m++)
+    for (int64_t j = 0; j < PANEL; j++) expect(c, m, j, in.product(m, j), "plain");
+  cases++;
+}
+
+void test_scaled(int64_t rows, int64_t depth) {
+  Inputs in(rows, depth, 0);
+  std::vector<float> c(rows * PANEL, NAN);
+  std::vector<uint8_t> block(PANEL * 4 + depth * PANEL * 2);
+  std::vector<float> scale;
+  for (int j = 0; j < PANEL; j++) scale.push_back(number());
+  memcpy(block.data(), scale.data(), PANEL * 4);
+  memcpy(block.data() + PANEL * 4, in.panel.data(), depth * PANEL * 2);
+  for (int times = 1; times <= 2; times++) {
+    Ahead ahead = {};
+    bands_amx->scaled((const uint8_t *)in.a.data(), in.stride * 2, rows, block.data(), depth, times > 1, &ahead, c.data());
+    for (int64_t m = 0; m < rows; m++)
+      for (int64_t j = 0; j < PANEL; j++) expect(c, m, j, times * in.product(m, j) * scale[j], "scaled");
+  }
+  bands_amx->release();
+  cases++;
+}
+
+}  // namespace
+
+int main() {
+  for (int64_t rows : {1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 95, 96})
+    for (int64_t depth : {2, 30, 32, 34, 128, 510, 546, 1030}) {
+      test_plain(rows, depth, depth % 3 * 16);
+      if (depth <= K_BLOCK) test_scaled(rows, depth);
+    }
+  printf("%d cases, %d numbers wrong\n", cases, failures);
+  return failures != 0;
+}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -194,7 +195,7 @@ class Driver:
         return Captured(self, buffers, capture)
 
 
-NOT_SAMPLED: Any = None  # the graphs' steps end before anything is sampled
+NOT_SAMPLED: Any = SimpleNamespace(prompt_logprobs=None)  # these steps end before anything is sampled
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ drafts. No torch here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from front.messages import SamplingParams
+if TYPE_CHECKING:  # as in engine/schedule.py
+    from front.messages import SamplingParams
 
 
 class Drafter(Protocol):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache.manager import GONE
 from engine.prepared import PreparedStep
 from engine.schedule import NewRow, Schedule
 from engine.step_buffers import StepBuffers
@@ -223,3 +224,15 @@ def test_256_decodes_are_laid_out_fast() -> None:
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < 1e-3
     print(f"{min(seconds) * 1e6:.0f} us")
+
+
+def test_a_block_behind_a_window_is_zero_in_its_table() -> None:
+    """Of two token groups; the second has given its first block back before the row is stated anew."""
+    buffers = StepBuffers(LIMITS._replace(num_tables=2), torch.device("cpu"))
+    schedule = Schedule(0, new_rows=[new_row(1, list(range(10)))], new_blocks=[(1, [[5, 6, 7], [GONE, 3, 4]])])
+    schedule.rows, schedule.starts, schedule.counts, schedule.samples = [1], [8], [2], [True]
+    (step,) = buffers.fill(schedule).inputs
+    (windowed,) = step.more_tables
+    assert step.block_table_BN.tolist() == [[5, 6, 7]] and windowed.block_table_BN.tolist() == [[0, 3, 4]]
+    assert step.slots_T.tolist() == [7 * BLOCK, 7 * BLOCK + 1]
+    assert windowed.slots_T.tolist() == step.of_group(1).slots_T.tolist() == [4 * BLOCK, 4 * BLOCK + 1]

@@ -99,7 +99,9 @@ class Plan:
     exchange_timeout: float
     data_parallel_size_local: int = 0  # ranks on this machine; 0: all
     max_ranks: int = MAX_RANKS  # to which a running server may grow
-    rank_bytes: int = 0  # what the weights and the cache of one rank take
+    rank_bytes: int = 0  # what the weights and the cache of one rank take; those of a store are none of its own
+    weight_store: bool = False  # weights lie in memory that the supervisor holds, and the machine's ranks map
+    store_bytes: int = 0  # what they take there
     graph_bytes: int = 0  # kept free for its captured graphs
     eplb: EplbConfig | None = None  # how experts are balanced at run time; None: they are not
     dbo: DboPlan | None = None  # whether and when steps are split; None: never

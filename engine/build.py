@@ -25,7 +25,7 @@ from engine.graphs import MANY, Captured, GraphLibrary, Graphs, GraphSizes
 from engine.overlap.measure import Measure
 from engine.overlap.policy import Overlap
 from engine.rank import Rank
-from engine.reading import reader
+from engine.reading import Unread, reader
 from engine.rebalance.follower import Balance
 from engine.rebalance.start import start_placement
 from engine.runner import Runner
@@ -52,6 +52,7 @@ from models.facts import ModelFacts
 from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
 from native import Isa, isa, limit_isa
+from store.memory import Store
 
 # Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more
 # than the weights take.
@@ -69,20 +70,22 @@ def build_rank(
     bell: Doorbell | None = None,
     progress: Callable[[int, int], None] | None = None,
     join: bool = False,
+    store: Store | None = None,
 ) -> Rank:
     """Read the config, build and load the model, allocate the cache; the ranks of epoch 0 begin to meet before they
     load.
 
     meet: opens the groups of an epoch; None: there are no others. progress(bytes_done, bytes_total). join: the others
-    are at work already, so a Membership is waited for instead of epoch 0. Raises ValueError, one line, for a checkpoint
-    or a plan that cannot run.
+    are at work already, so a Membership is waited for instead of epoch 0. store: where all ranks have their weights.
+    Raises ValueError, one line, for a checkpoint or a plan that cannot run.
     """
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
     limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
     device = open_device(plan.device, rank, plan.ranks_per_machine)
     check_room(device, plan.rank_bytes, plan.graph_bytes)
-    if plan.checkpoint:
+    mapped = store is not None and store.complete
+    if plan.checkpoint and not mapped:
         check(plan.model_path, plan.checkpoint)
     facts = read_config(plan.model_path, plan.hf_overrides)
     size = plan.data_parallel_size
@@ -92,15 +95,14 @@ def build_rank(
     model = build(facts, parallel, DTYPES[plan.dtype], device, *kernels)
     model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
     model.keep_linears(WeightFormat(plan.linear_format))
-    exchange = StepState()
-    flights = Flights()
+    exchange, flights = StepState(), Flights()
     lanes = partial(_lanes, plan, exchange, flights)
-    checkpoint = Checkpoint(plan.model_path, progress, plan.checkpoint)
+    checkpoint = Unread() if mapped else Checkpoint(plan.model_path, progress, plan.checkpoint)
     read = reader(model, checkpoint)
     team = Team(rank, size, placement, model, _fingerprint(plan, facts), meet or _nobody, lanes, read)
     if not join:
         team.begin(0, (True,) * size)
-    model.load(checkpoint)
+    model.load(checkpoint, store)
     checkpoint.finish()
     scheduler = _scheduler(plan, model.cache_spec())
     ready = _ready(plan, rank, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read)
@@ -117,7 +119,7 @@ def build_rank(
         balance=_balance(plan, team, model, device),
         timeline=timeline,
         overlap=_overlap(plan, model, flights, exchange, runner, device),
-        preparation=kv.prefault(min(checkpoint.bytes_read, PREPARED_BYTES)),
+        preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
         practice_tokens=PRACTICE_TOKENS if device.type == "cpu" else plan.max_num_batched_tokens,
     )
 

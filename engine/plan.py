@@ -32,6 +32,8 @@ from models.facts import ModelFacts
 from models.registry import read_config
 from models.tiny import CHECKPOINT
 from native import Isa, best_isa, why_absent
+from native.library import library_path
+from store.key import weights_key
 
 EMBEDDED_NAME = "moesaic-tiny"
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
@@ -64,6 +66,13 @@ def make_plan(
         )
     plan = replace(resolve(config, numbers, machine, alone), checkpoint=files)
     return with_memory(plan, read_env().cache_root)
+
+
+def store_key(plan: Plan) -> str:
+    """Of the weights as the ranks of a plan keep them (store/key.py)."""
+    names = ("architecture", "dtype", "expert_format", "linear_format", "moe_backend", "native_kernels", "num_experts")
+    choices: dict[str, object] = {name: getattr(plan, name) for name in names}
+    return weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
 
 
 def machine_for(

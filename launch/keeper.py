@@ -18,9 +18,11 @@ from configs.engine import Plan
 from configs.env import child_environment
 from engine.process.console import say
 from engine.process.heartbeat import last_beat
+from engine.process.places import STORE
 from front.messages import EXIT_WEIGHTS, RankLost
 from launch.processes import Child, Children, RuntimeDir
 from launch.signs import WINDOW_SECONDS, Look, Window, signs_of
+from store.memory import make_store
 
 HANG_SECONDS = 2.0  # a heartbeat that is older means a hung rank, unless its process is at work ...
 SUSPECT_SECONDS = 1.0  # ... which is asked from this age on (launch/signs.py)
@@ -98,6 +100,8 @@ class RankKeeper:
         self._runtime = runtime
         self._plan = plan
         self._plan_path = runtime.write("plan.json", plan)
+        if plan.weight_store:
+            runtime.keep(STORE, make_store(STORE))
         self._environment = child_environment(plan.threads_per_rank, plan.spin_threads, plan.device == "cuda")
         self._startup_timeout = startup_timeout
         self._module = module

@@ -15,7 +15,7 @@ from layers.norm import RMSNorm
 from models.base import WeightSource
 from models.deepseek.attention import Attention
 from models.deepseek.config import DeepseekConfig
-from models.loading import read_experts, read_linear, read_merged, read_mlp
+from models.loading import read_linear, read_merged, read_mlp
 
 
 def load_norms(source: WeightSource, prefix: str, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
@@ -69,8 +69,8 @@ def split_pairs(rows_HPA: Tensor) -> None:
     rows_HPA.copy_(torch.cat([rows_HPA[:, 0:num_rows:2], rows_HPA[:, 1:num_rows:2]], dim=1))
 
 
-def load_moe(source: WeightSource, prefix: str, moe: MoE, hosted: tuple[int, ...], num_experts: int) -> None:
-    """hosted: the expert in each slot of this rank, -1 unused (its weights become zero). Other experts are skipped."""
+def load_moe(source: WeightSource, prefix: str, moe: MoE) -> None:
+    """Its router and its shared expert."""
     prefix = f"{prefix}mlp."
     router = moe.router
     assert isinstance(router.weight, Tensor)
@@ -80,7 +80,6 @@ def load_moe(source: WeightSource, prefix: str, moe: MoE, hosted: tuple[int, ...
     if moe.shared is not None:
         assert isinstance(moe.shared, GatedMLP)
         read_mlp(source, f"{prefix}shared_experts.", moe.shared)
-    read_experts(source, f"{prefix}experts.", moe.experts, hosted, num_experts)
 
 
 def skip_mtp(source: WeightSource, config: DeepseekConfig) -> None:

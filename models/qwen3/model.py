@@ -19,7 +19,7 @@ from layers.step import StepInput
 from models.base import WeightSource
 from models.decoder import Decoder, LayerContext
 from models.graph_breaks import GraphBreaks, Operation
-from models.loading import read_experts, read_mlp
+from models.loading import read_mlp
 from models.qwen3 import weights
 from models.qwen3.config import Qwen3Config
 
@@ -70,31 +70,20 @@ class Qwen3ForCausalLM(Decoder[Attention]):
         plan = AttentionPlan(step, self.heads, self.dtype)
         return lambda q_THD, k_cache, v_cache, scale: paged_attention(q_THD, k_cache, v_cache, plan, scale)
 
-    def load(self, source: WeightSource) -> None:
-        """Fill every parameter; of the experts only those that this rank hosts are read."""
-        self.load_ends(source)
-        moe_layer = 0
-        for index, layer in enumerate(self.decoders):
-            prefix = f"model.layers.{index}."
-            source.read(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
-            source.read(f"{prefix}post_attention_layernorm.weight", layer.post_norm.weight)
-            attention = layer.mixer
-            weights.read_attention(
-                source, f"{prefix}self_attn.", attention.qkv, attention.out, attention.qk_norm, attention.num_heads
-            )
-            if isinstance(layer.mlp, GatedMLP):
-                read_mlp(source, f"{prefix}mlp.", layer.mlp)
-                self.settle(layer)
-                continue
-            placement = self.parallel.placement
-            assert placement is not None
-            router = layer.mlp.router
-            assert isinstance(router, SoftmaxRouter)
-            source.read(f"{prefix}mlp.gate.weight", router.weight)
-            hosted = placement.experts_of(moe_layer, self.parallel.rank)
-            read_experts(source, f"{prefix}mlp.experts.", layer.mlp.experts, hosted, self.config.num_experts)
-            self.settle(layer)
-            moe_layer += 1
+    def read_layer(self, index: int, source: WeightSource) -> None:
+        layer, prefix = self.decoders[index], f"model.layers.{index}."
+        source.read(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
+        source.read(f"{prefix}post_attention_layernorm.weight", layer.post_norm.weight)
+        attention = layer.mixer
+        weights.read_attention(
+            source, f"{prefix}self_attn.", attention.qkv, attention.out, attention.qk_norm, attention.num_heads
+        )
+        if isinstance(layer.mlp, GatedMLP):
+            read_mlp(source, f"{prefix}mlp.", layer.mlp)
+            return
+        router = layer.mlp.router
+        assert isinstance(router, SoftmaxRouter)
+        source.read(f"{prefix}mlp.gate.weight", router.weight)
 
 
 def _mlps(config: Qwen3Config, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[GatedMLP | MoE]:

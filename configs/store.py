@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from configs.engine import EngineConfig, Plan
 from configs.machine import Machine, ModelNumbers
+
+CACHED_BYTES = 512 << 20  # weights that take less are not kept on disk unless that is asked for
+OFF = "off"
 
 
 def plan_store(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool, why: dict[str, str]) -> bool:
@@ -23,6 +27,22 @@ def plan_store(config: EngineConfig, model: ModelNumbers, machine: Machine, alon
         why["rank_bytes"] = "its cache; its weights are the store's"
         return True
     return False
+
+
+def with_cache(plan: Plan, asked: str | None, folder: Path) -> Plan:
+    """The plan with the directory for packed weights; `folder` unless another one or none was asked for."""
+    cache, reason = "", "as asked"
+    if not plan.weight_store:
+        reason = "there is no store of weights to keep"
+        if asked not in (None, OFF):
+            raise ValueError(f"weight_cache {asked!r}: {reason}: {plan.reasons['weight_store']}")
+    elif asked is None and plan.store_bytes < CACHED_BYTES:
+        reason = f"weights of less than {CACHED_BYTES >> 20} MiB are packed in a moment"
+    elif asked is None:
+        cache, reason = str(folder), "packed weights are mapped at the next start"
+    elif asked != OFF:
+        cache = str(Path(asked).absolute())
+    return replace(plan, weight_cache=cache, reasons={**plan.reasons, "weight_cache": reason})
 
 
 def with_bytes(plan: Plan, store: bool, weights: int, cache: int) -> Plan:

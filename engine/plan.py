@@ -15,6 +15,7 @@ from configs.gpu import Exchange, Gpu, chosen_device, find_gpus, find_rdma
 from configs.hosts import Hosts, as_one
 from configs.machine import Machine, ModelNumbers, this_machine
 from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
+from configs.store import with_cache
 from engine.overlap.memory import with_memory
 from ep.requirements import (
     DEVICE_NAMES,
@@ -58,6 +59,7 @@ def make_plan(
         plan = resolve(config, numbers, as_one(machine, hosts))
         why = {"all2all_backend": "ranks of several machines", "data_parallel_size_local": "as asked"}
         reasons = {**plan.reasons, **why}
+        plan = _with_weights(plan, config)
         plan = replace(plan, data_parallel_size_local=hosts.local, checkpoint=files, reasons=reasons)
         return with_memory(plan, read_env().cache_root)
     if machine.gpu is not None and config.data_parallel_size > machine.gpu.count:
@@ -65,14 +67,18 @@ def make_plan(
             f"data_parallel_size {config.data_parallel_size} exceeds the {machine.gpu.count} GPU(s) of this machine"
         )
     plan = replace(resolve(config, numbers, machine, alone), checkpoint=files)
-    return with_memory(plan, read_env().cache_root)
+    return with_memory(_with_weights(plan, config), read_env().cache_root)
 
 
-def store_key(plan: Plan) -> str:
-    """Of the weights as the ranks of a plan keep them (store/key.py)."""
+def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
+    """The plan with where packed weights are kept on disk, and their key (store/key.py)."""
+    plan = with_cache(plan, config.weight_cache, read_env().cache_root / "weights")
+    if not plan.weight_store:
+        return plan
     names = ("architecture", "dtype", "expert_format", "linear_format", "moe_backend", "native_kernels", "num_experts")
     choices: dict[str, object] = {name: getattr(plan, name) for name in names}
-    return weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
+    key = weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
+    return replace(plan, weight_key=key)
 
 
 def machine_for(

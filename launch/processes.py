@@ -71,7 +71,7 @@ class RuntimeDir:
         return _path_of(self._files[name])
 
     def keep(self, name: str, file: int) -> None:
-        """A descriptor of this process that the others find under a name; closed with the rest."""
+        """A descriptor of this process that the others find under this name; closed with the rest."""
         self._files[name] = file
 
     def clear(self, name: str) -> None:

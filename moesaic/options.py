@@ -91,7 +91,15 @@ OPTIONS = [
         help="How rows travel to their experts; fp8: in half the bytes, bf16: as they are.",
     ),
     click.option(
-        "--num-redundant-experts", type=int, help="Extra expert slots in all; default: enough to lose one rank."
+        "--num-redundant-experts",
+        type=int,
+        help="Extra expert slots in all, of experts that each rank has for itself; default: ranks of one machine share "
+        "all experts, others have enough to lose one rank.",
+    ),
+    click.option(
+        "--weight-cache",
+        metavar="DIR|off",
+        help="Where packed weights are kept for the next start; default: the user's cache, of models from 512 MiB on.",
     ),
     click.option(
         "--enable-eplb/--no-enable-eplb",

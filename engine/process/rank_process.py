@@ -34,7 +34,6 @@ from configs.hosts import Network
 from dbo.alive import mark
 from engine.build import build_rank
 from engine.device import own_device, use_device
-from engine.plan import store_key
 from engine.process.console import drain_console, guard_console, say_line
 from engine.process.cores import keep_to_cores
 from engine.process.heartbeat import Heartbeat, LoopBeat
@@ -179,7 +178,7 @@ def _store(plan: Plan, places: Places) -> Store | None:
     if not plan.weight_store:
         return None
     capacity = MOST_WIDENED * sum(size for size, *_ in plan.checkpoint.values()) + (1 << 30)
-    return Store(places.file(STORE), store_key(plan), capacity)
+    return Store(places.file(STORE), plan.weight_key, capacity)
 
 
 def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:

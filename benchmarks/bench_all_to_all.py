@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from engine.process.memory import keep_freed_memory
+from engine.process.malloc import tune_malloc
 from ep.experts import Experts
 from ep.protocol import Routing
 from ep.table import make_groups, make_lanes
@@ -88,7 +88,7 @@ def run_rank(
     rank: int, size: int, folder: Path, options: argparse.Namespace, rows: multiprocessing.queues.Queue[list[Row]]
 ) -> None:
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_malloc()
     if options.isa is not None:
         limit_isa(Isa[options.isa.upper()])
     groups = {name: make_groups(name, folder, rank, size, SECONDS) for name in ("gloo", "shm")}

@@ -262,14 +262,14 @@ class RankBench:
         from wait_clock import WaitClock
 
         from configs.engine import Plan
-        from dbo.gate import NEVER, Crossover, Gate
+        from dbo.threshold import NEVER, Crossover, Threshold
         from engine.build import build_rank
-        from engine.process.memory import keep_freed_memory
+        from engine.process.malloc import tune_malloc
         from engine.team import Groups, OpeningThread
         from ep.table import make_groups
         from ep.transport.remote import remote_groups
 
-        keep_freed_memory()
+        tune_malloc()
         self.part = part
         plan = msgspec.json.decode(Path(part["plan"]).read_bytes(), type=Plan)
         self.vocab = 1000
@@ -288,9 +288,9 @@ class RankBench:
             time.sleep(0.001)
         assert self.rank._team.working, "the ranks have not met"
         self.gates = {
-            "off": Gate(1, Crossover(NEVER, NEVER)),
-            "on": Gate(plan.dbo.num_parts if plan.dbo else 1, Crossover(1, 1)),
-            "auto": self.rank._overlap._gate,
+            "off": Threshold(1, Crossover(NEVER, NEVER)),
+            "on": Threshold(plan.dbo.num_parts if plan.dbo else 1, Crossover(1, 1)),
+            "auto": self.rank._overlap._threshold,
         }
         self.serial = 0
         self.barrier = self.rank._team._groups.agreement  # type: ignore[union-attr]
@@ -307,7 +307,7 @@ class RankBench:
     def step(self, mode: str) -> Row:
         from front.messages import AddRequest, SamplingParams
 
-        self.rank._overlap._gate = self.gates[mode]
+        self.rank._overlap._threshold = self.gates[mode]
         each = self.part["tokens"] // self.part["prompts"]
         for _ in range(self.part["prompts"]):
             self.serial += 1

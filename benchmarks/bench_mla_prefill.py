@@ -58,10 +58,10 @@ def measure(shape: MlaShape, dtype: torch.dtype, num_queries: int, context: int)
     num_keys = num_queries + context
     step = one_sequence(num_queries, num_keys)
     cache = torch.randn(-(-num_keys // BLOCK_SIZE) * BLOCK_SIZE, shape.cache_dim).to(dtype)
-    q_nope = torch.randn(num_queries, shape.num_heads, shape.nope_dim).to(dtype)
-    q_pe = torch.randn(num_queries, shape.num_heads, shape.rope_dim).to(dtype)
-    w_uk = torch.randn(shape.num_heads, shape.nope_dim, shape.latent_dim).to(dtype)
-    w_uv = torch.randn(shape.num_heads, shape.value_dim, shape.latent_dim).to(dtype)
+    q_nope = torch.randn(num_queries, shape.num_heads, shape.qk_nope_head_dim).to(dtype)
+    q_pe = torch.randn(num_queries, shape.num_heads, shape.qk_rope_head_dim).to(dtype)
+    w_uk = torch.randn(shape.num_heads, shape.qk_nope_head_dim, shape.latent_dim).to(dtype)
+    w_uv = torch.randn(shape.num_heads, shape.v_head_dim, shape.latent_dim).to(dtype)
 
     def seconds(prefill: PrefillMode) -> float:
         prepared = TorchMla(shape, shape.key_dim**-0.5, prefill, dtype).prepare(step)
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    shape = MlaShape(args.heads, nope_dim=128, rope_dim=64, latent_dim=512, value_dim=128)
+    shape = MlaShape(args.heads, qk_nope_head_dim=128, qk_rope_head_dim=64, latent_dim=512, v_head_dim=128)
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[args.dtype]
     rows = []
     with torch.inference_mode():

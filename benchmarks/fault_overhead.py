@@ -7,8 +7,8 @@ order A B B A, between two ways of taking a step; the model, the scheduler, the 
 
 A, as served: `Rank.steps` with the agreement's whole record (epoch, step, checksum, newest epoch heard of), its readiness to drop a
 step and to change membership, a heartbeat, the loop of engine/process/rank_process.py; the front keeps the log of the
-tokens released and asks after recoveries, and a RankKeeper looks after the processes every 0.1 s.
-B, bare: schedule, gather two integers (tokens, has work), run the step, update; no heartbeat, no log, no keeper.
+tokens released and asks after recoveries, and a RankMonitor looks after the processes every 0.1 s.
+B, bare: schedule, gather two integers (tokens, has work), run the step, update; no heartbeat, no log, no monitor.
 
 In both: the look at the abort word and at the peers' ends, which a rank takes only when it has waited for more than a
 millisecond already.
@@ -16,7 +16,7 @@ millisecond already.
 What the two differ in is a rank's own work around the forward pass and around the wait of the agreement, so that is what is compared:
 its processor time per step (the median of a block, and the median over all pairs of neighbouring blocks). `per_step_pct` is the
 difference in percent of the processor time of a whole bare step, which is less than what passes on a clock. Heartbeat and
-keeper run beside the steps, and count as their processor time in percent of the time that passed. overhead_pct is the sum of
+monitor run beside the steps, and count as their processor time in percent of the time that passed. overhead_pct is the sum of
 the three. wall_pct compares the clock's time per step (an eighth of the steps of a block is faster) in the same way, with its quartiles;
 it is the same figure on an idle machine, and noise on a busy one.
 """
@@ -228,7 +228,7 @@ def rank_main() -> None:
 
     from configs.engine import Plan
     from engine.build import build_rank
-    from engine.process.memory import keep_freed_memory
+    from engine.process.malloc import tune_malloc
     from engine.process.orphan import die_with_parent
     from engine.process.places import Places
     from engine.process.rank_process import _meet_in
@@ -242,7 +242,7 @@ def rank_main() -> None:
     parser.add_argument("--parent", type=int)
     options = parser.parse_args()
     die_with_parent(options.parent)
-    keep_freed_memory()
+    tune_malloc()
     directory = options.runtime_dir
     places = Places(directory, options.memory)
     socket = RankSocket(places.socket("front.ipc"), options.rank)
@@ -273,7 +273,7 @@ def measure(rounds: int, sequences: int, ranks: int) -> dict[str, Any]:
     from front.messages import RankLost, Shutdown
     from front.text import Tokenizer
     from front.wire import ZmqRanks
-    from launch.keeper import RankKeeper
+    from launch.monitor import RankMonitor
     from launch.processes import Children, RuntimeDir
 
     config = EngineConfig(
@@ -284,18 +284,18 @@ def measure(rounds: int, sequences: int, ranks: int) -> dict[str, Any]:
     runtime = RuntimeDir(Path(tempfile.gettempdir()))
     with Children() as children:
         wire = ZmqRanks(runtime.front, ranks)
-        keeper = RankKeeper(children, plan, runtime, 60.0, "benchmarks.fault_overhead")
-        keeper.start()
+        monitor = RankMonitor(children, plan, runtime, 60.0, "benchmarks.fault_overhead")
+        monitor.start()
         front = Front(ranks, tokenizer, num_experts=plan.num_experts, slots_per_rank=plan.slots_per_rank)
         while not front.members.started:
             for message in wire.receive(1.0):
                 front.on_message(message)
-            if any(isinstance(one, RankLost) for one in keeper.look(children.exited(0.0))):
+            if any(isinstance(one, RankLost) for one in monitor.look(children.exited(0.0))):
                 raise RuntimeError("a rank did not start")
         mode = os.open(runtime.path / MODE_FILE, os.O_RDONLY | os.O_CREAT)
-        keeper_seconds = 0.0
+        monitor_seconds = 0.0
         for number in range(rounds + 1):
-            keeper_seconds += _drive(front, wire, keeper, children, mode, number, ranks * sequences)
+            monitor_seconds += _drive(front, wire, monitor, children, mode, number, ranks * sequences)
             paths = [runtime.path / f"blocks-{rank}.json" for rank in range(ranks)]
             results = [_result(path, (number + 1) * NUM_BLOCKS) for path in paths]
         for rank in range(ranks):
@@ -303,11 +303,11 @@ def measure(rounds: int, sequences: int, ranks: int) -> dict[str, Any]:
         children.end(5.0)
         wire.close()
     runtime.close()
-    return summary(results, keeper_seconds)
+    return summary(results, monitor_seconds)
 
 
-def _drive(front: Any, wire: Any, keeper: Any, children: Any, mode: int, number: int, count: int) -> float:
-    """One round: `count` sequences from their prompts to their ends. Processor seconds that the keeper took."""
+def _drive(front: Any, wire: Any, monitor: Any, children: Any, mode: int, number: int, count: int) -> float:
+    """One round: `count` sequences from their prompts to their ends. Processor seconds that the monitor took."""
     from front.messages import Outputs, SamplingParams
     from front.outputs import Prompt
 
@@ -317,7 +317,7 @@ def _drive(front: Any, wire: Any, keeper: Any, children: Any, mode: int, number:
         prompt = Prompt(request_id=f"{number}-{index}", token_ids=[5 + index, 7, 11, 13], params=params)
         for rank, message in front.add(prompt):
             wire.send(rank, message)
-    deadline, looked, keeper_seconds, served = time.monotonic() + ROUND_SECONDS, 0.0, 0.0, True
+    deadline, looked, monitor_seconds, served = time.monotonic() + ROUND_SECONDS, 0.0, 0.0, True
     while front.num_requests:
         assert time.monotonic() < deadline, "a round takes too long"
         for message in wire.receive(LOOK_SECONDS):
@@ -329,11 +329,11 @@ def _drive(front: Any, wire: Any, keeper: Any, children: Any, mode: int, number:
                 sequence.token_ids = list(sequence.token_ids) if served else _NoLog(sequence.token_ids)
         if served and time.monotonic() - looked > LOOK_SECONDS:
             looked, began = time.monotonic(), time.thread_time()
-            lost = keeper.look(children.exited(0.0))
-            keeper_seconds += time.thread_time() - began
+            lost = monitor.look(children.exited(0.0))
+            monitor_seconds += time.thread_time() - began
             assert not lost, lost
     front.take_finished()
-    return keeper_seconds
+    return monitor_seconds
 
 
 def _result(path: Path, num_blocks: int) -> dict[str, Any]:
@@ -346,7 +346,7 @@ def _result(path: Path, num_blocks: int) -> dict[str, Any]:
     raise RuntimeError(f"{path} does not have {num_blocks} blocks")
 
 
-def summary(results: list[dict[str, Any]], keeper_seconds: float) -> dict[str, Any]:
+def summary(results: list[dict[str, Any]], monitor_seconds: float) -> dict[str, Any]:
     """Blocks come in pairs, next to each other, one of each way."""
     wall, own, bare_cpu, served_own, passed = [], [], [], [], 0.0
     for result in results:
@@ -361,11 +361,11 @@ def summary(results: list[dict[str, Any]], keeper_seconds: float) -> dict[str, A
     passed = results[0]["served_seconds"]
     step = statistics.median(bare_cpu)
     per_step = 100 * statistics.median(own) / step
-    keeper = 100 * keeper_seconds / passed
+    monitor = 100 * monitor_seconds / passed
     return {
-        "overhead_pct": round(per_step + keeper, 2),
+        "overhead_pct": round(per_step + monitor, 2),
         "per_step_pct": round(per_step, 2),
-        "keeper_pct": round(keeper, 3),
+        "monitor_pct": round(monitor, 3),
         "own_us": round(1e6 * statistics.median(served_own), 1),
         "own_more_us": round(1e6 * statistics.median(own), 1),
         "step_cpu_us": round(1e6 * step),

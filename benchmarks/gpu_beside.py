@@ -24,7 +24,7 @@ from gpu_work import DEEPSEEK, QWEN, SMALL
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from layers.attention import Heads
+from layers.attention import HeadCounts
 from layers.triton import attention as triton_attention
 from layers.triton import norm as triton_norm
 from layers.triton import sampling as triton_sampling
@@ -172,7 +172,7 @@ def dense(device: torch.device, tokens: int, inputs: int, outputs: int) -> Itera
 
 def attention(shape: Shape, device: torch.device, sequences: int, length: int, queries: int) -> Iterator[Pair]:
     """torch reads keys and values that lie in one piece; ours finds them by blocks."""
-    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    heads = HeadCounts(shape.heads, shape.kv_heads, shape.head_dim)
     for b, count, total, what in ((1, queries, queries, "prompt"), (sequences, 1, length, "decode")):
         step = make_step(b, count, total, device)
         cache = [

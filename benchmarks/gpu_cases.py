@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layers.attention import Heads
+from layers.attention import HeadCounts
 from layers.step import StepInput
 from layers.triton import attention as triton_attention
 from layers.triton import heads as triton_heads
@@ -23,6 +23,7 @@ from layers.triton import sampling as triton_sampling
 from layers.triton import silu_mul as triton_silu_mul
 from layers.triton.attention import TritonAttentionPlan
 from layers.triton.configs import AttentionConfig
+from layers.triton.device import chip_of
 from mla import latent_fp8
 from mla.triton import cache as triton_cache
 from mla.triton.configs import DecodeConfig, PrefillConfig
@@ -36,7 +37,6 @@ from moe_kernels.triton import permute as triton_permute
 from moe_kernels.triton import quant as triton_quant
 from moe_kernels.triton import topk as triton_topk
 from moe_kernels.triton.configs import GemmConfig, choose
-from moe_kernels.triton.device import chip_of
 
 BLOCK_SIZE = 64
 BF16, F8, F32, I64 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64
@@ -291,7 +291,7 @@ def attention_cases(
     prompts: Sequence[tuple[int, int, int]] = PROMPTS,
 ) -> Iterator[Case]:  # fmt: skip
     """Grouped-query attention over the paged cache."""
-    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    heads = HeadCounts(shape.heads, shape.kv_heads, shape.head_dim)
     entry, work = shape.kv_heads * shape.head_dim * 2 * 2, shape.heads * shape.head_dim * 4
     small = [AttentionConfig(16, s, w, st) for s in (32, 64, 128) for w in (2, 4, 8) for st in (2, 3, 4)]
     large = [AttentionConfig(m, s, w, st) for m in (64, 128) for s in (32, 64, 128) for w in (4, 8) for st in (2, 3)]
@@ -372,7 +372,7 @@ def cache_cases(shape: Shape, device: torch.device, tokens: Sequence[int] = TOKE
                 f"{shape.name} T={t}",
                 4.0 * qkv.numel(),
                 0,
-                lambda _, a=args: triton_heads.place_heads(*a),
+                lambda _, a=args: triton_heads.qk_norm_rope_cache(*a),
             )  # type: ignore[misc]
             continue
         entry, weight, plain = (randn(*s, device=device) for s in ((t, 576), (512,), (2 * t, 576)))

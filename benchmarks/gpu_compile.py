@@ -135,7 +135,7 @@ def _whole(whole: Whole, sequences: int, queries: int) -> None:
     driver_of = steps.driver(_made(whole), META)
     step = driver_of.step(range(sequences), steps.context if queries == 1 else 0, queries)
     hidden_TD = driver_of.run(step)
-    driver_of.model.best_tokens(hidden_TD[step.logits_rows_P], driver_of.model.config.vocab_size)
+    driver_of.model.greedy_tokens(hidden_TD[step.logits_rows_P], driver_of.model.config.vocab_size)
 
 
 # ---- by whom ----

@@ -274,5 +274,5 @@ def _attention_width(model: CausalLM) -> int:
     """Products of one (query, key) pair in one layer, over all heads."""
     facts: Any = model.config
     if hasattr(facts, "kv_lora_rank"):
-        return int(facts.num_heads * (2 * facts.kv_lora_rank + facts.rope_dim))
+        return int(facts.num_heads * (2 * facts.kv_lora_rank + facts.qk_rope_head_dim))
     return int(2 * facts.num_heads * facts.head_dim)

@@ -106,7 +106,7 @@ def _captured(options: Options, driver: Driver, counts: tuple[int, ...]) -> Grap
 def _sampled(driver: Driver, step: StepInput, captured: Graphs | None = None) -> Tensor:
     """A whole step, greedy."""
     hidden_TD = driver.run(step, captured)
-    return driver.model.best_tokens(hidden_TD[step.logits_rows_P], driver.model.config.vocab_size)
+    return driver.model.greedy_tokens(hidden_TD[step.logits_rows_P], driver.model.config.vocab_size)
 
 
 def _wall(options: Options, run: Callable[[], object], repeats: int = 20) -> float:

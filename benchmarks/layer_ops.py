@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from op_clock import Op
 from torch import Tensor
 
-from layers.attention import AttentionPlan, Heads, paged_attention
+from layers.attention import AttentionPlan, HeadCounts, paged_attention
 from layers.greedy import greedy
 from layers.step import StepInput
 from mla.attention import TorchMla
@@ -93,7 +93,7 @@ def _caches(step: StepInput, width: int, per_layer: int) -> list[list[Tensor]]:
 def attention_ops(_: Sequence[int]) -> list[Op]:
     """Decodes: 16 query heads over 4 key heads of 64; and MLA of 16 heads, 512 + 64 wide."""
     ops = []
-    heads, shape = Heads(16, 4, 64), MlaShape(16, 128, 64, 512, 128)
+    heads, shape = HeadCounts(16, 4, 64), MlaShape(16, 128, 64, 512, 128)
     w_uk, w_uv = (torch.randn(16, 128, 512).bfloat16() * 0.05 for _ in range(2))
     for num_sequences, length in CONTEXTS:
         step = _decodes(num_sequences, length)

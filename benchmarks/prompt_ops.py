@@ -12,7 +12,7 @@ from engine.sampling.sampler import sample
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow
 from front.messages import SamplingParams
-from layers.attention import AttentionPlan, Heads, paged_attention
+from layers.attention import AttentionPlan, HeadCounts, paged_attention
 from layers.step import StepInput
 from mla.attention import TorchMla
 from mla.protocol import MlaShape
@@ -47,7 +47,7 @@ def prompt_ops(_: Sequence[int]) -> list[Op]:
         size = step.block_table_BN.numel() * BLOCK_SIZE
         tokens, pairs = step.num_tokens, num_sequences * num_queries * (context + (num_queries + 1) / 2)
         name = f"B={num_sequences} ctx={context} T={num_queries}"
-        for heads in (Heads(16, 4, 64), Heads(16, 8, 128)):
+        for heads in (HeadCounts(16, 4, 64), HeadCounts(16, 8, 128)):
             kv = [torch.randn(size, heads.num_kv_heads, heads.head_dim).bfloat16() for _ in range(2)]
             q = torch.randn(tokens, heads.num_heads, heads.head_dim).bfloat16()
             plan = AttentionPlan(step, heads, torch.bfloat16)
@@ -62,14 +62,14 @@ def prompt_ops(_: Sequence[int]) -> list[Op]:
             )  # fmt: skip
         latent = torch.randn(size, shape.cache_dim).bfloat16()
         q_THK = torch.randn(tokens, 16, shape.key_dim).bfloat16()
-        q_nope, q_pe = q_THK[..., : shape.nope_dim], q_THK[..., shape.nope_dim :]
+        q_nope, q_pe = q_THK[..., : shape.qk_nope_head_dim], q_THK[..., shape.qk_nope_head_dim :]
         backend = TorchMla(shape, 0.1, "naive", torch.bfloat16)
         ours, theirs = backend.prepare(step), in_torch(lambda backend=backend, step=step: backend.prepare(step))
-        built = sum(step.kv_lens) * 16 * 2.0 * shape.latent_dim * (shape.nope_dim + shape.value_dim)
+        built = sum(step.kv_lens) * 16 * 2.0 * shape.latent_dim * (shape.qk_nope_head_dim + shape.v_head_dim)
         ops.append(
             Op(
                 "prompt mla", f"{name} H=16 naive", 2.0 * latent.numel() + 4.0 * w_uk.numel(),
-                built + 2.0 * pairs * 16 * (shape.key_dim + shape.value_dim),
+                built + 2.0 * pairs * 16 * (shape.key_dim + shape.v_head_dim),
                 lambda _, a=(q_nope, q_pe, latent, w_uk, w_uv), run=ours: run(*a),  # type: ignore[misc]
                 lambda _, a=(q_nope, q_pe, latent, w_uk, w_uv), run=theirs: run(*a),  # type: ignore[misc]
             )

@@ -14,9 +14,9 @@ import time
 import torch
 
 from ep.backends.local import LocalAllToAll
+from ep.instrumented import recorded
 from ep.protocol import AllToAll, Routing
 from ep.recorder import Recorder
-from ep.traced import traced
 from moe_kernels import TokenBatch
 
 LAYERS, ROUNDS = 10_000, 9
@@ -36,12 +36,12 @@ def microseconds(lane: AllToAll) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     lane = LocalAllToAll(1)
-    plain, recorded = [], []
+    plain, with_records = [], []
     with torch.inference_mode():
         for _ in range(ROUNDS):
             plain.append(microseconds(lane))
-            recorded.append(microseconds(traced([lane], Recorder(6 * LAYERS), layer=0)[0]))
-    row = {"plain_us": statistics.median(plain), "recorded_us": statistics.median(recorded)}
+            with_records.append(microseconds(recorded([lane], Recorder(6 * LAYERS), layer=0)[0]))
+    row = {"plain_us": statistics.median(plain), "recorded_us": statistics.median(with_records)}
     row["extra_us"] = row["recorded_us"] - row["plain_us"]
     print(json.dumps({name: round(value, 2) for name, value in row.items()}))
 

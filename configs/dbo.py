@@ -9,7 +9,7 @@ DboMode = Literal["auto", "on", "off"]
 DBO_MODES: tuple[DboMode, ...] = get_args(DboMode)
 
 MAX_PARTS = 8
-# vLLM's defaults, taken when steps are to be split and nobody says from how many tokens on.
+# vLLM's defaults, taken when steps are to be split and no option says from how many tokens on.
 DECODE_TOKENS, PREFILL_TOKENS = 32, 512
 
 

@@ -3,7 +3,7 @@
 One machine is the head: it has the front (HTTP), the first ranks, and the ports below. The others are headless: they
 have ranks and nothing else. On the head, at --data-parallel-rpc-port and the ports after it:
 
-    + 0  the supervisors of the other machines (launch/link.py)
+    + 0  the supervisors of the other machines (launch/control.py)
     + 1  front to ranks, + 2 ranks to front (front/wire.py)
     + 3  the store where ranks meet, epoch after epoch (engine/process/store_process.py)
 

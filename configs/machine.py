@@ -23,11 +23,11 @@ class Machine:
     fast_bfloat16: bool
     shared_memory: bool  # its ranks can exchange through it (ep/transport/shm_futex.py)
     native_kernels: str = "none"  # the instruction set that the CPU kernels may use
-    native_reason: str = "nobody has looked for native kernels"
+    native_reason: str = "native kernels have not been looked for"
     restricted: bool = False  # this process may not run on all cores that there are
     gpu: Gpu | None = None  # with device "cuda"; free_memory is then that of the GPUs of all ranks
     exchange: Exchange | None = None  # between them
-    device_reason: str = "nobody has looked for a GPU"
+    device_reason: str = "a GPU has not been looked for"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ def pin_ranks(ranks: int, threads: int, cores: int, small: bool, restricted: boo
     """Whether each rank keeps to `threads` cores of its own, and why.
 
     Only ranks that fill the machine do: others may share it with a second server, which would take the same cores.
-    small: the model is; restricted: somebody has chosen which cores this process may use.
+    small: the model is; restricted: this process may not use all cores.
     """
     numbers = f"{ranks} rank(s) x {threads} thread(s) on {cores} core(s)"
     if ranks == 1:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dbo.gate import Crossover, Sample
+from dbo.threshold import Crossover, Sample
 
 FORMAT = 1
 

@@ -1,4 +1,4 @@
-"""One small exchange per step: every rank says what it wishes, and all come to the same plan (docs/design.md, 4).
+"""One small exchange per step: every rank says what it proposals, and all come to the same plan (docs/design.md, 4).
 
 The record is one packed row of integers per rank. Its first three fields must be equal on all ranks; a difference means
 that the ranks no longer speak of the same step or the same experts, and nothing they compute together would be right.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dbo.gate import agree
+from dbo.threshold import agree
 from ep.protocol import Pending, Ready
 from ep.transport.group import Group
 
 
-class Wish(NamedTuple):
+class Proposal(NamedTuple):
     """What one rank says of its next step. has_work: it has requests, or results not yet taken. known_epoch: the
     highest epoch of which it has heard. order, ready: of moving experts (engine/rebalance/follower.py). parts: in how
     many it would compute its tokens."""
@@ -32,8 +32,8 @@ class StepPlan(NamedTuple):
     """What all ranks do next; equal on all of them. One entry per rank in the tuples."""
 
     step: int
-    busy: bool  # somebody has work; if not, all leave the lockstep and sleep
-    shutdown: bool  # somebody was told to: all leave for good
+    busy: bool  # a rank has work; if not, all leave the lockstep and sleep
+    shutdown: bool  # a rank was told to: all leave for good
     num_tokens: tuple[int, ...]
     free_blocks: tuple[int, ...]
     known_epoch: int = 0  # all have heard of this one: they change over to it instead of taking this step
@@ -57,23 +57,23 @@ class Agreement:
         self._epoch = epoch
         self._step = 0
 
-    def propose(self, wish: Wish) -> Pending[StepPlan]:
+    def propose(self, proposal: Proposal) -> Pending[StepPlan]:
         """Every rank calls this once per step. `wait()` raises PeerLost, or RuntimeError when the ranks disagree."""
         step, self._step = self._step, self._step + 1
         if self._group.size == 1:
-            return Ready(_own_plan(step, wish))
+            return Ready(_own_plan(step, proposal))
         record = [
             self._epoch,
             step,
             self.checksum,
-            wish.num_tokens,
-            int(wish.has_work),
-            int(wish.shutdown),
-            wish.free_blocks,
-            wish.known_epoch,
-            wish.order,
-            wish.ready,
-            wish.parts,
+            proposal.num_tokens,
+            int(proposal.has_work),
+            int(proposal.shutdown),
+            proposal.free_blocks,
+            proposal.known_epoch,
+            proposal.order,
+            proposal.ready,
+            proposal.parts,
         ]
         return _PendingPlan(self._group.all_gather_ints(record))
 
@@ -86,18 +86,18 @@ class _PendingPlan:
         return _plan(self._records.wait())
 
 
-def _own_plan(step: int, wish: Wish) -> StepPlan:
+def _own_plan(step: int, proposal: Proposal) -> StepPlan:
     """What a rank that is alone comes to."""
     return StepPlan(
         step,
-        wish.has_work or wish.num_tokens > 0,
-        wish.shutdown,
-        (wish.num_tokens,),
-        (wish.free_blocks,),
-        wish.known_epoch,
-        wish.order,
-        wish.ready,
-        max(1, wish.parts),
+        proposal.has_work or proposal.num_tokens > 0,
+        proposal.shutdown,
+        (proposal.num_tokens,),
+        (proposal.free_blocks,),
+        proposal.known_epoch,
+        proposal.order,
+        proposal.ready,
+        max(1, proposal.parts),
     )
 
 

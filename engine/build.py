@@ -36,11 +36,11 @@ from engine.team import Meet, Opening, Team
 from engine.timeline import Timeline
 from ep.backends.dispatchers import StepState
 from ep.experts import WeightFormat
+from ep.instrumented import ExchangeTimes
 from ep.parallel import Parallel
 from ep.protocol import AllToAll
 from ep.requirements import FEW_TOKENS
 from ep.table import make_lanes
-from ep.timed import Flights
 from ep.transport.group import Group
 from eplb.placement import Placement, linear_placement
 from front.messages import RankReady
@@ -95,9 +95,9 @@ def build_rank(
     model = build(facts, parallel, DTYPES[plan.dtype], device, *kernels)
     model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
     model.keep_linears(WeightFormat(plan.linear_format))
-    exchange, flights = StepState(), Flights()
-    lanes = partial(_lanes, plan, exchange, flights)
-    checkpoint = Unread() if mapped else Checkpoint(plan.model_path, progress, plan.checkpoint)
+    exchange, times = StepState(), ExchangeTimes()
+    lanes = partial(_lanes, plan, exchange, times)
+    checkpoint = Unread() if mapped else Checkpoint(plan.model_path, progress, plan.checkpoint, facts.key_names)
     read = reader(model, checkpoint)
     team = Team(rank, size, placement, model, _fingerprint(plan, facts), meet or _nobody, lanes, read)
     if not join:
@@ -118,7 +118,7 @@ def build_rank(
         plan.exchange_timeout,
         balance=_balance(plan, team, model, device),
         timeline=timeline,
-        overlap=_overlap(plan, model, flights, exchange, runner, device),
+        overlap=_overlap(plan, model, times, exchange, runner, device),
         preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
         practice_tokens=PRACTICE_TOKENS if device.type == "cpu" else plan.max_num_batched_tokens,
     )
@@ -153,7 +153,7 @@ def _balance(plan: Plan, team: Team, model: CausalLM, device: torch.device) -> B
 
 
 def _overlap(
-    plan: Plan, model: CausalLM, flights: Flights, exchange: StepState, runner: Runner, device: torch.device
+    plan: Plan, model: CausalLM, times: ExchangeTimes, exchange: StepState, runner: Runner, device: torch.device
 ) -> Overlap | None:
     dbo = plan.dbo
     if dbo is None:
@@ -161,23 +161,23 @@ def _overlap(
 
     def measure() -> Measure:
         sizes = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, plan.block_size
-        return Measure(model, flights, exchange, device, *sizes, context_cost(model.config.hidden_size))
+        return Measure(model, times, exchange, device, *sizes, context_cost(model.config.hidden_size))
 
     memory = Path(dbo.memory) if dbo.memory else None
-    return Overlap(runner, flights, dbo.num_parts, dbo.decode_tokens, dbo.prefill_tokens, measure, memory)
+    return Overlap(runner, times, dbo.num_parts, dbo.decode_tokens, dbo.prefill_tokens, measure, memory)
 
 
 def _lanes(
-    plan: Plan, exchange: StepState, flights: Flights, group: Group, num_slots: int, hidden_size: int
+    plan: Plan, exchange: StepState, times: ExchangeTimes, group: Group, num_slots: int, hidden_size: int
 ) -> Sequence[AllToAll]:
-    """Those of an epoch. exchange: of all epochs. flights: of steps that may be split."""
+    """Those of an epoch. exchange: of all epochs. times: of steps that may be split."""
     exchange.forget()
     name = "auto" if plan.all2all_backend == "local" else plan.all2all_backend  # it began alone, and has grown
     many, few = plan.max_num_batched_tokens, _few_tokens(plan)
     sizes, dtype, rows = (num_slots, hidden_size), DTYPES[plan.dtype], plan.dispatch_rows
     num_lanes = 1 if plan.dbo is None else plan.dbo.num_parts
     made = make_lanes(name, group, *sizes, dtype, num_lanes, rows=rows, max_tokens=many, few_tokens=few, state=exchange)
-    return made if plan.dbo is None else flights.timed(made)
+    return made if plan.dbo is None else times.timed(made)
 
 
 def _placement(plan: Plan, facts: ModelFacts, join: bool) -> Placement:

@@ -25,7 +25,7 @@ from ep.explain import explain_experts
 from ep.parallel import Parallel
 from ep.requirements import DEVICE_NAMES, Situation, missing, not_captured, refusal, split_pair
 from eplb.placement import linear_placement
-from models.explain import expert_width, explain_attention
+from models.explain import explain_attention
 from models.facts import ModelFacts
 from models.registry import build, overridden, parse_config, read_fields
 from models.tiny import CHECKPOINT
@@ -120,7 +120,7 @@ def _count(facts: ModelFacts) -> tuple[int, int]:
     model = build(facts, Parallel(0, 1, placement, lambda *_: ()), torch.bfloat16, meta)
     assert isinstance(model, torch.nn.Module)
     others = sum(parameter.numel() for parameter in model.parameters())
-    experts = 3 * facts.hidden_size * expert_width(facts) * facts.num_experts * facts.num_moe_layers
+    experts = 3 * facts.hidden_size * facts.moe_intermediate_size * facts.num_experts * facts.num_moe_layers
     return experts, others
 
 
@@ -152,7 +152,7 @@ def _kernels(plan: Plan, facts: ModelFacts, chip: Chip, installed: Callable[[str
     dtype = DTYPES[plan.dtype]
     choices = []
     if facts.num_experts:
-        sizes = facts.hidden_size, expert_width(facts)
+        sizes = facts.hidden_size, facts.moe_intermediate_size
         found = explain_experts(*sizes, dtype, plan.expert_format, chip.capability, there, plan.moe_backend)
         choices.append(Choice(f"experts ({plan.expert_format})", *found))
     cache = plan.block_size, plan.attention_backend, plan.kv_cache_dtype == "fp8"

@@ -186,7 +186,7 @@ def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[
 
 
 def in_one_copy(arrays: Sequence[npt.NDArray[Any]], device: torch.device, pinned: bool) -> list[Tensor]:
-    """Torch gives pinned memory to nobody else until the copy out of it is over."""
+    """Torch does not give pinned memory away until the copy out of it is over."""
     sizes = [-(-array.nbytes // _WORD) * _WORD for array in arrays]
     host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
     there = torch.empty(sum(sizes), dtype=torch.uint8, device=device)

@@ -11,7 +11,7 @@ class Doorbell(Protocol):
     def ring(self, generation: int) -> None: ...
 
     def heard(self, generation: int) -> bool:
-        """Whether somebody has rung for this sleep; older rings are forgotten. Does not wait."""
+        """Whether another rank has rung for this sleep; older rings are forgotten. Does not wait."""
         ...
 
 

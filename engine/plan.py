@@ -61,13 +61,14 @@ def make_plan(
         reasons = {**plan.reasons, **why}
         plan = _with_weights(plan, config)
         plan = replace(plan, data_parallel_size_local=hosts.local, checkpoint=files, reasons=reasons)
-        return with_memory(plan, read_env().cache_root)
+        return with_memory(_with_unserved(plan, facts), read_env().cache_root)
     if machine.gpu is not None and config.data_parallel_size > machine.gpu.count:
         raise ValueError(
             f"data_parallel_size {config.data_parallel_size} exceeds the {machine.gpu.count} GPU(s) of this machine"
         )
     plan = replace(resolve(config, numbers, machine, alone), checkpoint=files)
-    return with_memory(_with_weights(plan, config), read_env().cache_root)
+    plan = _with_weights(_with_unserved(plan, facts), config)
+    return with_memory(plan, read_env().cache_root)
 
 
 def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
@@ -79,6 +80,15 @@ def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
     choices: dict[str, object] = {name: getattr(plan, name) for name in names}
     key = weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
     return replace(plan, weight_key=key)
+
+
+def _with_unserved(plan: Plan, facts: ModelFacts) -> Plan:
+    """Says which parts of the checkpoint are not served."""
+    skipped = facts.key_names.skipped
+    if not skipped:
+        return plan
+    why = f"of its checkpoint, tensors whose names begin with {', '.join(skipped)} are not served"
+    return replace(plan, reasons={**plan.reasons, "model_path": why})
 
 
 def machine_for(
@@ -164,9 +174,12 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     by_dtype: dict[str, int] = {}
     for file in sorted(path.glob("*.safetensors")):
         for key, dtype, size in _tensors(file):
+            known = facts.key_names(key)
+            if known is None:  # of a part that is not served
+                continue
             total += size
-            experts += size if ".mlp.experts." in key else 0
-            fp8_experts += size if ".mlp.experts." in key and dtype == "F8_E4M3" else 0
+            experts += size if ".mlp.experts." in known else 0
+            fp8_experts += size if ".mlp.experts." in known and dtype == "F8_E4M3" else 0
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
     if not by_dtype:
         raise ValueError(f"{path}: no *.safetensors file with tensors in it")

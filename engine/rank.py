@@ -2,7 +2,7 @@
 
 `Rank.steps()` is a generator, so that `drain` makes a process of it and `weave` a whole cluster in one thread.
 
-Sleep: when a step's record says that nobody has work, all ranks leave the lockstep together and sleep. Whoever gets
+Sleep: when a step's record says that no rank has work, all leave the lockstep together and sleep. One that gets
 work rings every other rank before it proposes the next step. A ring carries the number of sleeps so far, the same on
 all ranks; so a ring that was meant for a sleep that is already over is not taken for a new one.
 
@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from dbo.steps import Steps, drain
-from engine.agreement import StepPlan, Wish
+from engine.agreement import Proposal, StepPlan
 from engine.doorbell import Doorbell
 from engine.overlap.policy import Overlap
 from engine.rebalance.follower import LOOK_SECONDS, Balance, refuse
@@ -77,7 +77,7 @@ class Rank:
     ) -> None:
         """patience: seconds (and ten more) that a rank which has lost a peer waits to be told who is left. balance:
         None: experts stay. overlap: None: no step is split. preparation: what `prepare` does, a little with each number
-        that it gives. practice_tokens: of prompts in a step of practice (engine/process/settle.py)."""
+        that it gives. practice_tokens: of prompts in a step of practice (engine/process/warm_up.py)."""
         self.ready = ready
         self.practice_tokens = practice_tokens
         self._scheduler = scheduler
@@ -212,8 +212,8 @@ class Rank:
         return news
 
     def step(self) -> list[TokenOutput]:
-        """One step to its end. Raises PeerLost when another rank is gone and nobody says who is left, RuntimeError when
-        the ranks disagree."""
+        """One step to its end. Raises PeerLost when another rank is gone and the front does not say who is left,
+        RuntimeError when the ranks disagree."""
         if torch.is_inference_mode_enabled():
             return drain(self.steps())
         with self._inference:
@@ -252,10 +252,10 @@ class Rank:
         self._timeline.schedule_ends(schedule.step_id, num_tokens)
         known_epoch = self._team.epoch if self._wanted is None else self._wanted.epoch
         free_blocks = self._scheduler.kv.num_free_blocks
-        order, ready = (0, 0) if self._balance is None else self._balance.wish()
-        parts = 1 if self._overlap is None else self._overlap.wish(schedule, num_tokens)
+        order, ready = (0, 0) if self._balance is None else self._balance.propose()
+        parts = 1 if self._overlap is None else self._overlap.propose(schedule, num_tokens)
         agreed = self._team.agreement.propose(
-            Wish(num_tokens, self.has_work, self._shutdown, free_blocks, known_epoch, order, ready, parts)
+            Proposal(num_tokens, self.has_work, self._shutdown, free_blocks, known_epoch, order, ready, parts)
         )
         yield
         plan = agreed.wait()
@@ -288,7 +288,7 @@ class Rank:
     # ---- who takes part ----
 
     def _may_change(self, wanted: Membership) -> bool:
-        """At once, or (nobody is lost, and steps are under way) when all ranks have heard of it?"""
+        """At once, or (no rank is lost, and steps are under way) when all ranks have heard of it?"""
         return not self._team.working or self._asleep or not all(wanted.alive[rank] for rank in self._team.living)
 
     def _change(self, wanted: Membership) -> None:

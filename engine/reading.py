@@ -1,7 +1,7 @@
 """Experts that are read while the ranks are at work, on a thread of their own: a disk that stalls must not keep a rank
 from hearing the front, and a file that is away or was changed is waited for.
 
-The thread brings copies into memory, a few at a time; the rank's own thread fills the slots from them. So whoever
+The thread brings copies into memory, a few at a time; the rank's own thread fills the slots from them. So a rank that
 breaks a reading off (a new epoch) knows which slots have changed.
 """
 

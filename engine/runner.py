@@ -279,7 +279,7 @@ class Runner:
         if not prepared.samples_all:
             hidden_SD = hidden_TD[prepared.logits_rows_P[: prepared.num_sampled]]
         if self._table.all_greedy:
-            sampled = Sampled(self._model.best_tokens(hidden_SD, self._table.num_valid_tokens), None)
+            sampled = Sampled(self._model.greedy_tokens(hidden_SD, self._table.num_valid_tokens), None)
             self._batch.keep_sampled(prepared, sampled.token_ids_P)
             return sampled
         self._note()
@@ -289,7 +289,7 @@ class Runner:
                 confirm()
             sampled = sample(self._model.logits(hidden_SD), sampling, self._logprobs_mode)
         else:
-            sampled = Sampled(self._model.best_tokens(hidden_SD, sampling.num_valid_tokens), None)
+            sampled = Sampled(self._model.greedy_tokens(hidden_SD, sampling.num_valid_tokens), None)
         self._batch.keep_sampled(prepared, sampled.token_ids_P)
         return sampled
 
@@ -347,7 +347,7 @@ class _Threaded:
 def _in_inference_mode(steps: Steps[V]) -> Steps[V]:
     """Entered anew for every turn, because the mode belongs to the thread and others take turns on it between ours.
 
-    Whoever drains the whole step enters it once around all turns instead: entering costs tens of microseconds.
+    A caller that drains the whole step enters it once around all turns instead: entering costs tens of microseconds.
     """
     try:
         while True:

@@ -161,7 +161,7 @@ class Scheduler:
         if self._waiting and not draft.preempted:
             self._admit(draft)
         if not draft.ones and not draft.chunks:
-            return Schedule(draft.step_id)  # freed rows are kept for a schedule that somebody applies
+            return Schedule(draft.step_id)  # freed rows are kept for a schedule that is applied
         if self._restates:
             draft.restate(self._running)
         schedule = draft.finish(self.rows.take_freed(self._restates), self.kv)
@@ -368,7 +368,7 @@ class Scheduler:
         """Forget every step in flight; none of them may still run. Requests keep rows, blocks and known tokens, and
         what those steps were to compute is computed again.
 
-        Nobody knows which of the steps the batch has seen, so the next schedule frees all rows and states them anew.
+        It is not known which of the steps the batch has seen, so the next schedule frees all rows and states them anew.
         """
         undo(self._in_flight)
         for request in self._running:

@@ -28,8 +28,8 @@ class Tapes:
     """Implements engine.graphs.Captured. Not thread-safe: the thread that runs the steps records and plays.
 
     forward(step, breaks, lane): the model's. sizes: most sequences of a step, and the blocks of the longest.
-    cut_experts: they exchange with others, or somebody counts what they are given, so they run as they are written.
-    as_written(): is asked before every step whether somebody watches what its layers do.
+    cut_experts: they exchange with others, or what they are given is counted, so they run as they are written.
+    as_written(): is asked before every step whether what its layers do is watched.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Tapes:
             # With the lengths of this step: who reads them on the host computes in torch, and that is refused, but
             # right.
             forward = self._forward(replace(own.inputs.step(count, 0), kv_lens=step.kv_lens), breaks, lane)
-            # Nobody else may have a turn while this thread records, and there is no exchange to wait for.
+            # No other part may have a turn while this thread records, and there is no exchange to wait for.
             hidden_TD = (yield from forward) if self._cut_experts else drain(forward)
             breaks.finish()
         finally:

@@ -17,23 +17,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from dbo.steps import Steps
 from engine.agreement import Agreement
 from engine.reading import Read, Reading
 from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.protocol import AllToAll, PeerLost
+from ep.transport.comm import gather_bytes
 from ep.transport.group import Group, LocalGroup
-from eplb.placement import Placement, owner_shares
+from eplb.placement import Placement
 from eplb.repair import Load, diff, ranks_needed, repair
 from front.messages import Joined
 from models.base import CausalLM
 
 log = logging.getLogger("moesaic.team")
 
-INTS_AT_ONCE = 256  # a small gather carries no more (ep/transport/shm_group.py)
 FILL_SECONDS = 0.05  # for experts that have been read; then the rank looks up
 # How soon `form` is to be called again.
 LOOK_SECONDS = 0.002
@@ -57,7 +55,7 @@ class Opening(Protocol):
     def done(self) -> bool: ...
 
     def take(self) -> Groups:
-        """When done. Raises PeerLost when somebody did not come."""
+        """When done. Raises PeerLost when a rank did not come."""
         ...
 
     def drop(self) -> None:
@@ -86,7 +84,7 @@ class Opened:
 
 
 class OpeningThread:
-    """Groups that open on a thread of their own, because whoever waits for others there cannot hear the front
+    """Groups that open on a thread of their own, because a thread that waits for others there cannot hear the front
     meanwhile.
 
     open_groups(stop): its waits are bounded; it may give up when stop() is True. A thread that is not wanted any more
@@ -203,9 +201,9 @@ class Team:
         self.agreement.checksum = self._fingerprint ^ placement.checksum()
 
     def hosts(self, placement: Placement, tables: Sequence[SlotTable]) -> None:
-        """The slots now hold that; route by it. Called by whoever runs the steps, between two of them."""
+        """The slots now hold that; route by it. Called by the thread that runs the steps, between two of them."""
         self._placement = placement
-        self._model.reroute(dataclasses.replace(self._model.parallel, placement=placement), tables)
+        self._model.update_expert_map(dataclasses.replace(self._model.parallel, placement=placement), tables)
 
     def begin(self, epoch: int, alive: Sequence[bool]) -> None:
         """Meet the living of this epoch. When they are too few to hold every expert nothing opens: the next
@@ -232,9 +230,9 @@ class Team:
 
     def work_alone(self) -> None:
         """Work without having met the others: this rank's experts stand in for all. What comes out is of no use, but
-        whatever is slow at its first time is over then (engine/process/settle.py). An epoch that is about to begin
+        whatever is slow at its first time is over then (engine/process/warm_up.py). An epoch that is about to begin
         stays so."""
-        self._rehost(self._placement, LocalGroup())
+        self._update_group(self._placement, LocalGroup())
         self.agreement = Agreement(LocalGroup(), self.epoch, 0)
         self.working = True
 
@@ -284,7 +282,7 @@ class Team:
         placement, self._forming = forming.placement, None
         self._placement = placement
         self._filled.clear()
-        self._rehost(placement, groups.experts)
+        self._update_group(placement, groups.experts)
         checksum = self._fingerprint ^ (0 if placement is None else placement.checksum())
         self.agreement = Agreement(groups.agreement, self.epoch, checksum)
         self.working = True
@@ -297,11 +295,11 @@ class Team:
             bytes_read=forming.bytes_read,
         )
 
-    def _rehost(self, placement: Placement | None, experts: Group) -> None:
+    def _update_group(self, placement: Placement | None, experts: Group) -> None:
         def lanes(num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
             return self._make_lanes(experts, num_slots, hidden_size)
 
-        self._model.rehost(Parallel(self.rank, self._num_ranks, placement, lanes))
+        self._model.update_group(Parallel(self.rank, self._num_ranks, placement, lanes))
 
     def close(self) -> None:
         """Leave the others; whatever waits for them, here or there, fails with PeerLost."""
@@ -323,21 +321,14 @@ class Team:
     def _newest(self, mine: Placement, group: Group) -> Steps[Placement]:
         """The placement of the highest epoch that any rank has; one that has just started has the first only, and may
         count more ranks than the others."""
-        gathered = group.all_gather_ints([mine.epoch, mine.checksum(), mine.num_ranks])
+        gathered = group.all_gather_ints([mine.epoch, mine.checksum()])
         yield
         known = gathered.wait()
         newest = max(range(group.size), key=lambda rank: known[rank][0])  # the first of equals
         if all(one == known[newest] for one in known):
             return mine
-        epoch, _, num_ranks = known[newest]
-        size = num_ranks * (1 + mine.num_layers * mine.slots_per_rank)
-        sent = _pack(mine) if group.rank == newest else [0] * size
-        received: list[int] = []
-        for first in range(0, size, INTS_AT_ONCE):
-            gathered = group.all_gather_ints(sent[first : first + INTS_AT_ONCE])
-            yield
-            received += gathered.wait()[newest]
-        return _unpack(received, num_ranks, mine, epoch)
+        brought = yield from gather_bytes(group, mine.to_bytes() if group.rank == newest else b"")
+        return Placement.from_bytes(brought[newest])
 
     def _loads(self, placement: Placement | None) -> list[Load]:
         """What this rank has to read for it. An epoch that was broken off has left other experts in some slots than the
@@ -362,23 +353,3 @@ class _Forming:
     num_loads: int
     agreed: float
     bytes_read: int = 0
-
-
-def _pack(placement: Placement) -> list[int]:
-    """Who is alive, and every slot's expert. Shares are not sent: a repair makes them anew."""
-    packed: list[int] = [*map(int, placement.alive), *placement.slot_to_expert.ravel().tolist()]
-    return packed
-
-
-def _unpack(packed: list[int], num_ranks: int, like: Placement, epoch: int) -> Placement:
-    """`like` has the layers, the slots and the failure domains."""
-    alive, ids = packed[:num_ranks], packed[num_ranks:]
-    slot_to_expert = np.array(ids, dtype=np.int32).reshape(like.num_layers, num_ranks, like.slots_per_rank)
-    return Placement(
-        epoch=epoch,
-        num_experts=like.num_experts,
-        slot_to_expert=slot_to_expert,
-        share=owner_shares(slot_to_expert, like.num_experts),
-        alive=tuple(map(bool, alive)),
-        failure_domains=like.failure_domains[:num_ranks],
-    )

@@ -1,4 +1,4 @@
-"""What one rank records while a profile is taken: its lanes (ep/traced.py) and the parts of its steps.
+"""What one rank records while a profile is taken: its lanes (ep/instrumented.py) and the parts of its steps.
 
 Off, which it nearly always is, the exchanges are untouched, and a step asks five times whether it is on.
 """
@@ -10,8 +10,8 @@ import socket
 from pathlib import Path
 from time import perf_counter_ns
 
+from ep.instrumented import recorded, unrecorded
 from ep.recorder import Kind, Recorder
-from ep.traced import plain, traced
 from front.messages import ProfileCommand, ProfilePart
 from models.base import CausalLM
 
@@ -20,7 +20,8 @@ NETWORK = Path("/proc/self/ns/net")
 
 
 class Timeline:
-    """`obey` is called between two steps, by whoever runs them; so is `attach`, when the model has new lanes."""
+    """`obey` is called between two steps, by the thread that runs them; so is `attach`, when the model has new
+    lanes."""
 
     def __init__(self, rank: int, model: CausalLM | None = None) -> None:
         """model: whose exchanges are recorded; None: only the steps are."""
@@ -50,10 +51,10 @@ class Timeline:
         recorder = self._recorder
         if recorder is not None and self._model is not None:
             for layer, moe in self._model.moe_layers:
-                moe.lanes = tuple(traced(moe.lanes, recorder, layer))
+                moe.lanes = tuple(recorded(moe.lanes, recorder, layer))
 
     def _start(self, command: ProfileCommand) -> None:
-        """Begin anew, also when a record is under way: whoever wanted that one is gone."""
+        """Begin anew, also when a record is under way: the client that wanted that one is gone."""
         self._profile_id = command.profile_id
         self._computing = self._scheduling = self._agreeing = 0
         self._recorder = Recorder(command.capacity)
@@ -67,7 +68,7 @@ class Timeline:
         self._recorder = None
         if self._model is not None:
             for _, moe in self._model.moe_layers:
-                moe.lanes = tuple(plain(moe.lanes))
+                moe.lanes = tuple(unrecorded(moe.lanes))
         events, num_dropped = recorder.finish()
         return ProfilePart(
             profile_id=profile_id, rank=self._rank, started=True, events=events, num_dropped=num_dropped, **_node()
@@ -113,6 +114,6 @@ def _node() -> dict[str, str]:
     namespaces of one machine (benchmarks/bench_dbo.py) differ by `network`."""
     try:
         clock, network = BOOT_ID.read_text().strip(), str(os.stat(NETWORK).st_ino)
-    except OSError:  # not Linux: one machine, as far as anybody can tell
+    except OSError:  # not Linux: one machine, as far as can be told
         clock = network = ""
     return {"host": socket.gethostname(), "clock": clock, "network": network}

@@ -32,7 +32,7 @@ def await_true(
     spin: float = _SPIN_SECONDS,
 ) -> None:
     """Return when done(). spin: seconds for which it is asked without a pause, on a thread that has the interpreter.
-    Raises PeerLost naming missing(): after `timeout` seconds; when somebody has left() and what it may have done before
+    Raises PeerLost naming missing(): after `timeout` seconds; when a rank has left() and what it may have done before
     does not come soon; at once when the group is closed() here, by another thread."""
     began = time.monotonic()
     end = began + timeout
@@ -42,7 +42,7 @@ def await_true(
         if closed():
             raise PeerLost((), "the group was left during an exchange")
         if now > end:
-            reason = "somebody left the group" if noticed else f"nothing came for {timeout:g} s"
+            reason = "a rank left the group" if noticed else f"nothing came for {timeout:g} s"
             raise PeerLost(missing(), reason)
         if now - began >= spin:
             if not noticed and left():

@@ -23,7 +23,7 @@ class MoE(nn.Module):
 
     router: x [T, D] -> (expert int64 [T, K], weight float32 [T, K]) (ep/router.py). lanes: one all-to-all per lane of
     overlap; layers of a model share them. table: logical expert -> slot of the group; None: the two numbers are the
-    same. shared: computed by every rank on its own tokens while theirs are in flight; None: there is none. Whoever
+    same. shared: computed by every rank on its own tokens while theirs are in flight; None: there is none. A model that
     counts sets `load`, which is shown the expert ids of every step (eplb.load.ExpertLoad.recorder), and `arrivals`,
     which is shown how many rows each slot gets (eplb.load.RowLoad.recorder).
     """
@@ -66,7 +66,7 @@ class MoE(nn.Module):
         out_TD = back.wait()
         return out_TD if shared_TD is None else add_rows(out_TD, shared_TD)
 
-    def rehost(self, lanes: Sequence[AllToAll], table: SlotTable) -> None:
+    def update_group(self, lanes: Sequence[AllToAll], table: SlotTable) -> None:
         """Exchange with other ranks from now on; between steps only. The weights of the slots are the caller's
         business."""
         self.lanes = tuple(lanes)
@@ -84,7 +84,7 @@ class MoELayers:
     exchange through the same lanes."""
 
     def __init__(self, parallel: Parallel, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """ValueError when nobody has said which experts the rank hosts."""
+        """ValueError when it is not known which experts the rank hosts."""
         placement = parallel.placement
         if placement is None:
             raise ValueError("a model with routed experts needs a placement of them")
@@ -96,9 +96,9 @@ class MoELayers:
         self._device = device
         self._num_made = 0
 
-    def make(self, router: nn.Module, expert_width: int, shared: nn.Module | None = None) -> MoE:
+    def make(self, router: nn.Module, moe_intermediate_size: int, shared: nn.Module | None = None) -> MoE:
         """The next layer; see MoE."""
-        experts = Experts(*self._sizes, expert_width, self._dtype, self._device)
+        experts = Experts(*self._sizes, moe_intermediate_size, self._dtype, self._device)
         table = SlotTable(self._placement, self._num_made, self._parallel.rank, self._device)
         self._num_made += 1
         return MoE(router, experts, self._lanes, table, shared)

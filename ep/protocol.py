@@ -5,8 +5,10 @@ Legend: T tokens of this rank, K experts per token, R rows arrived, S slots of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from typing import Generic, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
 
 T_co = TypeVar("T_co", covariant=True)
 V = TypeVar("V")
+P = ParamSpec("P")
 
 
 class PeerLost(RuntimeError):
@@ -42,6 +45,18 @@ class Ready(Generic[V]):
 
     def wait(self) -> V:
         return self._value
+
+
+class Later(Generic[V]):
+    """A Pending whose `wait` is the second half of what was begun: finish(*args)."""
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[P, V], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._finish = partial(finish, *args, **kwargs)
+
+    def wait(self) -> V:
+        return self._finish()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 class Kind(enum.IntEnum):
     """Of a lane: what a layer's exchange is made of, and ATTENTION, all that is computed between a combine and the next
-    dispatch. Of the rank: SCHEDULING and AGREEMENT of whoever schedules; the others of whoever computes."""
+    dispatch. Of the rank: SCHEDULING and AGREEMENT of the thread that schedules; the others of the one that
+    computes."""
 
     ATTENTION = 0
     DISPATCH = 1

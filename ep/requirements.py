@@ -124,7 +124,7 @@ def refusal(name: str, situation: Situation) -> str:
     if name == "mailbox":
         return "" if situation.one_process else "ranks inside one process, for tests"
     if ranks == 1:
-        return "one rank has nobody to exchange with"
+        return "one rank has no other to exchange with"
     if situation.device != "cpu":
         return "its memory is the host's; the tokens are on GPUs"
     if not situation.one_node:
@@ -175,7 +175,7 @@ def _refusal_on_devices(name: str, situation: Situation) -> str:
     if s.device == "cpu":
         return "it moves tokens between GPUs; there is no CUDA device"
     if s.ranks == 1:
-        return "one rank has nobody to exchange with"
+        return "one rank has no other to exchange with"
     if name.startswith("deepep") or name in ("pplx", "flashinfer_nvlink_one_sided"):
         if s.dtype != "bfloat16":
             return f"rows are bfloat16; the model computes in {s.dtype}"

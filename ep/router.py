@@ -42,6 +42,32 @@ class SoftmaxRouter(nn.Module):
         return softmax_topk(router_logits(x_TD, self.weight), self.top_k, self.renormalize)
 
 
+class SoftmaxBiasRouter(nn.Module):
+    """ERNIE 4.5: softmax in float32; `bias_E` takes part in the choice only; weights are divided by their sum, but by
+    no less than `smallest_sum`. `weight` and `bias_E` are float32 whatever the model's dtype."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        smallest_sum: float,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_top_k(top_k, num_experts)
+        self.top_k = top_k
+        self.smallest_sum = smallest_sum
+        self.weight = _float32_weight(num_experts, hidden_size, device)
+        self.bias_E = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32, device=device), requires_grad=False)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        score_TE = router_logits32(x_TD, self.weight).softmax(-1)
+        expert_TK = (score_TE + self.bias_E).topk(self.top_k, dim=-1).indices
+        weight_TK = score_TE.gather(-1, expert_TK)
+        return expert_TK, weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(self.smallest_sum)
+
+
 class DeepseekV2Router(nn.Module):
     """DeepSeek-V2: softmax in float32, greedy or limited to groups by their best expert, no renormalisation.
 

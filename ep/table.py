@@ -34,7 +34,7 @@ from ep.transport.loopback import join_store, serve_store, store_of
 from ep.transport.parcels import CollectiveParcels, LocalParcels, MailboxParcels, Parcels, ShmParcels
 from ep.transport.shm_futex import unsupported
 from ep.transport.shm_group import ShmGroup, shm_group
-from ep.transport.shm_meeting import Watch, meeting
+from ep.transport.shm_rendezvous import Watch, rendezvous
 from moe_kernels import Layout
 
 AUTO = ("local", "shm", "gloo")  # "auto" takes the first that can serve, where there is no GPU
@@ -223,7 +223,7 @@ def make_groups(
 
     Two, because the next step is agreed on while the last one's tokens still travel. backend: one that joins processes,
     or a pair; with size 1 any name gives LocalGroups. rank: 0 to size - 1, that is among the living. place: a directory
-    or a file that exists, on this machine (ep/transport/shm_meeting.py). epoch: new for every membership. timeout:
+    or a file that exists, on this machine (ep/transport/shm_rendezvous.py). epoch: new for every membership. timeout:
     seconds, the bound of every wait of the groups, joining included. stop: asked every few milliseconds while others
     have not come yet; True (this membership is out of date) ends that. Raises PeerLost when others do not come, have
     ended, or `stop` said so; ValueError for numbers out of range.
@@ -262,7 +262,7 @@ def _gloo_groups(
     # gloo waits for a process that has ended, so the ranks first meet without it.
     served = serve_store(timeout) if rank == 0 else None
     watch = Watch()
-    with meeting(place, "gloo", rank, size, epoch) as all_ranks:
+    with rendezvous(place, "gloo", rank, size, epoch) as all_ranks:
         try:
             all_ranks.sign_in(port=-1 if served is None else served.port)
             found = all_ranks.await_all(timeout, watch, stop)

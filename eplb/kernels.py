@@ -1,5 +1,5 @@
-"""The native versions of eplb.flow, eplb.pack, eplb.moves and eplb.assign. Each function here returns None where there
-is no native library; its caller then goes the plain way, which gives the same answers.
+"""The balancer's algorithms, in native/src/eplb_*.cpp; eplb/reference.py says what they guarantee. Each function here
+returns None where there is no native library; its caller then takes the simpler policy of eplb/simple.py.
 
 Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 """
@@ -65,7 +65,15 @@ def native_pack(
     min_copies: int,
     linked: bool,
 ) -> Ids | None:
-    """Every layer by eplb.pack.pack_layer with `first` from first_L (modulo G), int32 [L, G, widest], -1 unused."""
+    """For each rank of each layer its experts, at most slots_L of them: int32 [L, G, widest], -1 unused; all slots are
+    used unless every expert is on every rank.
+
+    domain_G: the failure domain of each rank, 0 <= label < G. theta: heavy experts get further copies until no copy
+    carries more than theta times the mean rank load; then experts with a single copy get a second one, the heaviest
+    first; then again the greatest load per copy. 0 lets the load alone decide, 1 covers as many experts as the load
+    allows. linked False: largest copy first onto the emptiest rank, nothing else. first_L (modulo G): the rank that
+    ties go to.
+    """
     kernels = _kernels()
     if kernels is None:
         return None
@@ -88,7 +96,13 @@ def native_improve(
     min_gain: float,
     keep_coverage: bool,
 ) -> list[LayerMoves] | None:
-    """Every layer by eplb.moves.improve_layer."""
+    """The moves to make in each layer, at most max_loads experts brought, and the balancedness they gain.
+
+    The best move is taken again and again, however small its gain, for often only several together help; then it goes
+    back to the last point where every expert brought was worth min_gain on average. keep_coverage: no rank and no
+    failure domain comes to hold alone more experts than the worst one did, or than one per rank above the least
+    possible (eplb.coverage).
+    """
     kernels = _kernels()
     if kernels is None:
         return None

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from eplb.balance import Floats, Ids, checked_load
 from eplb.coverage import domains_of, numbered
 from eplb.kernels import LayerMoves, native_improve
-from eplb.moves import improve_layer
 from eplb.placement import Placement
 from eplb.shares import reweight
+from eplb.simple import improve_layer
 
 
 def improve(
@@ -71,19 +71,8 @@ def _moves(
 ) -> list[LayerMoves]:
     alive = np.array(placement.alive, dtype=bool)
     domains = numbered(domains_of(placement))
-    native = native_improve(ids, load, alive, domains, min_copies, most, min_gain, keep_coverage)
+    settings = alive, domains, min_copies, most, min_gain, keep_coverage
+    native = native_improve(ids, load, *settings)
     if native is not None:
         return native
-    return [
-        improve_layer(
-            ids_GS.tolist(),
-            load_E.tolist(),
-            placement.alive,
-            domains,
-            max_loads=most,
-            min_gain=min_gain,
-            min_copies=min_copies,
-            keep_coverage=keep_coverage,
-        )
-        for ids_GS, load_E in zip(ids, load, strict=True)
-    ]
+    return [LayerMoves(*improve_layer(ids_GS, load_E, *settings)) for ids_GS, load_E in zip(ids, load, strict=True)]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 _SHARE_TOLERANCE = 1e-3
+_HEADER = 6  # the integers that `to_bytes` begins with
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +146,42 @@ class Placement:
         digest.update(self.share.astype("<f4").tobytes())
         return int.from_bytes(digest.digest(), "little") >> 1
 
+    @property
+    def num_bytes(self) -> int:
+        """Of `to_bytes`: it depends on the numbers of layers, ranks and slots only."""
+        return 4 * (_HEADER + 2 * self.num_ranks) + self.slot_to_expert.nbytes + self.share.nbytes
+
+    def to_bytes(self) -> bytes:
+        """Little-endian: int32 numbers, who is alive and the failure domains, int32 ids, float32 shares."""
+        domains = self.failure_domains or (0,) * self.num_ranks
+        numbers = (self.epoch, self.num_experts, *self.slot_to_expert.shape, bool(self.failure_domains))
+        head = np.array((*numbers, *self.alive, *domains), dtype="<i4")
+        return head.tobytes() + self.slot_to_expert.astype("<i4").tobytes() + self.share.astype("<f4").tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Placement:
+        """The placement that `to_bytes` gave. Raises ValueError when it is not a valid one."""
+        words = np.frombuffer(data, dtype="<i4")
+        if words.size < _HEADER:
+            raise ValueError(f"placement: {len(data)} bytes are no placement; its numbers alone take {4 * _HEADER}")
+        epoch, num_experts, num_layers, num_ranks, num_slots, has_domains = words[:_HEADER].tolist()
+        size = num_layers * num_ranks * num_slots
+        if words.size != _HEADER + 2 * num_ranks + 2 * size or min(num_layers, num_ranks, num_slots) < 0:
+            raise ValueError(
+                f"placement: {len(data)} bytes are not those of {num_layers} layers, {num_ranks} ranks and "
+                f"{num_slots} slots of a rank"
+            )
+        alive_G, domains_G, ids, share = np.split(words[_HEADER:], np.cumsum([num_ranks, num_ranks, size]))
+        shape = (num_layers, num_ranks, num_slots)
+        return cls(
+            epoch=epoch,
+            num_experts=num_experts,
+            slot_to_expert=ids.reshape(shape),
+            share=share.view("<f4").reshape(shape),
+            alive=tuple(alive_G.tolist()),
+            failure_domains=tuple(domains_G.tolist()) if has_domains else (),
+        )
+
 
 def slots_needed(num_experts: int, num_ranks: int, num_redundant: int = 0) -> int:
     """Slots that each rank must have to hold every expert once and `num_redundant` replicas: ceil((E + redundant) / G).
@@ -174,7 +211,7 @@ def linear_placement(
     Where E is no multiple of G, the first E % G ranks have one expert more. slots_per_rank None: ceil(E / G) slots, and
     the slots left over stay unused (-1). Given: the slots left over hold replicas: always of the expert that has fewest
     slots, not yet on that rank and not yet in its failure domain where that can be. They are spares, with share 0: as
-    long as nobody knows the loads, a second copy at work would only be more weights to read in every step.
+    long as the loads are not known, a second copy at work would only be more weights to read in every step.
     Raises ValueError when the experts do not fit the slots, or a number is out of range.
     """
     fewest = slots_needed(num_experts, num_ranks)

@@ -17,16 +17,16 @@ from eplb.balance import Floats, Ids, balancedness, checked_load, rank_load
 from eplb.bounds import lower_bound
 from eplb.coverage import numbered
 from eplb.kernels import native_pack
-from eplb.pack import pack_layer
 from eplb.placement import Placement
 from eplb.repair import even_shares
 from eplb.shares import reweight
+from eplb.simple import pack_layer
 from eplb.window import slide
 
 Method = Literal["auto", "flat", "window", "lpt"]
 Coverage = Literal["load", "spread"]
 
-# How far the load alone decides about copies (eplb.pack): the most covering way first.
+# How far the load alone decides about copies (native/src/eplb_pack.cpp): the most covering way first.
 _THETAS = {"spread": (1.0, 0.7, 0.4, 0.0), "load": (0.5, 0.0)}
 # A way is good enough for a layer, as a part of what any placement could reach: with the loads as given, and with every
 # expert 20 % up or down and new shares. Coverage is bought with no more than that.
@@ -65,8 +65,8 @@ def plan(
     """Place every expert on the living ranks from scratch; equal inputs give equal plans.
 
     load_LE: [L, E], any unit; slots_per_rank: one number, or one per layer (the placement then has the largest, the
-    others are padded with unused slots). method: "lpt" packs copies largest first, linking all ranks (eplb.pack), with
-    min-max shares; "flat" the same with even shares, for export to engines without shares; "window" the sliding window
+    others are padded with unused slots). method: "lpt" packs copies largest first, linking all ranks, with min-max
+    shares; "flat" the same with even shares, for export to engines without shares; "window" the sliding window
     (eplb.window), and lpt in layers where that does not fit; "auto" is lpt, for it stays good longest when loads drift.
     coverage: "load" gives spare slots where the load wants them; "spread" to as many experts with a single copy as the
     load allows: in each layer the most covering way that reaches 95 % of the balance possible, and 88 % after a drift.
@@ -120,15 +120,8 @@ def _pack(load: Floats, layout: _Layout, theta: float, linked: bool, layers: npt
         return packed
     packed = np.full((len(layers), layout.num_ranks, widest), -1, dtype=np.int32)
     for out_GS, layer, num_slots in zip(packed, layers.tolist(), slots.tolist(), strict=True):
-        ids = pack_layer(
-            load[layer].tolist(),
-            num_slots,
-            layout.domains,
-            theta=theta,
-            min_copies=layout.min_copies,
-            linked=linked,
-            first=layer % layout.num_ranks,
-        )
+        first = layer % layout.num_ranks
+        ids = pack_layer(load[layer], num_slots, layout.domains, theta, layout.min_copies, first)
         for rank, experts in enumerate(ids):
             out_GS[rank, : len(experts)] = experts
     return packed

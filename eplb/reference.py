@@ -1,4 +1,14 @@
-"""Slow and plain answers that the fast code is compared with.
+"""What the balancer's algorithms guarantee, native or simple (eplb/simple.py), and slow answers that they are compared
+with. tests/eplb/test_algorithms.py holds them to it.
+
+Shares (`reweight`): the rank loads are those of `min_max_loads`, the lexicographically least, fullest rank first.
+Packing (`plan`): every expert has min_copies or more, never two on a rank; no rank has more than its slots, and all are
+used unless every expert is on every rank; with equal failure domains a second copy is in another one.
+Moves (`improve`): at most max_loads experts are brought; an expert keeps a copy on a living rank and its min_copies; no
+rank and no failure domain comes to hold alone more experts than `keep_coverage` allows; the fullest rank gets no
+fuller.
+Renaming (`relabel`): a rank's contents stay together, and the ranks of a failure domain too; native, as many experts
+stay where they are as by `most_kept`.
 
 Legend: G ranks, E logical experts, S slots of a rank.
 """
@@ -29,3 +39,11 @@ def min_max_loads(
     rest = [hosts - tight for hosts in hosts_E]
     left = [0.0 if hosts <= tight else w for hosts, w in zip(hosts_E, load_E, strict=True)]
     return {**dict.fromkeys(tight, best), **min_max_loads(rest, left, ranks - tight)}
+
+
+def most_kept(new_GS: Sequence[Sequence[int]], old_GS: Sequence[Sequence[int]]) -> int:
+    """The most experts that stay on their rank when the contents of all ranks may be exchanged. Tries all G! ways."""
+    kept = [[len({*new} & {*old} - {-1}) for old in old_GS] for new in new_GS]
+    return max(
+        sum(row[to] for row, to in zip(kept, way, strict=True)) for way in itertools.permutations(range(len(kept)))
+    )

@@ -48,7 +48,7 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
     A rank that goes on keeps its slots; one that comes back gets those that the linear placement gives it, which is
     what a rank that starts has read already. Only then experts without a living copy are placed: in the first unused
     slots, then in slots whose expert has another copy, on the rank that has the fewest to read so far. The slots of
-    dead ranks become -1 and one copy of each expert does all its work (owner_shares), until somebody who knows the
+    dead ranks become -1 and one copy of each expert does all its work (owner_shares), until a planner that knows the
     loads says better. `alive` may be longer than the placement: those ranks are new, and treated like ranks that come
     back. Raises ValueError, naming the experts and the number of ranks it takes, when the living have too few slots.
     """
@@ -137,7 +137,7 @@ def _cover(
 ) -> None:
     """Write every expert without a slot into one of the living ranks' slots, and count in reads_G who has to read one.
 
-    Serving waits for the rank that reads most, so the reads are spread first, in the layer and over all layers. Nobody
+    Serving waits for the rank that reads most, so the reads are spread first, in the layer and over all layers. No rank
     is sure of the loads here; but what was a small part of its expert's tokens is missed least.
     """
     slots = ids_GS.shape[1]

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb.balance import Floats, Ids, checked_load
-from eplb.flow import Flows
 from eplb.kernels import native_reweight
+from eplb.simple import reweight_layer
 
 Shares = npt.NDArray[np.float32]
 
@@ -42,52 +42,18 @@ def reweight(
     if ids.size and (ids.min() < -1 or ids.max() >= load.shape[1]):
         raise ValueError(f"slot_to_expert holds ids from {ids.min()} to {ids.max()}; load has {load.shape[1]} experts")
     native = native_reweight(ids, load, living)
-    if native is not None:
-        share, missing = native
-        if missing >= 0:
-            raise ValueError(_no_slot(*divmod(missing, load.shape[1])))
-        return share
-    return _reweight_plain(ids, load, living)
-
-
-def _reweight_plain(ids: Ids, load: Floats, living: npt.NDArray[np.bool_]) -> Shares:
-    share = np.zeros(ids.shape, dtype=np.float32)
-    for layer, ids_GS in enumerate(ids):
-        _reweight_layer(ids_GS, load[layer], living, share[layer], layer)
+    share, missing = _reweight_simply(ids, load, living) if native is None else native
+    if missing >= 0:
+        layer, expert = divmod(missing, load.shape[1])
+        raise ValueError(f"layer {layer}: expert {expert} has no slot on a living rank")
     return share
 
 
-def _reweight_layer(ids_GS: Ids, load_E: Floats, living: npt.NDArray[np.bool_], out_GS: Shares, layer: int) -> None:
-    num_ranks = len(ids_GS)
-    slots_of: list[list[tuple[int, int]]] = [[] for _ in load_E]  # (rank, its first slot with the expert)
-    for rank in range(num_ranks):
-        seen = set()
-        for slot, expert in enumerate(ids_GS[rank].tolist()):
-            if living[rank] and expert >= 0 and expert not in seen:
-                seen.add(expert)
-                slots_of[expert].append((rank, slot))
-    load_G = [0.0] * num_ranks
-    hosts_JM, flow_JM, expert_J = [], [], []
-    for expert, pairs in enumerate(slots_of):
-        weight = float(load_E[expert])
-        if not pairs:
-            raise ValueError(_no_slot(layer, expert))
-        parts = [weight / len(pairs)] * len(pairs)
-        for (rank, _), part in zip(pairs, parts, strict=True):
-            load_G[rank] += part
-        if len(pairs) > 1 and weight > 0:
-            hosts_JM.append([rank for rank, _ in pairs])
-            flow_JM.append(parts)
-            expert_J.append(expert)
-        else:
-            for rank, slot in pairs:
-                out_GS[rank, slot] = 1.0 / len(pairs)
-    Flows(hosts_JM, flow_JM, load_G).solve()
-    for expert, flow in zip(expert_J, flow_JM, strict=True):
-        total = sum(flow)
-        for (rank, slot), part in zip(slots_of[expert], flow, strict=True):
-            out_GS[rank, slot] = part / total
-
-
-def _no_slot(layer: int, expert: int) -> str:
-    return f"layer {layer}: expert {expert} has no slot on a living rank"
+def _reweight_simply(ids: Ids, load: Floats, living: npt.NDArray[np.bool_]) -> tuple[Shares, int]:
+    """As native_reweight."""
+    share = np.zeros(ids.shape, dtype=np.float32)
+    for layer, ids_GS in enumerate(ids):
+        missing = reweight_layer(ids_GS, load[layer], living, share[layer])
+        if missing >= 0:
+            return share, layer * load.shape[1] + missing
+    return share, -1

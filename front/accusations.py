@@ -1,10 +1,10 @@
 """What comes of ranks that have lost each other though no process has ended: the front's part. No sockets, no loop.
 
 A rank that misses others in an exchange, because they do not answer in time or a connection has broken, drops the
-epoch, says `EpochLost`, and waits to be told who takes part. Whoever hangs is found by the supervisor of its machine,
-which knows whether a rank's loop gets on (launch/keeper.py). All others are well, so they meet again, with those that
-have said nothing: these may only have been long at work. Who does not come a second time is accused, and killed like
-one that hangs. Whoever accuses has said so, and is never accused itself.
+epoch, says `EpochLost`, and waits to be told who takes part. A rank that hangs is found by the supervisor of its
+machine, which knows whether a rank's loop gets on (launch/monitor.py). All others are well, so they meet again, with
+those that have said nothing: these may only have been long at work. Who does not come a second time is accused, and
+killed like one that hangs. A rank that accuses has said so, and is never accused itself.
 """
 
 from __future__ import annotations

@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import deque
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from front.balancing import Balancing
 from front.collector import Collector
-from front.front import EngineBusy, EngineDraining, EngineFailed, Front, Work, losses_last
+from front.driver import Driver, log
+from front.front import EngineBusy, EngineDraining, EngineFailed, Work
 from front.members import Members, Recovery, State
 from front.messages import (
     EpochLost,
-    FrontToRank,
-    Outputs,
     RankLost,
     RankReady,
     RankStats,
@@ -35,12 +32,12 @@ from front.messages import (
     Waiting,
 )
 from front.outputs import Prompt, RequestOutput
-from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
+from front.profiling import ANSWER_SECONDS
 from front.request_stream import RequestStream
 from front.sequences import FinishedRequest
 from front.text import Tokenizer
 from front.trace_file import Summary, write_trace
-from front.wire import ElasticRanks, NotConnected
+from front.wire import ElasticRanks
 
 __all__ = ["AsyncLLM", "AsyncRanks", "EngineBusy", "EngineDraining", "EngineFailed", "RequestStream"]
 
@@ -52,8 +49,6 @@ _LOOK_AGAIN_UNREADY_SECONDS = 0.05
 
 _NO_MEMBERS = (State.STARTING, State.LEFT)  # the end of their processes is no loss
 
-log = logging.getLogger("moesaic.front")
-
 
 class AsyncRanks(ElasticRanks, Protocol):
     """Ranks with a descriptor that becomes readable when messages may have come."""
@@ -61,7 +56,7 @@ class AsyncRanks(ElasticRanks, Protocol):
     def fileno(self) -> int: ...
 
 
-class AsyncLLM:
+class AsyncLLM(Driver[AsyncRanks]):
     """Make it inside a running event loop, close it there."""
 
     def __init__(
@@ -74,17 +69,14 @@ class AsyncLLM:
         slots_per_rank: int = 0,
         log_balancedness: bool = False,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.front = Front(
-            ranks.size, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
+        super().__init__(
+            ranks, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
         )
         self.balancing = Balancing(self.front, self._send, log_balancedness)
-        self._ranks = ranks
         self._streams: dict[str, RequestStream] = {}
         self._recoveries: deque[Recovery] = deque(maxlen=1024)
         self._failed: str | None = None
         self._draining = False
-        self._closed = False
         self._changed = asyncio.Event()  # a rank became ready, a request ended, or the engine failed
         self._loop = asyncio.get_running_loop()
         self._fd = ranks.fileno()
@@ -154,16 +146,6 @@ class AsyncLLM:
         self._do(work)
         self._changed.set()
 
-    def start_profile(self, path: Path, capacity: int = EVENTS_PER_RANK) -> list[int]:
-        """Record from now on what every rank does when, at most `capacity` events each; the ranks that do.
-
-        ProfileRefused: one is being taken already, or `path` cannot be written.
-        """
-        messages = self.front.profiling.start(path, self.front.members.up, capacity)
-        for rank, message in messages:
-            self._send(rank, message)
-        return [rank for rank, _ in messages]
-
     async def stop_profile(self) -> Summary:
         """Write it as a trace (front/trace_file.py). A rank that was lost meanwhile is missing from it.
 
@@ -178,7 +160,7 @@ class AsyncLLM:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     while not profiling.complete and self._failed is None and not self._closed:
                         await self._change()
-        finally:  # when nobody waits for it any more, another one may begin
+        finally:  # when no client waits for it any more, another one may begin
             profile = profiling.finish()
         return await asyncio.to_thread(write_trace, profile)
 
@@ -244,8 +226,7 @@ class AsyncLLM:
                 while not self.front.members.started and self._failed is None:
                     await self._change()
         except TimeoutError:
-            missing = [rank for rank in range(self._ranks.size) if rank not in self.front.ready]
-            raise TimeoutError(f"ranks {missing} were not ready within {timeout:g} s") from None
+            raise self._not_ready(timeout) from None
         if self._failed is not None:
             raise EngineFailed(self._failed)
 
@@ -305,18 +286,8 @@ class AsyncLLM:
     def _read(self) -> None:
         if self._closed:
             return
-        messages = self._ranks.receive(0)
-        if any(isinstance(message, RankLost) for message in messages):
-            messages = losses_last(messages + self._ranks.receive(0))
-        for message in messages:
-            self._do(self.front.on_message(message))
-            if not isinstance(message, Outputs):
-                self._on_news(message)
-        self._do(self.front.look())
-        for rank, process in self.front.accused:
-            log.warning("event=rank_accused rank=%d epoch=%d: the others wait for it", rank, self.front.members.epoch)
-            self._ranks.fence(rank, process)
-        self.front.accused.clear()
+        self._take(0)
+        self._look()
         while self.front.members.done:
             self._on_recovery(self.front.members.done.popleft())
         if self.front.failed is not None:
@@ -338,7 +309,7 @@ class AsyncLLM:
         )
 
     def _on_news(self, message: RankToFront) -> None:
-        """Something about the ranks themselves: whoever waits for a state looks again, and the log says so."""
+        """Something about the ranks themselves: those that wait for a state look again, and the log says so."""
         self._changed.set()
         self.balancing.on_news(message)
         members = self.front.members
@@ -371,16 +342,8 @@ class AsyncLLM:
         if work.deltas and self._draining:
             self._changed.set()
 
-    def _send(self, rank: int, message: FrontToRank) -> None:
-        try:
-            self._ranks.send(rank, message)
-        except NotConnected as error:
-            # A rank that was up and is not there any more is lost: word of it is on its way, and will move its
-            # requests.
-            if not self.front.members.started:
-                self.fail(str(error))
-        except ConnectionError as error:
-            self.fail(str(error))
+    def _cut_off(self, error: str) -> None:
+        self.fail(error)
 
     def _drop(self, request_id: str, stream: RequestStream) -> None:
         """The consumer of this stream has gone."""

@@ -98,7 +98,7 @@ class Front:
         self.stats = [RankStats() for _ in range(num_ranks)]
         self.members = Members(num_ranks, num_experts, slots_per_rank, clock)
         self.accusations = Accusations(self.members, clock)
-        self.accused: list[tuple[int, int]] = []  # (rank, its process) to be killed; whoever does that takes them out
+        self.accused: list[tuple[int, int]] = []  # (rank, its process) to be killed; the killer takes them out
         self.num_replayed = 0  # requests moved from a rank that was lost or has left to another one
         self.balance: BalanceStatus | None = None  # the newest
         self.profiling = Profiling(clock)
@@ -208,7 +208,7 @@ class Front:
         return Work([], self._farewells(leaving) + work.messages)
 
     def _farewells(self, ranks: list[int]) -> list[tuple[int, FrontToRank]]:
-        """A membership that leaves them out: whoever gets it leaves."""
+        """A membership that leaves them out: a rank that gets it leaves."""
         message = Membership(self.members.epoch, self.members.alive)
         return [(rank, message) for rank in ranks]
 
@@ -239,7 +239,7 @@ class Front:
             self.balance = message.status
         if isinstance(message, ProfilePart):
             self.profiling.take(message)
-        if isinstance(message, BalanceReport | BalanceReply | ProfilePart):  # whoever asked takes the reply
+        if isinstance(message, BalanceReport | BalanceReply | ProfilePart):  # the one that asked takes the reply
             return Work([], [])
         assert isinstance(message, RankLost | RankFailed)
         lost = self.members.on_lost(message) if isinstance(message, RankLost) else self.members.on_failed(message)

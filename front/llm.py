@@ -10,14 +10,15 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from front.collector import Collector
-from front.front import EngineFailed, Front, Work, losses_last
-from front.messages import BalanceStatus, FrontToRank, RankToFront, SamplingParams
+from front.driver import Driver
+from front.front import EngineFailed, Work
+from front.messages import BalanceStatus, SamplingParams
 from front.outputs import Prompt, RequestOutput
 from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
 from front.sampling_params import resolve, validate
 from front.text import Tokenizer
 from front.trace_file import Summary, write_trace
-from front.wire import NotConnected, Ranks
+from front.wire import Ranks
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Conversation = Sequence[Mapping[str, Any]]
@@ -33,7 +34,7 @@ class Progress(NamedTuple):
     num_output_tokens: int
 
 
-class LLM:
+class LLM(Driver[Ranks]):
     """One caller at a time. A context manager: leaving it closes the ranks."""
 
     def __init__(
@@ -54,21 +55,20 @@ class LLM:
         Timeouts in seconds: for all ranks to be ready, and for the longest silence while requests run.
         TimeoutError, EngineFailed.
         """
-        self.tokenizer = tokenizer
-        self._ranks = ranks
-        self._front = Front(
-            ranks.size, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
+        super().__init__(
+            ranks, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
         )
         self._max_logprobs = max_logprobs
         self._silence_timeout = silence_timeout
         self._request_ids = itertools.count()
-        self._closed = False
+        self._collectors: dict[str, Collector] = {}
+        self._num_open = self._num_tokens = 0  # choices of the call under way that have not ended, and its tokens
         try:
             self._wait_ready(ready_timeout)
         except BaseException:
             self.close()
             raise
-        ready = self._front.ready.values()
+        ready = self.front.ready.values()
         self.vocab_size = min(rank.vocab_size for rank in ready)
         self.max_model_len = min(rank.max_model_len for rank in ready)
 
@@ -115,14 +115,10 @@ class LLM:
         token_ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return self._run(self._prompts(texts, token_ids, params), progress)
 
-    def start_profile(self, path: str | Path, capacity: int = EVENTS_PER_RANK) -> None:
-        """Record from now on what every rank does when, at most `capacity` events each.
-
-        ValueError: a profile is being taken already, or `path` cannot be written.
-        """
+    def start_profile(self, path: str | Path, capacity: int = EVENTS_PER_RANK) -> list[int]:
+        """As Driver.start_profile; ValueError is all that it raises."""
         self._catch_up()
-        for rank, message in self._front.profiling.start(Path(path), self._front.members.up, capacity):
-            self._send(rank, message)
+        return super().start_profile(Path(path), capacity)
 
     def stop_profile(self) -> Summary:
         """Write it, as JSON that ui.perfetto.dev and chrome://tracing open. A rank lost meanwhile is missing from it.
@@ -130,15 +126,14 @@ class LLM:
         ValueError: none is being taken; OSError.
         """
         self._catch_up()
-        profiling = self._front.profiling
+        profiling = self.front.profiling
         messages = profiling.stop()
         try:
             for rank, message in messages:
                 self._send(rank, message)
             deadline = time.monotonic() + ANSWER_SECONDS
-            while not profiling.complete and self._front.failed is None and time.monotonic() < deadline:
-                for received in losses_last(self._ranks.receive(_LOOK_SECONDS)):
-                    self._send_all(self._front.on_message(received))
+            while not profiling.complete and self.front.failed is None and time.monotonic() < deadline:
+                self._take(_LOOK_SECONDS)
         finally:  # also after an interrupt another one may begin
             profile = profiling.finish()
         return write_trace(profile)
@@ -152,7 +147,7 @@ class LLM:
     @property
     def balance(self) -> BalanceStatus | None:
         """What the leading rank last said about the experts' load; None: nothing yet, or experts are not balanced."""
-        return self._front.balance
+        return self.front.balance
 
     def __enter__(self) -> Self:
         return self
@@ -220,86 +215,71 @@ class LLM:
 
     def _run(self, prompts: list[Prompt], progress: Callable[[Progress], None] | None) -> list[RequestOutput]:
         self._catch_up()
-        if self._front.failed is not None:
-            raise EngineFailed(self._front.failed)
-        collectors = {prompt.request_id: Collector(prompt) for prompt in prompts}
-        num_open, num_tokens = len(prompts), 0
+        if self.front.failed is not None:
+            raise EngineFailed(self.front.failed)
+        collectors = self._collectors = {prompt.request_id: Collector(prompt) for prompt in prompts}
+        self._num_open, self._num_tokens = len(prompts), 0
         try:
             for prompt in prompts:
-                for rank, message in self._front.add(prompt):
+                for rank, message in self.front.add(prompt):
                     self._send(rank, message)
-            while num_open:
-                for received in self._receive():
-                    work = self._front.on_message(received)
-                    for request_id, delta in work.deltas:
-                        collector = collectors[request_id]
-                        collector.add(delta)
-                        num_tokens += len(delta.token_ids)
-                        if delta.finish_reason is not None:
-                            num_open -= collector.finished
-                    self._send_all(work)
-                if self._front.failed is not None:
-                    raise EngineFailed(self._front.failed)
+            while self._num_open:
+                self._receive()
+                if self.front.failed is not None:
+                    raise EngineFailed(self.front.failed)
                 if progress is not None:
-                    progress(Progress(len(prompts) - num_open, len(prompts), num_tokens))
+                    progress(Progress(len(prompts) - self._num_open, len(prompts), self._num_tokens))
         except BaseException:  # KeyboardInterrupt too: nothing of this call may go on running
             self._abort_all()
             raise
-        self._front.take_finished()
+        self.front.take_finished()
         return [collectors[prompt.request_id].output() for prompt in prompts]
 
     def _catch_up(self) -> None:
         """Take what has happened since the last call."""
         if self._closed:
             raise EngineFailed("the engine is closed")
-        for received in losses_last(self._ranks.receive(0.0)):
-            self._send_all(self._front.on_message(received))
+        self._take(0.0)
         self._look()
 
     def _wait_ready(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while not self._front.members.started:
-            for message in self._ranks.receive(_LOOK_SECONDS):
-                self._front.on_message(message)
-            if self._front.failed is not None:
-                raise EngineFailed(self._front.failed)
-            if not self._front.members.started and time.monotonic() > deadline:
-                missing = [rank for rank in range(self._ranks.size) if rank not in self._front.ready]
-                raise TimeoutError(f"ranks {missing} were not ready within {timeout:g} s")
+        while not self.front.members.started:
+            self._take(_LOOK_SECONDS)
+            if self.front.failed is not None:
+                raise EngineFailed(self.front.failed)
+            if not self.front.members.started and time.monotonic() > deadline:
+                raise self._not_ready(timeout)
 
-    def _look(self) -> None:
-        self._send_all(self._front.look())
-        for rank, process in self._front.accused:
-            self._ranks.fence(rank, process)
-        self._front.accused.clear()
-
-    def _receive(self) -> list[RankToFront]:
-        """At least one message; EngineFailed when all are silent for too long."""
+    def _receive(self) -> None:
+        """Do what comes, at least one message; EngineFailed when all are silent for too long."""
         deadline = time.monotonic() + self._silence_timeout
-        while not (messages := self._ranks.receive(_LOOK_SECONDS)):
+        while not self._take(_LOOK_SECONDS):
             self._look()
             if time.monotonic() > deadline:
                 raise EngineFailed(f"no rank has sent anything for {self._silence_timeout:g} s")
-        return losses_last(messages)
 
-    def _send(self, rank: int, message: FrontToRank) -> None:
-        try:
-            self._ranks.send(rank, message)
-        except NotConnected:
-            pass  # it is lost: word of it is on its way, and will move its requests
-        except ConnectionError as error:
-            raise EngineFailed(str(error)) from None
-
-    def _send_all(self, work: Work) -> None:
+    def _do(self, work: Work) -> None:
+        for request_id, delta in work.deltas:
+            collector = self._collectors.get(request_id)
+            if collector is not None:
+                collector.add(delta)
+                self._num_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    self._num_open -= collector.finished
         for rank, message in work.messages:
             self._send(rank, message)
 
+    def _cut_off(self, error: str) -> None:
+        raise EngineFailed(error) from None
+
     def _abort_all(self) -> None:
-        works = [self._front.abort(request_id) for request_id in self._front.request_ids]
-        self._front.take_finished()
+        self._collectors = {}
+        works = [self.front.abort(request_id) for request_id in self.front.request_ids]
+        self.front.take_finished()
         try:
             for work in works:
-                self._send_all(work)
+                self._do(work)
         except EngineFailed:
             pass  # that error is on its way already, or the next call meets it
 

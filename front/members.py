@@ -46,7 +46,7 @@ class Recovery:
 
     detect: from the last sign of life to the front's knowing. repair: the slowest survivor's own count.
     agree: the rest of the time from the front's knowing to the last survivor's Joined.
-    first_token: from the last survivor's Joined to the first token from any rank; None when nobody waited for one.
+    first_token: from the last survivor's Joined to the first token from any rank; None when no request waited for one.
     """
 
     rank: int
@@ -89,7 +89,7 @@ class Members:
         self.num_experts_loaded = 0
         self.num_bytes_read = 0
         self.open: list[Recovery] = []  # under way
-        self.done: deque[Recovery] = deque(maxlen=_MAX_RECOVERIES)  # ended; whoever takes note of them takes them out
+        self.done: deque[Recovery] = deque(maxlen=_MAX_RECOVERIES)  # ended; their reader takes them out
         self.last_recovery: dict[int, float] = {}  # rank -> seconds in all
         self._num_experts = num_experts
         self._slots_per_rank = slots_per_rank
@@ -342,7 +342,7 @@ class Members:
                 recovery.token_came = True
 
     def on_idle(self) -> None:
-        """Nobody waits for tokens any more."""
+        """No request waits for tokens any more."""
         for recovery in list(self.open):
             if recovery.joined is not None:
                 self._end(recovery, recovery.joined)

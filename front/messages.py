@@ -82,7 +82,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 class Membership(msgspec.Struct, tag="membership", frozen=True):
     """Who takes part from `epoch` on. The front sends it to every living rank; epochs only rise. A rank that loses a
-    peer drops its step and waits for one; when nobody is lost (a rank returns), ranks change over together after a
+    peer drops its step and waits for one; when no rank is lost (one returns), ranks change over together after a
     step."""
 
     epoch: int

@@ -54,7 +54,7 @@ class RequestStream:
                 self._open -= 1
         return deltas
 
-    def pour_into(self, sink: Sink) -> None:
+    def set_sink(self, sink: Sink) -> None:
         """Spare the consumer's task its wake-up: while it waits in this iterator for the next step, `sink` gets what
         comes.
 

@@ -3,7 +3,7 @@
 One process per node; of each rank one thread that schedules, one for its steps, and one per lane. Times are
 microseconds from the first event, on the clock of the lowest rank.
 
-Nodes of one machine share a clock. Between machines the difference is found from the agreements: nobody leaves the
+Nodes of one machine share a clock. Between machines the difference is found from the agreements: no rank leaves the
 agreement of a step before everybody has entered it, which bounds the difference from both sides. Format: "Trace Event
 Format" (Google, document 1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 """

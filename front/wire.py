@@ -28,7 +28,7 @@ QUEUE_MESSAGES = 65536  # per peer and direction
 SEND_SECONDS = 10.0  # how long a rank waits for a front that does not read
 SEND_NAP_SECONDS = 0.25  # and how often it shows meanwhile that it lives
 LINGER_SECONDS = 1.0  # how long close() waits for the last messages to leave
-# Over tcp: who does not answer for three seconds is gone, also when nobody has closed the connection.
+# Over tcp: a peer that does not answer for three seconds is gone, also when its connection is not closed.
 _KEEPALIVE = (
     (zmq.TCP_KEEPALIVE, 1),
     (zmq.TCP_KEEPALIVE_IDLE, 1),
@@ -39,7 +39,7 @@ HELD_SECONDS = 0.05  # how soon a rank that is ready but cannot be reached yet i
 
 
 class NotConnected(ConnectionError):
-    """Nobody is there: the rank has not come up yet, or its process has ended."""
+    """There is no such process: the rank has not come up yet, or its process has ended."""
 
 
 class Ranks(Protocol):
@@ -99,10 +99,10 @@ class ZmqRanks:
     """The front's side. It binds; ranks connect whenever they are up. One thread may send while another receives.
 
     In asyncio, add a reader on `fileno()` and call `receive(0)` in it. That descriptor is edge-triggered: it becomes
-    readable once for any number of messages and stays silent until they are all taken, so whoever is woken must take
-    everything. `receive(0)` does; call it once more right after adding the reader, and now and then until all ranks are
-    ready: a rank's two sockets connect independently of each other, so its RankReady is held back until it can be sent
-    to.
+    readable once for any number of messages and stays silent until they are all taken, so the one that is woken must
+    take everything. `receive(0)` does; call it once more right after adding the reader, and now and then until all
+    ranks are ready: a rank's two sockets connect independently of each other, so its RankReady is held back until it
+    can be sent to.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Reporter:
         self._up.connect(_up(endpoint))
 
     def send(self, message: RankToFront) -> None:
-        """Never blocks. A full queue (65536 losses that nobody read) is an error."""
+        """Never blocks. A full queue (65536 losses that were not read) is an error."""
         self._up.send(encoder.encode(message), flags=zmq.NOBLOCK)
 
     def close(self) -> None:

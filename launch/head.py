@@ -19,15 +19,13 @@ from configs.hosts import Hosts, Network, front_endpoint, overlap
 from configs.server import ServerConfig
 from engine.process.console import say, say_text
 from front.messages import RankLost
-from launch.identity import differences, other_weights, versions
-from launch.keeper import RankKeeper
-from launch.link import (
+from launch.control import (
     SILENT_SECONDS,
+    ControlConnection,
     End,
     Fence,
     Hello,
     Leaving,
-    Link,
     Lost,
     Refused,
     Restarts,
@@ -35,11 +33,13 @@ from launch.link import (
     Welcome,
     descriptors,
 )
+from launch.identity import differences, other_weights, versions
+from launch.monitor import RankMonitor
 from launch.processes import Child
 from launch.supervisor import EXIT_RANK_LOST, LOOK_SECONDS, RANK_GRACE, Supervisor
 
 HELLO_SECONDS = 5.0  # for a connection to say what it is
-MAX_STRANGERS = 64  # that have not
+MAX_UNKNOWN_PEERS = 64  # that have not
 END_GRACE = 2.0  # beyond the time that its ranks have: for another machine to end
 
 
@@ -47,7 +47,7 @@ END_GRACE = 2.0  # beyond the time that its ranks have: for another machine to e
 class _Host:
     """Another machine, from its Hello until its link ends."""
 
-    link: Link
+    link: ControlConnection
     first: int
     local: int
     processes: dict[int, int] = field(default_factory=dict)  # of its ranks that have not ended
@@ -78,20 +78,20 @@ class HeadSupervisor(Supervisor):
         self.listener.setblocking(False)
         super().__init__(plan, server, runtime_root, startup_timeout, on_ready)
         self.network_options = ("--network", str(self.runtime.write("network.json", None)))
-        self.keeper = self._new_keeper()
+        self.monitor = self._new_monitor()
         self.parts = hosts
         self.hosts: list[_Host] = []
-        self.strangers: list[Link] = []  # that have not said Hello
+        self.unknown_peers: list[ControlConnection] = []  # that have not said Hello
         self.addresses: dict[int, str] = dict.fromkeys(range(hosts.local), hosts.head)
         self.network: Network | None = None  # once all are there
         self.store: Child | None = None
         self.restarting = False
         self.parting = False
 
-    def _new_keeper(self) -> RankKeeper:
+    def _new_monitor(self) -> RankMonitor:
         ranks = range(self.plan.data_parallel_size_local)
         options = self.network_options
-        return RankKeeper(self.children, self.plan, self.runtime, self.startup_timeout, ranks=ranks, options=options)
+        return RankMonitor(self.children, self.plan, self.runtime, self.startup_timeout, ranks=ranks, options=options)
 
     def _start(self) -> None:
         """The ranks follow when all machines are there."""
@@ -133,20 +133,20 @@ class HeadSupervisor(Supervisor):
             for host in self.hosts:
                 host.link.receive()
             self.hosts = [host for host in self.hosts if not host.link.closed]
-        for link in (*self.strangers, *(host.link for host in self.hosts)):
+        for link in (*self.unknown_peers, *(host.link for host in self.hosts)):
             link.close()
 
     # ---- what the loop of Supervisor asks ----
 
     def _exited(self) -> list[Child]:
-        links = descriptors([*(host.link for host in self.hosts), *self.strangers])
-        return self.children.exited(LOOK_SECONDS, [self.listener.fileno(), *links])
+        connections = descriptors([*(host.link for host in self.hosts), *self.unknown_peers])
+        return self.children.exited(LOOK_SECONDS, [self.listener.fileno(), *connections])
 
     def _lost(self, dead: list[Child]) -> list[RankLost]:
         if self.store in dead:
             raise RuntimeError("the process where ranks meet has ended")
         self._accept()
-        lost = self.keeper.look(dead)
+        lost = self.monitor.look(dead)
         for host in list(self.hosts):
             lost += self._hear(host)
         return lost
@@ -172,27 +172,27 @@ class HeadSupervisor(Supervisor):
     # ---- other machines ----
 
     def _accept(self) -> None:
-        for _ in range(MAX_STRANGERS):
+        for _ in range(MAX_UNKNOWN_PEERS):
             try:
                 connection, _ = self.listener.accept()
-            except OSError:  # nobody is there
+            except OSError:  # no process is there
                 break
             try:
-                self.strangers.append(Link(connection))
+                self.unknown_peers.append(ControlConnection(connection))
             except OSError:  # it has left again
                 connection.close()
-            if len(self.strangers) > MAX_STRANGERS:
-                self.strangers.pop().close()
-        for link in list(self.strangers):
+            if len(self.unknown_peers) > MAX_UNKNOWN_PEERS:
+                self.unknown_peers.pop().close()
+        for link in list(self.unknown_peers):
             for message in link.receive():
-                if isinstance(message, Hello) and link in self.strangers:
-                    self.strangers.remove(link)
+                if isinstance(message, Hello) and link in self.unknown_peers:
+                    self.unknown_peers.remove(link)
                     self._greet(link, message)
-            if link in self.strangers and (link.closed or link.silent > HELLO_SECONDS):
+            if link in self.unknown_peers and (link.closed or link.silent > HELLO_SECONDS):
                 link.close()
-                self.strangers.remove(link)
+                self.unknown_peers.remove(link)
 
-    def _greet(self, link: Link, hello: Hello) -> None:
+    def _greet(self, link: ControlConnection, hello: Hello) -> None:
         refused = self._refusal(link, hello)
         if refused is not None:
             say("host_refused", address=link.peer, reason=repr(refused.error))
@@ -209,7 +209,7 @@ class HeadSupervisor(Supervisor):
         elif len(self.addresses) == self.parts.size:
             self._all_are_there()
 
-    def _refusal(self, link: Link, hello: Hello) -> Refused | None:
+    def _refusal(self, link: ControlConnection, hello: Hello) -> Refused | None:
         """Why this machine cannot take part."""
         for package, ours in versions().items():
             theirs = hello.versions.get(package, "unknown")
@@ -246,7 +246,7 @@ class HeadSupervisor(Supervisor):
         self.runtime.write("network.json", self.network)
         for host in self.hosts:
             host.link.send(Welcome(self.network, join=False))
-        self.keeper.start()
+        self.monitor.start()
 
     def _hear(self, host: _Host) -> list[RankLost]:
         lost = []

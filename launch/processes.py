@@ -32,7 +32,7 @@ KILLED_SECONDS = 10.0  # until a killed process has ended; longer only in a syst
 
 class RuntimeDir:
     """What the processes of a server share: files in memory (engine/process/places.py), which neither a full disk nor
-    whoever cleans a directory up can take away, and a private directory, where people and scripts find `ready`.
+    a cleaner of directories can take away, and a private directory, where people and scripts find `ready`.
 
     The directory is locked for the life of this process, however that ends, and removed on close. One whose owner was
     killed is removed by the next start in the same place. ValueError when there can be none.
@@ -220,7 +220,7 @@ class Children:
         for child in self.all:
             if child.process.returncode is None:
                 child.process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel: nobody can do more
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel: no more can be done
                     child.process.wait(KILLED_SECONDS)
         for child in self.all:
             os.close(child.pidfd)

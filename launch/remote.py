@@ -24,15 +24,13 @@ from configs.engine import Plan
 from configs.hosts import Hosts, front_endpoint
 from engine.process.console import say_line, say_text
 from engine.process.orphan import life_of
-from launch.identity import versions
-from launch.keeper import RankKeeper
-from launch.link import (
+from launch.control import (
     LEASE_SECONDS,
+    ControlConnection,
     End,
     Fence,
     Hello,
     Leaving,
-    Link,
     Lost,
     Refused,
     Restarts,
@@ -40,6 +38,8 @@ from launch.link import (
     Welcome,
     descriptors,
 )
+from launch.identity import versions
+from launch.monitor import RankMonitor
 from launch.processes import Child, Children, RuntimeDir
 from launch.supervisor import LOOK_SECONDS, RANK_GRACE
 
@@ -97,7 +97,7 @@ class RemoteSupervisor:
         say_text(f"ended at once by {signal.Signals(self.stopped_by).name}, {when}")
         return 128 + self.stopped_by
 
-    def _connect(self, patience: float) -> Link | None:
+    def _connect(self, patience: float) -> ControlConnection | None:
         """Try until the head answers. None: it does not within `patience` seconds, or this machine is told to leave."""
         deadline = time.monotonic() + patience
         while not self.signals and time.monotonic() < deadline:
@@ -105,7 +105,7 @@ class RemoteSupervisor:
             connection.setblocking(False)
             with contextlib.suppress(OSError):
                 self._await(connection)
-                link = Link(connection)
+                link = ControlConnection(connection)
                 link.send(self.hello)
                 return link
             connection.close()
@@ -129,11 +129,11 @@ class RemoteSupervisor:
 class _Session:
     """One connection with the head, and the ranks that run under it."""
 
-    def __init__(self, owner: RemoteSupervisor, link: Link, children: Children) -> None:
+    def __init__(self, owner: RemoteSupervisor, link: ControlConnection, children: Children) -> None:
         self._owner = owner
         self._link = link
         self._children = children
-        self._keeper: RankKeeper | None = None
+        self._monitor: RankMonitor | None = None
         self._lives: dict[int, tuple[int, int]] = {}  # rank -> process and its life, as the head knows
         self._refused: Refused | None = None
         self._end: End | None = None
@@ -145,21 +145,21 @@ class _Session:
             dead = self._children.exited(LOOK_SECONDS, descriptors([link]))
             for message in link.receive():
                 self._hear(message)
-            if self._keeper is not None:
-                self._look(self._keeper, dead)
+            if self._monitor is not None:
+                self._look(self._monitor, dead)
             code = self._over()
             if code is not None:
                 return code
-            left = self._keeper is not None and self._keeper.left  # the front has told the ranks to leave
+            left = self._monitor is not None and self._monitor.left  # the front has told the ranks to leave
             if link.closed or link.silent > (LAST_WORD_SECONDS if left else LEASE_SECONDS):
                 return self._alone(left)
 
-    def _look(self, keeper: RankKeeper, dead: list[Child]) -> None:
-        for lost in keeper.look(dead):
+    def _look(self, monitor: RankMonitor, dead: list[Child]) -> None:
+        for lost in monitor.look(dead):
             process, life = self._lives.pop(lost.rank, (0, 0))
             known = life if process == lost.process else lost.process
             self._link.send(Lost(lost.rank, lost.reason, time.monotonic() - lost.time, known))
-        for rank, process in keeper.processes.items():
+        for rank, process in monitor.processes.items():
             if self._lives.get(rank, (0, 0))[0] != process:
                 self._lives[rank] = process, life_of(process)
                 self._link.send(Started(rank, self._lives[rank][1]))
@@ -171,12 +171,12 @@ class _Session:
             self._refused = message
         elif isinstance(message, End):
             self._end = message
-        elif isinstance(message, Fence) and self._keeper is not None:
+        elif isinstance(message, Fence) and self._monitor is not None:
             process, life = self._lives.get(message.rank, (0, 0))
             if life == message.process:
-                self._keeper.fence(process)
-        elif isinstance(message, Restarts) and self._keeper is not None:
-            self._keeper.restarts = message.on and not self._owner.signals
+                self._monitor.fence(process)
+        elif isinstance(message, Restarts) and self._monitor is not None:
+            self._monitor.restarts = message.on and not self._owner.signals
         else:
             self._link.close("it says what no head says")
 
@@ -186,10 +186,10 @@ class _Session:
         ranks = range(hosts.first, hosts.first + hosts.local)
         # Told by what each machine is, not by its address: two parts of a server may be on one machine.
         options = ("--network", str(path), "--front", front_endpoint(hosts.head, hosts.port))
-        self._keeper = RankKeeper(
+        self._monitor = RankMonitor(
             self._children, owner.plan, owner.runtime, owner.startup_timeout, ranks=ranks, options=options
         )
-        self._keeper.start(welcome.join)
+        self._monitor.start(welcome.join)
         say_text(
             f"ranks {ranks[0]} to {ranks[-1]} {'join' if welcome.join else 'start'}; head {hosts.head}:{hosts.port}"
         )
@@ -208,7 +208,7 @@ class _Session:
             self._children.end(grace=0.0)
             self._link.send(Leaving("it was told to leave"))
             self._link.close()
-            if self._keeper is None or self._keeper.loading:
+            if self._monitor is None or self._monitor.loading:
                 return self._owner.stopped("while its ranks were loading")
             return 0
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from configs.engine import Plan
 from front.messages import FrontToRank, NoneLeft, RankReady, RankToFront, Shutdown
 from front.wire import ZmqRanks
-from launch.keeper import RankKeeper
+from launch.monitor import RankMonitor
 from launch.processes import Children, RuntimeDir
 
 SHUTDOWN_GRACE = 10.0  # seconds for the ranks to leave the lockstep together
@@ -32,8 +32,8 @@ class SpawnedRanks:
         self._looked = 0.0
         try:
             self._ranks = ZmqRanks(self._runtime.front, plan.data_parallel_size)
-            self._keeper = RankKeeper(self._children, plan, self._runtime, STARTUP_TIMEOUT)
-            self._keeper.start()
+            self._monitor = RankMonitor(self._children, plan, self._runtime, STARTUP_TIMEOUT)
+            self._monitor.start()
         except BaseException:
             self._children.end(grace=0.0)
             self._runtime.close()
@@ -52,10 +52,10 @@ class SpawnedRanks:
     def resize(self, count: int) -> None:
         """Processes start as `receive` looks after them."""
         self._ranks.resize(count)
-        self._keeper.resize(count)
+        self._monitor.resize(count)
 
     def fence(self, rank: int, process: int) -> None:
-        self._keeper.fence(process)
+        self._monitor.fence(process)
 
     def receive(self, timeout: float) -> list[RankToFront]:
         """May return with nothing before the time is up."""
@@ -71,16 +71,16 @@ class SpawnedRanks:
     def _look(self) -> list[RankToFront]:
         # A process ends with the thread that started it (engine/process/orphan.py), so only the first one's may start
         # others.
-        self._keeper.restarts = not self._loading and threading.get_ident() == self._thread
-        found: list[RankToFront] = [*self._keeper.look(self._children.exited(timeout=0.0))]
-        hopeless = self._keeper.hopeless if not self._loading else ""
+        self._monitor.restarts = not self._loading and threading.get_ident() == self._thread
+        found: list[RankToFront] = [*self._monitor.look(self._children.exited(timeout=0.0))]
+        hopeless = self._monitor.hopeless if not self._loading else ""
         return [*found, NoneLeft(hopeless)] if hopeless else found
 
     def close(self) -> None:
         for rank in range(self._ranks.size):
             with contextlib.suppress(ConnectionError):
                 self._ranks.send(rank, Shutdown())
-        self._keeper.kill_loading()
+        self._monitor.kill_loading()
         self._children.end(0.0 if self._loading else SHUTDOWN_GRACE)  # while some load, the others wait for them
         self._ranks.close()
         self._runtime.close()

@@ -1,6 +1,6 @@
 """The process that `moesaic serve` is: it starts the ranks and the front, and watches them.
 
-A rank that ends is told to the front, which goes on without it, and is started again (launch/keeper.py), also when all
+A rank that ends is told to the front, which goes on without it, and is started again (launch/monitor.py), also when all
 have ended. Everything ends when the front ends, when a rank ends before the server was ready, and when none can be
 started again.
 
@@ -23,7 +23,7 @@ from configs.server import ServerConfig
 from engine.process.console import say_text
 from front.messages import NoneLeft, RankLost
 from front.wire import Numbers, Reporter
-from launch.keeper import RankKeeper
+from launch.monitor import RankMonitor
 from launch.processes import Child, Children, RuntimeDir
 
 EXIT_RANK_LOST = 3
@@ -55,7 +55,7 @@ class Supervisor:
         self.stopped_by = 0  # the signal that ends everything at once
         self.ready = False
         self.clock = time.monotonic
-        self.keeper = RankKeeper(self.children, plan, self.runtime, startup_timeout)
+        self.monitor = RankMonitor(self.children, plan, self.runtime, startup_timeout)
         self.reporter = Reporter(self.runtime.front)
         self.resizes = Numbers(self.runtime.file("resizes"))
         self.fences = Numbers(self.runtime.file("fences"))
@@ -113,7 +113,7 @@ class Supervisor:
             if self.signals:
                 self.runtime.show_ready("")
             for count in self.resizes.read():  # after the look for ends: a rank that has left was written off before
-                self.keeper.resize(count)
+                self.monitor.resize(count)
             for process in self.fences.read():
                 self._fence(process)
             for lost in self._lost(dead):
@@ -121,7 +121,7 @@ class Supervisor:
                     text = f"rank {lost.rank} ended before the server was ready: {lost.reason}; the server ends with it"
                     return self._give_up(text, lost)
                 self.reporter.send(lost)
-            if self.keeper.left:  # the front has told the ranks to leave, and leaves itself
+            if self.monitor.left:  # the front has told the ranks to leave, and leaves itself
                 self.children.wait_for(self.front, FRONT_GRACE)
                 return self._front_left(self.front)
             self._restart(self.ready and not self.signals)
@@ -135,7 +135,7 @@ class Supervisor:
     # ---- what is more on several machines (launch/head.py) ----
 
     def _start(self) -> None:
-        self.keeper.start()
+        self.monitor.start()
         self._start_front()
 
     def _end(self) -> None:
@@ -147,16 +147,16 @@ class Supervisor:
         return self.children.exited(timeout=LOOK_SECONDS)
 
     def _lost(self, dead: list[Child]) -> list[RankLost]:
-        return self.keeper.look(dead)
+        return self.monitor.look(dead)
 
     def _fence(self, process: int) -> None:
-        self.keeper.fence(process)
+        self.monitor.fence(process)
 
     def _restart(self, on: bool) -> None:
-        self.keeper.restarts = on
+        self.monitor.restarts = on
 
     def _hopeless(self) -> str:
-        return self.keeper.hopeless
+        return self.monitor.hopeless
 
     # ---- the end ----
 
@@ -173,7 +173,7 @@ class Supervisor:
             say_text(f"the front has not left within {FRONT_GRACE:.0f} s")
             return 1
         if code == 0:
-            self.keeper.kill_loading()
+            self.monitor.kill_loading()
             self.children.end(RANK_GRACE)
         elif code != EXIT_RANK_LOST:
             say_text(f"the front ended: {front.exit_text()}")

@@ -35,7 +35,7 @@ MAX_CONVERTED_ELEMENTS = 3072  # of a head's keys, for which float32 is the fast
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadCounts:
     """num_heads is a multiple of num_kv_heads."""
 
     num_heads: int
@@ -77,7 +77,7 @@ class WholeStep(Protocol):
 class AttentionPlan:
     """How the attention of one step is cut into calls."""
 
-    def __init__(self, step: StepInput, heads: Heads, dtype: torch.dtype) -> None:
+    def __init__(self, step: StepInput, heads: HeadCounts, dtype: torch.dtype) -> None:
         self.heads = heads
         self.dtype = dtype
         self.block_size = step.block_size
@@ -86,7 +86,9 @@ class AttentionPlan:
         self.decode: PagedDecode | None = None
         self.whole: WholeStep | None = None
         if choice.on_gpu(step.slots_T.device):
-            self.whole = choice.triton_form("layers.triton.attention", "TritonAttentionPlan")(step, heads, dtype)
+            self.whole = choice.triton_implementation("layers.triton.attention", "TritonAttentionPlan")(
+                step, heads, dtype
+            )
             return
         if step.num_decodes and can_decode(dtype, step.kv_lens_B.device):
             sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
@@ -203,7 +205,7 @@ def write_kv(cache: Tensor, slots_T: Tensor, x_THD: Tensor) -> None:
     cache.index_copy_(0, slots_T, x_THD)
 
 
-def place_heads(
+def qk_norm_rope_cache(
     qkv_THD: Tensor,
     num_heads: int,
     norm_HD: Tensor | None,
@@ -219,10 +221,10 @@ def place_heads(
     """
     k_cache, v_cache = cache
     if rows.can_run(qkv_THD) and qkv_THD.is_contiguous():
-        rows.place_heads(qkv_THD, num_heads, norm_HD, eps, rope, k_cache, v_cache, slots_T)
+        rows.qk_norm_rope_cache(qkv_THD, num_heads, norm_HD, eps, rope, k_cache, v_cache, slots_T)
         return qkv_THD[:, :num_heads]
     if choice.on_gpu(qkv_THD.device):
-        place: Callable[..., Tensor] = choice.triton_form("layers.triton.heads", "place_heads")
+        place: Callable[..., Tensor] = choice.triton_implementation("layers.triton.heads", "qk_norm_rope_cache")
         return place(qkv_THD, num_heads, norm_HD, eps, rope, cache, slots_T)
     num_qk = num_heads + k_cache.shape[1]
     # Queries and keys lie side by side, so one norm and one rotation serve both.

@@ -1,4 +1,4 @@
-"""The one place of layers and mla where the device is asked for: Triton's kernels for tensors on a GPU where triton is
+"""Where layers, mla and moe_kernels ask for the device: Triton's kernels for tensors on a GPU where triton is
 installed.
 
 Triton is imported when the first tensor on a GPU arrives.
@@ -7,11 +7,12 @@ Triton is imported when the first tensor on a GPU arrives.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from typing import Any
 
 import torch
+
+from layers.optional import load
 
 
 @functools.cache
@@ -25,9 +26,6 @@ def on_gpu(device: torch.device) -> bool:
 
 
 @functools.cache
-def triton_form(module: str, name: str) -> Any:
+def triton_implementation(module: str, name: str) -> Any:
     """What has this name in <module>, such as "layers.triton.norm"."""
-    try:
-        return vars(importlib.import_module(module))[name]
-    except ModuleNotFoundError as error:
-        raise ImportError("the Triton kernels need triton: pip install triton") from error
+    return vars(load(module, "pip install triton"))[name]

@@ -13,7 +13,7 @@ from layers.linear import logits
 from native import linear
 
 
-def best_tokens(hidden_PD: Tensor, head_VD: Tensor, num_valid_tokens: int) -> Tensor:
+def greedy_tokens(hidden_PD: Tensor, head_VD: Tensor, num_valid_tokens: int) -> Tensor:
     """`greedy` of the logits, int64 [P]; in the native kernel, where it runs, the logits are never all in memory."""
     head_VD = head_VD[:num_valid_tokens]
     if linear.can_run(hidden_PD):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layers.greedy import best_tokens, greedy
+from layers.greedy import greedy, greedy_tokens
 from layers.linear import Linear, logits
 
 
-class Head(Linear):
+class LMHead(Linear):
     """weight [V, D], or another layer's (the embedding's), which stays as it is."""
 
     def __init__(
@@ -41,8 +41,8 @@ class Head(Linear):
             return self.packed(hidden_PD)
         return logits(hidden_PD, self.matrix)
 
-    def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
+    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
         if self.packed is not None:
             return greedy(self.packed(hidden_PD)[:, :num_valid_tokens])
-        return best_tokens(hidden_PD, self.matrix, num_valid_tokens)
+        return greedy_tokens(hidden_PD, self.matrix, num_valid_tokens)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layers import choice
-from layers.linear import Linear, MergedLinear
+from layers.linear import Linear, MergedLinear, parameter
 from native import rows
 
 
@@ -21,7 +21,7 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     if rows.can_run(gate_up_T2F):
         return rows.silu_mul(gate_up_T2F)
     if choice.on_gpu(gate_up_T2F.device):
-        fused: Callable[[Tensor], Tensor] = choice.triton_form("layers.triton.silu_mul", "silu_mul")
+        fused: Callable[[Tensor], Tensor] = choice.triton_implementation("layers.triton.silu_mul", "silu_mul")
         return fused(gate_up_T2F)
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF).mul_(up_TF)
@@ -48,3 +48,17 @@ class GatedMLP(nn.Module):
         yield from ()
         out_TD: Tensor = self(x_TD)
         return out_TD
+
+
+class WeightedMLP(GatedMLP):
+    """The same, times sigmoid(gate(x)), a number for each token. gate [1, D]."""
+
+    def __init__(
+        self, hidden_size: int, width: int, dtype: torch.dtype, device: torch.device, bias: bool = False
+    ) -> None:
+        super().__init__(hidden_size, width, dtype, device, bias)
+        self.gate = parameter((1, hidden_size), dtype, device)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        out_TD = super().forward(x_TD)
+        return out_TD.mul_(torch.sigmoid(F.linear(x_TD, self.gate)))

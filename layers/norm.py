@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     F.rms_norm rounds once less and differs from the originals in bfloat16.
     """
     if choice.on_gpu(x.device):
-        norm: Callable[..., Tensor] = choice.triton_form("layers.triton.norm", "rms_norm")
+        norm: Callable[..., Tensor] = choice.triton_implementation("layers.triton.norm", "rms_norm")
         return norm(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
 
@@ -46,6 +46,6 @@ class RMSNorm(nn.Module):
         if rows.can_run(residual_TD):
             return rows.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
         if choice.on_gpu(x_TD.device):
-            add: Callable[..., Tensor] = choice.triton_form("layers.triton.norm", "add_rms_norm")
+            add: Callable[..., Tensor] = choice.triton_implementation("layers.triton.norm", "add_rms_norm")
             return add(x_TD, residual_TD, self.weight, self.eps)
         return rms_norm(residual_TD.add_(x_TD), self.weight, self.eps)

@@ -22,7 +22,7 @@ _FIELDS = (
     "num_heads",
     "num_kv_heads",
     "key_dim",
-    "value_dim",
+    "v_head_dim",
     "block_size",
     "key_stride",
     "value_stride",
@@ -63,21 +63,21 @@ class PagedDecode:
     """The decodes of one step (its first num_decodes sequences, at least one), prepared once for all layers."""
 
     def __init__(
-        self, step: StepInput, num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+        self, step: StepInput, num_heads: int, num_kv_heads: int, key_dim: int, v_head_dim: int, dtype: torch.dtype
     ):
         self.num_sequences = step.num_decodes
         self._dtype = dtype
         self._lens_B = step.kv_lens_B.contiguous()
         self._table_BN = step.block_table_BN.contiguous()
         assert self._lens_B.dtype is torch.int64 and self._table_BN.dtype is torch.int64
-        self._out_shape = (step.num_decodes, num_heads, value_dim)
+        self._out_shape = (step.num_decodes, num_heads, v_head_dim)
         self._shape = _Shape(
             _X_TYPES[dtype],
             step.num_decodes,
             num_heads,
             num_kv_heads,
             key_dim,
-            value_dim,
+            v_head_dim,
             step.block_size,
             0,
             0,

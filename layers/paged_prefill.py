@@ -24,7 +24,7 @@ _NUMBERS = (
     "num_kv_heads",
     "key_dim",
     "shared_dim",
-    "value_dim",
+    "v_head_dim",
     "block_size",
     "q_stride",
     "key_stride",
@@ -102,7 +102,7 @@ class PagedPrefill:
         """
         shared_dim = 0 if shared_cache is None else shared_cache.shape[1]
         _, num_heads, width = q_THK.shape
-        num_kv_heads, key_dim, value_dim = *k_cache.shape[1:], v_cache.shape[2]
+        num_kv_heads, key_dim, v_head_dim = *k_cache.shape[1:], v_cache.shape[2]
         assert width == key_dim + shared_dim and num_heads % num_kv_heads == 0 and scale > 0
         assert q_THK.dtype is k_cache.dtype is v_cache.dtype is out_THV.dtype
         assert _rows_are_whole(k_cache) and _rows_are_whole(v_cache) and _rows_are_whole(out_THV)
@@ -115,7 +115,7 @@ class PagedPrefill:
             num_kv_heads,
             key_dim,
             shared_dim,
-            value_dim,
+            v_head_dim,
             self.block_size,
             q_THK.stride(0),
             k_cache.stride(0),

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from layers import choice
@@ -70,19 +71,26 @@ class Rope:
     """
 
     def __init__(self, parameters: RopeParameters, dtype: torch.dtype, device: torch.device) -> None:
-        self.inv_freq_R = inverse_frequencies(parameters).to(device)
+        frequency_R = inverse_frequencies(parameters)
+        still = parameters.unrotated // 2  # planes that do not turn
+        self.inv_freq_R = F.pad(frequency_R, (0, still)).to(device)
         self.scale = parameters.scale
+        self._scale_R: Tensor | None = None  # of each plane, where they differ
+        if still and self.scale != 1.0:
+            self._scale_R = torch.where(self.inv_freq_R > 0, self.scale, 1.0)
         self.dtype = dtype
         self._like = torch.empty(0, dtype=dtype, device=device)
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [T] -> (cos, sin) for `apply_rope`, each [T, 1, D] in the model's dtype, computed in float32."""
-        if positions_T.shape[0] <= MAX_NATIVE_ROWS and rows.can_run(self._like):
+        few = positions_T.shape[0] <= MAX_NATIVE_ROWS
+        if few and self._scale_R is None and rows.can_run(self._like):
             return rows.rope(positions_T.contiguous(), self.inv_freq_R, self.scale, self.dtype)
         angle_TR = positions_T[:, None] * self.inv_freq_R
         cos_TR, sin_TR = angle_TR.cos(), angle_TR.sin_()
         if self.scale != 1.0:
-            cos_TR, sin_TR = cos_TR.mul_(self.scale), sin_TR.mul_(self.scale)
+            scale = self.scale if self._scale_R is None else self._scale_R
+            cos_TR, sin_TR = cos_TR.mul_(scale), sin_TR.mul_(scale)
         cos_TR, sin_TR = cos_TR.to(self.dtype), sin_TR.to(self.dtype)
         return torch.cat((cos_TR, cos_TR), -1)[:, None], torch.cat((-sin_TR, sin_TR), -1)[:, None]
 
@@ -91,10 +99,10 @@ def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Rotate every head by its token's position: a new tensor [T, H, D]. cos and sin are what `Rope` gives.
 
     Plane r is the pair of dimensions (r, r + R). Checkpoints whose pairs are (2r, 2r + 1) have their rows put in this
-    order when they are loaded.
+    order when they are loaded. Where a part of a head is rotated, its planes come first, and the others stand still.
     """
     if choice.on_gpu(x_THD.device):
-        rotate: Callable[..., Tensor] = choice.triton_form("layers.triton.rope", "apply_rope")
+        rotate: Callable[..., Tensor] = choice.triton_implementation("layers.triton.rope", "apply_rope")
         return rotate(x_THD, cos_T1D, sin_T1D)
     half = x_THD.shape[-1] // 2
     partner_THD = torch.cat((x_THD[..., half:], x_THD[..., :half]), -1)

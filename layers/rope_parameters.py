@@ -11,7 +11,8 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True)
 class RopeParameters:
-    """dim: rotated dimensions of a head. Fields of other kinds than `kind` are unused.
+    """dim: rotated dimensions of a head; unrotated: the others, where positions rotate a part of it. Fields of other
+    kinds than `kind` are unused.
 
     Names and meaning as in Hugging Face `rope_parameters`; attention_factor None means: derive it from the rest.
     """
@@ -30,6 +31,7 @@ class RopeParameters:
     attention_factor: float | None = None  # yarn
     attn_factor: float = 1.0  # yarn; vLLM's: multiplies what would be the scale, where attention_factor replaces it
     truncate: bool = True  # yarn
+    unrotated: int = 0
 
     @property
     def scale(self) -> float:

@@ -71,18 +71,33 @@ class Checkpoint:
     was read or skipped. Raises CheckpointError for a directory without weights, and for broken or missing files.
     """
 
-    def __init__(self, path: str | Path, progress: Progress | None = None, known: Identities | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        progress: Progress | None = None,
+        known: Identities | None = None,
+        names: Callable[[str], str | None] | None = None,
+    ) -> None:
         """known: what the files were at the start (layers/identity.py); others are refused, now and at every later
-        read."""
+        read. names: from a key of the files to the name by which it is read here; None: not read at all
+        (models/key_names.py)."""
         self.path = Path(path)
         self._known = known or {}
-        self._files: dict[str, SafetensorsFile] = {}  # key -> its file
+        self._files: dict[str, SafetensorsFile] = {}  # name -> its file
+        self._keys: dict[str, str] = {}  # name -> what the file calls it, where that is something else
         for key, file in self._find():
-            self._files[key] = file
+            name = key if names is None else names(key)
+            if name is None:
+                continue
+            if name in self._files:
+                raise CheckpointError(f"{file.path}: {key}: the checkpoint has this tensor under another key too")
+            self._files[name] = file
+            if name != key:
+                self._keys[name] = key
         self._unused = set(self._files)
         self._progress = progress
         self._bytes_done = 0
-        self._bytes_total = sum(self._entry(key).num_bytes for key in self._files)
+        self._bytes_total = sum(self._entry(name).num_bytes for name in self._files)
         self.bytes_read = 0
 
     # ---- finding the files ----
@@ -149,11 +164,11 @@ class Checkpoint:
         """Tensor `name`, or its part `index` along the first dimension, as it lies in the mapped file; not to be
         written to, nor used after `give_back`. Marks it (and its scales) used. shape: what it must have."""
         file = self._file(name)
-        entry = file.entries[name]
+        entry = self._entry(name)
         found = entry.shape if index is None else entry.shape[1:]
         if found != shape:
             raise CheckpointError(f"{file.path}: {name}: expected shape {list(shape)}, got {list(found)}")
-        stored = file.view(name)
+        stored = file.view(self._key(name))
         part = stored if index is None else stored[index]
         scale = None
         if self.is_scaled(name):
@@ -166,7 +181,7 @@ class Checkpoint:
 
     def give_back(self, name: str) -> None:
         """What was borrowed is no longer used: its memory may go."""
-        self._file(name).release(name)
+        self._file(name).release(self._key(name))
 
     def stage(self, keys: Sequence[Key]) -> tuple[Staged, int]:
         """Copies of these, with their scales, and the bytes that were read. May be called in a thread. Raises
@@ -175,11 +190,11 @@ class Checkpoint:
         bytes_read = 0
         for name, index in keys:
             file = self._file(name)
-            weight, scale = file.fetch(name, index), None
+            weight, scale = file.fetch(self._key(name), index), None
             bytes_read += weight.numel() * weight.element_size()
             if self.is_scaled(name):
                 scale_name = f"{name}_scale_inv"
-                scale = self._fitting(scale_name, weight, self._file(scale_name).fetch(scale_name, index))
+                scale = self._fitting(scale_name, weight, self._file(scale_name).fetch(self._key(scale_name), index))
                 bytes_read += scale.numel() * scale.element_size()
             weights[name, index] = StoredWeight(weight, None if scale is None else scale.float())
         return Staged(weights), bytes_read
@@ -190,7 +205,7 @@ class Checkpoint:
 
     def _scale(self, name: str, part: Tensor, index: int | None) -> Tensor:
         file = self._file(name)
-        scale = file.view(name)
+        scale = file.view(self._key(name))
         scale = self._fitting(name, part, scale if index is None else scale[index])
         self.bytes_read += scale.numel() * scale.element_size()
         self._mark(name)
@@ -227,8 +242,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: missing key {name}")
         return file
 
+    def _key(self, name: str) -> str:
+        return self._keys.get(name, name)
+
     def _entry(self, name: str) -> TensorEntry:
-        return self._files[name].entries[name]
+        return self._files[name].entries[self._key(name)]
 
     def _mark(self, name: str) -> None:
         if name not in self._unused:

@@ -81,7 +81,7 @@ class NativeMlaStep:
         if isinstance(self._others, TorchMlaStep):
             assert out_THV is not None
             return torch.cat((out_THV, self._others(q_nope_THN, q_pe_THP, *operands)))
-        all_THV = q_nope_THN.new_empty((num_tokens, self._shape.num_heads, self._shape.value_dim))
+        all_THV = q_nope_THN.new_empty((num_tokens, self._shape.num_heads, self._shape.v_head_dim))
         if out_THV is not None:
             all_THV[:num] = out_THV
         if self._others is not None:
@@ -110,7 +110,7 @@ class TorchMlaStep:
             q_UHK = torch.cat([_rows(plan.naive, q_nope_THN), _rows(plan.naive, q_pe_THP)], dim=-1)
             parts.append(self._naive(q_UHK, cache_RX, w_uk_HNC, w_uv_HVC))
         if not parts:
-            return q_nope_THN.new_empty((0, self.shape.num_heads, self.shape.value_dim))
+            return q_nope_THN.new_empty((0, self.shape.num_heads, self.shape.v_head_dim))
         out_UHV = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out_UHV if plan.restore is None else out_UHV.index_select(0, plan.restore)
 
@@ -158,7 +158,7 @@ class TorchMlaStep:
         b, num_queries, (_, heads, width) = group.num_sequences, group.num_queries, q_UHK.shape
         rows = slice(group.first_row, group.first_row + b * num_queries)
         q_bQHK = q_UHK[rows].view(b, num_queries, heads, width)
-        outputs = _Outputs(group, q_bQHK, self.shape.value_dim)
+        outputs = _Outputs(group, q_bQHK, self.shape.v_head_dim)
         for piece in group.pieces:
             k_bHSK, v_bHSV = self._build(cache_RX, piece, b, w_uk_HNC, w_uv_HVC)
             for tile in piece.tiles:
@@ -180,15 +180,15 @@ class TorchMlaStep:
         k_nope = F.linear(latent_C, w_uk_HNC.flatten(0, 1)).view(b, -1, heads, nope)
         k = rows_X.new_empty((b, heads, k_nope.shape[1], self.shape.key_dim))
         k[..., :nope] = k_nope.transpose(1, 2)
-        k[..., nope:] = k_pe_P.view(b, 1, -1, self.shape.rope_dim)
-        v = F.linear(latent_C, w_uv_HVC.flatten(0, 1)).view(b, -1, heads, self.shape.value_dim)
+        k[..., nope:] = k_pe_P.view(b, 1, -1, self.shape.qk_rope_head_dim)
+        v = F.linear(latent_C, w_uv_HVC.flatten(0, 1)).view(b, -1, heads, self.shape.v_head_dim)
         return k.flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
 
     # ---- both ----
 
     def _gather(self, cache_RX: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
         rows_X = latent_kv.gather(cache_RX, piece.blocks, self.block_size)
-        return latent_kv.widen(rows_X, self.shape.latent_dim, self.shape.rope_dim, dtype)
+        return latent_kv.widen(rows_X, self.shape.latent_dim, self.shape.qk_rope_head_dim, dtype)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """scale * q k^T, for [B, q, K] and [B, S, K]."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
 from layers import choice
 from mla.attention import TorchMla
+from mla.flashinfer import FlashInferMla
+from mla.flashmla import FlashMla
 from mla.protocol import MlaBackend, MlaShape, PrefillMode
 from mla.requirements import choose_mla, facts_of
 
@@ -28,11 +28,9 @@ def make_backend(
         return TorchMla(shape, scale, prefill, dtype, fp8_cache=fp8_cache)
     backend: MlaBackend
     if chosen == "triton":
-        backend = choice.triton_form("mla.triton.mla", "TritonMla")(shape, scale, prefill, dtype)
+        backend = choice.triton_implementation("mla.triton.mla", "TritonMla")(shape, scale, prefill, dtype)
     elif chosen == "flashinfer":
-        backend = importlib.import_module("mla.flashinfer").FlashInferMla(shape, scale, dtype, device)
+        backend = FlashInferMla(shape, scale, dtype, device)
     else:
-        backend = importlib.import_module("mla.flashmla").FlashMla(
-            shape, scale, make_backend(shape, scale, prefill, dtype, device)
-        )
+        backend = FlashMla(shape, scale, make_backend(shape, scale, prefill, dtype, device))
     return backend

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layers.optional import load
 from layers.step import StepInput
 from mla.protocol import MlaShape
-from mla.requirements import load
+from mla.requirements import PIP
 
 _WORKSPACE_BYTES = 128 << 20
 
@@ -23,7 +24,7 @@ class FlashInferMla:
     """Implements mla.protocol.MlaBackend. Raises ImportError that names the line to type where it is not installed."""
 
     def __init__(self, shape: MlaShape, scale: float, dtype: torch.dtype, device: torch.device) -> None:
-        library: Any = load("flashinfer", "flashinfer.mla")
+        library: Any = load("flashinfer.mla", PIP["flashinfer"])
         self._shape, self._scale, self._dtype = shape, scale, dtype
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrapper = library.BatchMLAPagedAttentionWrapper(workspace, backend="auto")
@@ -47,7 +48,7 @@ class FlashInferMla:
                 kv_len_arr=torch.tensor(step.kv_lens, dtype=torch.int32),
                 num_heads=self._shape.num_heads,
                 head_dim_ckv=self._shape.latent_dim,
-                head_dim_kpe=self._shape.rope_dim,
+                head_dim_kpe=self._shape.qk_rope_head_dim,
                 page_size=size,
                 causal=True,
                 sm_scale=self._scale,
@@ -67,7 +68,7 @@ class FlashInferMlaStep:
         self, q_nope_THN: Tensor, q_pe_THP: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor
     ) -> Tensor:
         if not q_nope_THN.shape[0]:
-            return q_nope_THN.new_empty(0, self._shape.num_heads, self._shape.value_dim)
+            return q_nope_THN.new_empty(0, self._shape.num_heads, self._shape.v_head_dim)
         q_latent_THC = torch.bmm(q_nope_THN.transpose(0, 1), w_uk_HNC).transpose(0, 1).contiguous()
         pages = cache_RX.view(-1, self._block_size, self._shape.cache_dim)
         latents, keys = pages[..., : self._shape.latent_dim], pages[..., self._shape.latent_dim :]

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layers.optional import load
 from layers.step import StepInput
 from mla.protocol import MlaBackend, MlaShape, PreparedStep
-from mla.requirements import FLASHMLA_BLOCK, load
+from mla.requirements import FLASHMLA_BLOCK, PIP
 
 
 class FlashMla:
@@ -23,7 +24,7 @@ class FlashMla:
 
     def __init__(self, shape: MlaShape, scale: float, rest: MlaBackend) -> None:
         """rest: what prompts are left to."""
-        self.library: Any = load("flashmla", "flash_mla")
+        self.library: Any = load("flash_mla", PIP["flashmla"])
         self.shape, self.scale = shape, scale
         self.rest = rest
 

@@ -20,17 +20,19 @@ def num_blocks(latent_dim: int) -> int:
     return -(-latent_dim // BLOCK)
 
 
-def row_bytes(latent_dim: int, rope_dim: int) -> int:
-    """W. latent_dim must be a multiple of 4 and rope_dim of 2, so that scales and keys are aligned."""
-    if latent_dim % 4 or rope_dim % 2:
-        raise ValueError(f"latent width {latent_dim} and key width {rope_dim}: multiples of 4 and 2 needed for FP8")
-    return latent_dim + 4 * num_blocks(latent_dim) + 2 * rope_dim
+def row_bytes(latent_dim: int, qk_rope_head_dim: int) -> int:
+    """W. latent_dim must be a multiple of 4 and qk_rope_head_dim of 2, so that scales and keys are aligned."""
+    if latent_dim % 4 or qk_rope_head_dim % 2:
+        raise ValueError(
+            f"latent width {latent_dim} and key width {qk_rope_head_dim}: multiples of 4 and 2 needed for FP8"
+        )
+    return latent_dim + 4 * num_blocks(latent_dim) + 2 * qk_rope_head_dim
 
 
-def views(cache_RW: Tensor, latent_dim: int, rope_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def views(cache_RW: Tensor, latent_dim: int, qk_rope_head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """uint8 [R, W] -> (latent float8_e4m3fn [R, C], scale float32 [R, B], rotated key bfloat16 [R, P]): the same
     memory."""
-    assert cache_RW.dtype == torch.uint8 and cache_RW.shape[1] == row_bytes(latent_dim, rope_dim)
+    assert cache_RW.dtype == torch.uint8 and cache_RW.shape[1] == row_bytes(latent_dim, qk_rope_head_dim)
     key = latent_dim + 4 * num_blocks(latent_dim)
     latent_RC = cache_RW.view(torch.float8_e4m3fn)[:, :latent_dim]
     return (
@@ -55,8 +57,8 @@ def pack(entry_TX: Tensor, latent_dim: int) -> Tensor:
     return row_TW
 
 
-def unpack(cache_RW: Tensor, latent_dim: int, rope_dim: int) -> Tensor:
+def unpack(cache_RW: Tensor, latent_dim: int, qk_rope_head_dim: int) -> Tensor:
     """[R, X] in bfloat16: what `pack` was given, rounded."""
-    latent_RC, scale_RB, key_RP = views(cache_RW, latent_dim, rope_dim)
+    latent_RC, scale_RB, key_RP = views(cache_RW, latent_dim, qk_rope_head_dim)
     scale_RC = scale_RB.repeat_interleave(BLOCK, 1)[:, :latent_dim]
     return torch.cat([(latent_RC.float() * scale_RC).to(torch.bfloat16), key_RP], 1)

@@ -26,7 +26,7 @@ _attention_expand = function("attention_expand", _INT, *[_POINTER] * 3, *[_NUMBE
 
 
 def can_run(shape: MlaShape, dtype: torch.dtype, device: torch.device) -> bool:
-    return shape.nope_dim % 2 == 0 and can_decode(dtype, device)
+    return shape.qk_nope_head_dim % 2 == 0 and can_decode(dtype, device)
 
 
 class NativeDecode:
@@ -49,13 +49,13 @@ class NativeDecode:
         strides = _Strides(*q_nope_BHN.stride()[:2], *q_pe_BHP.stride()[:2])
         _attention_absorb(
             x_type, q_nope_BHN.data_ptr(), q_pe_BHP.data_ptr(), strides, w_uk_HNC.data_ptr(), q_BHX.data_ptr(),
-            num, shape.num_heads, shape.nope_dim, shape.latent_dim, shape.rope_dim, threads,
+            num, shape.num_heads, shape.qk_nope_head_dim, shape.latent_dim, shape.qk_rope_head_dim, threads,
         )  # fmt: skip
         keys = cache_RX[:, None]
         mixed_BHC = self._attend(q_BHX, keys, keys[..., : shape.latent_dim], self._scale)
-        out_BHV = q_nope_BHN.new_empty(num, shape.num_heads, shape.value_dim)
+        out_BHV = q_nope_BHN.new_empty(num, shape.num_heads, shape.v_head_dim)
         _attention_expand(
             x_type, mixed_BHC.data_ptr(), w_uv_HVC.data_ptr(), out_BHV.data_ptr(),
-            num, shape.num_heads, shape.latent_dim, shape.value_dim, threads,
+            num, shape.num_heads, shape.latent_dim, shape.v_head_dim, threads,
         )  # fmt: skip
         return out_BHV

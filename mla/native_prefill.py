@@ -24,7 +24,9 @@ from native.linear import linear
 
 def can_run(shape: MlaShape, dtype: torch.dtype, device: torch.device) -> bool:
     """Naive keys have two parts, absorbed ones are rows of the cache."""
-    return can_prefill(dtype, device, shape.nope_dim, shape.rope_dim) and can_prefill(dtype, device, shape.cache_dim)
+    return can_prefill(dtype, device, shape.qk_nope_head_dim, shape.qk_rope_head_dim) and can_prefill(
+        dtype, device, shape.cache_dim
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +86,17 @@ class NativePrefill:
         for first in range(0, self._shape.num_heads, built.heads_at_once):
             heads = slice(first, min(first + built.heads_at_once, self._shape.num_heads))
             num = heads.stop - heads.start
-            k_ShN = linear(latent_SC, w_uk_HNC[heads].flatten(0, 1)).view(-1, num, self._shape.nope_dim)
-            v_ShV = linear(latent_SC, w_uv_HVC[heads].flatten(0, 1)).view(-1, num, self._shape.value_dim)
+            k_ShN = linear(latent_SC, w_uk_HNC[heads].flatten(0, 1)).view(-1, num, self._shape.qk_nope_head_dim)
+            v_ShV = linear(latent_SC, w_uv_HVC[heads].flatten(0, 1)).view(-1, num, self._shape.v_head_dim)
             built.attend(q_THK[:, heads], k_ShN, v_ShV, self._scale, out_THV[:, heads], k_pe_SP)
 
 
 def _joined(q_nope_THN: Tensor, q_pe_THP: Tensor) -> Tensor:
     """[T, H, K]; without a copy where the two are parts of one tensor."""
-    num_tokens, heads, nope_dim = q_nope_THN.shape
-    behind = q_nope_THN.data_ptr() + nope_dim * q_nope_THN.element_size()
+    num_tokens, heads, qk_nope_head_dim = q_nope_THN.shape
+    behind = q_nope_THN.data_ptr() + qk_nope_head_dim * q_nope_THN.element_size()
     if q_pe_THP.data_ptr() == behind and q_pe_THP.stride() == q_nope_THN.stride():
-        return q_nope_THN.as_strided((num_tokens, heads, nope_dim + q_pe_THP.shape[2]), q_nope_THN.stride())
+        return q_nope_THN.as_strided((num_tokens, heads, qk_nope_head_dim + q_pe_THP.shape[2]), q_nope_THN.stride())
     return torch.cat([q_nope_THN, q_pe_THP], dim=-1)
 
 

@@ -42,7 +42,7 @@ class Limits:
 
     @staticmethod
     def of(shape: MlaShape, itemsize: int) -> Limits:
-        built = shape.num_heads * (shape.key_dim + shape.value_dim) * itemsize
+        built = shape.num_heads * (shape.key_dim + shape.v_head_dim) * itemsize
         return Limits(
             absorbed_keys=max(256, GATHER_BYTES // (shape.cache_dim * itemsize)),
             absorbed_piece=max(1024, PIECE_BYTES // (shape.cache_dim * itemsize)),
@@ -118,8 +118,8 @@ def prefill_flops(shape: MlaShape, num_queries: int, num_keys: int) -> PrefillFl
     The naive way builds keys and values of the whole context; the absorbed way pays more per (query, key) pair.
     """
     pairs = num_queries * (num_keys - num_queries) + num_queries * (num_queries + 1) // 2
-    per_token = shape.latent_dim * (shape.nope_dim + shape.value_dim)
-    naive = num_keys * per_token + pairs * (shape.key_dim + shape.value_dim)
+    per_token = shape.latent_dim * (shape.qk_nope_head_dim + shape.v_head_dim)
+    naive = num_keys * per_token + pairs * (shape.key_dim + shape.v_head_dim)
     absorbed = num_queries * per_token + pairs * (shape.cache_dim + shape.latent_dim)
     return PrefillFlops(2 * shape.num_heads * naive, 2 * shape.num_heads * absorbed)
 

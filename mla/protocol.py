@@ -26,20 +26,20 @@ PrefillMode = Literal["naive", "absorbed", "auto"]
 @dataclass(frozen=True, slots=True)
 class MlaShape:
     num_heads: int  # H
-    nope_dim: int  # N
-    rope_dim: int  # P
+    qk_nope_head_dim: int  # N
+    qk_rope_head_dim: int  # P
     latent_dim: int  # C
-    value_dim: int  # V
+    v_head_dim: int  # V
 
     @property
     def cache_dim(self) -> int:
         """X: numbers per cached token."""
-        return self.latent_dim + self.rope_dim
+        return self.latent_dim + self.qk_rope_head_dim
 
     @property
     def key_dim(self) -> int:
         """Width of a built key: N + P."""
-        return self.nope_dim + self.rope_dim
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 class PreparedStep(Protocol):

@@ -3,10 +3,8 @@ installed, and the shape. The one place of this room where the device is asked f
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
@@ -62,8 +60,9 @@ def _library(name: str, facts: MlaFacts) -> str:
         return "needs an NVIDIA GPU"
     if facts.dtype != torch.bfloat16:
         return f"works in bfloat16, not {str(facts.dtype).removeprefix('torch.')}"
-    if (facts.shape.latent_dim, facts.shape.rope_dim) != (512, 64):
-        return f"written for latents of 512 and keys of 64, not {facts.shape.latent_dim} and {facts.shape.rope_dim}"
+    if (facts.shape.latent_dim, facts.shape.qk_rope_head_dim) != (512, 64):
+        widths = f"{facts.shape.latent_dim} and {facts.shape.qk_rope_head_dim}"
+        return f"written for latents of 512 and keys of 64, not {widths}"
     if facts.fp8_cache:
         return "reads latents in bfloat16, not in FP8 rows with scales"
     return "" if name in facts.installed else f"not installed: {PIP[name]}"
@@ -85,7 +84,7 @@ def _flashmla(facts: MlaFacts) -> str:
 
 def choose_mla(name: str, facts: MlaFacts) -> str:
     """The backend: `name`, or with "auto" Triton's on a GPU and torch's elsewhere (others are taken when they are asked
-    for: nobody has measured them beside ours yet).
+    for: they have not been measured beside ours yet).
 
     Raises ValueError when there is no such backend, or it cannot run.
     """
@@ -97,13 +96,3 @@ def choose_mla(name: str, facts: MlaFacts) -> str:
     if verdicts[name] != "ok":
         raise ValueError(f"mla backend {name!r}: {verdicts[name]}")
     return name
-
-
-def load(name: str, module: str) -> ModuleType:
-    """What the backend of this name is made of. ImportError with the line to type, whatever went wrong: a library that
-    was built for another machine has many ways to say so."""
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        first_line = str(error).partition("\n")[0] or type(error).__name__
-        raise ImportError(f"{module} cannot be imported ({first_line}); to install it: {PIP[name]}") from error

@@ -49,7 +49,7 @@ class CausalLM(Protocol):
         """[P, D] -> [P, V], in the model's dtype."""
         ...
 
-    def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
+    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
         ...
 
@@ -66,15 +66,15 @@ class CausalLM(Protocol):
         store, which the ranks of a machine fill together (models/parts.py)."""
         ...
 
-    def rehost(self, parallel: Parallel) -> None:
-        """Exchange in the ranks and by the placement of `parallel` from now on (models/hosting.py has both)."""
+    def update_group(self, parallel: Parallel) -> None:
+        """Exchange in the ranks and by the placement of `parallel` from now on (models/expert_parallel.py has both)."""
         ...
 
     def count(self, load: Callable[[int], Recorder], arrivals: Callable[[int], Recorder]) -> None:
         """For each MoE layer, what is shown its routing and the rows that arrive (ep/moe.py), from now on."""
         ...
 
-    def reroute(self, parallel: Parallel, tables: Sequence[SlotTable]) -> None:
+    def update_expert_map(self, parallel: Parallel, tables: Sequence[SlotTable]) -> None:
         """Route by the placement of `parallel` from now on, between the same ranks; tables: one per MoE layer."""
         ...
 

@@ -21,15 +21,15 @@ from dbo.steps import Steps
 from ep.moe import MoE
 from ep.parallel import Parallel
 from layers.embed import Embedding
-from layers.head import Head
+from layers.head import LMHead
 from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
 from layers.rope import Rope
 from layers.rope_parameters import RopeParameters
 from layers.step import StepInput
 from models.base import WeightSource
+from models.expert_parallel import ExpertParallelMixin
 from models.graph_breaks import EAGER, GraphBreaks, Operation
-from models.hosting import ExpertHost
 from models.loading import read_head
 from models.parts import Part
 from store.memory import Store
@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module, Generic[A]):
         return self.mlp.steps(x_TD, context.lane)
 
 
-class Decoder(ExpertHost, Generic[A]):
+class Decoder(ExpertParallelMixin, Generic[A]):
     """Implements the forward pass of models.base.CausalLM."""
 
     config: DecoderConfig
@@ -119,13 +119,13 @@ class Decoder(ExpertHost, Generic[A]):
         self._tied = config.tie_word_embeddings
         size, eps = config.hidden_size, config.rms_norm_eps
         self.embed = Embedding(config.vocab_size, size, dtype, device)
-        self.host(mlps)
+        self.register_moe_layers(mlps)
         self.decoders = [
             DecoderLayer(make_mixer(layer), mlp, size, eps, dtype, device) for layer, mlp in enumerate(mlps)
         ]
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(size, eps, dtype, device)
-        self.head = Head(size, config.vocab_size, self.embed.weight if self._tied else None, dtype, device)
+        self.head = LMHead(size, config.vocab_size, self.embed.weight if self._tied else None, dtype, device)
         self.rope = Rope(config.rope, dtype, device)
 
     def cache_spec(self) -> CacheSpec:
@@ -155,9 +155,9 @@ class Decoder(ExpertHost, Generic[A]):
         values_PV: Tensor = self.head(hidden_PD)
         return values_PV
 
-    def best_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
+    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
-        return self.head.best_tokens(hidden_PD, num_valid_tokens)
+        return self.head.greedy_tokens(hidden_PD, num_valid_tokens)
 
     def load(self, source: WeightSource, store: Store | None = None) -> None:
         """Fill every parameter, and the experts that this rank hosts."""

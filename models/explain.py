@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mla.protocol import MlaShape
 from mla.requirements import MlaFacts, choose_mla, explain_mla
-from models.deepseek.attention import mla_shape
-from models.deepseek.config import DeepseekConfig
 from models.facts import ModelFacts
-from models.qwen3.config import Qwen3Config
 
 
 def explain_attention(
@@ -22,13 +20,7 @@ def explain_attention(
 ) -> tuple[str, dict[str, str]]:
     """What is taken, and for each backend "ok" or why it cannot run. Arguments as ep.explain.explain_experts;
     fp8_cache: of latents."""
-    if not isinstance(facts, DeepseekConfig):
+    if facts.mla_dims is None:
         return "triton", {"triton": "ok"}
-    shape = mla_shape(facts)
-    known = MlaFacts(shape, dtype, True, capability, installed | {"triton"}, fp8_cache, block_size)
+    known = MlaFacts(MlaShape(*facts.mla_dims), dtype, True, capability, installed | {"triton"}, fp8_cache, block_size)
     return choose_mla(name, known), explain_mla(known)
-
-
-def expert_width(facts: ModelFacts) -> int:
-    """Of a routed expert; 0 for a dense model."""
-    return facts.expert_width if isinstance(facts, DeepseekConfig | Qwen3Config) and facts.num_experts else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from cache.spec import CacheSpec
+from models.key_names import KeyNames
 
 
 class ModelFacts(Protocol):
@@ -27,7 +28,13 @@ class ModelFacts(Protocol):
     @property
     def num_experts(self) -> int: ...  # routed experts per MoE layer; 0 for a dense model
     @property
+    def moe_intermediate_size(self) -> int: ...  # the width of a routed expert; 0 for a dense model
+    @property
+    def mla_dims(self) -> tuple[int, int, int, int, int] | None: ...  # as mla.protocol.MlaShape; None: it has no MLA
+    @property
     def num_moe_layers(self) -> int: ...
+    @property
+    def key_names(self) -> KeyNames: ...  # how its checkpoints call what models read
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         """What the model keeps of every sequence when it computes in `dtype`. fp8: kept in 8 bits; raises ValueError,
         naming what cannot be, where the family or its widths have no such cache."""

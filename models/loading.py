@@ -5,11 +5,11 @@ Legend: E logical experts, F expert width, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ep.experts import Experts, ScaledMatrix, WeightFormat
 from layers.linear import Linear, MergedLinear
-from layers.mlp import GatedMLP
+from layers.mlp import GatedMLP, WeightedMLP
 from layers.weights import BLOCK, Key, StoredWeight
 from models.base import ExpertSource, WeightSource
 
@@ -35,6 +35,23 @@ def read_mlp(source: WeightSource, prefix: str, mlp: GatedMLP) -> None:
     """`prefix`{gate,up,down}_proj."""
     read_merged(source, prefix, mlp.gate_up)
     read_linear(source, f"{prefix}down_proj", mlp.down)
+
+
+def read_shared(source: WeightSource, prefix: str, shared: nn.Module | None) -> None:
+    """`prefix`shared_experts, and the gate of one that has a weight."""
+    if shared is None:
+        return
+    assert isinstance(shared, GatedMLP)
+    read_mlp(source, f"{prefix}shared_experts.", shared)
+    if isinstance(shared, WeightedMLP):
+        source.read(f"{prefix}shared_expert_gate.weight", shared.gate)
+
+
+def skip_mtp(source: WeightSource, num_layers: int, num_mtp_layers: int) -> None:
+    """The layers that predict further tokens come after the last one, under names of their own."""
+    extra = tuple(f"model.layers.{num_layers + i}." for i in range(num_mtp_layers))
+    for name in [name for name in source.names() if name.startswith(extra)]:
+        source.skip(name)
 
 
 def read_head(source: WeightSource, head_VD: Tensor, tied: bool) -> None:

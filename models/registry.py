@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from models.deepseek import config as deepseek
 from models.facts import ModelFacts
 from models.fields import ConfigError, Fields
-from models.qwen3 import config as qwen3
+from models.gqa import config as gqa
+from models.gqa.families import ARCHITECTURES as GQA_ARCHITECTURES
 from models.shared_fields import check_modelopt
 
 if TYPE_CHECKING:
@@ -30,22 +31,23 @@ _ROPE_NAMES = {"rope_scaling", "rope_parameters"}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """parse: the config reader. model: class `name` of `module`, called with (config, parallel, dtype, device)."""
+    """parse: the config reader. model: class `name` of `module`, called with (config, parallel, dtype, device); of
+    models with latent attention with mla_prefill, mla_backend and fp8_cache too."""
 
     parse: Callable[[dict[str, Any], str], ModelFacts]
     module: str
     name: str
-    has_mla: bool  # the class takes mla_prefill too
 
 
-_QWEN3 = Family(qwen3.parse, "models.qwen3.model", "Qwen3ForCausalLM", has_mla=False)
-_DEEPSEEK = Family(deepseek.parse, "models.deepseek.model", "DeepseekForCausalLM", has_mla=True)
+_GQA = Family(gqa.parse, "models.gqa.model", "GqaForCausalLM")
+_DEEPSEEK = Family(deepseek.parse, "models.deepseek.model", "DeepseekForCausalLM")
 
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(qwen3.ARCHITECTURES, _QWEN3),
-    "DeepseekV2ForCausalLM": _DEEPSEEK,
-    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    **dict.fromkeys(GQA_ARCHITECTURES, _GQA),
+    **dict.fromkeys(deepseek.ARCHITECTURES, _DEEPSEEK),
 }
+# Models with vision: what their text_config describes is served, by the architecture that it is.
+WRAPPERS = {"KimiK25ForConditionalGeneration": "KimiK2ForCausalLM"}
 
 
 def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelFacts:
@@ -75,11 +77,20 @@ def parse_config(raw: dict[str, Any], source: str) -> ModelFacts:
     """The same of the fields themselves; source: what errors name."""
     fields = Fields(raw, source)
     architecture = fields.first_of("architectures")
+    if architecture in WRAPPERS:
+        return parse_config(_text_part(fields, WRAPPERS[architecture]), source)
     family = FAMILIES.get(architecture)
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
         raise ConfigError(f"{fields.source}: architectures: {architecture} is not supported (these are: {known})")
     return family.parse(fields.raw, fields.source)
+
+
+def _text_part(fields: Fields, architecture: str) -> dict[str, Any]:
+    """The fields of the language model inside a model with vision."""
+    text = fields.section("text_config").raw
+    beside = {name: fields.raw[name] for name in ("quantization_config",) if fields.has(name) and name not in text}
+    return {**beside, **text, "architectures": [architecture], deepseek.WRAPPED: True}
 
 
 def build(
@@ -96,7 +107,7 @@ def build(
     family = FAMILIES[config.architecture]
     model_class = vars(importlib.import_module(family.module))[family.name]
     choices: dict[str, Any] = {}
-    if family.has_mla:
+    if config.mla_dims is not None:
         choices = {"mla_prefill": mla_prefill, "mla_backend": mla_backend, "fp8_cache": fp8_cache}
     elif fp8_cache:
         raise ValueError(

@@ -33,16 +33,44 @@ _ROPE_KEYS = frozenset(
 _KINDS: dict[str, RopeKind] = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
-def read_rope(fields: Fields, dim: int, max_position: int) -> RopeParameters:
+def read_rope(
+    fields: Fields, dim: int, max_position: int, partial: float | None = None, default_theta: float = 10000.0
+) -> RopeParameters:
     """Reads transformers 5's `rope_parameters`, or transformers 4's `rope_theta` and `rope_scaling`.
+
+    dim: of a head. partial: which part of it is rotated where config.json does not say; None: all of it, and it may not
+    say otherwise.
 
     Raises ConfigError for a kind that is not supported (default, linear, llama3 and yarn are).
     """
-    fields.only("partial_rotary_factor", None, 1, 1.0)
-    top_theta = fields.positive("rope_theta", 10000.0)
+    rotated = _rotated(fields, dim, partial)
+    return _read_rope(fields, rotated, max_position, default_theta, dim - rotated)
+
+
+def _rotated(fields: Fields, dim: int, partial: float | None) -> int:
+    """How many of a head's dimensions are rotated: rotary_dim, or partial_rotary_factor, at the top or among the rope
+    parameters."""
+    inner = fields.section("rope_parameters") if fields.has("rope_parameters") else fields
+    holder = inner if inner.has("partial_rotary_factor") else fields
+    if partial is None:
+        holder.only("partial_rotary_factor", None, 1, 1.0)
+        return dim
+    if fields.has("rotary_dim") and not holder.has("partial_rotary_factor"):
+        rotated = fields.integer("rotary_dim")
+        if rotated > dim or rotated % 2:
+            raise fields.error("rotary_dim", f"an even number of at most the size of a head ({dim})")
+        return rotated
+    rotated = int(dim * holder.positive("partial_rotary_factor", partial))
+    if not 2 <= rotated <= dim or rotated % 2:
+        raise holder.error("partial_rotary_factor", f"a part of a head's {dim} dimensions that is an even number")
+    return rotated
+
+
+def _read_rope(fields: Fields, dim: int, max_position: int, default_theta: float, unrotated: int = 0) -> RopeParameters:
+    top_theta = fields.positive("rope_theta", default_theta)
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     if not fields.has(name):
-        return RopeParameters(dim, top_theta)
+        return RopeParameters(dim, top_theta, unrotated=unrotated)
     inner = fields.section(name)
     key = "rope_type" if inner.has("rope_type") else "type"
     kind = _KINDS.get(inner.text(key, "default"))
@@ -53,9 +81,8 @@ def read_rope(fields: Fields, dim: int, max_position: int) -> RopeParameters:
         raise inner.error(unknown[0], f"none: this key is not understood ({', '.join(sorted(_ROPE_KEYS))} are)")
     theta = inner.positive("rope_theta", top_theta)
     inner.only("extrapolation_factor", None, 1, 1.0)
-    inner.only("partial_rotary_factor", None, 1, 1.0)
     if kind == "default":
-        return RopeParameters(dim, theta)
+        return RopeParameters(dim, theta, unrotated=unrotated)
     original = inner.integer("original_max_position_embeddings", max_position)
     if fields.has("original_max_position_embeddings"):
         original = fields.integer("original_max_position_embeddings")
@@ -64,12 +91,14 @@ def read_rope(fields: Fields, dim: int, max_position: int) -> RopeParameters:
     else:
         factor = inner.positive("factor")
     if kind == "linear":
-        return RopeParameters(dim, theta, kind, factor)
+        return RopeParameters(dim, theta, kind, factor, unrotated=unrotated)
     if kind == "llama3":
         low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
         if high <= low:
             raise inner.error("high_freq_factor", f"a number above low_freq_factor ({low})")
-        return RopeParameters(dim, theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high)
+        return RopeParameters(
+            dim, theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high, unrotated=unrotated
+        )
     attn_factor = inner.positive("attn_factor", 1.0)
     if attn_factor != 1.0 and inner.has("attention_factor"):
         raise inner.error("attn_factor", "none beside attention_factor, which replaces what it would multiply")
@@ -87,6 +116,7 @@ def read_rope(fields: Fields, dim: int, max_position: int) -> RopeParameters:
         mscale_all_dim=inner.optional_number("mscale_all_dim"),
         attention_factor=inner.optional_number("attention_factor"),
         truncate=inner.flag("truncate", True),
+        unrotated=unrotated,
     )
 
 

@@ -5,14 +5,12 @@ Legend: D hidden size, F expert width.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from moe_kernels.choice import on_gpu
+from layers.choice import on_gpu
 from moe_kernels.matrix import WeightFormat
 from moe_kernels.packed import can_pack
 from moe_kernels.quant import BLOCK
@@ -94,13 +92,3 @@ def choose_experts(name: str, facts: ExpertFacts) -> str:
     if verdicts[name] != "ok":
         raise ValueError(f"experts backend {name!r}: {verdicts[name]}")
     return name
-
-
-def load(name: str, module: str) -> Any:
-    """The library's module, for the backend of this name. Raises ImportError, one line that names what to type: such
-    libraries fail in many ways on a machine that does not suit them."""
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ImportError(f"{module} cannot be imported ({reason}); to install it: {PIP[name]}") from error

@@ -7,14 +7,13 @@ Triton is imported when the first tensor on a GPU arrives.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-import torch
 from torch import Tensor
 
+from layers.choice import on_gpu
+from layers.choice import triton_implementation as form_of
 from moe_kernels.grouped_gemm import run_experts as torch_run_experts
 from moe_kernels.layout import ExpertBatch
 from moe_kernels.permute import permute as torch_permute
@@ -35,28 +34,13 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def on_gpu(device: torch.device) -> bool:
-    """Whether Triton's kernels run on tensors of this device."""
-    return device.type == "cuda" and has_triton()
-
-
-@functools.cache
-def triton_form(module: str, name: str) -> Callable[..., Any]:
+def triton_implementation(module: str, name: str) -> Callable[..., Any]:
     """The function of this name in moe_kernels/triton/<module>.py."""
-    try:
-        found = vars(importlib.import_module(f"moe_kernels.triton.{module}"))[name]
-    except ModuleNotFoundError as error:
-        raise ImportError("the Triton kernels need triton: pip install triton") from error
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], form_of(f"moe_kernels.triton.{module}", name))
 
 
-def _by_device(torch_form: Callable[P, Result], module: str) -> Callable[P, Result]:
-    """Decides by the device of the first argument."""
+def _by_device(torch_form: Callable[P, Result], module: str, room: str = "moe_kernels") -> Callable[P, Result]:
+    """Decides by the device of the first argument. Triton's form has the same name in <room>/triton/<module>.py."""
 
     @functools.wraps(torch_form)
     def chosen(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -64,7 +48,7 @@ def _by_device(torch_form: Callable[P, Result], module: str) -> Callable[P, Resu
         assert isinstance(x, Tensor | ExpertBatch)
         if not on_gpu(x.device if isinstance(x, Tensor) else x.x.device):
             return torch_form(*args, **kwargs)
-        return cast(Result, triton_form(module, torch_form.__name__)(*args, **kwargs))
+        return cast(Result, form_of(f"{room}.triton.{module}", torch_form.__name__)(*args, **kwargs))
 
     return chosen
 
@@ -76,7 +60,7 @@ permute = _by_device(torch_permute, "permute")
 permute_some = _by_device(torch_permute_some, "permute")
 quantize_rows = _by_device(torch_quantize_rows, "quant")
 run_experts = _by_device(torch_run_experts, "grouped_gemm")
-silu_mul = _by_device(torch_silu_mul, "silu_mul")
+silu_mul = _by_device(torch_silu_mul, "silu_mul", "layers")
 silu_mul_quantize = _by_device(torch_silu_mul_quantize, "quant")
 softmax_topk = _by_device(torch_softmax_topk, "topk")
 sum_pairs = _by_device(torch_sum_pairs, "permute")

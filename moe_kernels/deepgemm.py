@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import load
+from layers.optional import load
+from moe_kernels.backends import PIP
 from moe_kernels.choice import dequantize_rows, quantize_rows, silu_mul, silu_mul_quantize
 from moe_kernels.layout import ExpertBatch, Layout
 
@@ -36,7 +37,7 @@ class DeepGemm:
     rows in the psum layout, whose description is one number per slot."""
 
     def __init__(self, capability: tuple[int, int], psum: bool = False) -> None:
-        self._library: Any = load("deepgemm", "deep_gemm")
+        self._library: Any = load("deep_gemm", PIP["deepgemm"])
         self._psum = psum
         # Blackwell's kernels take scales as exponents alone (UE8M0).
         self.power_of_two_scales = capability >= (10, 0)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import load
+from layers.optional import load
+from moe_kernels.backends import PIP
 from moe_kernels.choice import dequantize_rows
 from moe_kernels.fp8_experts import Fp8Experts
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
@@ -28,7 +29,7 @@ class FlashInferExperts:
     def __init__(
         self, num_slots: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device, form: WeightFormat
     ) -> None:
-        self._library: Any = load("flashinfer", "flashinfer.fused_moe")
+        self._library: Any = load("flashinfer.fused_moe", PIP["flashinfer"])
         self.num_slots, self.format, self._dtype = num_slots, form, dtype
         self._scaled: Fp8Experts | None = None
         if form is WeightFormat.FP8:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_kernels.choice import on_gpu, permute_some, sum_pairs, sum_rows, take_rows, unpermute
+from layers.choice import on_gpu
+from moe_kernels.choice import permute_some, sum_pairs, sum_rows, take_rows, unpermute
 from moe_kernels.layout import ExpertBatch, TokenBatch
 from moe_kernels.permute import Bags
 from native import rows

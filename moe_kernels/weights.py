@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import choose_experts, facts_of
-from moe_kernels.choice import run_experts, triton_form
+from moe_kernels.choice import run_experts, triton_implementation
 from moe_kernels.fp8_experts import Fp8Experts
 from moe_kernels.layout import ExpertBatch, TokenBatch
 from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize
@@ -87,7 +87,7 @@ def expert_weights(
     if form is WeightFormat.FP8 and library is not None:
         return Fp8Experts(*sizes, device, library.run_experts_fp8, library.power_of_two_scales)
     if form is WeightFormat.FP8 and chosen == "triton":
-        return Fp8Experts(*sizes, device, triton_form("fp8_experts", "run_experts_fp8"))
+        return Fp8Experts(*sizes, device, triton_implementation("fp8_experts", "run_experts_fp8"))
     return PlainExperts(*sizes, device, run_experts if library is None else library.run_experts)
 
 

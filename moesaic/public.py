@@ -61,7 +61,7 @@ class LLM(llm.LLM):
 
     def stats(self) -> list[RankStats]:
         """The latest of every rank, in rank order."""
-        return self._front.stats
+        return self.front.stats
 
 
 class AsyncLLM(async_llm.AsyncLLM):

@@ -31,7 +31,7 @@ _linear_bf16_best = function(
 
 
 def use_large_pages(values: Tensor) -> None:
-    """Fewer misses when weights are read through; for memory that nobody has written to yet."""
+    """Fewer misses when weights are read through; for memory that has not been written to yet."""
     if values.device.type == "cpu" and isa() > Isa.NONE:
         _use_large_pages(values.data_ptr(), values.numel() * values.element_size())
 

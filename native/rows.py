@@ -35,7 +35,7 @@ class _LatentCall(ctypes.Structure):
     """LatentCall of rows.h."""
 
     _fields_ = (
-        *((name, _NUMBER) for name in ("x_type", "num_heads", "nope_dim", "rope_dim", "latent_dim")),
+        *((name, _NUMBER) for name in ("x_type", "num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "latent_dim")),
         ("q", _POINTER),
         ("q_stride", _NUMBER),
         ("latent", _POINTER),
@@ -114,7 +114,7 @@ def _norm(x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
     return y_TD
 
 
-def place_heads(
+def qk_norm_rope_cache(
     qkv_THD: Tensor,
     num_heads: int,
     norm_HD: Tensor | None,
@@ -170,16 +170,16 @@ def place_latent(
     cos, sin = rope
     num_rows, num_heads, key_dim = q_THK.shape
     latent_dim = norm_C.shape[0]
-    rope_dim = latent_TX.shape[1] - latent_dim
+    qk_rope_head_dim = latent_TX.shape[1] - latent_dim
     assert q_THK.stride(2) == latent_TX.stride(1) == cache_RX.stride(1) == 1 and q_THK.stride(1) == key_dim
     assert cos.is_contiguous() and sin.is_contiguous() and slots_T.is_contiguous()
-    assert cos.numel() == sin.numel() == num_rows * rope_dim
+    assert cos.numel() == sin.numel() == num_rows * qk_rope_head_dim
     assert cos.dtype is sin.dtype is cache_RX.dtype is q_THK.dtype is latent_TX.dtype
     call = _LatentCall(
         _X_TYPES[q_THK.dtype],
         num_heads,
-        key_dim - rope_dim,
-        rope_dim,
+        key_dim - qk_rope_head_dim,
+        qk_rope_head_dim,
         latent_dim,
         q_THK.data_ptr(),
         q_THK.stride(0),

@@ -93,7 +93,7 @@ class Recording:
         return tape
 
     def abandon(self) -> None:
-        """Record no longer, if it does; for whoever leaves because of an error."""
+        """Record no longer, if it does; for a caller that leaves because of an error."""
         if self._tape is not None:
             self.end()
 

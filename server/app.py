@@ -17,8 +17,8 @@ from server.chat import ChatCompletions
 from server.completions import Completions
 from server.eplb import Eplb, refresh, trouble
 from server.errors import RETRY_AFTER, ApiError
-from server.gate import Gate
 from server.metrics import CONTENT_TYPE
+from server.middleware import AuthMiddleware
 from server.openai import AbortRequest, Model, ModelList
 from server.profile import Profiles
 from server.service import Service, json_response
@@ -30,7 +30,7 @@ _abort_decoder = msgspec.json.Decoder(AbortRequest)
 
 
 def build_app(service: Service) -> ASGIApp:
-    """Whoever runs it also runs `service.flights.clock()` beside it."""
+    """Its runner also runs `service.flights.clock()` beside it."""
     pages = Pages(service)
     tokenization = Tokenization(service)
     rank_admin = RankAdmin(service)
@@ -67,7 +67,7 @@ def build_app(service: Service) -> ASGIApp:
     }
     routes = [Route(path, Endpoint(handler), methods=["POST"]) for path, handler in post.items()]
     routes += [Route(path, Endpoint(handler), methods=["GET"]) for path, handler in get.items()]
-    app: ASGIApp = Gate(Router(routes, redirect_slashes=False), service)
+    app: ASGIApp = AuthMiddleware(Router(routes, redirect_slashes=False), service)
     origins = service.config.allowed_origins
     if origins:
         app = CORSMiddleware(

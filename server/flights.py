@@ -15,7 +15,7 @@ from typing import Literal
 from starlette.types import Receive, Send
 
 from server.errors import bad_request, unavailable
-from server.http import Outlet
+from server.http import ResponseWriter
 
 Cause = Literal["disconnect", "stalled", "timeout"]
 STALL_SECONDS = 60.0  # a client that takes nothing for so long is gone
@@ -94,10 +94,10 @@ class Flight:
         await send({"type": "http.response.body", "body": data, "more_body": more})
         self.sending = False
 
-    def write_to(self, outlet: Outlet, data: bytes, now: float) -> None:
-        """Like `write`, without a wait; only while the outlet is open and nothing `is_writing`."""
+    def write_to(self, response_writer: ResponseWriter, data: bytes, now: float) -> None:
+        """Like `write`, without a wait; only while the response_writer is open and nothing `is_writing`."""
         self.quiet_since = now
-        outlet.write(data)
+        response_writer.write(data)
 
     @property
     def is_writing(self) -> bool:

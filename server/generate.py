@@ -21,7 +21,7 @@ from front.front import EngineBusy, EngineDraining, EngineFailed
 from front.outputs import Delta, PositionLogprobs, Prompt
 from server.errors import RETRY_AFTER, ApiError, unavailable
 from server.flights import Flight
-from server.http import Outlet, outlet_of
+from server.http import ResponseWriter, response_writer_of
 from server.logs import Record
 from server.openai import Usage, usage
 from server.service import Service, json_response, record_of
@@ -211,7 +211,7 @@ class Answer(Response):
             flight.watch(receive)
             if job.stream:
                 flight.stream_to(send, SSE_HEADERS)
-                await self._stream(flight, record, outlet_of(scope))
+                await self._stream(flight, record, response_writer_of(scope))
             else:
                 body = await self._gather(record)
         except asyncio.CancelledError:
@@ -250,25 +250,25 @@ class Answer(Response):
         except TimeoutError:
             pass
 
-    async def _stream(self, flight: Flight, record: Record, outlet: Outlet | None) -> None:
+    async def _stream(self, flight: Flight, record: Record, response_writer: ResponseWriter | None) -> None:
         job, writer = self._job, self._writer
         counter = _Counter(job, record)
         last = b""  # the frames of the last choices to end leave together with the words that end the answer
 
-        def pour(outlet: Outlet, deltas: list[Delta]) -> bool:
+        def write_at_once(response_writer: ResponseWriter, deltas: list[Delta]) -> bool:
             """What the loop below does, within the engine's wake-up: most tokens go this way."""
-            if flight.is_writing or not outlet.open:
+            if flight.is_writing or not response_writer.open:
                 return False
             now = counter.count(deltas)
             frames = writer.frames(deltas, record)
             if frames:
-                flight.write_to(outlet, frames, now)
+                flight.write_to(response_writer, frames, now)
             return True
 
         try:
             async with aclosing(deltas_of(self._service.engine, job)) as source:
-                if outlet is not None and isinstance(source, RequestStream):
-                    source.pour_into(partial(pour, outlet))
+                if response_writer is not None and isinstance(source, RequestStream):
+                    source.set_sink(partial(write_at_once, response_writer))
                 async for deltas in source:
                     now = counter.count(deltas)
                     frames = writer.frames(deltas, record)

@@ -11,10 +11,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from server.errors import ApiError
 
 HEADER_SECONDS = 30.0  # a client that has not sent its headers by then is not one
-_OUTLET = "moesaic.outlet"
+_EXTENSION = "moesaic.response"
 
 
-class Outlet:
+class ResponseWriter:
     """The way of a begun answer's pieces straight to the connection, with no coroutine: `write` only while it is
     `open`."""
 
@@ -37,15 +37,15 @@ class Outlet:
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-def outlet_of(scope: Scope) -> Outlet | None:
+def response_writer_of(scope: Scope) -> ResponseWriter | None:
     """None: this server has no such way, `send` is the only one."""
-    outlet: Outlet | None = scope.get("extensions", {}).get(_OUTLET, {}).get("outlet")
-    return outlet
+    writer: ResponseWriter | None = scope.get("extensions", {}).get(_EXTENSION, {}).get("writer")
+    return writer
 
 
-def _offer_outlet(cycle: RequestResponseCycle | None, scope: object) -> None:
+def _offer_response_writer(cycle: RequestResponseCycle | None, scope: object) -> None:
     if cycle is not None and cycle.scope is scope:  # not, if this request was refused
-        cycle.scope["extensions"] = {_OUTLET: {"outlet": Outlet(cycle)}}
+        cycle.scope["extensions"] = {_EXTENSION: {"writer": ResponseWriter(cycle)}}
 
 
 def bounded_protocol(max_header_bytes: int) -> type[asyncio.Protocol]:
@@ -78,7 +78,7 @@ def bounded_protocol(max_header_bytes: int) -> type[asyncio.Protocol]:
         def on_headers_complete(self) -> None:
             self._end_headers()
             super().on_headers_complete()
-            _offer_outlet(self.cycle, self.scope)  # its task has not begun
+            _offer_response_writer(self.cycle, self.scope)  # its task has not begun
 
         def send_400_response(self, msg: str) -> None:
             self._refuse(ApiError(400, msg, code="invalid_http"))

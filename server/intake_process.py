@@ -27,7 +27,7 @@ import msgspec
 from configs.engine import Plan
 from configs.env import child_environment
 from configs.server import ServerConfig
-from engine.process.memory import return_freed_memory
+from engine.process.malloc import return_freed_memory
 from engine.process.orphan import die_with_parent
 from front.text import Tokenizer
 from server.errors import ApiError, unavailable

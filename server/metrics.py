@@ -1,7 +1,7 @@
 """Prometheus metrics, under the names that dashboards and routers made for vLLM read.
 
-Everything is a plain number until somebody asks: a scrape builds the families. Engine counters come from the ranks' own
-statistics; what a request took comes from the front's list of finished requests. The label `engine` is the rank.
+Everything is a plain number until it is asked for: a scrape builds the families. Engine counters come from the ranks'
+own statistics; what a request took comes from the front's list of finished requests. The label `engine` is the rank.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import uvloop
 from configs.engine import Plan
 from configs.server import ServerConfig
 from engine.process.console import guard_console, say_text
-from engine.process.memory import return_freed_memory
+from engine.process.malloc import return_freed_memory
 from engine.process.orphan import die_with_parent
 from engine.process.places import Places, write_small
 from front.async_llm import AsyncLLM

@@ -41,7 +41,7 @@ def json_response(value: object, status: int = 200) -> Response:
 
 
 def record_of(scope: Scope) -> Record:
-    """The record that the outermost layer (server/gate.py) keeps for this request."""
+    """The record that the outermost layer (server/middleware.py) keeps for this request."""
     record: Record = scope["moesaic.record"]
     return record
 

@@ -23,10 +23,10 @@ ALLOWED: dict[str, set[str]] = {
     "native": set(),
     "dbo": set(),
     "eplb": {"native"},
-    "moe_kernels": {"native"},
+    "moe_kernels": {"layers", "native"},
     "layers": {"native"},
     "mla": {"layers", "native"},
-    "ep": {"moe_kernels", "eplb", "dbo"},
+    "ep": {"moe_kernels", "eplb", "dbo", "layers"},
     "store": set(),
     "models": {"cache", "configs", "mla", "ep", "layers", "dbo", "store"},
     "front": {"configs", "dbo", "ep"},
@@ -40,7 +40,8 @@ ONLY_PARTS = {
     "configs": {"cache": {"cache.spec"}},
     "front": {"ep": {"ep.recorder"}, "dbo": {"dbo.alive"}},
     "engine": {"front": {"front.messages", "front.wire"}},
-    "ep": {"eplb": {"eplb.placement", "eplb.load"}, "dbo": {"dbo.alive", "dbo.steps"}},
+    "ep": {"eplb": {"eplb.placement", "eplb.load"}, "dbo": {"dbo.alive", "dbo.steps"}, "layers": {"layers.optional"}},
+    "moe_kernels": {"layers": {"layers.choice", "layers.optional", "layers.triton.configs", "layers.triton.device"}},
 }
 
 # Modules that must be importable without torch: the front process and the command line start in a moment.
@@ -137,7 +138,7 @@ ASKS_FOR_THE_DEVICE = {
     "ep/device.py", "ep/transport/device_group.py",
     "layers/choice.py", "layers/triton/device.py",
     "mla/requirements.py",
-    "moe_kernels/choice.py", "moe_kernels/backends.py", "moe_kernels/triton/device.py",
+    "moe_kernels/backends.py",
 }  # fmt: skip
 
 

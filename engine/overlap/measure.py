@@ -1,4 +1,4 @@
-"""Steps that nobody asked for, to measure how long a layer computes and waits (engine/overlap/policy.py).
+"""Steps of no request, to measure how long a layer computes and waits (engine/overlap/policy.py).
 
 Only the first layers run, on cache of their own: what a layer takes does not depend on how many there are.
 """
@@ -17,7 +17,7 @@ from dbo.steps import Steps, weave
 from engine.batch import Batch
 from engine.schedule import NewRow, Schedule
 from ep.backends.dispatchers import StepState
-from ep.timed import Flights
+from ep.instrumented import ExchangeTimes
 from front.messages import SamplingParams
 from layers.step import StepInput
 from models.base import CausalLM
@@ -31,17 +31,17 @@ class Times(NamedTuple):
     """Seconds per layer with experts."""
 
     whole: float
-    waited: float  # of it
+    exposed: float  # of it
 
 
 class Measure:
-    """Of one rank. flights: of the model's lanes. exchange: is told of every step, as of others. max_tokens, max_seqs,
+    """Of one rank. times: of the model's lanes. exchange: is told of every step, as of others. max_tokens, max_seqs,
     max_model_len: of a step and a sequence."""
 
     def __init__(
         self,
         model: CausalLM,
-        flights: Flights,
+        times: ExchangeTimes,
         exchange: StepState,
         device: torch.device,
         max_tokens: int,
@@ -51,7 +51,7 @@ class Measure:
         context_cost: float,
     ) -> None:
         self._model = model
-        self._flights = flights
+        self._times = times
         self._exchange = exchange
         self._device = device
         self.max_tokens = max_tokens
@@ -77,20 +77,20 @@ class Measure:
         num_layers = self.num_layers + self._skipped
         parts = [self._model.steps(step, self._kv, lane) for lane, step in enumerate(inputs)]
         steps = weave(*parts) if len(parts) > 1 else parts[0]
-        began, waited = perf_counter(), self._flights.waited
+        began, exposed = perf_counter(), self._times.exposed
         try:
             for turn in range(1, 2 * num_layers + 1):
                 next(steps)
                 if turn == 2 * self._skipped:
-                    began, waited = self._now(), self._flights.waited
+                    began, exposed = self._now(), self._times.exposed
                 elif turn == 2 * num_layers:
-                    took, waited = self._now() - began, self._flights.waited - waited
+                    took, exposed = self._now() - began, self._times.exposed - exposed
                 yield
         finally:
             steps.close()
-        self._flights.settle()
+        self._times.finish()
         self._exchange.confirm()
-        return Times(took / self.num_layers, waited / self.num_layers)
+        return Times(took / self.num_layers, exposed / self.num_layers)
 
     def _now(self) -> float:
         if self._device.type != "cpu":

@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from configs.engine import Plan
-from dbo.gate import NEVER
 from dbo.memory import Remembered, file_of, recall
+from dbo.threshold import NEVER
 
 
 def with_memory(plan: Plan, folder: Path) -> Plan:

@@ -1,7 +1,7 @@
-"""Whether a rank wishes its steps split (docs/dbo.md): from how many tokens on that pays, which is measured when no
-rank has work; and how much of the exchanges is hidden.
+"""Whether a rank proposes to split its steps (docs/dbo.md): from how many tokens on that pays, which is measured when
+no rank has work; and how much of the exchanges is hidden.
 
-All ranks have the same crossover. Whoever has come to know one tells it to the others when an epoch is formed: a rank
+All ranks have the same crossover. A rank that knows one tells it to the others when an epoch is formed: a rank
 that has measured it in this life, else what the first rank finds on disk. If none knows, no step is split until it has
 been measured; what came from disk is checked, and measured anew if the exchange takes another time now.
 
@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from dbo.gate import MARGIN, NEVER, SLACK, Crossover, Gate, Sample, search
 from dbo.memory import Remembered, recall, remember
 from dbo.steps import Steps
+from dbo.threshold import MARGIN, NEVER, SLACK, Crossover, Sample, Threshold, search
 from engine.overlap.measure import Measure, Times
 from engine.runner import Runner
 from engine.schedule import Schedule
-from ep.timed import Flights
+from ep.instrumented import ExchangeTimes
 from ep.transport.group import Group
 from front.messages import RankStats
 
@@ -59,7 +59,7 @@ _Runs = Generator[_Run, _Taken, None]  # asks for runs, and is sent what they ha
 class Overlap:
     """One rank's. Used by the rank's thread.
 
-    `flights` are of the model's lanes. num_parts: of a step that is split; crossover: given, not measured; where it has
+    `times` are of the model's lanes. num_parts: of a step that is split; crossover: given, not measured; where it has
     a None, that is measured. measure: makes what measures (it takes memory). memory: file to remember in; None:
     nowhere.
     """
@@ -67,7 +67,7 @@ class Overlap:
     def __init__(
         self,
         runner: Runner,
-        flights: Flights,
+        times: ExchangeTimes,
         num_parts: int,
         decode_tokens: int | None,
         prefill_tokens: int | None,
@@ -76,7 +76,7 @@ class Overlap:
     ) -> None:
         self.num_steps = 0  # that were split
         self._runner = runner
-        self._flights = flights
+        self._times = times
         self._num_parts = num_parts
         self._given = (decode_tokens, prefill_tokens)
         self._make_measure = measure
@@ -85,16 +85,16 @@ class Overlap:
         if decode_tokens is not None and prefill_tokens is not None:
             self._known = Crossover(decode_tokens, prefill_tokens)
         self._measured = self._known is None
-        self._gate = self._make_gate()
+        self._threshold = self._make_threshold()
         self._runs: _Runs | None = None
         self._taken: _Taken | None = None  # by the last run
         self._seconds = 0.0  # by all of them
         self._seen = (0.0, 0.0)
-        self._flown = self._waited = 0.0
+        self._communication = self._exposed = 0.0
 
-    def wish(self, schedule: Schedule, num_tokens: int) -> int:
+    def propose(self, schedule: Schedule, num_tokens: int) -> int:
         """In how many parts this rank would compute that step."""
-        return self._gate.wish(num_tokens, num_tokens > len(schedule.rows))
+        return self._threshold.propose(num_tokens, num_tokens > len(schedule.rows))
 
     def add_to(self, stats: RankStats) -> RankStats:
         """With what is known here."""
@@ -103,11 +103,11 @@ class Overlap:
     def _ratio(self) -> float:
         """The part of the time that tokens were lately under way in which this rank computed instead of waiting for
         them."""
-        flown, waited = self._flights.flown, self._flights.waited
-        self._flown = RECENT * self._flown + flown - self._seen[0]
-        self._waited = RECENT * self._waited + waited - self._seen[1]
-        self._seen = flown, waited
-        return 1 - self._waited / self._flown if self._flown else 0.0
+        communication, exposed = self._times.communication, self._times.exposed
+        self._communication = RECENT * self._communication + communication - self._seen[0]
+        self._exposed = RECENT * self._exposed + exposed - self._seen[1]
+        self._seen = communication, exposed
+        return 1 - self._exposed / self._communication if self._communication else 0.0
 
     @property
     def unsettled(self) -> bool:
@@ -141,15 +141,15 @@ class Overlap:
         except StopIteration:
             self._runs = self._taken = None
             return
-        began, before = monotonic(), (self._flights.flown, self._flights.waited)
+        began, before = monotonic(), (self._times.communication, self._times.exposed)
         times = yield from self._runner.apart(run())
         gathered = group.all_gather_ints([round(value * 1e9) for value in (*times, monotonic() - began)])
         yield
         self._taken = _taken(gathered.wait())
         self._seconds += self._taken.seconds
         # What was measured was no step.
-        flown, waited = self._flights.flown - before[0], self._flights.waited - before[1]
-        self._seen = self._seen[0] + flown, self._seen[1] + waited
+        communication, exposed = self._times.communication - before[0], self._times.exposed - before[1]
+        self._seen = self._seen[0] + communication, self._seen[1] + exposed
 
     def _record(self, found: Remembered | None) -> list[int]:
         if self._known is not None:
@@ -161,20 +161,20 @@ class Overlap:
 
     def _know(self, crossover: Crossover) -> None:
         self._known = crossover
-        self._gate = self._make_gate()
+        self._threshold = self._make_threshold()
         decode, prefill = (f"from {tokens} tokens" if tokens < NEVER else "never" for tokens in crossover)
         log.info("event=dbo_crossover steps are split in %d: decodes %s, prompts %s", self._num_parts, decode, prefill)
 
-    def _make_gate(self) -> Gate:
+    def _make_threshold(self) -> Threshold:
         known = self._known or Crossover(NEVER, NEVER)
         given = [own if asked is None else asked for asked, own in zip(self._given, known, strict=True)]
-        return Gate(self._num_parts, Crossover(*given), SLACK if self._measured else 0.0)
+        return Threshold(self._num_parts, Crossover(*given), SLACK if self._measured else 0.0)
 
     # ---- measuring ----
 
     def _check(self, tokens: int, exchange: float, leads: bool) -> _Runs:
-        """Measure anew unless the exchange takes as long as was remembered, but for MARGIN of a step. One run that agrees
-        is enough: what else the machine does makes an exchange longer, never shorter."""
+        """Measure anew unless the exchange takes as long as was remembered, but for MARGIN of a step. One run that
+        agrees is enough: what else the machine does makes an exchange longer, never shorter."""
         self._seconds = 0.0
         measure = self._make_measure()
         if tokens <= measure.max_tokens:
@@ -252,7 +252,7 @@ def _taken(rows: Sequence[Sequence[int]]) -> _Taken:
     the rank that computes longest.
     """
     wholes, waits, seconds = ([1e-9 * value for value in column] for column in zip(*rows, strict=True))
-    computed = max(whole - waited for whole, waited in zip(wholes, waits, strict=True))
+    computed = max(whole - exposed for whole, exposed in zip(wholes, waits, strict=True))
     return _Taken(max(0.0, max(wholes) - computed), max(wholes), max(seconds))
 
 

@@ -1,4 +1,4 @@
-"""What a process says on stdout and stderr: whoever reads that may leave, stop reading, or have no room for it, and
+"""What a process says on stdout and stderr: the reader of that may leave, stop reading, or have no room for it, and
 nothing else may suffer from it.
 
 `guard_console` puts a queue and a thread behind both streams, for the processes of a server: no write waits or fails.

@@ -1,4 +1,4 @@
-"""Signs of life that cost nothing: a time in a mapped file. launch/keeper.py reads them.
+"""Signs of life that cost nothing: a time in a mapped file. launch/monitor.py reads them.
 
 `Heartbeat` is that of a rank that loads: a thread of its own writes it, and it stops when the process is dead, stopped,
 or kept from running. `LoopBeat` is that of a rank that serves: its loop writes it (dbo/alive.py), and it stops when the

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 
-from engine.process.settle import practise
+from engine.process.warm_up import practise
 from engine.rank import Rank
 from front.messages import FrontToRank, Outputs, RankToFront
 
@@ -47,7 +47,7 @@ class LocalRanks:
         `timeout` seconds. Errors of the rank pass through."""
         if not self._said_ready:
             self._said_ready = True
-            while self._rank.forming:  # it meets nobody: so graphs are captured before the first request
+            while self._rank.forming:  # it meets no other: so graphs are captured before the first request
                 self._rank.step()
             practise(self._rank)
             return [self._rank.ready]
@@ -83,7 +83,7 @@ class LocalRanks:
         self._rank.close()
 
     def _drain_inbox(self) -> None:
-        while not self._inbox.empty():  # nobody else takes from it
+        while not self._inbox.empty():  # no other thread takes from it
             self._rank.submit(self._inbox.get_nowait())
 
     def _prepare(self) -> None:

@@ -2,10 +2,10 @@
 FILE`.
 
 In DIR or FILE (engine/process/places.py): front.ipc (the front's socket, see front/wire.py), bell-R.ipc (doorbells),
-loading-R and, once loaded, beat-R (heartbeats), and what ep/transport/shm_meeting.py writes for the ranks to meet. Exit
-codes: 0 after a Shutdown message, or when a Membership leaves this rank out; 3 an error; 4 another rank is lost and
-nobody has said who is left; 5 it was started again, and its weights are away or are not those of the start. Before 3, 4
-and 5 the front is told.
+loading-R and, once loaded, beat-R (heartbeats), and what ep/transport/shm_rendezvous.py writes for the ranks to meet.
+Exit codes: 0 after a Shutdown message, or when a Membership leaves this rank out; 3 an error; 4 another rank is lost
+and the front has not said who is left; 5 it was started again, and its weights are away or are not those of the start.
+Before 3, 4 and 5 the front is told.
 
 Signals: SIGTERM and SIGINT are ignored, because a terminal sends them to all processes at once and the front is to end
 the ranks in order (Shutdown). When the parent dies, the kernel kills this process.
@@ -37,11 +37,11 @@ from engine.device import own_device, use_device
 from engine.process.console import drain_console, guard_console, say_line
 from engine.process.cores import keep_to_cores
 from engine.process.heartbeat import Heartbeat, LoopBeat
-from engine.process.memory import keep_freed_memory
+from engine.process.malloc import tune_malloc
 from engine.process.orphan import die_with_parent, life_of
 from engine.process.places import STORE, Places
 from engine.process.progress import LoadProgress
-from engine.process.settle import practise, settle
+from engine.process.warm_up import practise, warm_up
 from engine.reading import await_checkpoint
 from engine.team import Groups, Meet, Opening, OpeningThread
 from ep.protocol import PeerLost
@@ -60,7 +60,7 @@ EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
 WEIGHTS_SECONDS = (
-    20.0  # for weights that are away to come back, when a rank is started again; then the keeper has its turn
+    20.0  # for weights that are away to come back, when a rank is started again; then the monitor has its turn
 )
 
 
@@ -79,7 +79,7 @@ def main() -> None:
     options = parser.parse_args()
     guard_console()
     die_with_parent(options.parent)
-    keep_freed_memory()
+    tune_malloc()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {options.rank}: %(message)s")
@@ -143,7 +143,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
     if start.join or network is not None:
         practise(rank, alone=True)
     else:
-        settle(rank, places, rank_id, plan.data_parallel_size)
+        warm_up(rank, places, rank_id, plan.data_parallel_size)
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
@@ -187,7 +187,7 @@ def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:
 
 
 def _meet_in(plan: Plan, own: int, place: Path) -> Meet:
-    """Ranks of one machine meet in a file (ep/transport/shm_meeting.py)."""
+    """Ranks of one machine meet in a file (ep/transport/shm_rendezvous.py)."""
 
     def meet(epoch: int, rank: int, size: int) -> Opening:
         backend = backend_of(plan, size)

@@ -116,7 +116,7 @@ class Hands:
         """Of one packed placement; it grows with the number of ranks."""
         placement = self._team.placement
         assert placement is not None
-        return placement.share.nbytes + placement.slot_to_expert.nbytes
+        return placement.num_bytes
 
     def begin(self, parcels: Parcels, size: int, index: int) -> None:
         """A new epoch, in which this is rank `index` of `size` living ones."""
@@ -134,8 +134,9 @@ class Hands:
 
     def adopt(self, change: Change, publish: bytes) -> None:
         """A change has come: make it ready, beside the steps."""
-        assert self._team.placement is not None and len(publish) == change.num_stages * self.publish_bytes
-        packed = [publish[at : at + self.publish_bytes] for at in range(0, len(publish), self.publish_bytes)]
+        size = self.publish_bytes
+        assert self._team.placement is not None and len(publish) == change.num_stages * size
+        packed = [publish[at : at + size] for at in range(0, len(publish), size)]
         change.prepared = self._prepare(self._team.placement, packed)
 
     def count(self, counted: Counted) -> npt.NDArray[np.int32]:
@@ -239,22 +240,3 @@ class StepChores:
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.cpu().numpy().tobytes()
-
-
-def pack_placement(placement: Placement) -> bytes:
-    """float32 shares, then int32 ids."""
-    return placement.share.astype("<f4").tobytes() + placement.slot_to_expert.astype("<i4").tobytes()
-
-
-def unpack_placement(packed: bytes, like: Placement) -> Placement:
-    """`like` has everything else. Raises ValueError when it is no valid placement."""
-    shape = like.slot_to_expert.shape
-    middle = len(packed) // 2
-    return Placement(
-        epoch=like.epoch,
-        num_experts=like.num_experts,
-        slot_to_expert=np.frombuffer(packed[middle:], dtype="<i4").reshape(shape),
-        share=np.frombuffer(packed[:middle], dtype="<f4").reshape(shape),
-        alive=like.alive,
-        failure_domains=like.failure_domains,
-    )

@@ -46,8 +46,6 @@ from engine.rebalance.exchange import (
     Piece,
     Stage,
     StepChores,
-    pack_placement,
-    unpack_placement,
 )
 from engine.rebalance.leader import MAX_STAGES, Facts, Lead
 from engine.team import Team
@@ -188,7 +186,7 @@ class Balance:
 
     @property
     def has_work(self) -> bool:
-        """A placement is to be brought to its end, though nobody may have requests."""
+        """A placement is to be brought to its end, though no rank may have requests."""
         if self._lead is None or not self._formed:
             return False
         return self._change is not None or bool(self._chosen) or self._has_proposal(self._lead)
@@ -198,7 +196,7 @@ class Balance:
         """Something is thought about, or is to be told to the front: look again soon."""
         return self._worker.busy or bool(self._news) or (self._lead is not None and bool(self._lead.outbox))
 
-    def wish(self) -> tuple[int, int]:
+    def propose(self) -> tuple[int, int]:
         """order and ready of the next record."""
         lead, change = self._lead, self._change
         order = 0
@@ -241,7 +239,7 @@ class Balance:
             self._steps = self._tokens = 0
         if plan.order & PUBLISH:
             chores.new = self._change = Change(plan.order // STAGES)
-            chores.publish = b"".join(map(pack_placement, self._chosen))
+            chores.publish = b"".join(placement.to_bytes() for placement in self._chosen)
             self._chosen = []
         does = plan.order or chores.commit is not None or chores.piece is not None
         return chores if has_tokens or does else None
@@ -303,7 +301,7 @@ class Balance:
     def _make_ready(self, current: Placement, packed: list[bytes]) -> list[Stage]:
         rank, stages = self._team.rank, []
         for content in packed:
-            target = unpack_placement(content, current)
+            target = Placement.from_bytes(content)
             migration = Migration(current, target, rank, self._model.expert_storage, self._facts.piece_bytes)
             stages.append(Stage(target, slot_tables(target, rank, self._device), migration))
             current = target

@@ -48,10 +48,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Where the logits are, until somebody reads it."""
+    """Where the logits are, until it is read."""
 
     token_ids_P: Tensor  # int64
-    asked: Asked | None  # None: nobody did
+    asked: Asked | None  # None: no row did
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -67,7 +67,7 @@ class Sampled:
 
     @property
     def logprobs(self) -> list[Logprobs | None] | None:
-        """One per row, None where not asked for; None when nobody asked. Reads on the host."""
+        """One per row, None where not asked for; None when no row asked. Reads on the host."""
         if self.asked is None:
             return None
         logprobs: list[Logprobs | None] = [None] * self.token_ids_P.shape[0]
@@ -211,7 +211,7 @@ def _sample_on_gpu(logits_RV: Tensor, batch: SamplingBatch, rows_R: Ints) -> Ten
         batch.seed_keys_P.view(np.int64),
         batch.positions_P,
     )
-    sample_rows: Callable[..., Tensor] = choice.triton_form("layers.triton.sampling", "sample")
+    sample_rows: Callable[..., Tensor] = choice.triton_implementation("layers.triton.sampling", "sample")
     return sample_rows(logits_RV, *to_device([column[rows_R] for column in columns], logits_RV.device))
 
 

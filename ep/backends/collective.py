@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ep.backends.lane import RowLane, rank_bags
-from ep.protocol import Arrived, Pending, Routing
+from ep.protocol import Arrived, Later, Pending, Routing
 from ep.transport.group import LARGE_BYTES, GlooGroup
 from moe_kernels import TokenBatch, sum_choices, unpermute
 
@@ -88,27 +88,28 @@ class CollectiveAllToAll(RowLane[GlooGroup]):
         coming: list[int] = torch.bincount(column_TK.flatten(), minlength=num_peers + 1).tolist()
         if self._group.over_network:
             coming = [*(count - 1 for count in counts[:num_peers]), counts[num_peers]]
-        return _Dispatch(self, exchange, room, rows_MB, rest, counts, longest, coming, routing)
+        sent = _Sent(exchange, room, rows_MB, rest, counts, longest, coming, routing)
+        return Later(self.arrive, sent)
 
-    def arrive(self, dispatch: _Dispatch) -> Arrived:
-        """The second half of a dispatch."""
-        dispatch.exchange.wait()
-        room, counts = dispatch.room, dispatch.counts
+    def arrive(self, sent: _Sent) -> Arrived:
+        """The second half of a sent."""
+        sent.exchange.wait()
+        room, counts = sent.room, sent.counts
         num_peers, limit = room.shape[0], room.shape[1]
         heads: list[list[int]] = room[:, 0, :2].tolist()
         coming = [count for count, _ in heads]
-        longest = self._longest = max(dispatch.longest, *(longest for _, longest in heads))
+        longest = self._longest = max(sent.longest, *(longest for _, longest in heads))
         pieces = [room[i, 1:count] for i, count in enumerate(coming)]
         if longest > limit:
             left = [max(0, count - limit) for count in coming]
             rest_NB = room.new_empty(sum(left), room.shape[2])
-            empty_MB = rest_NB[:0] if dispatch.rest is None else dispatch.rest
+            empty_MB = rest_NB[:0] if sent.rest is None else sent.rest
             going = [max(0, count - limit) for count in counts[:num_peers]]
             self._group.all_to_all(rest_NB, empty_MB, self._by_rank(left), self._by_rank(going), large=True).wait()
             rests = torch.split(rest_NB, left)
             pieces = [part for pair in zip(pieces, rests, strict=True) for part in pair]
             self._grow(room, longest)
-        pieces.append(dispatch.rows_MB[dispatch.rows_MB.shape[0] - counts[num_peers] :])
+        pieces.append(sent.rows_MB[sent.rows_MB.shape[0] - counts[num_peers] :])
         x_NW, slot_NK, weight_NK = self._fields(torch.cat(pieces))
         first_slot = self._group.rank * self._num_slots
         leaving = [*(count - 1 for count in coming), counts[num_peers]]
@@ -119,7 +120,7 @@ class CollectiveAllToAll(RowLane[GlooGroup]):
             rows_PD = torch.empty(sum(leaving), self._hidden_size, dtype=self._dtype)
         slot_NK, weight_NK = slot_NK.to(torch.int64), weight_NK.contiguous()
         tokens = TokenBatch(self._rows.tokens(x_NW), slot_NK, weight_NK, first_slot, torch.float32, rows_PD)
-        return Arrived(tokens, _Ticket(leaving, dispatch.coming, longest, dispatch.routing))
+        return Arrived(tokens, _Ticket(leaving, sent.coming, longest, sent.routing))
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         assert isinstance(ticket, _Ticket)
@@ -136,7 +137,18 @@ class CollectiveAllToAll(RowLane[GlooGroup]):
         )
         parts = list(torch.split(back_MD, coming[:num_peers]))
         parts.insert(self._group.rank, y[y.shape[0] - leaving[num_peers] :])
-        return _Returning(exchange, parts, ticket.routing, self._num_slots, out_TD, self._group.over_network)
+        return Later(self.gather, exchange, parts, ticket.routing, out_TD)
+
+    def gather(self, exchange: Pending[None], parts: list[Tensor], routing: Routing, out_TD: Tensor) -> Tensor:
+        """The second half of a combine. parts: by rank; over a network a row for each token that went there, else one
+        for each choice."""
+        exchange.wait()
+        slot_TK = routing.slot_TK
+        if not self._group.over_network:
+            return sum_choices(parts, slot_TK, routing.weight_TK, self._num_slots, out_TD)
+        goes_TG = torch.zeros(slot_TK.shape[0], len(parts), dtype=torch.bool)
+        goes_TG.scatter_(1, slot_TK.div(self._num_slots, rounding_mode="floor"), True)
+        return unpermute(torch.cat(parts), rank_bags(goes_TG), out_TD)
 
     def _is_large(self, num_rows: int) -> bool:
         return num_rows * self._hidden_size * self._dtype.itemsize >= LARGE_BYTES
@@ -189,8 +201,7 @@ class CollectiveAllToAll(RowLane[GlooGroup]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Dispatch:
-    lane: CollectiveAllToAll
+class _Sent:
     exchange: Pending[None]
     room: Tensor
     rows_MB: Tensor  # every message, leading rows included, then the rank's own rows
@@ -199,28 +210,3 @@ class _Dispatch:
     longest: int
     coming: list[int]  # rows that will come back for each message, then for own ones
     routing: Routing
-
-    def wait(self) -> Arrived:
-        return self.lane.arrive(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Returning:
-    """Experts' rows on their way back. parts: by rank; summed: a row for each token that went there, not for each
-    choice."""
-
-    exchange: Pending[None]
-    parts: list[Tensor]
-    routing: Routing
-    num_slots: int
-    out_TD: Tensor
-    summed: bool
-
-    def wait(self) -> Tensor:
-        self.exchange.wait()
-        slot_TK, out_TD = self.routing.slot_TK, self.out_TD
-        if not self.summed:
-            return sum_choices(self.parts, slot_TK, self.routing.weight_TK, self.num_slots, out_TD)
-        goes_TG = torch.zeros(slot_TK.shape[0], len(self.parts), dtype=torch.bool)
-        goes_TG.scatter_(1, slot_TK.div(self.num_slots, rounding_mode="floor"), True)
-        return unpermute(torch.cat(self.parts), rank_bags(goes_TG), out_TD)

@@ -6,15 +6,14 @@ Legend: T tokens of this rank, D hidden size, K experts per token, N rows arrive
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ep.backends.optional import load
-from ep.protocol import Arrived
+from ep.protocol import Arrived, Later
 from ep.transport.device_group import DeviceGroup
+from layers.optional import load
 from moe_kernels import TokenBatch, dequantize_rows, quantize_rows
 
 INSTALL = (
@@ -74,44 +73,35 @@ def packed(x_TD: Tensor, fp8: bool) -> Tensor | tuple[Tensor, Tensor]:
     return quantize_rows(x_TD) if fp8 else x_TD.contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatched:
-    """Tokens on their way, each with its choices among the slots of this rank (-1: elsewhere)."""
-
-    event: Any
-    rows: Tensor | tuple[Tensor, Tensor]
-    slot_NK: Tensor
-    weight_NK: Tensor
-    handle: object
-    count: Tensor | None = None  # how many came; what lies behind them is anything. None: all
-
-    def wait(self) -> Arrived:
-        self.event.current_stream_wait()
-        rows, slot_NK = self.rows, self.slot_NK.to(torch.int64)
-        if self.count is not None:
-            came_N1 = torch.arange(slot_NK.shape[0], device=slot_NK.device).unsqueeze(1) < self.count
-            slot_NK = slot_NK.masked_fill(~came_N1, -1)
-        x_ND = dequantize_rows(*rows, torch.bfloat16) if isinstance(rows, tuple) else rows
-        return Arrived(TokenBatch(x_ND, slot_NK, self.weight_NK, 0, torch.bfloat16), self.handle)
+def arrived(
+    event: Any,
+    rows: Tensor | tuple[Tensor, Tensor],
+    slot_NK: Tensor,
+    weight_NK: Tensor,
+    handle: object,
+    count: Tensor | None = None,
+) -> Arrived:
+    """Tokens that were on their way, each with its choices among the slots of this rank (-1: elsewhere). count: how
+    many came; what lies behind them is anything. None: all."""
+    event.current_stream_wait()
+    slot_NK = slot_NK.to(torch.int64)
+    if count is not None:
+        came_N1 = torch.arange(slot_NK.shape[0], device=slot_NK.device).unsqueeze(1) < count
+        slot_NK = slot_NK.masked_fill(~came_N1, -1)
+    x_ND = dequantize_rows(*rows, torch.bfloat16) if isinstance(rows, tuple) else rows
+    return Arrived(TokenBatch(x_ND, slot_NK, weight_NK, 0, torch.bfloat16), handle)
 
 
-def combined(buffer: Any, y: Tensor, handle: object, out_TD: Tensor, **how: bool) -> Combined:
+def combined(buffer: Any, y: Tensor, handle: object, out_TD: Tensor, **how: bool) -> Later[Tensor]:
     """The sums of the ranks' rows, unweighted. how: what the buffer calls an asynchronous call."""
     previous = buffer.capture()
     sum_TD, _, event = buffer.combine(
         y.contiguous(), handle, previous_event=previous, allocate_on_comm_stream=True, **how
     )
-    return Combined(event, sum_TD, out_TD)
+    return Later(_copied, event, sum_TD, out_TD)
 
 
-@dataclass(frozen=True, slots=True)
-class Combined:
-    """Sums on their way, which the library has put into a tensor of its own."""
-
-    event: Any
-    sum_TD: Tensor
-    out_TD: Tensor
-
-    def wait(self) -> Tensor:
-        self.event.current_stream_wait()
-        return self.out_TD.copy_(self.sum_TD)
+def _copied(event: Any, sum_TD: Tensor, out_TD: Tensor) -> Tensor:
+    """Sums that were on their way, which the library has put into a tensor of its own."""
+    event.current_stream_wait()
+    return out_TD.copy_(sum_TD)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ep.backends.deepep import DeepEpBuffer, Dispatched, combined, packed
-from ep.protocol import Arrived, Pending, Routing
+from ep.backends.deepep import DeepEpBuffer, arrived, combined, packed
+from ep.protocol import Arrived, Later, Pending, Routing
 from moe_kernels import Layout
 
 
@@ -50,7 +50,7 @@ class HighThroughput:
             async_finish=True,
             allocate_on_comm_stream=True,
         )
-        return Dispatched(event, rows, slot_NK, weight_NK, handle)
+        return Later(arrived, event, rows, slot_NK, weight_NK, handle)
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         return combined(self._shared.buffer, y, ticket, out_TD, async_finish=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ep.backends.deepep import DeepEpBuffer
 from ep.backends.dispatchers import Confirm
 from ep.device import fetch
-from ep.protocol import Arrived, PeerLost, Pending, Routing
+from ep.protocol import Arrived, Later, PeerLost, Pending, Routing
 from ep.transport.device_group import DeviceGroup
 from moe_kernels import ExpertBatch, Layout
 
@@ -50,14 +50,15 @@ class LowLatency:
             use_fp8=self._fp8,
             return_recv_hook=True,
         )
-        return _Dispatch(hook, rows, rows_S, _Ticket(handle, slot_TK, routing.weight_TK.contiguous()))
+        ticket = _Ticket(handle, slot_TK, routing.weight_TK.contiguous())
+        return Later(_arrived, hook, rows, rows_S, ticket)
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         assert isinstance(ticket, _Ticket)
         _, _, hook = self._shared.buffer.low_latency_combine(
             y.contiguous(), ticket.slot_TK, ticket.weight_TK, ticket.handle, return_recv_hook=True, out=out_TD
         )
-        return _Combine(hook, out_TD)
+        return Later(_summed, hook, out_TD)
 
     def close(self) -> None:
         """The group gives the buffer back."""
@@ -89,24 +90,14 @@ class _Ticket:
     weight_TK: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Dispatch:
-    hook: Callable[[], None]
-    rows: Tensor | tuple[Tensor, Tensor]
-    rows_S: Tensor
-    ticket: _Ticket
-
-    def wait(self) -> Arrived:
-        self.hook()
-        x, scale = self.rows if isinstance(self.rows, tuple) else (self.rows, None)
-        return Arrived(ExpertBatch(Layout.PADDED, x, self.rows_S, scale), self.ticket)
+def _arrived(
+    hook: Callable[[], None], rows: Tensor | tuple[Tensor, Tensor], rows_S: Tensor, ticket: _Ticket
+) -> Arrived:
+    hook()
+    x, scale = rows if isinstance(rows, tuple) else (rows, None)
+    return Arrived(ExpertBatch(Layout.PADDED, x, rows_S, scale), ticket)
 
 
-@dataclass(frozen=True, slots=True)
-class _Combine:
-    hook: Callable[[], None]
-    out_TD: Tensor
-
-    def wait(self) -> Tensor:
-        self.hook()
-        return self.out_TD
+def _summed(hook: Callable[[], None], out_TD: Tensor) -> Tensor:
+    hook()
+    return out_TD

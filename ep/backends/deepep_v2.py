@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ep.backends.deepep import INSTALL, Dispatched, combined, packed
+from ep.backends.deepep import INSTALL, arrived, combined, packed
 from ep.backends.dispatchers import StepState
-from ep.backends.optional import load
-from ep.protocol import Arrived, Pending, Routing
+from ep.protocol import Arrived, Later, Pending, Routing
 from ep.transport.device_group import DeviceGroup
+from layers.optional import load
 from moe_kernels import Layout
 
 
@@ -92,7 +92,7 @@ class Elastic:
             do_cpu_sync=exact,
         )
         count = None if exact else handle.psum_num_recv_tokens_per_scaleup_rank[-1]
-        return Dispatched(event, rows, slot_NK, weight_NK, handle, count)
+        return Later(arrived, event, rows, slot_NK, weight_NK, handle, count)
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         return combined(self._shared.buffer, y, ticket, out_TD, async_with_compute_stream=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ep.protocol import AllToAll, Arrived, Pending, Routing
+from ep.protocol import AllToAll, Arrived, Later, Pending, Routing
 from moe_kernels import Layout
 
 Confirm = Callable[[], None]
@@ -65,7 +65,7 @@ class StepState:
         nothing of the step is read. Backends whose waits say so themselves have nothing to add; a GPU's kernels cannot
         raise.
 
-        Queued in reverse order and waited for in order: so the wait of whoever watched first, which is the group's, is
+        Queued in reverse order and waited for in order: so the wait of the first watcher, which is the group's, is
         for what all others have queued too.
         """
         self.ended()
@@ -85,7 +85,7 @@ class StepState:
 
 
 def _nothing() -> None:
-    """Nobody has anything to add."""
+    """No backend has anything to add."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class PairedLane:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Pending[Arrived]:
         a2a = self._taken()
-        return _Dispatch(a2a, a2a.dispatch(x_TD, routing))
+        return Later(_arrived, a2a, a2a.dispatch(x_TD, routing))
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         assert isinstance(ticket, _Ticket)
@@ -124,11 +124,6 @@ class PairedLane:
         return self._small if self._state.largest <= self._few else self._large
 
 
-@dataclass(frozen=True, slots=True)
-class _Dispatch:
-    a2a: AllToAll
-    pending: Pending[Arrived]
-
-    def wait(self) -> Arrived:
-        arrived = self.pending.wait()
-        return Arrived(arrived.batch, _Ticket(self.a2a, arrived.ticket))
+def _arrived(a2a: AllToAll, pending: Pending[Arrived]) -> Arrived:
+    arrived = pending.wait()
+    return Arrived(arrived.batch, _Ticket(a2a, arrived.ticket))

@@ -9,16 +9,15 @@ and the places where none came, are marked. combine adds up the ranks' rows and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ep.backends.dispatchers import StepState
-from ep.backends.optional import load
-from ep.protocol import Arrived, Pending, Ready, Routing
+from ep.protocol import Arrived, Later, Pending, Ready, Routing
 from ep.transport.device_group import DeviceGroup
+from layers.optional import load
 from moe_kernels import Layout, TokenBatch, dequantize_rows, quantize_rows
 
 INSTALL = "pip install 'moesaic[flashinfer]'"
@@ -85,7 +84,7 @@ class OneSided:
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         assert isinstance(ticket, int)
         y_GMD = y.contiguous().view(self._group.size, ticket, self._hidden_size)
-        return _Combine(self._exchange.combine(y_GMD, ticket), out_TD)
+        return Later(out_TD.copy_, self._exchange.combine(y_GMD, ticket))
 
     def close(self) -> None:
         """The library keeps its workspaces."""
@@ -117,12 +116,3 @@ class OneSided:
 def _quantized(x_TD: Tensor) -> tuple[Tensor, list[Tensor]]:
     value_TD, scale_TB = quantize_rows(x_TD)
     return value_TD.view(torch.uint8), [scale_TB]
-
-
-@dataclass(frozen=True, slots=True)
-class _Combine:
-    sum_TD: Tensor
-    out_TD: Tensor
-
-    def wait(self) -> Tensor:
-        return self.out_TD.copy_(self.sum_TD)

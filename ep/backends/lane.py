@@ -1,19 +1,17 @@
-"""What the all-to-alls by collectives share: a lane's settings, and its way back.
+"""What the all-to-alls by collectives share: a lane's settings, and which rows belong to a token.
 
 Legend: T tokens of this rank, D hidden size, M rows sent (at most one per token and rank).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from ep.protocol import Pending
 from ep.rows import make_rows
-from moe_kernels import Bags, Layout, unpermute
+from moe_kernels import Bags, Layout
 
 GroupT = TypeVar("GroupT")
 
@@ -33,7 +31,7 @@ class RowLane(Generic[GroupT]):
         self._rows = make_rows(rows, hidden_size, dtype)
 
     def close(self) -> None:
-        """Nothing is held; the group is closed by whoever opened it."""
+        """Nothing is held; the group is closed by its owner."""
 
 
 def rank_bags(goes_TG: Tensor) -> Bags:
@@ -43,17 +41,3 @@ def rank_bags(goes_TG: Tensor) -> Bags:
     copies_T = goes_TG.sum(1)
     ones_M = torch.ones(token_M.shape[0], device=goes_TG.device)
     return Bags(token_M.argsort(stable=True), ones_M, copies_T.cumsum(0).sub_(copies_T))
-
-
-@dataclass(frozen=True, slots=True)
-class Returning:
-    """Experts' rows on their way back; `back`: which of the M are added up for each token."""
-
-    exchange: Pending[None]
-    back_MD: Tensor
-    back: Bags
-    out_TD: Tensor
-
-    def wait(self) -> Tensor:
-        self.exchange.wait()
-        return unpermute(self.back_MD, self.back, self.out_TD)

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ep.protocol import Arrived, Routing
+from ep.protocol import Arrived, Later, Routing
 from ep.rows import Rows, padding
 from ep.transport.group import MailboxWorld
 from moe_kernels import ExpertBatch, Layout, sum_choices
@@ -50,7 +50,7 @@ class Mailbox:
         self._rows = rows
         self._num_dispatched = 0
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> _Dispatch:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Later[Arrived]:
         key = ("dispatch", self._lane, self._num_dispatched)
         self._num_dispatched += 1
         slot_P = routing.slot_TK.flatten()
@@ -59,14 +59,14 @@ class Mailbox:
         for rank, pair_R in enumerate(pairs_of):
             parcel = (x_TW[pair_R // routing.slot_TK.shape[1]], slot_P[pair_R] % self._num_slots)
             self._world.post(key, self._rank, rank, parcel)
-        return _Dispatch(self, key, routing)
+        return Later(self.arrive, key, routing)
 
-    def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> _Combine:
+    def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Later[Tensor]:
         assert isinstance(ticket, _Ticket)
         key = ("combine", *ticket.key[1:])
         for rank, row_R in enumerate(ticket.row_of):
             self._world.post(key, self._rank, rank, y.reshape(-1, y.shape[-1])[row_R])
-        return _Combine(self, key, ticket, out_TD)
+        return Later(self.gather, key, ticket, out_TD)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -98,24 +98,3 @@ class Mailbox:
     def gather(self, key: tuple[str, int, int], ticket: _Ticket, out_TD: Tensor) -> Tensor:
         parts = cast(list[Tensor], self._world.take(key, self._rank))
         return sum_choices(parts, ticket.slot_TK, ticket.weight_TK, self._num_slots, out_TD)
-
-
-@dataclass(frozen=True, slots=True)
-class _Dispatch:
-    mailbox: Mailbox
-    key: tuple[str, int, int]
-    routing: Routing
-
-    def wait(self) -> Arrived:
-        return self.mailbox.arrive(self.key, self.routing)
-
-
-@dataclass(frozen=True, slots=True)
-class _Combine:
-    mailbox: Mailbox
-    key: tuple[str, int, int]
-    ticket: _Ticket
-    out_TD: Tensor
-
-    def wait(self) -> Tensor:
-        return self.mailbox.gather(self.key, self.ticket, self.out_TD)

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep.backends.lane import Returning, RowLane, rank_bags
-from ep.protocol import Arrived, PeerLost, Pending, Routing
+from ep.backends.lane import RowLane, rank_bags
+from ep.protocol import Arrived, Later, PeerLost, Pending, Routing
 from ep.transport.device_group import DeviceGroup
-from moe_kernels import Bags, TokenBatch
+from moe_kernels import Bags, TokenBatch, unpermute
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,25 @@ class NcclAllToAll(RowLane[DeviceGroup]):
         rows_MB = self._table(x_TD, routing).index_select(0, token_M)
         rows_NB = rows_MB.new_empty(sum(arrived), rows_MB.shape[1])
         exchange = self._exchange(rows_NB, rows_MB, arrived, sent)
-        return _Dispatch(self, exchange, rows_NB, routing.slot_TK.shape[1], _Ticket(arrived, sent, rank_bags(goes_TG)))
+        ticket = _Ticket(arrived, sent, rank_bags(goes_TG))
+        return Later(self.arrive, exchange, rows_NB, routing.slot_TK.shape[1], ticket)
+
+    def arrive(self, exchange: Pending[None], rows_NB: Tensor, top_k: int, ticket: _Ticket) -> Arrived:
+        """The second half of a dispatch."""
+        exchange.wait()
+        return Arrived(self.tokens(rows_NB, top_k), ticket)
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         assert isinstance(ticket, _Ticket)
         sum_ND = y.to(self._dtype).contiguous()
         back_MD = sum_ND.new_empty(sum(ticket.sent), self._hidden_size)
         exchange = self._exchange(back_MD, sum_ND, ticket.sent, ticket.arrived)
-        return Returning(exchange, back_MD, ticket.back, out_TD)
+        return Later(self.gather, exchange, back_MD, ticket.back, out_TD)
+
+    def gather(self, exchange: Pending[None], back_MD: Tensor, back: Bags, out_TD: Tensor) -> Tensor:
+        """The second half of a combine. back: which of the M are added up for each token."""
+        exchange.wait()
+        return unpermute(back_MD, back, out_TD)
 
     def tokens(self, rows_NB: Tensor, top_k: int) -> TokenBatch:
         """What has arrived, apart."""
@@ -94,16 +105,3 @@ class _Exchange:
             self.work.wait()
         except RuntimeError as error:
             raise _lost(self.group, error) from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Dispatch:
-    lane: NcclAllToAll
-    exchange: Pending[None]
-    rows_NB: Tensor
-    top_k: int
-    ticket: _Ticket
-
-    def wait(self) -> Arrived:
-        self.exchange.wait()
-        return Arrived(self.lane.tokens(self.rows_NB, self.top_k), self.ticket)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep.backends.optional import load
 from ep.backends.shm import ShmAllToAll
 from ep.device import CurrentStream, await_true
 from ep.transport.device_group import DeviceGroup
-from ep.transport.shm_room import Array, Fields, Room
+from ep.transport.shm_staging import Array, Fields, StagingBuffer
+from layers.optional import load
 
 INSTALL = "pip install 'moesaic[nvshmem]' (nvshmem4py)"
 _WORDS = 64  # signals that a heap has
@@ -48,7 +48,7 @@ def symmetric(group: DeviceGroup, core: Any, num_bytes: int) -> Tensor:
     own: Tensor = core.bytetensor((num_bytes,), dtype=torch.uint8)
     own.zero_()
     group.confirm()
-    group.comm.barrier()  # nobody writes to a peer that has not cleared its own yet
+    group.comm.barrier()  # no rank writes to a peer that has not cleared its own yet
     return own
 
 
@@ -127,7 +127,7 @@ class NvshmemSignals:
         return [words[peer] >> 32 for peer in peers]
 
 
-class DeviceRoom(Room):
+class DeviceStagingBuffer(StagingBuffer):
     """Slots and weights as tensors."""
 
     def views(self, count: int, top_k: int) -> Fields:
@@ -139,13 +139,13 @@ class DeviceRoom(Room):
         )
 
 
-class DeviceForm:
+class DeviceOps:
     """Slots and weights stay on the device."""
 
     reads_peers = False
 
-    def room(self, window: Tensor, hidden_size: int, dtype: torch.dtype) -> Room:
-        return DeviceRoom(window, hidden_size, dtype)
+    def buffer(self, window: Tensor, hidden_size: int, dtype: torch.dtype) -> StagingBuffer:
+        return DeviceStagingBuffer(window, hidden_size, dtype)
 
     def array(self, x: Tensor) -> Array:
         return x
@@ -181,5 +181,5 @@ def nvshmem_lanes(
     core = start(group)
     heap = NvshmemHeap(group, core)
     signals = NvshmemSignals(heap, group, core)
-    form = DeviceForm()
-    return [ShmAllToAll(heap, signals, num_slots, hidden_size, dtype, rows=rows, form=form) for _ in range(num_lanes)]
+    ops = DeviceOps()
+    return [ShmAllToAll(heap, signals, num_slots, hidden_size, dtype, rows=rows, ops=ops) for _ in range(num_lanes)]

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from ep.backends.dispatchers import Confirm
 from ep.backends.nvshmem import start, symmetric
-from ep.backends.optional import load
 from ep.device import beside, fetch, pinned
-from ep.protocol import Arrived, PeerLost, Pending, Routing
+from ep.protocol import Arrived, Later, PeerLost, Pending, Routing
 from ep.requirements import PUT_TOP_K
 from ep.transport.device_group import DeviceGroup
+from layers.optional import load
 from moe_kernels import ExpertBatch, Layout
 from moe_kernels.quant import num_blocks
 
@@ -139,7 +139,7 @@ class NvshmemLowLatency:
         self._meet()
 
     def _meet(self) -> None:
-        """An exchange in which nobody waits: compiling takes each rank its own time."""
+        """An exchange in which no rank waits: compiling takes each rank its own time."""
         shared = self._shared
         looks, shared.looks = shared.looks, 0
         x_TD = torch.zeros(1, self._hidden_size, dtype=self._dtype, device=shared.group.device)
@@ -171,7 +171,7 @@ class NvshmemLowLatency:
             PUT=shared.put, SLOTS=1 << (self._num_slots - 1).bit_length(), TOKENS=64, BYTES=way.num_bytes,
             **self._shape, **self._format,
         )  # fmt: skip
-        return _Dispatch(self, rows_S, slot_TK)
+        return Later(self.receive, rows_S, slot_TK)
 
     def receive(self, rows_S: Tensor, slot_TK: Tensor) -> Arrived:
         """The second half of a dispatch."""
@@ -205,7 +205,7 @@ class NvshmemLowLatency:
             top_k, shared.group.rank, shared.group.size, self._max_tokens, shared.signal_add,
             PUT=shared.put, TOKENS=64, BYTES=way.num_bytes, **self._shape,
         )  # fmt: skip
-        return _Combine(self, ticket.slot_TK, out_TD)
+        return Later(self.gather, ticket.slot_TK, out_TD)
 
     def gather(self, slot_TK: Tensor, out_TD: Tensor) -> Tensor:
         """The second half of a combine."""
@@ -231,23 +231,3 @@ class _Ticket:
     count_G: Tensor
     place: Tensor
     weight: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Dispatch:
-    lane: NvshmemLowLatency
-    rows_S: Tensor
-    slot_TK: Tensor
-
-    def wait(self) -> Arrived:
-        return self.lane.receive(self.rows_S, self.slot_TK)
-
-
-@dataclass(frozen=True, slots=True)
-class _Combine:
-    lane: NvshmemLowLatency
-    slot_TK: Tensor
-    out_TD: Tensor
-
-    def wait(self) -> Tensor:
-        return self.lane.gather(self.slot_TK, self.out_TD)

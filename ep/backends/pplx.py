@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ep.backends.nvshmem import start
-from ep.backends.optional import load
-from ep.protocol import Arrived, Pending, Routing
+from ep.protocol import Arrived, Later, Pending, Routing
 from ep.transport.device_group import DeviceGroup
+from layers.optional import load
 from moe_kernels import ExpertBatch, Layout, quantize_rows
 from moe_kernels.quant import num_blocks
 
@@ -56,13 +56,25 @@ class Pplx:
             out_scale = torch.empty(*shape, num_blocks(self._hidden_size), dtype=torch.float32, device=x.device)
         call = (rows_S, out, out_scale, x, scale, slot_TK, None)
         kernels.dispatch(*call, do_send=True, do_recv=False)
-        return _Dispatch(kernels, call, _Ticket(slot_TK, routing.weight_TK.contiguous()))
+        return Later(self.arrive, call, _Ticket(slot_TK, routing.weight_TK.contiguous()))
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         assert isinstance(ticket, _Ticket)
         call = (out_TD, ticket.slot_TK, ticket.weight_TK, y.contiguous(), None)
         self._kernels.combine(*call, do_send=True, do_recv=False)
-        return _Combine(self._kernels, call)
+        return Later(self.gather, call)
+
+    def arrive(self, call: tuple[Any, ...], ticket: _Ticket) -> Arrived:
+        """The second half of a dispatch."""
+        self._kernels.dispatch(*call, do_send=False, do_recv=True)
+        rows_S, x, scale = call[:3]
+        return Arrived(ExpertBatch(Layout.PADDED, x, rows_S, scale), ticket)
+
+    def gather(self, call: tuple[Any, ...]) -> Tensor:
+        """The second half of a combine."""
+        self._kernels.combine(*call, do_send=False, do_recv=True)
+        out_TD: Tensor = call[0]
+        return out_TD
 
     def close(self) -> None:
         """The group gives the buffers back."""
@@ -90,26 +102,3 @@ class Pplx:
 class _Ticket:
     slot_TK: Tensor
     weight_TK: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Dispatch:
-    kernels: Any
-    call: tuple[Any, ...]
-    ticket: _Ticket
-
-    def wait(self) -> Arrived:
-        self.kernels.dispatch(*self.call, do_send=False, do_recv=True)
-        rows_S, x, scale = self.call[:3]
-        return Arrived(ExpertBatch(Layout.PADDED, x, rows_S, scale), self.ticket)
-
-
-@dataclass(frozen=True, slots=True)
-class _Combine:
-    kernels: Any
-    call: tuple[Any, ...]
-
-    def wait(self) -> Tensor:
-        self.kernels.combine(*self.call, do_send=False, do_recv=True)
-        out_TD: Tensor = self.call[0]
-        return out_TD

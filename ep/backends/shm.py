@@ -4,16 +4,17 @@ Legend: T tokens of this rank, D hidden size, K experts per token, G ranks, S sl
 all ranks (own ones included), W width of a row on its way, P choices of local experts in the order of tokens; for
 padded slots: R rows for the local experts.
 
-A rank puts its tokens, with the slots and weights of all their experts, into a room that every other rank keeps for it,
-then signals how many they are. The experts take what has arrived as tokens, and sort for themselves (TokenBatch); a row
-for each choice goes back, and the sender weights and adds them up in the order of a token's choices (sum_choices). So
-the bits of a sum do not depend on which rank serves the token, nor on which ranks have its experts. Only padded slots
-are sorted here.
+A rank puts its tokens, with the slots and weights of all their experts, into a staging buffer that every other rank
+keeps for it, then signals how many they are. The experts take what has arrived as tokens, and sort for themselves
+(TokenBatch); a row for each choice goes back, and the sender weights and adds them up in the order of a token's choices
+(sum_choices). So the bits of a sum do not depend on which rank serves the token, nor on which ranks have its experts.
+Only padded slots are sorted here.
 
-A room is not written before its reader is done: a rank dispatches again on a lane only when it has everybody's results
-of the time before, and they put those only after they had read what it sent; and it puts results only when it has the
-tokens of that time, which were sent after the results of the time before had been read. So one room per sender and
-direction does. What is longer than a room goes in chunks, each when the reader says that the room is free.
+A staging buffer is not written before its reader is done: a rank dispatches again on a lane only when it has
+everybody's results of the time before, and they put those only after they had read what it sent; and it puts results
+only when it has the tokens of that time, which were sent after the results of the time before had been read. So one
+staging buffer per sender and direction does. What is longer than a staging buffer goes in chunks, each when the reader
+says that the staging buffer is free.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ep.protocol import Arrived, Routing
+from ep.protocol import Arrived, Later, Routing
 from ep.rows import make_rows, padding
 from ep.transport.heap import Signals, SymmetricHeap
-from ep.transport.shm_room import (
+from ep.transport.shm_staging import (
     SLOT_BYTES,
     SMALL_BYTES,
     WEIGHT_BYTES,
     Array,
     Chunks,
     Fields,
-    Form,
-    HostForm,
+    HostOps,
     Ints,
-    Room,
+    RowOps,
+    StagingBuffer,
 )
 from moe_kernels import ExpertBatch, Layout, TokenBatch, sum_choices
 
 _ROOM_ROWS = 2048  # a rank's tokens of one step, usually
 _ROOM_BYTES = 1 << 25  # and no more than this; a multiple of 64 rows
-_TOP_K = 16  # what a room of that many rows has place for; with more choices it holds fewer rows
+_TOP_K = 16  # what a staging buffer of that many rows has place for; with more choices it holds fewer rows
 _IDLE, _SENT, _ARRIVED, _RETURNED = range(4)
 
 
@@ -59,7 +60,7 @@ class _Ticket:
 class _Sent:
     """What a dispatch sends. token: for each rank the tokens that go to it; None: all go to every rank."""
 
-    form: Form
+    ops: RowOps
     x_TW: Tensor
     slot_TK: Array
     weight_TK: Array
@@ -70,7 +71,7 @@ class _Sent:
         if self.token is None:
             return self.x_TW[start:stop], self.slot_TK[start:stop], self.weight_TK[start:stop]
         token = self.token[peer][start:stop]
-        return self.x_TW.index_select(0, self.form.tensor(token)), self.slot_TK[token], self.weight_TK[token]
+        return self.x_TW.index_select(0, self.ops.tensor(token)), self.slot_TK[token], self.weight_TK[token]
 
 
 class ShmAllToAll:
@@ -89,15 +90,15 @@ class ShmAllToAll:
         layout: Layout = Layout.RAGGED,
         room_rows: int | None = None,
         rows: str = "plain",
-        form: Form | None = None,
+        ops: RowOps | None = None,
     ) -> None:
-        """num_slots: of each rank, less than 32768; dtype: of what experts give back; room_rows: rows of a room (a
-        multiple of 64); None: as many as a large step has; rows: how they travel to the experts (ep/rows.py). form: of
-        a heap that is not in the host's memory, RAGGED only."""
+        """num_slots: of each rank, less than 32768; dtype: of what experts give back; room_rows: rows of a staging
+        buffer (a multiple of 64); None: as many as a large step has; rows: how they travel to the experts (ep/rows.py).
+        ops: of a heap that is not in the host's memory, RAGGED only."""
         assert num_slots < 1 << 15, "slots are sorted as 16-bit numbers"
-        assert form is None or layout is Layout.RAGGED
+        assert ops is None or layout is Layout.RAGGED
         self.layout = layout
-        self._form = form = form or HostForm()
+        self._ops = ops = ops or HostOps()
         self._rank = heap.rank
         self._size = heap.size
         self._peers = [peer for peer in range(heap.size) if peer != heap.rank]
@@ -116,13 +117,13 @@ class ShmAllToAll:
         here_bytes, there_bytes = room_rows * row_bytes, self._back_rows * back_bytes
         here, there = heap.reserve(heap.size * here_bytes), heap.reserve(heap.size * there_bytes)
 
-        # By sender or receiver: rooms that lie at `of`, for what `sender` puts there.
-        def to_experts(of: int, sender: int) -> Room:
+        # By sender or receiver: staging buffers that lie at `of`, for what `sender` puts there.
+        def to_experts(of: int, sender: int) -> StagingBuffer:
             window = heap.window(of, here + sender * here_bytes, here_bytes)
-            return form.room(window, self._rows.width, self._rows.dtype)
+            return ops.buffer(window, self._rows.width, self._rows.dtype)
 
-        def back(of: int, sender: int) -> Room:
-            return form.room(heap.window(of, there + sender * there_bytes, there_bytes), hidden_size, dtype)
+        def back(of: int, sender: int) -> StagingBuffer:
+            return ops.buffer(heap.window(of, there + sender * there_bytes, there_bytes), hidden_size, dtype)
 
         own, ranks = heap.rank, range(heap.size)
         self._arriving = [to_experts(own, peer) for peer in ranks]
@@ -136,31 +137,31 @@ class ShmAllToAll:
         self._stage = _IDLE
 
     def capacity(self, top_k: int) -> int:
-        """Rows that a room holds."""
+        """Rows that a staging buffer holds."""
         return (self._room_rows * self._row_bytes - 8) // (self._row_bytes + top_k * (SLOT_BYTES + WEIGHT_BYTES))
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> _Dispatch:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Later[Arrived]:
         """x_TD and the routing must not change until it has been waited for."""
         assert self._stage == _IDLE, "the lane's last exchange is not over"
         self._stage = _SENT
         self._number += 1
-        form = self._form
-        slot_TK = form.array(routing.slot_TK)
+        ops = self._ops
+        slot_TK = ops.array(routing.slot_TK)
         num_tokens, top_k = slot_TK.shape
         token = self._choose(num_tokens, slot_TK)
         counts = [num_tokens] * self._size if token is None else [rows.shape[0] for rows in token]
         x_TW = self._rows.pack(x_TD)
-        sent = _Sent(form, x_TW, slot_TK, form.array(routing.weight_TK), token, counts)
+        sent = _Sent(ops, x_TW, slot_TK, ops.array(routing.weight_TK), token, counts)
         capacity = self.capacity(top_k)
         first = self._peers[0] if self._peers else -1
-        alike = token is None and num_tokens <= capacity and form.reads_peers
+        alike = token is None and num_tokens <= capacity and ops.reads_peers
         for peer in self._peers:
             if peer != first and alike:
                 self._leaving[peer].copy(self._leaving[first], num_tokens, top_k)
             else:
                 self._leaving[peer].fill(sent.rows(peer, 0, min(counts[peer], capacity)))
             self._signals.send(peer, self._dispatch_word, self._number, counts[peer])
-        return _Dispatch(self, sent)
+        return Later(self.arrive, sent)
 
     def arrive(self, sent: _Sent) -> Arrived:
         """The second half of a dispatch."""
@@ -171,28 +172,28 @@ class ShmAllToAll:
         top_k = sent.slot_TK.shape[1]
         capacity = self.capacity(top_k)
         if max(counts) <= capacity:
-            fields = [room.views(count, top_k) for room, count in zip(self._arriving, counts, strict=True)]
+            fields = [buffer.views(count, top_k) for buffer, count in zip(self._arriving, counts, strict=True)]
             fields[self._rank] = sent.x_TW, sent.slot_TK, sent.weight_TK
         else:
             fields = self._receive_chunks(sent, counts, capacity)
         x_NW = torch.cat([field[0] for field in fields])
-        slot_NK = self._form.join([field[1] for field in fields])
-        weight_NK = self._form.join([field[2] for field in fields])
-        rows = self._form.count_here(slot_NK, self._rank * self._num_slots, self._num_slots, counts)
+        slot_NK = self._ops.join([field[1] for field in fields])
+        weight_NK = self._ops.join([field[2] for field in fields])
+        rows = self._ops.count_here(slot_NK, self._rank * self._num_slots, self._num_slots, counts)
         if self.layout is Layout.PADDED:
             batch, row_P = self._pad(x_NW, slot_NK)
             return Arrived(batch, _Ticket(row_P, rows, sent))
         tokens = TokenBatch(
             self._rows.tokens(x_NW),
-            self._form.tensor(slot_NK),
-            self._form.tensor(weight_NK),
+            self._ops.tensor(slot_NK),
+            self._ops.tensor(weight_NK),
             self._rank * self._num_slots,
             torch.float32,
             self._rows_for(sum(rows), x_NW.device),
         )
         return Arrived(tokens, _Ticket(None, rows, sent))
 
-    def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> _Combine:
+    def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Later[Tensor]:
         assert isinstance(ticket, _Ticket) and self._stage == _ARRIVED
         self._stage = _RETURNED
         y_PD = y if ticket.row_P is None else y.view(-1, y.shape[-1]).index_select(0, ticket.row_P)
@@ -201,15 +202,15 @@ class ShmAllToAll:
             part = parts[peer][: self._back_rows]
             self._going[peer].rows(part.shape[0]).copy_(part)
             self._signals.send(peer, self._combine_word, self._number)
-        return _Combine(self, parts, ticket, out_TD)
+        return Later(self.gather, parts, ticket, out_TD)
 
     def gather(self, parts: list[Tensor], ticket: _Ticket, out_TD: Tensor) -> Tensor:
         """The second half of a combine."""
         assert self._stage == _RETURNED
         self._signals.wait(self._combine_word, self._peers, self._number)
-        sent, form = ticket.sent, self._form
-        coming = form.count(sent.slot_TK, self._num_slots, self._size)
-        # What fits its room is read there; chunks are joined.
+        sent, ops = ticket.sent, self._ops
+        coming = ops.count(sent.slot_TK, self._num_slots, self._size)
+        # What fits its staging buffer is read there; chunks are joined.
         back = [self._coming[peer].rows(min(count, self._back_rows)) for peer, count in enumerate(coming)]
         back[self._rank] = parts[self._rank]
         for peer in self._peers:
@@ -226,12 +227,12 @@ class ShmAllToAll:
         for peer in self._peers:
             if last[peer]:
                 take(peer, last[peer], coming[peer])
-        sum_choices(back, form.tensor(sent.slot_TK), form.tensor(sent.weight_TK), self._num_slots, out_TD)
+        sum_choices(back, ops.tensor(sent.slot_TK), ops.tensor(sent.weight_TK), self._num_slots, out_TD)
         self._stage = _IDLE
         return out_TD
 
     def close(self) -> None:
-        """Nothing is held; the group is closed by whoever opened it."""
+        """Nothing is held; the group is closed by its owner."""
 
     def _rows_for(self, count: int, device: torch.device) -> Tensor:
         """Where so many results may be put until the next dispatch."""
@@ -250,7 +251,7 @@ class ShmAllToAll:
         saved = (1 - 1 / self._size) ** slot_TK.shape[1]
         if saved < 0.2 or num_tokens * self._row_bytes < SMALL_BYTES:
             return None
-        return self._form.choose(slot_TK, self._num_slots, self._size)
+        return self._ops.choose(slot_TK, self._num_slots, self._size)
 
     def _pad(self, x_NW: Tensor, slot_NK: Ints) -> tuple[ExpertBatch, Tensor]:
         """The rows of the local experts, sorted into padded slots, and where each choice's row is among them, int64
@@ -277,7 +278,7 @@ class ShmAllToAll:
 
         def take(peer: int, start: int, stop: int) -> None:
             x, slot, weight = self._arriving[peer].views(stop - start, top_k)
-            pieces[peer].append((x.clone(), self._form.join([slot]), self._form.join([weight])))
+            pieces[peer].append((x.clone(), self._ops.join([slot]), self._ops.join([weight])))
 
         def put(peer: int, start: int, stop: int) -> None:
             self._leaving[peer].fill(sent.rows(peer, start, stop))
@@ -289,28 +290,8 @@ class ShmAllToAll:
         return [
             (
                 torch.cat([piece[0] for piece in of_rank]),
-                self._form.join([piece[1] for piece in of_rank]),
-                self._form.join([piece[2] for piece in of_rank]),
+                self._ops.join([piece[1] for piece in of_rank]),
+                self._ops.join([piece[2] for piece in of_rank]),
             )
             for of_rank in pieces
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Dispatch:
-    lane: ShmAllToAll
-    sent: _Sent
-
-    def wait(self) -> Arrived:
-        return self.lane.arrive(self.sent)
-
-
-@dataclass(frozen=True, slots=True)
-class _Combine:
-    lane: ShmAllToAll
-    parts: list[Tensor]
-    ticket: _Ticket
-    out_TD: Tensor
-
-    def wait(self) -> Tensor:
-        return self.lane.gather(self.parts, self.ticket, self.out_TD)

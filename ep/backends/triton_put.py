@@ -32,7 +32,7 @@ _WEIGHTS_AT = tl.constexpr(80)
 _ROW_AT = tl.constexpr(144)
 CHOICES, ROW_AT = _CHOICES.value, _ROW_AT.value
 END_BYTES = 16  # of the message that ends a turn: the number of tokens, and the turn
-_NUMBERS = [  # one compiled form for all of them: nobody compiles in the middle of an exchange
+_NUMBERS = [  # one compiled form for all of them: no rank compiles in the middle of an exchange
     "num_tokens", "top_k", "num_slots", "rank", "ranks", "most", "signal_add", "spins",
 ]  # fmt: skip
 

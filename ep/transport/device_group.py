@@ -27,7 +27,7 @@ class DeviceGroup:
     def __init__(
         self, control: Group, device: torch.device, timeout: float, store: Callable[[], Store] | None = None
     ) -> None:
-        """control: between the hosts. store: where the ranks can meet once more; None: nobody asks for collectives.
+        """control: between the hosts. store: where the ranks can meet once more; None: no backend asks for collectives.
         timeout: seconds, the bound of every wait."""
         self.rank = control.rank
         self.size = control.size
@@ -55,7 +55,7 @@ class DeviceGroup:
         return self._transport
 
     def process_group(self) -> dist.ProcessGroup:
-        """torch's own kind of group, for tensors of host and device; known to nobody but its holder."""
+        """torch's own kind of group, for tensors of host and device; known to its holder only."""
         if self._process_group is None:
             gloo = dist.ProcessGroup.BackendType.GLOO
             nccl = dist.ProcessGroup.BackendType.NCCL
@@ -65,7 +65,7 @@ class DeviceGroup:
             if self.device.type == "cuda":
                 group._register_backend(torch.device("cuda"), nccl, self._backend("device"))
             self._process_group = group
-            # NCCL makes its communicator with the first collective; whoever asks for its address before is given none.
+            # NCCL makes its communicator with the first collective; asked for its address before, it gives none.
             try:
                 group.allreduce([torch.zeros(1, device=self.device)]).wait()
             except RuntimeError as error:
@@ -103,7 +103,7 @@ class DeviceGroup:
         return leaves or control.anybody_left() or control.anybody_ended()
 
     def check(self) -> None:
-        """An exchange is about to begin. Raises PeerLost: somebody has left."""
+        """An exchange is about to begin. Raises PeerLost: a rank has left."""
         if self._closed or self.left():
             raise PeerLost((), f"rank {self.rank} has left its group, or another has")
 
@@ -114,7 +114,7 @@ class DeviceGroup:
 
     def at_close(self, act: Callable[[], None]) -> None:
         """How to end what this rank's own device may be waiting for. It is done first, on whichever thread leaves, and
-        waits for nobody."""
+        waits for no rank."""
         self._at_close.append(act)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class DeviceGroup:
         transport, self._transport, self._process_group = self._transport, None, None
         if transport is not None and self.device.type == "cuda":
             cast(Any, transport).abort()  # NCCL's kernels would wait for the others without a bound
-        del transport  # gloo's connections close: whoever waits for this rank learns of it
+        del transport  # gloo's connections close: ranks that wait for this one learn of it
         if isinstance(self.control, ShmGroup):
             with contextlib.suppress(PeerLost):
                 for peer in range(self.size):
@@ -162,5 +162,5 @@ class DeviceGroup:
 
 def device_group(control: Group, store: Callable[[], Store], timeout: float, device: torch.device) -> Group:
     """The ranks of `control`, each with a device of its own. store: where they meet for collectives. timeout: seconds,
-    the bound of every wait. One rank needs nobody and keeps its LocalGroup."""
+    the bound of every wait. One rank needs no other and keeps its LocalGroup."""
     return control if control.size == 1 else DeviceGroup(control, device, timeout, store)

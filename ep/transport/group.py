@@ -10,7 +10,6 @@ Mbit/s in both directions: 28 ms; with the receives posted first: 16.5 ms, as fa
 from __future__ import annotations
 
 import datetime
-import socket
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -19,11 +18,11 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from dbo.alive import mark
 from ep.protocol import PeerLost, Pending, Ready
-from ep.transport.joining import LOOPBACK, connect, meet
+from ep.transport.joining import LOOPBACK, connect
 
 LARGE_BYTES = 1 << 15  # of the longest message of an exchange (GlooGroup.all_to_all)
 _MAX_TAG = 1 << 30
@@ -237,36 +236,8 @@ class _Gather:
         return rows
 
 
-def gloo_group(
-    store: str,
-    rank: int,
-    size: int,
-    timeout: float,
-    name: str,
-    epoch: int = 0,
-    stop: Callable[[], bool] | None = None,
-) -> GlooGroup | LocalGroup:
-    """Join `size` processes of one machine by gloo over the loopback interface; size 1 needs nobody and gives a
-    LocalGroup.
-
-    store: where they meet: the path of a file that does not exist yet (all on one machine), or "host:port", which rank
-    0 serves. name and epoch: keep groups that meet in one store apart. timeout: seconds, the bound of every wait of the
-    group, joining included. stop: asked while others have not come yet; True ends that. Uses neither environment
-    variables nor the default process group. Raises ValueError for numbers out of range and PeerLost naming the ranks
-    that did not come.
-    """
-    if size < 1 or not 0 <= rank < size:
-        raise ValueError(f"rank is {rank} of {size}; it must be 0 to size - 1")
-    if timeout <= 0:
-        raise ValueError(f"timeout is {timeout}; it must be more than 0 seconds")
-    if size == 1:
-        return LocalGroup()
-    meeting = meet(lambda: _open_store(store, rank, timeout), f"{name}/{epoch}", rank, size, timeout, stop)
-    return join_gloo(meeting, rank, size, timeout, name, epoch, stop=stop)
-
-
 def join_gloo(
-    meeting: Store,
+    store: Store,
     rank: int,
     size: int,
     timeout: float,
@@ -279,29 +250,8 @@ def join_gloo(
     once."""
     what = f"group {name!r} (epoch {epoch})"
     # Exchanges under way at once: one per lane of overlap, and parcels beside them.
-    mesh = connect(PrefixStore(name, meeting), rank, size, timeout, what, threads=4, address=address, stop=stop)
+    mesh = connect(PrefixStore(name, store), rank, size, timeout, what, threads=4, address=address, stop=stop)
     return GlooGroup(rank, size, cast(Transport, mesh), over_network=address != LOOPBACK)
-
-
-def _open_store(store: str, rank: int, timeout: float) -> Store:
-    bound = datetime.timedelta(seconds=timeout)
-    host, colon, port = store.rpartition(":")
-    if colon and port.isdigit():
-        if rank > 0:
-            return TCPStore(host, int(port), timeout=bound, wait_for_workers=False)
-        # Left to itself the store would listen on every interface of the machine.
-        listener = socket.create_server((host, int(port)))
-        return TCPStore(
-            host,
-            int(port),
-            is_master=True,
-            timeout=bound,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    opened = FileStore(store)
-    opened.set_timeout(bound)
-    return opened
 
 
 class MailboxWorld:
@@ -320,8 +270,8 @@ class MailboxWorld:
         self._mail[key, sender, receiver] = parcel
 
     def take(self, key: Hashable, receiver: int) -> list[object]:
-        """The parcels of every rank to `receiver`. All must have been posted: whoever waits must have yielded first.
-        Raises PeerLost when one is missing whose sender has left."""
+        """The parcels of every rank to `receiver`. All must have been posted: a rank that waits must have yielded
+        first. Raises PeerLost when one is missing whose sender has left."""
         missing = [rank for rank in range(self.num_ranks) if (key, rank, receiver) not in self._mail]
         if not self._gone.isdisjoint(missing):
             raise PeerLost(tuple(self._gone.intersection(missing)), f"rank {receiver} waits for {key}")

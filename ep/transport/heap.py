@@ -39,7 +39,7 @@ class Signals(Protocol):
         ...
 
     def send(self, peer: int, word: int, number: int, value: int = 0) -> None:
-        """Set this rank's word at `peer`. Whoever sees it sees everything that this rank put there before."""
+        """Set this rank's word at `peer`. A rank that sees it sees everything that this rank put there before."""
         ...
 
     def wait(self, word: int, peers: Sequence[int], number: int) -> list[int]:

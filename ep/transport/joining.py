@@ -26,7 +26,7 @@ _LEAST_SECONDS = 1.0  # gloo's time-out in a try, however short the time allowed
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks into the store
 
 
-def meet(
+def rendezvous(
     open_store: Callable[[], Store],
     name: str,
     rank: int,
@@ -41,18 +41,18 @@ def meet(
     """
     deadline = time.monotonic() + timeout
     try:
-        meeting: Store = PrefixStore(name, open_store())
-        meeting.set(f"here/{rank}", "")
-        _await_keys(meeting, "here", rank, size, deadline, f"in {name}", stop)
+        store: Store = PrefixStore(name, open_store())
+        store.set(f"here/{rank}", "")
+        _await_keys(store, "here", rank, size, deadline, f"in {name}", stop)
     except PeerLost:
         raise
     except RuntimeError as error:
         raise PeerLost((), f"rank {rank} cannot meet the others in {name}: {_first_line(error)}") from error
-    return meeting
+    return store
 
 
 def connect(
-    meeting: Store,
+    store: Store,
     rank: int,
     size: int,
     timeout: float,
@@ -65,14 +65,14 @@ def connect(
 
     timeout: seconds, the bound of joining (a try that has begun may end up to 5 s later) and of every later
     exchange; what: names the group in errors; threads: exchanges under way at once; address: of this machine,
-    where the others reach it (it chooses the network interface); stop: as in meet. Raises PeerLost: naming
+    where the others reach it (it chooses the network interface); stop: as in rendezvous. Raises PeerLost: naming
     ranks that do not answer, or with the addresses and what went wrong at each.
     """
     deadline = time.monotonic() + timeout
     story = ""
     try:
         for number, share in enumerate(TRIES):
-            part = PrefixStore(f"try-{number}", meeting)
+            part = PrefixStore(f"try-{number}", store)
             left = deadline - time.monotonic()
             mesh, reason = _try(part, rank, size, min(share * timeout, left), threads, address)
             part.set(f"went/{rank}", f"{address} {reason}")

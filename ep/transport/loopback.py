@@ -17,7 +17,7 @@ _CONNECT_SECONDS = 2.0  # a rank that lives answers at once; the store's own cli
 
 
 def serve_store(timeout: float) -> TCPStore:
-    """Rank 0's, at `port`. timeout: seconds, of whoever waits for a key."""
+    """Rank 0's, at `port`. timeout: seconds, of every wait for a key."""
     # Left to itself the store would listen on every interface of the machine.
     listener = socket.create_server((LOOPBACK, 0))
     return TCPStore(

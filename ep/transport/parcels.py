@@ -44,7 +44,7 @@ class LocalParcels:
     """One rank alone."""
 
     def send(self, sizes_GG: Ints, parcels: Mapping[int, Sequence[Tensor]]) -> Ready[list[Tensor]]:
-        assert not parcels, "there is nobody to send to"
+        assert not parcels, "there is no rank to send to"
         return Ready([torch.empty(0, dtype=torch.uint8)])
 
     def release(self) -> None:
@@ -52,7 +52,7 @@ class LocalParcels:
 
 
 class MailboxParcels:
-    """Ranks inside one thread; whoever waits has yielded since it sent."""
+    """Ranks inside one thread; a rank that waits has yielded since it sent."""
 
     def __init__(self, world: MailboxWorld, rank: int) -> None:
         self._world = world
@@ -115,7 +115,7 @@ class _Collected:
 class ShmParcels:
     """Every rank keeps one room, where those that send to it put their parcels one after another.
 
-    A room is not written before its owner has released what was put there last: whoever sends waits for its word
+    A room is not written before its owner has released what was put there last: the sender waits for its word
     about the time before, which came long ago.
     """
 
@@ -128,7 +128,7 @@ class ShmParcels:
         self._rooms = [heap.window(rank, offset, room_bytes) for rank in range(heap.size)]
         self._put_word, self._free_word = signals.reserve(), signals.reserve()
         self._number = 0
-        self._filled = [0] * heap.size  # the number of the exchange in which anybody put something there last
+        self._filled = [0] * heap.size  # the number of the exchange in which something was put there last
         self._holds = False  # something lies here
 
     def send(self, sizes_GG: Ints, parcels: Mapping[int, Sequence[Tensor]]) -> Pending[list[Tensor]]:
@@ -158,7 +158,7 @@ class ShmParcels:
         return list(torch.split(self._rooms[self._rank][: int(sizes_G.sum())], sizes_G.tolist()))
 
     def release(self) -> None:
-        if self._holds:  # whoever sends next may be another than those who have sent
+        if self._holds:  # the next senders may be others than the last
             for peer in range(self._size):
                 if peer != self._rank:
                     self._signals.send(peer, self._free_word, self._number)

@@ -1,7 +1,7 @@
 """Groups of ranks on several machines: they meet in a TCPStore, and are joined by gloo over TCP.
 
 A machine that vanishes says nothing, and gloo would wait for it until its timeout. So the kernel is told to ask: a
-connection whose other end has not answered for some seconds is broken, and whoever waits for it learns of that.
+connection whose other end has not answered for some seconds is broken, and a rank that waits for it learns of that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ep.transport.group import Group, LocalGroup, join_gloo
-from ep.transport.joining import meet
+from ep.transport.joining import rendezvous
 
 SILENT_SECONDS = 3  # without an answer of the other machine's kernel
 _OPTIONS = (
@@ -47,7 +47,7 @@ def remote_groups(
     def open_store() -> Store:
         return TCPStore(*store, timeout=datetime.timedelta(seconds=timeout), wait_for_workers=False)
 
-    meeting = meet(open_store, f"epoch-{epoch}", rank, size, timeout, stop)
+    meeting = rendezvous(open_store, f"epoch-{epoch}", rank, size, timeout, stop)
     agreement = join_gloo(meeting, rank, size, timeout, "agreement", epoch, address, stop)
     try:
         experts = join_gloo(meeting, rank, size, timeout, "experts", epoch, address, stop)

@@ -65,7 +65,7 @@ class Futex:
                 raise OSError(code, "futex wait failed")
 
     def wake(self, address: int) -> None:
-        """Wake whoever sleeps on the word."""
+        """Wake all that sleep on the word."""
         self._call(self._number, address, _WAKE, _EVERYBODY, None, None, 0)
 
 

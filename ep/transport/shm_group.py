@@ -97,7 +97,7 @@ def shm_group(
 ) -> ShmGroup:
     """Join `size` processes of this machine.
 
-    place: a directory or a file that exists, where they meet (ep/transport/shm_meeting.py). name, epoch: keep groups
+    place: a directory or a file that exists, where they meet (ep/transport/shm_rendezvous.py). name, epoch: keep groups
     that meet in one place apart. timeout: seconds, the bound of every wait of the group, this one included. stop: asked
     now and then while waiting for the others to come; True ends that. Raises ValueError for numbers out of range,
     PeerLost naming the ranks that did not come or ended, and OSError when this machine cannot share memory.

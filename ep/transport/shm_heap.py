@@ -23,7 +23,7 @@ from torch import Tensor
 from dbo.alive import mark
 from ep.protocol import PeerLost
 from ep.transport.shm_futex import Futex, full_fence, order_fence
-from ep.transport.shm_meeting import SignIn, Watch, meeting
+from ep.transport.shm_rendezvous import SignIn, Watch, rendezvous
 
 HEAP_BYTES = 1 << 33
 _LINE = 64
@@ -33,15 +33,13 @@ _SIGNAL_BYTES = 1 << 18
 _STATE = 0  # one of the states below
 _BLAMED = 8  # why it left: bit r is set when it found that rank r is lost
 _ASLEEP = 16  # 1 while it sleeps, or is about to
-_ABORTED = 24  # epoch + 1 of an epoch that was aborted; by anybody
-_ABORTED_RANKS = 25  # bit r: because rank r is lost; by anybody
+_ABORTED = 24  # epoch + 1 of an epoch that was aborted, by any rank
+_ABORTED_RANKS = 25  # bit r: because rank r is lost; set by any rank
 _FIRST_SIGNAL = 64
 _PRESENT, _LEFT = 1, 2
 _NUMBER = 0xFFFFFFFF  # the part of a signal that counts
 _BEHIND = 1 << 31  # numbers may wrap: one is behind another when the difference is this large
-_SPIN_SECONDS = (
-    50e-6  # giving the core to whoever wants it; sleeping at once costs 20 to 50 microseconds more to wake up
-)
+_SPIN_SECONDS = 50e-6  # giving the core away; sleeping at once costs 20 to 50 microseconds more to wake up
 _FIRST_NAP, _LONGEST_NAP = 0.001, 0.008  # seconds; after each the waiter looks whether its peers still live
 
 
@@ -58,7 +56,7 @@ class ShmHeap:
         epoch: int,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        """Meet the others at `place` (ep/transport/shm_meeting.py). Raises PeerLost, and OSError when memory cannot
+        """Meet the others at `place` (ep/transport/shm_rendezvous.py). Raises PeerLost, and OSError when memory cannot
         be shared."""
         self.rank = rank
         self.size = size
@@ -68,7 +66,7 @@ class ShmHeap:
         try:
             os.ftruncate(file, HEAP_BYTES)
             own = mmap.mmap(file, HEAP_BYTES)
-            with meeting(place, name, rank, size, epoch) as all_ranks:
+            with rendezvous(place, name, rank, size, epoch) as all_ranks:
                 all_ranks.sign_in(file)
                 try:
                     found = all_ranks.await_all(timeout, watch, stop)

@@ -136,7 +136,7 @@ def expert_ms(
     padded = np.maximum(active * tile, slot_rows + active * tile / 2)
     math_s = padded.sum(-1) * 2 * shape.expert_params / (gpu.tflops(shape.expert_dtype) * 1e12 * gpu.reach)
     # Per row: the input in FP8, gate and up out and back in bfloat16, their product in FP8, the output in bfloat16.
-    row_bytes = 3 * shape.hidden + 5 * shape.expert_width
+    row_bytes = 3 * shape.hidden + 5 * shape.moe_intermediate_size
     moved = active.sum(-1) * shape.expert_bytes + slot_rows.sum(-1) * row_bytes
     passes = slot_rows.sum(-1) * constants.passes_per_row * 2 * shape.hidden
     bandwidth = gpu.hbm_gbps * 1e9 * constants.hbm
@@ -151,10 +151,12 @@ def attention_ms(cluster: Cluster, shape: ModelShape, work: Workload, constants:
     projections = _dense_ms(shape.attention_params, tokens, work.micro_batches, cluster, shape, constants)
     layer_kv = shape.kv_bytes_per_token / shape.num_layers / (2 if work.fp8_cache else 1)
     if work.phase == "prefill":
-        width = shape.nope_dim + shape.rope_dim + shape.v_dim if shape.is_mla else 2 * shape.head_dim
+        width = (
+            shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim if shape.is_mla else 2 * shape.head_dim
+        )
         flops = tokens * work.context / 2 * shape.num_heads * width * 2
         return projections + flops / (peak * constants.attention_prefill)
-    width = 2 * shape.kv_lora_rank + shape.rope_dim if shape.is_mla else 2 * shape.head_dim
+    width = 2 * shape.kv_lora_rank + shape.qk_rope_head_dim if shape.is_mla else 2 * shape.head_dim
     flops = tokens * work.context * shape.num_heads * width * 2
     math_ms = flops / (peak * constants.attention_decode)
     return projections + max(math_ms, tokens * work.context * layer_kv / (gpu.hbm_gbps * 1e6 * constants.hbm))
@@ -244,7 +246,7 @@ def step_cost(
     overlap = constants.overlap_decode if work.phase == "decode" else constants.overlap_prefill
     overlap = overlap if halves == 2 else 0.0
     hidden_L = np.minimum(compute_L, links_L) * overlap
-    dense = _dense_ms(3 * shape.hidden * shape.dense_width, work.tokens_per_gpu, 1, cluster, shape, constants)
+    dense = _dense_ms(3 * shape.hidden * shape.intermediate_size, work.tokens_per_gpu, 1, cluster, shape, constants)
     head = _head_ms(cluster, shape, work, constants)
     fixed = constants.step_ms + head + shape.num_dense_layers * (attention + dense + gaps)
     scale = shape.num_moe_layers

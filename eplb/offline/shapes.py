@@ -30,9 +30,9 @@ class ModelShape:
     hidden: int
     num_experts: int
     experts_per_token: int
-    expert_width: int
+    moe_intermediate_size: int
     num_shared_experts: int
-    dense_width: int
+    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -40,9 +40,9 @@ class ModelShape:
     expert_dtype: str = "fp8"
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
-    nope_dim: int = 0
-    rope_dim: int = 0
-    v_dim: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
     num_groups: int = 1  # groups of experts, of which a token may use groups_per_token
     groups_per_token: int = 1
 
@@ -69,7 +69,7 @@ class ModelShape:
     @property
     def expert_params(self) -> int:
         """Weights of one expert of one layer: gate, up and down projections."""
-        return 3 * self.hidden * self.expert_width
+        return 3 * self.hidden * self.moe_intermediate_size
 
     @property
     def expert_bytes(self) -> float:
@@ -81,26 +81,28 @@ class ModelShape:
         """Weights of one layer's attention projections."""
         if not self.is_mla:
             return self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        query = self.num_heads * (self.nope_dim + self.rope_dim)
+        query = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         if self.q_lora_rank:
             down_up = self.hidden * self.q_lora_rank + self.q_lora_rank * query
         else:
             down_up = self.hidden * query
-        latent = self.hidden * (self.kv_lora_rank + self.rope_dim)
-        expand = self.kv_lora_rank * self.num_heads * (self.nope_dim + self.v_dim)
-        return down_up + latent + expand + self.num_heads * self.v_dim * self.hidden
+        latent = self.hidden * (self.kv_lora_rank + self.qk_rope_head_dim)
+        expand = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return down_up + latent + expand + self.num_heads * self.v_head_dim * self.hidden
 
     @property
     def kv_bytes_per_token(self) -> float:
         """Bytes of the whole cache for one token (bfloat16)."""
-        per_layer = self.kv_lora_rank + self.rope_dim if self.is_mla else 2 * self.num_kv_heads * self.head_dim
+        per_layer = self.kv_lora_rank + self.qk_rope_head_dim if self.is_mla else 2 * self.num_kv_heads * self.head_dim
         return 2.0 * per_layer * self.num_layers
 
     @property
     def replicated_bytes(self) -> float:
         """What every GPU holds under data-parallel attention: all but the routed experts. Projections as `expert_dtype`
         (never below fp8), embedding and head in bfloat16."""
-        dense = self.attention_params * self.num_layers + 3 * self.hidden * self.dense_width * self.num_dense_layers
+        dense = (
+            self.attention_params * self.num_layers + 3 * self.hidden * self.intermediate_size * self.num_dense_layers
+        )
         shared = self.expert_params * self.num_shared_experts * self.num_moe_layers
         return (dense + shared) * max(1.0, WEIGHT_BYTES[self.expert_dtype]) + 2 * 2.0 * self.vocab_size * self.hidden
 
@@ -111,18 +113,19 @@ class ModelShape:
 
 _DEEPSEEK_V3 = ModelShape(
     name="deepseek-v3", num_layers=61, num_dense_layers=3, hidden=7168, num_experts=256, experts_per_token=8,
-    expert_width=2048, num_shared_experts=1, dense_width=18432, num_heads=128, num_kv_heads=128, head_dim=192,
-    vocab_size=129280, q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128,
+    moe_intermediate_size=2048, num_shared_experts=1, intermediate_size=18432, num_heads=128, num_kv_heads=128,
+    head_dim=192, vocab_size=129280, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128,
     num_groups=8, groups_per_token=4,
 )  # fmt: skip
 _QWEN3_235B = ModelShape(
     name="qwen3-235b", num_layers=94, num_dense_layers=0, hidden=4096, num_experts=128, experts_per_token=8,
-    expert_width=1536, num_shared_experts=0, dense_width=12288, num_heads=64, num_kv_heads=4, head_dim=128,
-    vocab_size=151936,
+    moe_intermediate_size=1536, num_shared_experts=0, intermediate_size=12288, num_heads=64, num_kv_heads=4,
+    head_dim=128, vocab_size=151936,
 )  # fmt: skip
 _QWEN3_30B = ModelShape(
     name="qwen3-30b-a3b", num_layers=48, num_dense_layers=0, hidden=2048, num_experts=128, experts_per_token=8,
-    expert_width=768, num_shared_experts=0, dense_width=6144, num_heads=32, num_kv_heads=4, head_dim=128,
+    moe_intermediate_size=768, num_shared_experts=0, intermediate_size=6144, num_heads=32, num_kv_heads=4, head_dim=128,
     vocab_size=151936, expert_dtype="bf16",
 )  # fmt: skip
 MODELS = {shape.name: shape for shape in (_DEEPSEEK_V3, _QWEN3_235B, _QWEN3_30B)}
@@ -178,9 +181,9 @@ def _from_config(path: Path) -> ModelShape:
         hidden=hidden,
         num_experts=number("n_routed_experts", "num_experts"),
         experts_per_token=number("num_experts_per_tok"),
-        expert_width=number("moe_intermediate_size"),
+        moe_intermediate_size=number("moe_intermediate_size"),
         num_shared_experts=number("n_shared_experts", default=0),
-        dense_width=number("intermediate_size", default=0),
+        intermediate_size=number("intermediate_size", default=0),
         num_heads=heads,
         num_kv_heads=number("num_key_value_heads", default=heads),
         head_dim=number("head_dim", default=hidden // max(heads, 1)),
@@ -188,9 +191,9 @@ def _from_config(path: Path) -> ModelShape:
         expert_dtype="fp8" if fp8 else "bf16",
         q_lora_rank=number("q_lora_rank", default=0),
         kv_lora_rank=number("kv_lora_rank", default=0),
-        nope_dim=number("qk_nope_head_dim", default=0),
-        rope_dim=number("qk_rope_head_dim", default=0),
-        v_dim=number("v_head_dim", default=0),
+        qk_nope_head_dim=number("qk_nope_head_dim", default=0),
+        qk_rope_head_dim=number("qk_rope_head_dim", default=0),
+        v_head_dim=number("v_head_dim", default=0),
         num_groups=max(1, number("n_group", default=1)),
         groups_per_token=max(1, number("topk_group", default=1)),
     )

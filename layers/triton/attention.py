@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layers.attention import Heads
+from layers.attention import HeadCounts
 from layers.step import StepInput
 from layers.triton.configs import AttentionConfig, choose
 from layers.triton.device import chip_of
@@ -114,7 +114,7 @@ class TritonAttentionPlan:
     def __init__(
         self,
         step: StepInput,
-        heads: Heads,
+        heads: HeadCounts,
         dtype: torch.dtype,
         decode: AttentionConfig | None = None,
         prefill: AttentionConfig | None = None,

@@ -31,15 +31,13 @@ class AttentionConfig:
 
 # chip -> (largest head size for which it is meant, config), ascending.
 Table = dict[str, tuple[tuple[int, AttentionConfig], ...]]
-_ANY = 1 << 62
+ANY = 1 << 62
 
 DECODE: Table = {
-    "sm_90": ((128, AttentionConfig(16, 64, 4, 3)), (_ANY, AttentionConfig(16, 32, 4, 3))),
-    "sm_100": ((128, AttentionConfig(16, 64, 4, 3)), (_ANY, AttentionConfig(16, 32, 4, 3))),
+    "sm_90": ((128, AttentionConfig(16, 64, 4, 3)), (ANY, AttentionConfig(16, 32, 4, 3))),
 }
 PREFILL: Table = {
-    "sm_90": ((128, AttentionConfig(128, 64, 8, 3)), (_ANY, AttentionConfig(64, 32, 8, 2))),
-    "sm_100": ((128, AttentionConfig(128, 64, 8, 3)), (_ANY, AttentionConfig(64, 32, 8, 2))),
+    "sm_90": ((128, AttentionConfig(128, 64, 8, 3)), (ANY, AttentionConfig(64, 32, 8, 2))),
 }
 
 

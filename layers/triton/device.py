@@ -1,4 +1,4 @@
-"""What the Triton kernels of layers and mla want to know about a device."""
+"""What the Triton kernels want to know about a device."""
 
 from __future__ import annotations
 

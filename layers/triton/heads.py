@@ -55,11 +55,11 @@ def _heads_kernel(
     tl.store(v_ptrs, raw, mask=(head >= num_qk)[:, None] & mask)
 
 
-def place_heads(
+def qk_norm_rope_cache(
     qkv_THD: Tensor, num_heads: int, norm_HD: Tensor | None, eps: float, rope: tuple[Tensor, Tensor],
     cache: tuple[Tensor, ...], slots_T: Tensor,
 ) -> Tensor:  # fmt: skip
-    """As layers.attention.place_heads. Caches are contiguous; slots of different tokens differ."""
+    """As layers.attention.qk_norm_rope_cache. Caches are contiguous; slots of different tokens differ."""
     k_cache, v_cache = cache
     num_tokens, num_all, size = qkv_THD.shape
     num_kv_heads = k_cache.shape[1]

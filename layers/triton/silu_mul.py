@@ -25,13 +25,14 @@ def _gate_kernel(x_ptr, out_ptr, stride, width, total, NUMBERS: tl.constexpr):
     tl.store(out_ptr + place, ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype), mask=there)
 
 
-def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """As layers.mlp.silu_mul; rows may be apart."""
-    num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """As layers.mlp.silu_mul and moe_kernels.silu_mul: [..., 2F] -> [..., F]. The rows of a matrix may be apart."""
+    width = gate_up.shape[-1] // 2
+    gate_up_T2F = gate_up if gate_up.dim() == 2 else gate_up.contiguous().view(-1, 2 * width)
     assert gate_up_T2F.stride(1) == 1
-    out_TF = torch.empty(num_tokens, width, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
-    total = out_TF.numel()
+    out = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
+    total = out.numel()
     if total:
         grid = (triton.cdiv(total, _NUMBERS),)
-        _gate_kernel[grid](gate_up_T2F, out_TF, gate_up_T2F.stride(0), width, total, NUMBERS=_NUMBERS)
-    return out_TF
+        _gate_kernel[grid](gate_up_T2F, out, gate_up_T2F.stride(0), width, total, NUMBERS=_NUMBERS)
+    return out

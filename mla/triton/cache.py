@@ -64,18 +64,19 @@ def write_entry(
     entry_TX: [latent | key] as the projection gives them, rows of any stride.
     """
     num_tokens, width = entry_TX.shape
-    latent_dim, rope_dim = weight_C.shape[0], width - weight_C.shape[0]
+    latent_dim, qk_rope_head_dim = weight_C.shape[0], width - weight_C.shape[0]
     assert entry_TX.stride(1) == 1 and cache.is_contiguous() and cos_T1P.is_contiguous() and sin_T1P.is_contiguous()
-    assert cos_T1P.shape == sin_T1P.shape == (num_tokens, 1, rope_dim)
+    assert cos_T1P.shape == sin_T1P.shape == (num_tokens, 1, qk_rope_head_dim)
     scaled = cache.dtype == torch.uint8
     if scaled:
-        latent, scale, k_pe = latent_fp8.views(cache, latent_dim, rope_dim)
+        latent, scale, k_pe = latent_fp8.views(cache, latent_dim, qk_rope_head_dim)
     else:
         latent, scale, k_pe = cache, None, cache[:, latent_dim:]
     blocks = triton.next_power_of_2(latent_fp8.num_blocks(latent_dim))
     if num_tokens:
         _entry_kernel[(num_tokens,)](
             entry_TX, weight_C, cos_T1P, sin_T1P, slots_T, latent, scale, k_pe, entry_TX.stride(0), latent.stride(0),
-            0 if scale is None else scale.stride(0), k_pe.stride(0), eps, LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
-            SCALED=scaled, BLOCKS=blocks, BLOCK=latent_fp8.BLOCK, ROPE=triton.next_power_of_2(rope_dim),
+            0 if scale is None else scale.stride(0), k_pe.stride(0), eps,
+            LATENT_DIM=latent_dim, ROPE_DIM=qk_rope_head_dim,
+            SCALED=scaled, BLOCKS=blocks, BLOCK=latent_fp8.BLOCK, ROPE=triton.next_power_of_2(qk_rope_head_dim),
         )  # fmt: skip

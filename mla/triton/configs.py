@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from layers.triton.configs import Tuned, nearest
+from layers.triton.configs import ANY, Tuned, nearest
 from mla.triton.tuned import TUNED
 
 
@@ -37,22 +37,20 @@ class PrefillConfig:
 
 # chip -> (most heads for which it is meant, config), ascending; the last one has no limit.
 Table = dict[str, tuple[tuple[int, DecodeConfig], ...]]
-_ANY = 1 << 62
 
 DECODE: Table = {
-    "sm_90": ((16, DecodeConfig(16, 32, 4, 2)), (_ANY, DecodeConfig(64, 32, 8, 2))),
-    "sm_100": ((16, DecodeConfig(16, 32, 4, 2)), (_ANY, DecodeConfig(64, 32, 8, 2))),
+    "sm_90": ((16, DecodeConfig(16, 32, 4, 2)), (ANY, DecodeConfig(64, 32, 8, 2))),
 }
 # The cache in FP8: with 64 heads a Hopper's registers do not hold everything.
 DECODE_FP8: Table = {
-    "sm_90": ((16, DecodeConfig(16, 32, 8, 2)), (_ANY, DecodeConfig(32, 32, 8, 3))),
-    "sm_100": ((16, DecodeConfig(16, 32, 8, 2)), (_ANY, DecodeConfig(64, 32, 8, 2))),
+    "sm_90": ((16, DecodeConfig(16, 32, 8, 2)), (ANY, DecodeConfig(32, 32, 8, 3))),
+    "sm_100": ((16, DecodeConfig(16, 32, 8, 2)), (ANY, DecodeConfig(64, 32, 8, 2))),
 }
 # float32 has no matrix unit: small tiles.
-DECODE_F32: Table = {"sm_90": ((_ANY, DecodeConfig(16, 16, 8, 2)),)}
+DECODE_F32: Table = {"sm_90": ((ANY, DecodeConfig(16, 16, 8, 2)),)}
 DECODES = {"mla_decode": DECODE, "mla_decode_fp8": DECODE_FP8, "mla_decode_f32": DECODE_F32}
 PREFILLS = {
-    "mla_prefill": {"sm_90": PrefillConfig(128, 64, 8, 2), "sm_100": PrefillConfig(128, 64, 8, 2)},
+    "mla_prefill": {"sm_90": PrefillConfig(128, 64, 8, 2)},
     "mla_prefill_f32": {"sm_90": PrefillConfig(16, 16, 4, 2)},
 }
 

@@ -140,7 +140,7 @@ def decode(
     or uint8 [R, W] in FP8. block_table and kv_lens: int64 or int32; longest: the largest of kv_lens or more.
     """
     num_sequences, heads, latent_dim = q_latent_BHC.shape
-    rope_dim, device = q_pe_BHP.shape[2], q_latent_BHC.device
+    qk_rope_head_dim, device = q_pe_BHP.shape[2], q_latent_BHC.device
     assert q_latent_BHC.stride(2) == 1 and q_pe_BHP.stride(2) == 1 and block_table_BN.stride(1) == 1
     if num_sequences == 0:
         return torch.empty(q_latent_BHC.shape, dtype=q_latent_BHC.dtype, device=device)
@@ -159,12 +159,13 @@ def decode(
     results = block_table_BN, kv_lens_B, part, lse
     sizes = block_table_BN.stride(0), heads, splits, block_size, scale
     options = {
-        "LATENT_DIM": latent_dim, "ROPE_DIM": rope_dim, "ROPE": max(16, triton.next_power_of_2(rope_dim)),
+        "LATENT_DIM": latent_dim, "ROPE_DIM": qk_rope_head_dim,
+        "ROPE": max(16, triton.next_power_of_2(qk_rope_head_dim)),
         "BLOCK_H": config.block_h, "BLOCK_S": config.block_s, "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }  # fmt: skip
     if scaled:
-        latent, row_scale, k_pe = latent_fp8.views(cache, latent_dim, rope_dim)
+        latent, row_scale, k_pe = latent_fp8.views(cache, latent_dim, qk_rope_head_dim)
         strides = latent.stride(0), row_scale.stride(0), k_pe.stride(0)
         _decode_fp8_kernel[grid](
             *queries, latent, row_scale, k_pe, *results, *q_strides, *strides, *sizes,

@@ -40,7 +40,7 @@ class TritonMla:
         self.shape, self.scale, self.dtype = shape, scale, dtype
         self.few = {"naive": 0, "auto": FEW_QUERIES, "absorbed": 1 << 62}[prefill]
         self.config, self.prefill_config = config, prefill_config
-        built = shape.num_heads * (shape.nope_dim + shape.value_dim) * dtype.itemsize
+        built = shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim) * dtype.itemsize
         self.max_keys = max_keys or max(1024, BUILT_BYTES // built)
 
     def prepare(self, step: StepInput) -> TritonMlaStep:
@@ -102,7 +102,7 @@ class TritonMlaStep:
         weights = cache_RX, w_uk_HNC, w_uv_HVC
         if self.decodes is not None and self.few is None and self.prompts is None:
             return self._absorbed(self.decodes, q_nope_THN, q_pe_THP, *weights)
-        out_THV = q_nope_THN.new_empty((*q_nope_THN.shape[:2], self.backend.shape.value_dim))
+        out_THV = q_nope_THN.new_empty((*q_nope_THN.shape[:2], self.backend.shape.v_head_dim))
         for part in (self.decodes, self.few):
             if part is not None:
                 tokens = part.tokens

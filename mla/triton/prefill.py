@@ -128,12 +128,12 @@ class PrefillPlan:
     ) -> None:  # fmt: skip
         """Fills the prompts' tokens of out. cache: [R, X], or uint8 [R, W] in FP8 (mla/latent_fp8.py)."""
         latent_dim = w_uk_HNC.shape[2]
-        several, rope_dim = len(self.pieces) > 1, q_pe_THP.shape[2]
+        several, qk_rope_head_dim = len(self.pieces) > 1, q_pe_THP.shape[2]
         part = torch.empty_like(out_THV, dtype=torch.float32) if several else out_THV
         lse_TH = torch.empty(out_THV.shape[:2], dtype=torch.float32, device=out_THV.device)
         for piece in self.pieces:
             rows = cache.index_select(0, piece.rows_U)
-            rows_UX = latent_kv.widen(rows, latent_dim, rope_dim, q_nope_THN.dtype)
+            rows_UX = latent_kv.widen(rows, latent_dim, qk_rope_head_dim, q_nope_THN.dtype)
             k_U = F.linear(rows_UX[:, :latent_dim], w_uk_HNC.flatten(0, 1))
             v_U = F.linear(rows_UX[:, :latent_dim], w_uv_HVC.flatten(0, 1))
             self._launch(q_nope_THN, q_pe_THP, k_U, rows_UX[:, latent_dim:], v_U, piece.tiles, scale, part, lse_TH)
@@ -145,15 +145,20 @@ class PrefillPlan:
         self, q_nope_THN: Tensor, q_pe_THP: Tensor, k_U: Tensor, k_pe_UP: Tensor, v_U: Tensor, tiles: Tensor,
         scale: float, out_THV: Tensor, lse_TH: Tensor,
     ) -> None:  # fmt: skip
-        heads, nope_dim, rope_dim, value_dim = *q_nope_THN.shape[1:], q_pe_THP.shape[2], out_THV.shape[2]
+        heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim = (
+            *q_nope_THN.shape[1:],
+            q_pe_THP.shape[2],
+            out_THV.shape[2],
+        )
         assert q_nope_THN.stride(2) == q_pe_THP.stride(2) == k_pe_UP.stride(1) == 1 and out_THV.is_contiguous()
         config = self.config
         _prefill_kernel[(tiles.shape[0], heads)](
             q_nope_THN, q_pe_THP, k_U, k_pe_UP, v_U, tiles, out_THV, lse_TH, q_nope_THN.stride(0),
             q_nope_THN.stride(1), q_pe_THP.stride(0), q_pe_THP.stride(1), k_pe_UP.stride(0), heads, scale,
-            PIECES=len(self.pieces) > 1, NOPE_DIM=nope_dim, ROPE_DIM=rope_dim, VALUE_DIM=value_dim,
-            NOPE=max(16, triton.next_power_of_2(nope_dim)), ROPE=max(16, triton.next_power_of_2(rope_dim)),
-            VALUE=max(16, triton.next_power_of_2(value_dim)), BLOCK_M=config.block_m, BLOCK_S=config.block_s,
+            PIECES=len(self.pieces) > 1, NOPE_DIM=qk_nope_head_dim, ROPE_DIM=qk_rope_head_dim, VALUE_DIM=v_head_dim,
+            NOPE=max(16, triton.next_power_of_2(qk_nope_head_dim)),
+            ROPE=max(16, triton.next_power_of_2(qk_rope_head_dim)),
+            VALUE=max(16, triton.next_power_of_2(v_head_dim)), BLOCK_M=config.block_m, BLOCK_S=config.block_s,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 

@@ -17,10 +17,6 @@ from models.decoder import LayerContext
 from models.deepseek.config import LATENT_NORM_EPS, DeepseekConfig
 
 
-def mla_shape(config: DeepseekConfig) -> MlaShape:
-    return MlaShape(config.num_heads, config.nope_dim, config.rope_dim, config.kv_lora_rank, config.value_dim)
-
-
 class Attention(nn.Module):
     """The first projections of queries (q_a_proj; q_proj if q_lora_rank is 0) and of the latent are one product.
 
@@ -33,7 +29,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: DeepseekConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.shape = shape = mla_shape(config)
+        self.shape = shape = MlaShape(*config.mla_dims)
         query_size = shape.num_heads * shape.key_dim
         if config.q_lora_rank:
             first, self.first_size = "q_a_proj", config.q_lora_rank
@@ -45,9 +41,9 @@ class Attention(nn.Module):
         parts = {first: self.first_size, "kv_a_proj_with_mqa": shape.cache_dim}
         self.down = MergedLinear(config.hidden_size, parts, config.attention_bias, dtype, device)
         self.kv_a_norm = RMSNorm(shape.latent_dim, LATENT_NORM_EPS, dtype, device)
-        self.w_uk = parameter((shape.num_heads, shape.nope_dim, shape.latent_dim), dtype, device)
-        self.w_uv = parameter((shape.num_heads, shape.value_dim, shape.latent_dim), dtype, device)
-        out_size = shape.num_heads * shape.value_dim
+        self.w_uk = parameter((shape.num_heads, shape.qk_nope_head_dim, shape.latent_dim), dtype, device)
+        self.w_uv = parameter((shape.num_heads, shape.v_head_dim, shape.latent_dim), dtype, device)
+        out_size = shape.num_heads * shape.v_head_dim
         self.out = Linear(out_size, config.hidden_size, config.attention_bias, dtype, device)
 
     def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
@@ -62,6 +58,6 @@ class Attention(nn.Module):
         q_THK = q.view(-1, heads, shape.key_dim)
         q_pe_THP = latent_kv.place(q_THK, latent_TX, self.kv_a_norm, context.rope, cache_RX, context.step.slots_T)
         attend = context.operations[0]
-        attended_THV = attend(q_THK[..., : shape.nope_dim], q_pe_THP, cache_RX, self.w_uk, self.w_uv)
-        out_TD: Tensor = self.out(attended_THV.reshape(-1, heads * shape.value_dim))
+        attended_THV = attend(q_THK[..., : shape.qk_nope_head_dim], q_pe_THP, cache_RX, self.w_uk, self.w_uv)
+        out_TD: Tensor = self.out(attended_THV.reshape(-1, heads * shape.v_head_dim))
         return out_TD

@@ -1,4 +1,5 @@
-"""DeepSeek-V2 (V2, V2-Lite, Coder-V2) and DeepSeek-V3 (V3, R1, V3.1) configurations. Free of torch.
+"""Configurations of DeepSeek-V2 (V2, V2-Lite, Coder-V2), DeepSeek-V3 (V3, R1, V3.1), and the models built like V3:
+Kimi-K2, Moonlight, GLM-4.7-Flash. Free of torch.
 
 https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json and its V2 sibling are the sources of the names.
 """
@@ -6,28 +7,21 @@ https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json and its V2 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters, yarn_mscale
 from models.fields import Fields
+from models.key_names import KIMI_WRAPPER, PLAIN, KeyNames
+from models.router_config import RouterConfig, RouterMethod, read_groups
 from models.shared_fields import check_quantization, context_limit, read_rope
 
-V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
-TopkMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
+V2 = "DeepseekV2ForCausalLM"
+# All but V2 route as DeepSeek-V3 does. Glm4MoeLite: GLM-4.7-Flash.
+ARCHITECTURES = (V2, "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "Glm4MoeLiteForCausalLM")
+_SCALING = {V2: 1.0, "Glm4MoeLiteForCausalLM": 1.8}  # where routed_scaling_factor is absent
+WRAPPED = "_wrapped"  # a field of our own: `parse` is given the text_config of a model with vision
 LATENT_NORM_EPS = 1e-6  # of the norms inside attention: the originals do not pass rms_norm_eps to them
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """How experts are chosen. method noaux_tc is DeepSeek-V3's: sigmoid scores, and a bias that steers the choice."""
-
-    method: TopkMethod
-    experts_per_token: int
-    num_groups: int
-    topk_groups: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +40,22 @@ class DeepseekConfig:
     num_heads: int
     q_lora_rank: int
     kv_lora_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
     attention_bias: bool
     rms_norm_eps: float
     rope: RopeParameters
     rope_interleave: bool
-    mlp_width: int
+    intermediate_size: int
     num_mtp_layers: int
     tie_word_embeddings: bool
     first_moe_layer: int
     num_experts: int
-    expert_width: int
+    moe_intermediate_size: int
     num_shared_experts: int
     router: RouterConfig | None
+    key_names: KeyNames = PLAIN
 
     @property
     def context_limit(self) -> int:
@@ -75,9 +70,13 @@ class DeepseekConfig:
         return self.num_layers - self.first_moe_layer if self.num_experts else 0
 
     @property
+    def mla_dims(self) -> tuple[int, int, int, int, int]:
+        return self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank, self.v_head_dim
+
+    @property
     def attention_scale(self) -> float:
         """What scores are multiplied by: 1 / sqrt(key width), and yarn's temperature if mscale_all_dim asks for it."""
-        scale = float((self.nope_dim + self.rope_dim) ** -0.5)
+        scale = float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
         if self.rope.kind == "default" or not self.rope.mscale_all_dim:
             return scale
         mscale = yarn_mscale(self.rope.factor, self.rope.mscale_all_dim)
@@ -85,14 +84,14 @@ class DeepseekConfig:
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         """One row per token and layer: the latent, then the rotated key; in FP8 the rows of mla/latent_fp8.py."""
-        if fp8 and (self.kv_lora_rank % 4 or self.rope_dim % 2):
-            widths = f"kv_lora_rank {self.kv_lora_rank} and qk_rope_head_dim {self.rope_dim}"
+        if fp8 and (self.kv_lora_rank % 4 or self.qk_rope_head_dim % 2):
+            widths = f"kv_lora_rank {self.kv_lora_rank} and qk_rope_head_dim {self.qk_rope_head_dim}"
             raise ValueError(f"latents in FP8 need multiples of 4 and 2, not {widths}")
         if fp8:
-            width = self.kv_lora_rank + 4 * -(-self.kv_lora_rank // 128) + 2 * self.rope_dim
+            width = self.kv_lora_rank + 4 * -(-self.kv_lora_rank // 128) + 2 * self.qk_rope_head_dim
             latent = Field("latent", (width,), "uint8")
         else:
-            latent = Field("latent", (self.kv_lora_rank + self.rope_dim,), dtype)
+            latent = Field("latent", (self.kv_lora_rank + self.qk_rope_head_dim,), dtype)
         return (CacheGroup("paged", tuple(range(self.num_layers)), (latent,)),)
 
 
@@ -107,8 +106,8 @@ def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
     _refuse_unsupported(fields, architecture)
     num_layers = fields.integer("num_hidden_layers")
     max_position = fields.integer("max_position_embeddings")
-    rope_dim = fields.integer("qk_rope_head_dim")
-    if rope_dim % 2:
+    qk_rope_head_dim = fields.integer("qk_rope_head_dim")
+    if qk_rope_head_dim % 2:
         raise fields.error("qk_rope_head_dim", "an even number")
     # transformers 5 knows the field by a second name
     mtp = "num_nextn_predict_layers" if fields.has("num_nextn_predict_layers") else "num_mtp_layers"
@@ -122,62 +121,68 @@ def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
         num_heads=fields.integer("num_attention_heads"),
         q_lora_rank=fields.integer("q_lora_rank", 0, minimum=0),
         kv_lora_rank=fields.integer("kv_lora_rank"),
-        nope_dim=fields.integer("qk_nope_head_dim"),
-        rope_dim=rope_dim,
-        value_dim=fields.integer("v_head_dim"),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=qk_rope_head_dim,
+        v_head_dim=fields.integer("v_head_dim"),
         attention_bias=fields.flag("attention_bias", False),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, rope_dim, max_position),
+        rope=read_rope(fields, qk_rope_head_dim, max_position),
         rope_interleave=architecture == V2 or fields.flag("rope_interleave", True),
-        mlp_width=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size"),
         num_mtp_layers=fields.integer(mtp, 0, minimum=0),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        key_names=KIMI_WRAPPER if fields.flag(WRAPPED, False) else PLAIN,
         **experts,
     )
 
 
 def _experts(fields: Fields, architecture: str, num_layers: int) -> dict[str, Any]:
     name = "n_routed_experts" if fields.has("n_routed_experts") else "num_local_experts"  # transformers 5's second name
-    first = fields.integer("first_k_dense_replace", 0, minimum=0)
+    first = _first_moe_layer(fields, architecture, num_layers)
     if not fields.has(name) or first >= num_layers:
         return {
-            "first_moe_layer": num_layers, "num_experts": 0, "expert_width": 0, "num_shared_experts": 0, "router": None,
+            "first_moe_layer": num_layers, "num_experts": 0, "moe_intermediate_size": 0, "num_shared_experts": 0,
+            "router": None,
         }  # fmt: skip
     num_experts = fields.integer(name)
     return {
         "first_moe_layer": first,
         "num_experts": num_experts,
-        "expert_width": fields.integer("moe_intermediate_size"),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "num_shared_experts": fields.integer("n_shared_experts", 0, minimum=0),
         "router": _router(fields, architecture, num_experts),
     }
 
 
+def _first_moe_layer(fields: Fields, architecture: str, num_layers: int) -> int:
+    """first_k_dense_replace, or where mlp_layer_types (GLM-4.7-Flash) goes from "dense" to "sparse"."""
+    kinds = fields.raw.get("mlp_layer_types")
+    if kinds is None:
+        default = 1 if architecture == "Glm4MoeLiteForCausalLM" else 0
+        return fields.integer("first_k_dense_replace", default, minimum=0)
+    first = kinds.index("sparse") if isinstance(kinds, list) and "sparse" in kinds else num_layers
+    if kinds != ["dense"] * first + ["sparse"] * (num_layers - first):
+        raise fields.error("mlp_layer_types", f'{num_layers} of "dense" and then "sparse"')
+    return first
+
+
 def _router(fields: Fields, architecture: str, num_experts: int) -> RouterConfig:
-    method: TopkMethod = "noaux_tc"
+    method: RouterMethod = "noaux_tc"
     if architecture == V2:
         method = "group_limited_greedy" if fields.text("topk_method", "greedy") == "group_limited_greedy" else "greedy"
-    num_groups, topk_groups = 1, 1
+    groups = (1, 1)
     if method != "greedy":
-        num_groups = fields.integer("n_group")
-        topk_groups = fields.integer("topk_group")
-    if num_experts % num_groups:
-        raise fields.error("n_group", f"a divisor of the number of experts ({num_experts})")
-    if topk_groups > num_groups:
-        raise fields.error("topk_group", f"at most n_group ({num_groups})")
-    if method == "noaux_tc" and topk_groups < num_groups and num_experts // num_groups < 2:
-        raise fields.error("n_group", f"groups of at least 2 of the {num_experts} experts")
-    eligible = num_experts // num_groups * topk_groups
+        groups = read_groups(fields, num_experts, fewest=2 if method == "noaux_tc" else 1)
+    eligible = num_experts // groups[0] * groups[1]
     per_token = fields.integer("num_experts_per_tok")
     if per_token > eligible:
         raise fields.error("num_experts_per_tok", f"at most the experts of topk_group groups ({eligible})")
     return RouterConfig(
-        method=method,
-        experts_per_token=per_token,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        norm_topk_prob=architecture == V3 and fields.flag("norm_topk_prob", True),
-        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0 if architecture == V2 else 2.5),
+        method,
+        per_token,
+        *groups,
+        norm_topk_prob=architecture != V2 and fields.flag("norm_topk_prob", True),
+        routed_scaling_factor=fields.number("routed_scaling_factor", _SCALING.get(architecture, 2.5)),
     )
 
 

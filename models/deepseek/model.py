@@ -6,18 +6,18 @@ import torch
 
 from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
-from ep.router import DeepseekV2Router, DeepseekV3Router
 from layers.mlp import GatedMLP
 from layers.step import StepInput
 from mla.backend import make_backend
-from mla.protocol import MlaBackend, PrefillMode
+from mla.protocol import MlaBackend, MlaShape, PrefillMode
 from models.base import WeightSource
 from models.decoder import Decoder
 from models.deepseek import weights
-from models.deepseek.attention import Attention, mla_shape
+from models.deepseek.attention import Attention
 from models.deepseek.config import DeepseekConfig
 from models.graph_breaks import GraphBreaks, Operation
-from models.loading import read_mlp
+from models.loading import read_mlp, skip_mtp
+from models.routers import make_router
 
 
 class DeepseekForCausalLM(Decoder[Attention]):
@@ -36,12 +36,14 @@ class DeepseekForCausalLM(Decoder[Attention]):
         mla_backend: str = "auto",
         fp8_cache: bool = False,
     ) -> None:
-        dense = [GatedMLP(config.hidden_size, config.mlp_width, dtype, device) for _ in range(config.first_moe_layer)]
+        dense = [
+            GatedMLP(config.hidden_size, config.intermediate_size, dtype, device) for _ in range(config.first_moe_layer)
+        ]
         mlps: list[GatedMLP | MoE] = [*dense, *_moe_layers(config, parallel, dtype, device)]
         super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
         self.fp8_cache = fp8_cache
         self.mla: MlaBackend = make_backend(
-            mla_shape(config), config.attention_scale, mla_prefill, dtype, device, mla_backend, fp8_cache
+            MlaShape(*config.mla_dims), config.attention_scale, mla_prefill, dtype, device, mla_backend, fp8_cache
         )
 
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
@@ -57,7 +59,7 @@ class DeepseekForCausalLM(Decoder[Attention]):
             weights.load_moe(source, prefix, layer.mlp)
 
     def skip_rest(self, source: WeightSource) -> None:
-        weights.skip_mtp(source, self.config)
+        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
 
 
 def _moe_layers(config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[MoE]:
@@ -65,24 +67,11 @@ def _moe_layers(config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, 
     if config.num_moe_layers == 0:
         return []
     layers = MoELayers(parallel, config.hidden_size, dtype, device)
-    shared_width = config.num_shared_experts * config.expert_width
+    shared_width = config.num_shared_experts * config.moe_intermediate_size
     made = []
+    assert config.router is not None
     for _ in range(config.num_moe_layers):
         shared = GatedMLP(config.hidden_size, shared_width, dtype, device) if shared_width else None
-        made.append(layers.make(_router(config, device), config.expert_width, shared))
+        router = make_router(config.router, config.hidden_size, config.num_experts, dtype, device)
+        made.append(layers.make(router, config.moe_intermediate_size, shared))
     return made
-
-
-def _router(config: DeepseekConfig, device: torch.device) -> DeepseekV2Router | DeepseekV3Router:
-    router = config.router
-    assert router is not None
-    groups = (router.num_groups, router.topk_groups)
-    if router.method == "noaux_tc":
-        return DeepseekV3Router(
-            config.hidden_size, config.num_experts, router.experts_per_token, *groups,
-            router.norm_topk_prob, router.routed_scaling_factor, device,
-        )  # fmt: skip
-    return DeepseekV2Router(
-        config.hidden_size, config.num_experts, router.experts_per_token, router.method, *groups,
-        router.routed_scaling_factor, device,
-    )  # fmt: skip

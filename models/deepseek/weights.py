@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from ep.moe import MoE
-from ep.router import DeepseekV3Router
-from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
 from models.base import WeightSource
 from models.deepseek.attention import Attention
 from models.deepseek.config import DeepseekConfig
-from models.loading import read_linear, read_merged, read_mlp
+from models.loading import read_linear, read_merged, read_shared
+from models.routers import read_router
 
 
 def load_norms(source: WeightSource, prefix: str, input_norm: RMSNorm, post_norm: RMSNorm) -> None:
@@ -44,17 +43,17 @@ def load_attention(source: WeightSource, prefix: str, attention: Attention, conf
     read_linear(source, f"{prefix}o_proj", attention.out)
 
     kv_b = torch.empty(
-        (shape.num_heads * (shape.nope_dim + shape.value_dim), shape.latent_dim),
+        (shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), shape.latent_dim),
         dtype=attention.w_uk.dtype,
         device=attention.w_uk.device,
     )
     source.read(f"{prefix}kv_b_proj.weight", kv_b)
     halves = kv_b.view(shape.num_heads, -1, shape.latent_dim)
-    attention.w_uk.copy_(halves[:, : shape.nope_dim])
-    attention.w_uv.copy_(halves[:, shape.nope_dim :])
+    attention.w_uk.copy_(halves[:, : shape.qk_nope_head_dim])
+    attention.w_uv.copy_(halves[:, shape.qk_nope_head_dim :])
 
     if config.rope_interleave:
-        split_pairs(q_rows.view(shape.num_heads, shape.key_dim, -1)[:, shape.nope_dim :])
+        split_pairs(q_rows.view(shape.num_heads, shape.key_dim, -1)[:, shape.qk_nope_head_dim :])
         split_pairs(down.weight_of("kv_a_proj_with_mqa")[None, shape.latent_dim :])
         if down.bias is not None:
             split_pairs(down.bias_of("kv_a_proj_with_mqa")[None, shape.latent_dim :, None])
@@ -72,18 +71,5 @@ def split_pairs(rows_HPA: Tensor) -> None:
 def load_moe(source: WeightSource, prefix: str, moe: MoE) -> None:
     """Its router and its shared expert."""
     prefix = f"{prefix}mlp."
-    router = moe.router
-    assert isinstance(router.weight, Tensor)
-    source.read(f"{prefix}gate.weight", router.weight)
-    if isinstance(router, DeepseekV3Router):
-        source.read(f"{prefix}gate.e_score_correction_bias", router.bias_E)
-    if moe.shared is not None:
-        assert isinstance(moe.shared, GatedMLP)
-        read_mlp(source, f"{prefix}shared_experts.", moe.shared)
-
-
-def skip_mtp(source: WeightSource, config: DeepseekConfig) -> None:
-    """The layers that predict further tokens come after the last one, under names of their own."""
-    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
-    for name in [name for name in source.names() if name.startswith(extra)]:
-        source.skip(name)
+    read_router(source, f"{prefix}gate.", moe.router)
+    read_shared(source, prefix, moe.shared)

@@ -8,10 +8,9 @@ Legend: M rows of a tile, N output features of a tile, K input features of a ste
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from layers.triton.configs import ANY, Tuned, nearest
 from moe_kernels.triton.tuned import TUNED
 
 
@@ -29,49 +28,34 @@ class GemmConfig:
     tma: int = 0
 
 
-Tuned = Mapping[str, Mapping[str, Mapping[tuple[int, ...], tuple[int, ...]]]]  # moe_kernels/triton/tuned.py
 # chip -> (most rows per slot for which it is meant, config), ascending; the last one has no limit.
 Table = dict[str, tuple[tuple[int, GemmConfig], ...]]
-_ANY = 1 << 62
 
 # Rows and weights in 16 bits. A tile of the first matrix has both gate and up: block_n of each.
 GATE_UP: Table = {
     "sm_90": (
         (16, GemmConfig(16, 64, 128, 4, 4)),
         (64, GemmConfig(64, 64, 64, 4, 4)),
-        (_ANY, GemmConfig(128, 128, 64, 8, 3)),
-    ),
-    "sm_100": (
-        (16, GemmConfig(16, 64, 128, 4, 4)),
-        (64, GemmConfig(64, 64, 64, 4, 4)),
-        (_ANY, GemmConfig(128, 128, 64, 8, 3)),
+        (ANY, GemmConfig(128, 128, 64, 8, 3)),
     ),
 }
 DOWN: Table = {
     "sm_90": (
         (16, GemmConfig(16, 128, 128, 4, 4)),
         (64, GemmConfig(64, 128, 64, 4, 4)),
-        (_ANY, GemmConfig(128, 256, 64, 8, 3)),
-    ),
-    "sm_100": (
-        (16, GemmConfig(16, 128, 128, 4, 4)),
-        (64, GemmConfig(64, 128, 64, 4, 4)),
-        (_ANY, GemmConfig(128, 256, 64, 8, 3)),
+        (ANY, GemmConfig(128, 256, 64, 8, 3)),
     ),
 }
 # Rows and weights in FP8: a tile of the first matrix has the 128 outputs that share a scale, a step the 128 inputs.
 GATE_UP_FP8: Table = {
-    "sm_90": ((16, GemmConfig(16, 128, 128, 4, 4)), (_ANY, GemmConfig(64, 128, 128, 8, 4))),
-    "sm_100": ((16, GemmConfig(16, 128, 128, 4, 4)), (_ANY, GemmConfig(64, 128, 128, 8, 4))),
+    "sm_90": ((16, GemmConfig(16, 128, 128, 4, 4)), (ANY, GemmConfig(64, 128, 128, 8, 4))),
 }
 DOWN_FP8: Table = {
-    "sm_90": ((16, GemmConfig(16, 128, 128, 4, 4)), (_ANY, GemmConfig(64, 128, 128, 4, 4))),
-    "sm_100": ((16, GemmConfig(16, 128, 128, 4, 4)), (_ANY, GemmConfig(64, 128, 128, 4, 4))),
+    "sm_90": ((16, GemmConfig(16, 128, 128, 4, 4)), (ANY, GemmConfig(64, 128, 128, 4, 4))),
 }
 
 
 TABLES = {"gate_up": GATE_UP, "down": DOWN, "gate_up_fp8": GATE_UP_FP8, "down_fp8": DOWN_FP8}
-NEAR = 2.0  # measured shapes whose sizes differ by no more than this many doublings, all together
 
 
 def choose(
@@ -79,13 +63,8 @@ def choose(
 ) -> GemmConfig:
     """kernel: a key of TABLES. chip: "sm_90"; one that is not in the table gets what sm_90 has. tuned: what was
     measured, of which the nearest shape counts if it is near."""
-    here = (num_inputs, num_outputs, max(1, rows_per_slot))
-    near = []
-    for shape, fields in tuned.get(kernel, {}).get(chip, {}).items():
-        doublings = sum(abs(math.log2(a / b)) for a, b in zip(shape, here, strict=True))
-        if doublings <= NEAR:
-            near.append((doublings, fields))
-    if near:
-        return GemmConfig(*min(near)[1])
+    fields = nearest(tuned, kernel, chip, (num_inputs, num_outputs, max(1, rows_per_slot)))
+    if fields is not None:
+        return GemmConfig(*fields)
     table = TABLES[kernel]
     return next(config for most, config in table.get(chip, table["sm_90"]) if rows_per_slot <= most)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from layers.triton.device import chip_of
 from moe_kernels.layout import ExpertBatch, Layout
 from moe_kernels.triton.configs import GemmConfig, choose
-from moe_kernels.triton.device import chip_of
 
 
 @triton.jit

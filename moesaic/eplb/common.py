@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import click
 import numpy as np
@@ -25,7 +26,14 @@ from eplb.offline.placement_file import PlacementFile
 from eplb.offline.trace import Trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+FILE = click.Path(path_type=Path)
 Tell = Callable[[int, int], None]
+
+
+class Option(Protocol):
+    """What click.option gives."""
+
+    def __call__(self, command: Command, /) -> Command: ...
 
 
 class Refused(click.ClickException):
@@ -59,11 +67,11 @@ class Output:
 
     as_json: bool
     quiet: bool
-    path: Path | None
+    output: Path | None
 
     def result(self, value: Mapping[str, Any], *shown: RenderableType) -> None:
         """The result of a verb that only looks: goes to --output when given, else to stdout."""
-        self._print(value, shown, self.path)
+        self._print(value, shown, self.output)
 
     def written(self, value: Mapping[str, Any], *shown: RenderableType) -> None:
         """The summary of a verb that wrote --output itself: goes to stdout; nothing when quiet without --json."""
@@ -99,20 +107,40 @@ class Output:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def output_options(command: Command) -> Command:
-    """Adds --json, --quiet and --output; the command takes them as `out: Output`."""
+def taking(into: str, make: Callable[..., Any], *options: Option) -> Option:
+    """A decorator that adds `options`; the command takes make(**their values) as `into`. The names of `make`'s
+    parameters are those of the options."""
+    names = tuple(inspect.signature(make).parameters)
 
-    @functools.wraps(command)
-    def gather(*args: Any, as_json: bool, quiet: bool, output: str | None, **options: Any) -> Any:
-        return command(*args, out=Output(as_json, quiet, Path(output) if output else None), **options)
+    def add(command: Command) -> Command:
+        @functools.wraps(command)
+        def gather(*args: Any, **given: Any) -> Any:
+            made = make(**{name: given.pop(name) for name in names})
+            return command(*args, **{into: made}, **given)
 
-    for option in (
-        click.option("--output", "-o", metavar="PATH", help="Write to this file."),
-        click.option("--quiet", "-q", is_flag=True, help="No progress and no summary."),
-        click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
-    ):
-        gather = option(gather)
-    return cast(Command, gather)
+        return with_options(*options)(cast(Command, gather))
+
+    return add
+
+
+def with_options(*options: Option) -> Option:
+    """A decorator that adds all of them, in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+output_options = taking(
+    "out",
+    Output,
+    click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
+    click.option("--quiet", "-q", is_flag=True, help="No progress and no summary."),
+    click.option("--output", "-o", type=FILE, metavar="PATH", help="Write to this file."),
+)
 
 
 def grid(*columns: str, title: str = "") -> Table:
@@ -125,9 +153,9 @@ def grid(*columns: str, title: str = "") -> Table:
 
 def needed_output(out: Output) -> Path:
     """The path of a verb that makes a file."""
-    if out.path is None:
+    if out.output is None:
         raise click.UsageError("--output PATH is needed: this verb writes a file")
-    return out.path
+    return out.output
 
 
 def plain(value: Any) -> Any:

@@ -73,9 +73,9 @@ def command(
     }
     chart = _chart(rows, trace.meta.model, layout)
     table = _table(rows)
-    if out.path is not None and out.path.suffix in (".svg", ".html"):
-        drawn = svg(chart) if out.path.suffix == ".svg" else _page(chart, rows, notes)
-        write_bytes(out.path, drawn.encode())
+    if out.output is not None and out.output.suffix in (".svg", ".html"):
+        drawn = svg(chart) if out.output.suffix == ".svg" else _page(chart, rows, notes)
+        write_bytes(out.output, drawn.encode())
         out.written(result, text(chart), table, f"S = {best}: {why}", *notes)
     else:
         out.result(result, text(chart), table, f"S = {best}: {why}", *notes)

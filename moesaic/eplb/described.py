@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
 import click
 import numpy as np
@@ -15,36 +12,8 @@ import numpy.typing as npt
 from eplb.offline.cluster import GPUS, Cluster, load_cluster, make_cluster
 from eplb.offline.cost import ASSUMPTIONS, DEFAULT, Phase, StepCost, Workload, step_cost
 from eplb.offline.shapes import MODELS, WEIGHT_BYTES, ModelShape, load_shape
+from moesaic.eplb.common import FILE, taking
 from moesaic.options import Number
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-_OPTIONS = (
-    click.option(
-        "--gpu", type=click.Choice(list(GPUS)), help="Print milliseconds for GPUs of this kind, one per rank."
-    ),
-    click.option("--gpus-per-node", "--ranks-per-node", "gpus_per_node", type=click.IntRange(1), help="Default: 8."),
-    click.option(
-        "--nvlink-gbps",
-        type=Number(0, min_open=True),
-        help="GB/s of one direction of a GPU's NVLink. Default: the table's.",
-    ),
-    click.option(
-        "--rdma-gbps", type=Number(0, min_open=True), help="GB/s of a GPU's network card. Default: the table's."
-    ),
-    click.option("--cluster", type=click.Path(), help="A JSON file that describes the cluster, in place of --gpu."),
-    click.option("--model", help=f"{', '.join(MODELS)}, or a config.json. Default: what the trace says or fits."),
-    click.option("--expert-dtype", type=click.Choice(list(WEIGHT_BYTES)), help="Default: the model's."),
-    click.option("--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True),
-    click.option("--tokens-per-gpu", type=int, help="Of a step. Default: 128 (decode), 16384 (prefill)."),
-    click.option("--context", type=int, default=4096, show_default=True, help="Cached tokens, or the prompt's length."),
-    click.option(
-        "--micro-batches", type=click.IntRange(1, 2), default=2, show_default=True, help="2: links overlapped."
-    ),
-    click.option("--fp8-cache", is_flag=True, help="KV cache and attention in FP8."),
-)
-_NAMES = ("gpu", "gpus_per_node", "nvlink_gbps", "rdma_gbps", "cluster", "model", "expert_dtype", "phase",
-          "tokens_per_gpu", "context", "micro_batches", "fp8_cache")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,12 +22,21 @@ class Described:
 
     model: str | None
     expert_dtype: str | None
-    work: Workload
+    phase: Phase
+    tokens_per_gpu: int | None
+    context: int
+    micro_batches: int
+    fp8_cache: bool
     gpu: str | None
     gpus_per_node: int | None
     nvlink_gbps: float | None
     rdma_gbps: float | None
     cluster_file: Path | None
+
+    @property
+    def work(self) -> Workload:
+        tokens = self.tokens_per_gpu or (128 if self.phase == "decode" else 16384)
+        return Workload(self.phase, tokens, self.context, self.micro_batches, self.fp8_cache)
 
     @property
     def ranks_per_node(self) -> int:
@@ -132,29 +110,32 @@ class Costing:
         ]
 
 
-def described_options(command: Command) -> Command:
-    """Adds the options above; the command takes them as `described: Described`."""
-
-    @functools.wraps(command)
-    def gather(*args: Any, **options: Any) -> Any:
-        given = {name: options.pop(name) for name in _NAMES}
-        return command(*args, described=_described(given), **options)
-
-    for option in reversed(_OPTIONS):
-        gather = option(gather)
-    return cast(Command, gather)
-
-
-def _described(given: dict[str, Any]) -> Described:
-    phase: Phase = given["phase"]
-    tokens = given["tokens_per_gpu"] or (128 if phase == "decode" else 16384)
-    return Described(
-        model=given["model"],
-        expert_dtype=given["expert_dtype"],
-        work=Workload(phase, tokens, given["context"], given["micro_batches"], given["fp8_cache"]),
-        gpu=given["gpu"],
-        gpus_per_node=given["gpus_per_node"],
-        nvlink_gbps=given["nvlink_gbps"],
-        rdma_gbps=given["rdma_gbps"],
-        cluster_file=Path(given["cluster"]) if given["cluster"] else None,
-    )
+# What costs are predicted for.
+described_options = taking(
+    "described",
+    Described,
+    click.option(
+        "--gpu", type=click.Choice(list(GPUS)), help="Print milliseconds for GPUs of this kind, one per rank."
+    ),
+    click.option("--gpus-per-node", "--ranks-per-node", "gpus_per_node", type=click.IntRange(1), help="Default: 8."),
+    click.option(
+        "--nvlink-gbps",
+        type=Number(0, min_open=True),
+        help="GB/s of one direction of a GPU's NVLink. Default: the table's.",
+    ),
+    click.option(
+        "--rdma-gbps", type=Number(0, min_open=True), help="GB/s of a GPU's network card. Default: the table's."
+    ),
+    click.option(
+        "--cluster", "cluster_file", type=FILE, help="A JSON file that describes the cluster, in place of --gpu."
+    ),
+    click.option("--model", help=f"{', '.join(MODELS)}, or a config.json. Default: what the trace says or fits."),
+    click.option("--expert-dtype", type=click.Choice(list(WEIGHT_BYTES)), help="Default: the model's."),
+    click.option("--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True),
+    click.option("--tokens-per-gpu", type=int, help="Of a step. Default: 128 (decode), 16384 (prefill)."),
+    click.option("--context", type=int, default=4096, show_default=True, help="Cached tokens, or the prompt's length."),
+    click.option(
+        "--micro-batches", type=click.IntRange(1, 2), default=2, show_default=True, help="2: links overlapped."
+    ),
+    click.option("--fp8-cache", is_flag=True, help="KV cache and attention in FP8."),
+)

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import click
 
+from eplb.balance import Floats
 from eplb.placement import slots_needed
-from eplb.planner import Coverage, Method
-from moesaic.eplb.common import Infeasible
+from eplb.planner import Coverage, Method, Plan, plan
+from moesaic.eplb.common import Infeasible, taking
 from moesaic.eplb.described import Described
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-_OPTIONS = (
-    click.option("--ranks", type=click.IntRange(1), help="Default: what the trace or the current placement says."),
-    click.option("--slots", type=click.IntRange(1), help="Slots of a rank in each layer."),
-    click.option("--redundant", type=click.IntRange(0), help="Replicas of a layer, in place of --slots."),
-    click.option("--nodes", type=click.IntRange(1), help="Nodes of equally many ranks. Default: --gpus-per-node (8)."),
-    click.option("--domains", help="Failure domain of each rank: 0,0,1,1, in place of --nodes."),
-    click.option("--objective", type=click.Choice(["coverage", "load"]), default="coverage", show_default=True,
-                 help="What spare slots serve first: a second copy elsewhere, or the load."),
-    click.option("--coverage", "min_copies", type=click.IntRange(1), default=1, show_default=True,
-                 help="Copies that every expert must have, on different ranks."),
-    click.option("--flat", is_flag=True, help="Equal shares, for engines that know no others."),
-)  # fmt: skip
-_NAMES = ("ranks", "slots", "redundant", "nodes", "domains", "objective", "min_copies", "flat")
 
 
 @dataclass(frozen=True)
@@ -41,6 +25,19 @@ class Layout:
     coverage: Coverage
     min_copies: int
     method: Method
+
+    def plan(self, load_LE: Floats, slots: int | Sequence[int], **more: Any) -> Plan:
+        """A full plan for these loads; more: as eplb.planner.plan."""
+        return plan(
+            load_LE,
+            self.num_ranks,
+            slots,
+            failure_domains=self.domains,
+            method=self.method,
+            coverage=self.coverage,
+            min_copies=self.min_copies,
+            **more,
+        )
 
     @property
     def words(self) -> dict[str, Any]:
@@ -121,13 +118,18 @@ class LayoutOptions:
         return tuple(rank // described.ranks_per_node for rank in range(ranks))
 
 
-def layout_options(command: Command) -> Command:
-    """Adds the options above; the command takes them as `asked: LayoutOptions`."""
-
-    @functools.wraps(command)
-    def gather(*args: Any, **options: Any) -> Any:
-        return command(*args, asked=LayoutOptions(**{name: options.pop(name) for name in _NAMES}), **options)
-
-    for option in reversed(_OPTIONS):
-        gather = option(gather)
-    return cast(Command, gather)
+# Where experts may go.
+layout_options = taking(
+    "asked",
+    LayoutOptions,
+    click.option("--ranks", type=click.IntRange(1), help="Default: what the trace or the current placement says."),
+    click.option("--slots", type=click.IntRange(1), help="Slots of a rank in each layer."),
+    click.option("--redundant", type=click.IntRange(0), help="Replicas of a layer, in place of --slots."),
+    click.option("--nodes", type=click.IntRange(1), help="Nodes of equally many ranks. Default: --gpus-per-node (8)."),
+    click.option("--domains", help="Failure domain of each rank: 0,0,1,1, in place of --nodes."),
+    click.option("--objective", type=click.Choice(["coverage", "load"]), default="coverage", show_default=True,
+                 help="What spare slots serve first: a second copy elsewhere, or the load."),
+    click.option("--coverage", "min_copies", type=click.IntRange(1), default=1, show_default=True,
+                 help="Copies that every expert must have, on different ranks."),
+    click.option("--flat", is_flag=True, help="Equal shares, for engines that know no others."),
+)  # fmt: skip

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
 from eplb.offline.placement_file import PlacementFile
 from eplb.offline.shapes import MODELS, load_shape
+from moesaic.eplb.common import with_options
 from moesaic.options import Bytes
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class Layers(click.ParamType[tuple[int, ...]]):
@@ -37,33 +34,19 @@ class Layers(click.ParamType[tuple[int, ...]]):
         return tuple(sorted(set(layers)))
 
 
-def hint_options(command: Command) -> Command:
-    """Adds --ranks, --model, --top-k and --layers: what a peer's file may leave open."""
-    for option in (
-        click.option("--layers", type=Layers(), default=(), help="Keep these layers of the model only: 3-60 or 3,5."),
-        click.option("--top-k", type=click.IntRange(1), default=None, help="Experts per token, where known."),
-        click.option("--model", default="", help="The model's name, to be written into the file."),
-        click.option("--ranks", type=click.IntRange(1), default=None, help="Ranks that share the slots of a layer."),
-    ):
-        command = option(command)
-    return command
-
-
-def node_options(command: Command) -> Command:
-    """Adds --ranks, --ranks-per-node, --model and --expert-bytes; the command takes ranks, ranks_per_node, model,
-    bytes_each."""
-    for option in (
-        click.option("--expert-bytes", "bytes_each", type=Bytes(), help="Size of one expert of one layer, e.g. 42Mi."),
-        click.option(
-            "--model", default="", help="Named shape or config.json that gives it; default: the file's model."
-        ),
-        click.option(
-            "--ranks-per-node", type=click.IntRange(1), help="Nodes, where the file names no failure domains."
-        ),
-        click.option("--ranks", type=click.IntRange(1), help="Ranks, where a peer's file does not say it."),
-    ):
-        command = option(command)
-    return command
+# What a peer's file may leave open.
+hint_options = with_options(
+    click.option("--ranks", type=click.IntRange(1), default=None, help="Ranks that share the slots of a layer."),
+    click.option("--model", default="", help="The model's name, to be written into the file."),
+    click.option("--top-k", type=click.IntRange(1), default=None, help="Experts per token, where known."),
+    click.option("--layers", type=Layers(), default=(), help="Keep these layers of the model only: 3-60 or 3,5."),
+)
+node_options = with_options(
+    click.option("--ranks", type=click.IntRange(1), help="Ranks, where a peer's file does not say it."),
+    click.option("--ranks-per-node", type=click.IntRange(1), help="Nodes, where the file names no failure domains."),
+    click.option("--model", default="", help="Named shape or config.json that gives it; default: the file's model."),
+    click.option("--expert-bytes", "bytes_each", type=Bytes(), help="Size of one expert of one layer, e.g. 42Mi."),
+)
 
 
 def expert_bytes(model: str, bytes_each: int | None) -> float | None:

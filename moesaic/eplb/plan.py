@@ -20,7 +20,6 @@ from eplb.offline.placement_file import PlacementFile, describe, write_placement
 from eplb.offline.replay import slot_part, step_counts
 from eplb.offline.trace import Trace
 from eplb.placement import Placement
-from eplb.planner import plan
 from eplb.repair import even_shares
 from eplb.shares import reweight
 from moesaic.eplb.common import (
@@ -118,9 +117,9 @@ def command(
     result |= _predicted(trace, placement, costing)
     failures = _failures(result, min_balance, max_uncovered, max_move_gib)
     result |= {"passed": not failures, "failed": [str(failure) for failure in failures]}
-    if out.path is not None and not failures:
-        write_placement(out.path, _file(placement, trace, slots_L, result))
-        result["output"] = str(out.path)
+    if out.output is not None and not failures:
+        write_placement(out.output, _file(placement, trace, slots_L, result))
+        result["output"] = str(out.output)
     notes = [] if costing is None else costing.words()
     out.written({**result, "assumptions": notes}, *_shown(result), *notes)
     if failures:
@@ -172,17 +171,8 @@ def _made(load_LE: Floats, layout: Layout, slots_L: tuple[int, ...], moves: _Mov
     current = moves.current
     same = current is not None and current.placement.slot_to_expert.shape[1:] == (layout.num_ranks, max(slots_L))
     old = current.placement if current is not None and same else None
-    full = plan(
-        load_LE,
-        layout.num_ranks,
-        slots_L,
-        failure_domains=layout.domains,
-        epoch=0 if current is None else current.placement.epoch + 1,
-        method=layout.method,
-        coverage=layout.coverage,
-        min_copies=layout.min_copies,
-        current=old,
-    )
+    epoch = 0 if current is None else current.placement.epoch + 1
+    full = layout.plan(load_LE, slots_L, epoch=epoch, current=old)
     budget = moves.budget()
     if old is None or budget is None or moves.full or _num_moved(old, full.placement) <= budget:
         return full.placement, full.method
@@ -235,15 +225,7 @@ def _next_window(trace: Trace, records: int, layout: Layout, slots_L: tuple[int,
     if half == 0:
         return None
     middle = trace.num_records - half
-    made = plan(
-        trace.window(middle - half, middle),
-        layout.num_ranks,
-        slots_L,
-        failure_domains=layout.domains,
-        method=layout.method,
-        coverage=layout.coverage,
-        min_copies=layout.min_copies,
-    )
+    made = layout.plan(trace.window(middle - half, middle), slots_L)
     return float(placement_balance(made.placement, trace.window(middle, trace.num_records)).mean())
 
 

@@ -19,7 +19,6 @@ from eplb.offline.replay import slot_part
 from eplb.offline.trace import Trace
 from eplb.offline.whatif import guarantees, loss, parse_kill, scan
 from eplb.placement import Placement
-from eplb.planner import plan
 from moesaic.eplb.common import BalanceGate, CoverageGate, Infeasible, Output, Refused, output_options, trace_of
 from moesaic.eplb.described import Costing, Described, described_options
 from moesaic.eplb.layout import LayoutOptions, layout_options
@@ -120,15 +119,7 @@ def _placement(
 
 def _planned(trace: Trace, asked: LayoutOptions, described: Described) -> PlacementFile:
     layout = asked.layout(trace.num_experts, trace.meta.ranks, described)
-    made = plan(
-        trace.window(0, trace.num_records),
-        layout.num_ranks,
-        layout.slots,
-        failure_domains=layout.domains,
-        method=layout.method,
-        coverage=layout.coverage,
-        min_copies=layout.min_copies,
-    )
+    made = layout.plan(trace.window(0, trace.num_records), layout.slots)
     return describe(made.placement, trace.meta.model, trace.layer_ids)
 
 

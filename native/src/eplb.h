@@ -1,4 +1,4 @@
-// Balancing of experts: the parts that the files eplb_*.cpp share. eplb/flow.py is the specification.
+// Balancing of experts: the parts that the files eplb_*.cpp share.
 //
 // Letters: L layers, G ranks, S slots of a rank, E logical experts, J experts with copies on several ranks.
 // Baseline instructions and no -ffast-math: decisions must not depend on the build.

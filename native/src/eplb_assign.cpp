@@ -1,4 +1,4 @@
-// Renaming ranks so that as much as can be stays where it is. eplb/assign.py is the specification.
+// Renaming ranks so that as much as can be stays where it is. eplb/reference.py says what it guarantees.
 #include "eplb.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// A few moves that help most, one layer after the other. eplb/moves.py is the specification.
+// A few moves that help most, one layer after the other. eplb/reference.py says what it guarantees.
 #include "eplb.h"
 
 namespace {

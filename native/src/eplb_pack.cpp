@@ -1,4 +1,4 @@
-// Packs the copies of experts into the slots of ranks. eplb/pack.py is the specification.
+// Packs the copies of experts into the slots of ranks. eplb/reference.py says what it guarantees.
 #include <numeric>
 
 #include "eplb.h"

@@ -1,4 +1,4 @@
-// Exact min-max shares of all layers. eplb/shares.py and eplb/flow.py are the specification.
+// Exact min-max shares of all layers. eplb/reference.py says what it guarantees.
 #include "eplb.h"
 
 namespace {

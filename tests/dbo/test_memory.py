@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dbo.gate import NEVER, Crossover, Sample
 from dbo.memory import Remembered, file_of, recall, remember
+from dbo.threshold import NEVER, Crossover, Sample
 
 SEEN = Remembered(
     Crossover(NEVER, 300), [Sample(64, 0.1, 1.0, 2.0)], [Sample(512, 0.5, 1.0, 0.7), Sample(256, 0.5, 1.0, 0.9)]

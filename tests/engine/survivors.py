@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rank_parts import Job, make_plan
+from hypothesis import strategies as st
+from rank_parts import Job, drive, make_plan
 
 from dbo.steps import Steps
 from engine.build import build_rank
@@ -58,6 +59,11 @@ class Bell:
         heard = generation in rings
         rings.clear()
         return heard
+
+
+def undisturbed(path: Path, jobs: Sequence[Job]) -> dict[int, list[int]]:
+    """Every job's tokens on one rank."""
+    return {index: got.tokens for index, got in enumerate(drive([build_rank(make_plan(path))], jobs))}
 
 
 class Survivors:
@@ -113,6 +119,20 @@ class Survivors:
         tell = self.change()
         for rank in self.ranks:
             tell(rank)
+
+    def news(self, data: st.DataObject) -> None:
+        """Of who is left; some ranks hear of it a few rounds later."""
+        tell = self.change()
+        late = data.draw(st.sets(st.sampled_from(sorted(self.ranks))), "late")
+        for rank in sorted(self.ranks.keys() - late):
+            tell(rank)
+        self.rounds(data.draw(st.integers(0, 2), "rounds until then"))
+        for rank in late:
+            tell(rank)
+
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            self.round()
 
     def replay(self) -> None:
         for request_id, rank in self.owner.items():

@@ -344,7 +344,7 @@ def test_a_sink_takes_what_comes_while_its_consumer_waits() -> None:
             return True
 
         stream = llm.stream(make_prompt(n=2))
-        stream.pour_into(sink)
+        stream.set_sink(sink)
         read = 0
         async for deltas in stream:
             everything += deltas
@@ -365,7 +365,7 @@ def test_a_sink_that_fails_does_no_harm() -> None:
         async def text(request_id: str, broken: bool) -> str:
             stream = llm.stream(make_prompt(request_id))
             if broken:
-                stream.pour_into(sink)
+                stream.set_sink(sink)
             return "".join([delta.text async for deltas in stream for delta in deltas])
 
         assert await asyncio.gather(text("a", True), text("b", False)) == [TEXT, TEXT]

@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 from balanced import RESTLESS
-from rank_parts import drive, make_plan
+from rank_parts import make_plan
+from survivors import undisturbed
 from test_rank_processes import cpu_seconds
 from test_survival_processes import JOBS, Front
 
 from configs.eplb import EplbConfig
-from engine.build import build_rank
 from front.messages import BalanceCommand, BalanceReply, BalanceReport, RankReady, RankToFront, Shutdown
 
 SLOW = EplbConfig(
@@ -33,8 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def expected(checkpoint: Path) -> dict[int, list[int]]:
-    single = drive([build_rank(make_plan(checkpoint))], JOBS)
-    return {index: got.tokens for index, got in enumerate(single)}
+    return undisturbed(checkpoint, JOBS)
 
 
 class BalancedFront(Front):

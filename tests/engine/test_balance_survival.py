@@ -1,4 +1,6 @@
-"""Ranks die and come back while experts move: the move is forgotten, every token is the right one, and balancing goes on."""
+"""Ranks die and come back while experts move: the move is forgotten, every token is the right one, and balancing goes on.
+
+That this holds at any moment is in test_survival.py."""
 
 from __future__ import annotations
 
@@ -10,22 +12,16 @@ import numpy as np
 import pytest
 import torch
 from balanced import RESTLESS, answer, check_slots, placement_of, status
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from overlapped import OFTEN
-from rank_parts import Job, drive, make_plan
-from survivors import Survivors
+from rank_parts import Job
+from survivors import Survivors, undisturbed
 
-from engine.build import build_rank
 from ep.protocol import PeerLost
 
 torch.set_num_threads(1)
 
 NUM_EXPERTS = 8
 JOBS = [Job([5 + 3 * i, 7, 11 * i % 90 + 2, *range(2, 2 + i)], 16 + i % 4) for i in range(7)]
-SLOW = dataclasses.replace(
-    RESTLESS, move_budget_mib=0.002
-)  # many pieces for each expert, so that moves take many steps
+SLOW = dataclasses.replace(RESTLESS, move_budget_mib=0.002)  # many pieces for each expert: moves take many steps
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def expected(checkpoint: Path) -> dict[int, list[int]]:
-    single = drive([build_rank(make_plan(checkpoint))], JOBS)
-    return {index: got.tokens for index, got in enumerate(single)}
+    return undisturbed(checkpoint, JOBS)
 
 
 def start(checkpoint: Path, size: int = 3, slots: int = 4, **overrides: object) -> Survivors:
@@ -80,59 +75,6 @@ def test_a_rank_dies_while_experts_move(
     assert cluster.released == expected
     check_slots(checkpoint, list(cluster.ranks.values()))
     assert status(cluster.ranks[0]).epoch == 2 and status(cluster.ranks[0]).failures == 0
-
-
-@given(st.data())
-@settings(max_examples=10, deadline=None)
-def test_losses_and_returns_at_any_moment(
-    checkpoint: Path, expected: dict[int, list[int]], data: st.DataObject
-) -> None:
-    """While experts move all the time: any rank dies in any turn of a step, news of it comes sooner or later, and it returns."""
-    size = data.draw(st.integers(2, 4), "ranks")
-    slots = data.draw(st.sampled_from([-(-NUM_EXPERTS // (size - 1)), NUM_EXPERTS]), "slots")
-    budget = data.draw(st.sampled_from([0.002, 0.01, 64.0]), "budget")
-    asynchronous = data.draw(st.booleans(), "asynchronous")
-    config = dataclasses.replace(SLOW, move_budget_mib=budget)
-    dbo = data.draw(st.sampled_from(OFTEN), "dbo")
-    cluster = start(checkpoint, size, slots, eplb=config, async_scheduling=asynchronous, dbo=dbo)
-    for index in range(4):
-        cluster.add(index, JOBS[index])
-    for _ in range(data.draw(st.integers(1, 4), "losses")):
-        rounds(cluster, data.draw(st.integers(1, 9), "before the plan"))
-        leader = cluster.ranks[min(cluster.ranks)]
-        if leader._balance._formed:
-            answer(leader, "rebalance")
-        rounds(cluster, data.draw(st.integers(0, 9), "before the loss"))
-        victim = data.draw(st.sampled_from(sorted(cluster.ranks)), "victim")
-        cluster.round(victim, data.draw(st.integers(0, 12), "turns"))
-        news(cluster, data)
-        cluster.replay()
-        rounds(cluster, data.draw(st.integers(0, 5), "before the return"))
-        cluster.start(victim)
-        news(cluster, data)
-    for index in range(4, 7):
-        cluster.add(index, JOBS[index])
-    cluster.finish()
-    rounds(cluster, 4)  # ranks without requests have slept when they were told of the last change
-    assert cluster.released == expected
-    check_slots(checkpoint, list(cluster.ranks.values()))
-    assert all(rank._balance._lead is None or status(rank).failures == 0 for rank in cluster.ranks.values())
-
-
-def rounds(cluster: Survivors, count: int) -> None:
-    for _ in range(count):
-        cluster.round()
-
-
-def news(cluster: Survivors, data: st.DataObject) -> None:
-    """Of who is left; some ranks hear of it a few rounds later."""
-    tell = cluster.change()
-    late = data.draw(st.sets(st.sampled_from(sorted(cluster.ranks))), "late")
-    for rank in sorted(cluster.ranks.keys() - late):
-        tell(rank)
-    rounds(cluster, data.draw(st.integers(0, 2), "rounds until then"))
-    for rank in late:
-        tell(rank)
 
 
 def test_the_last_rank_balances_nothing_and_goes_on(checkpoint: Path, expected: dict[int, list[int]]) -> None:

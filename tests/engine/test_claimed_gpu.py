@@ -96,7 +96,7 @@ def test_a_forward_pass_waits_for_nothing(family: str, form: WeightFormat) -> No
             assert hidden.device == GPU and hidden.shape == (members * count, 256)
             assert not seen.waits, (seen.waits, count)
             assert count > 1 or not seen.uploads, seen.uploads
-            assert model.best_tokens(hidden, 128).device == GPU
+            assert model.greedy_tokens(hidden, 128).device == GPU
 
 
 @pytest.mark.parametrize("prefill", ["naive", "absorbed", "auto"])

@@ -170,7 +170,7 @@ def test_interrupted_call_leaves_nothing_behind(llm: LLM) -> None:
         llm.generate(PROMPTS, SamplingParams(max_tokens=100), progress=interrupt)
     [result] = llm.generate(PROMPTS[0], GREEDY)
     assert result.outputs[0].text
-    assert llm._front.stats[0].running + llm._front.stats[0].waiting == 0
+    assert llm.front.stats[0].running + llm.front.stats[0].waiting == 0
 
 
 # ---- asynchronous, over real sockets ----

@@ -13,7 +13,7 @@ import torch
 from rank_parts import Job, drive, mailbox_ranks, make_plan, meet_in
 
 from dbo.steps import drain, weave
-from engine.agreement import Agreement, StepPlan, Wish
+from engine.agreement import Agreement, Proposal, StepPlan
 from engine.build import build_rank
 from engine.doorbell import SharedDoorbell
 from engine.process.local_ranks import LocalRanks
@@ -22,7 +22,7 @@ from front.messages import AddRequest, Outputs, RankReady, ResetPrefixCache, Shu
 from models.tiny import CHECKPOINT
 
 torch.set_num_threads(1)
-IDLE = Wish(0, False, False, 10)
+IDLE = Proposal(0, False, False, 10)
 
 
 @pytest.fixture(scope="session")
@@ -33,15 +33,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- agreement ----
 
 
-def agree(wishes: list[Wish], epochs: list[int], checksums: list[int]) -> list[StepPlan]:
-    world = MailboxWorld(len(wishes))
-    agreements = [Agreement(MailboxGroup(world, r), epochs[r], checksums[r]) for r in range(len(wishes))]
-    pending = [agreement.propose(wish) for agreement, wish in zip(agreements, wishes, strict=True)]
+def agree(proposals: list[Proposal], epochs: list[int], checksums: list[int]) -> list[StepPlan]:
+    world = MailboxWorld(len(proposals))
+    agreements = [Agreement(MailboxGroup(world, r), epochs[r], checksums[r]) for r in range(len(proposals))]
+    pending = [agreement.propose(proposal) for agreement, proposal in zip(agreements, proposals, strict=True)]
     return [plan.wait() for plan in pending]
 
 
 def test_all_ranks_come_to_the_same_plan() -> None:
-    plans = agree([IDLE, Wish(5, True, False, 3), Wish(0, True, True, 4)], [2, 2, 2], [9, 9, 9])
+    plans = agree([IDLE, Proposal(5, True, False, 3), Proposal(0, True, True, 4)], [2, 2, 2], [9, 9, 9])
     assert plans[0] == plans[1] == plans[2]
     assert plans[0] == StepPlan(0, busy=True, shutdown=True, num_tokens=(0, 5, 0), free_blocks=(10, 3, 4))
     assert not plans[0].runs, "a step that is the last one computes nothing"
@@ -50,7 +50,7 @@ def test_all_ranks_come_to_the_same_plan() -> None:
 
 
 def test_ranks_change_over_when_all_have_heard_of_it() -> None:
-    one, two, three = (Wish(0, False, False, 10, known_epoch=epoch) for epoch in (4, 5, 6))
+    one, two, three = (Proposal(0, False, False, 10, known_epoch=epoch) for epoch in (4, 5, 6))
     assert [plan.known_epoch for plan in agree([two, one, three], [4] * 3, [0] * 3)] == [4] * 3
     assert [plan.known_epoch for plan in agree([two, three, three], [4] * 3, [0] * 3)] == [5] * 3
 

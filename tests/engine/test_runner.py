@@ -191,7 +191,7 @@ def test_after_a_lost_peer_steps_are_taken_again(model: CausalLM, path: Path, th
     runner.reset()
     assert parallel.placement is not None
     alone = repair(parallel.placement, (True, False), 1)
-    broken.rehost(Parallel(0, 2, alone, lambda slots, _: [LocalAllToAll(slots)]))
+    broken.update_group(Parallel(0, 2, alone, lambda slots, _: [LocalAllToAll(slots)]))
     again = first_step()
     again.freed_rows = [0, 1, 2, 3]
     flights = [runner.launch(again), runner.launch(decode(1, len(PROMPT)))]

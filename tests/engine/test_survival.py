@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import hf_tiny
 import numpy as np
 import pytest
 import torch
+from balanced import RESTLESS, answer, check_slots, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped import OFTEN, SPLIT
 from rank_parts import Job, drive, make_plan
-from survivors import Survivors
+from survivors import Survivors, undisturbed
 
 from configs.dbo import DboPlan
 from engine import rank as rank_module
@@ -40,8 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def expected(checkpoint: Path) -> dict[int, list[int]]:
-    single = drive([build_rank(make_plan(checkpoint))], JOBS)
-    return {index: got.tokens for index, got in enumerate(single)}
+    return undisturbed(checkpoint, JOBS)
 
 
 def spare_slots(size: int, num_experts: int = NUM_EXPERTS) -> int:
@@ -95,53 +96,65 @@ def lost_by(rank: int) -> int:
     return len(lost_experts(placement, [r != rank for r in range(3)])[0])
 
 
+LONG = [Job([5 + 3 * i, 7, 11 * i % 90 + 2, *range(2, 2 + i)], 16 + i % 4) for i in range(7)]  # experts move meanwhile
+MOVING = [dataclasses.replace(RESTLESS, move_budget_mib=budget) for budget in (0.002, 0.01, 64.0)]
+
+
+@pytest.fixture(scope="session")
+def expected_long(checkpoint: Path) -> dict[int, list[int]]:
+    return undisturbed(checkpoint, LONG)
+
+
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=35, deadline=None)
 def test_losses_and_returns_at_any_moment(
-    checkpoint: Path, expected: dict[int, list[int]], data: st.DataObject
+    checkpoint: Path, expected: dict[int, list[int]], expected_long: dict[int, list[int]], data: st.DataObject
 ) -> None:
-    """Several losses, also while the survivors of the last one meet again; news that reaches ranks at different times."""
-    size = data.draw(st.integers(2, 4))
+    """Several losses, also while the survivors of the last one meet again, or while experts move all the time; news that
+    reaches ranks at different times."""
+    size = data.draw(st.integers(2, 4), "ranks")
+    eplb = data.draw(st.sampled_from([None, *MOVING]), "eplb")
     cluster = start(
         checkpoint,
         size,
-        slots_per_rank=data.draw(st.sampled_from([spare_slots(size), NUM_EXPERTS])),
-        async_scheduling=data.draw(st.booleans()),
+        slots_per_rank=data.draw(st.sampled_from([spare_slots(size), NUM_EXPERTS]), "slots"),
+        async_scheduling=data.draw(st.booleans(), "asynchronous"),
         max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),
         num_kv_blocks=data.draw(st.sampled_from([8, 64])),
-        dbo=data.draw(st.sampled_from(OFTEN)),
+        dbo=data.draw(st.sampled_from(OFTEN), "dbo"),
+        eplb=eplb,
     )
-    waiting = list(range(len(JOBS)))
-    for _ in range(data.draw(st.integers(1, 12))):
+    jobs, tokens = (JOBS, expected) if eplb is None else (LONG, expected_long)
+    waiting = list(range(len(jobs)))
+    events = ["kill", "return", "nothing"] if eplb is None else ["kill", "return", "rebalance"]
+    for _ in range(data.draw(st.integers(1, 12), "events")):
         for _ in range(data.draw(st.integers(0, 3))):
             if waiting:
-                cluster.add(waiting[0], JOBS[waiting.pop(0)])
-        for _ in range(data.draw(st.integers(0, 4))):
-            cluster.round()
-        event = data.draw(st.sampled_from(["kill", "return", "nothing"]))
+                cluster.add(waiting[0], jobs[waiting.pop(0)])
+        cluster.rounds(data.draw(st.integers(0, 9), "rounds"))
+        event = data.draw(st.sampled_from(events))
         if event == "kill" and len(cluster.ranks) > 1:
-            cluster.round(data.draw(st.sampled_from(sorted(cluster.ranks))), data.draw(st.integers(0, 12)))
+            cluster.round(data.draw(st.sampled_from(sorted(cluster.ranks)), "victim"), data.draw(st.integers(0, 12)))
             cluster.replay()
         elif event == "return" and len(cluster.ranks) < size:
             cluster.start(min(set(range(size)) - set(cluster.ranks)))
         else:
+            leader = cluster.ranks[min(cluster.ranks)]
+            if event == "rebalance" and leader._balance._formed:
+                answer(leader, "rebalance")
             continue
-        tell = cluster.change()
-        late = data.draw(st.sets(st.sampled_from(sorted(cluster.ranks))))
-        for rank in cluster.ranks:
-            if rank not in late:
-                tell(rank)
-        for _ in range(data.draw(st.integers(0, 2))):
-            cluster.round()
-        for rank in late:
-            tell(rank)
+        cluster.news(data)
     for rank in set(range(size)) - set(cluster.ranks):  # else the slots may not suffice
         cluster.start(rank)
     cluster.tell_all()
     for index in waiting:
-        cluster.add(index, JOBS[index])
+        cluster.add(index, jobs[index])
     cluster.finish()
-    assert cluster.released == expected
+    assert cluster.released == tokens
+    if eplb is not None:
+        cluster.rounds(4)  # ranks without requests have slept when they were told of the last change
+        check_slots(checkpoint, list(cluster.ranks.values()))
+        assert all(rank._balance._lead is None or status(rank).failures == 0 for rank in cluster.ranks.values())
 
 
 def test_too_few_ranks_wait_for_one_that_returns(checkpoint: Path, expected: dict[int, list[int]]) -> None:

@@ -11,11 +11,11 @@ import hf_tiny
 import pytest
 from overlapped import SPLIT
 from rank_cluster import START_SECONDS, Cluster
-from rank_parts import Job, drive, make_plan
+from rank_parts import Job, make_plan
+from survivors import undisturbed
 
 from configs.dbo import DboPlan
 from configs.engine import Plan
-from engine.build import build_rank
 from front.messages import AddRequest, Joined, Membership, RankFailed, RankReady, RankToFront, Shutdown
 
 JOBS = [Job([5 + 3 * i, 7, 11 * i + 2], 50, params={"temperature": float(i % 2)}) for i in range(6)]
@@ -28,8 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def expected(checkpoint: Path) -> dict[int, list[int]]:
-    single = drive([build_rank(make_plan(checkpoint))], JOBS)
-    return {index: got.tokens for index, got in enumerate(single)}
+    return undisturbed(checkpoint, JOBS)
 
 
 class Front(Cluster):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dbo.steps import drain, weave
-from engine.agreement import Wish
+from engine.agreement import Proposal
 from engine.process.heartbeat import Heartbeat
 from engine.reading import Read, reader
 from engine.team import Groups, Opened, OpeningThread, Team
@@ -27,7 +27,7 @@ from layers.weights import Checkpoint
 from models.registry import build, read_config
 from models.tiny import CHECKPOINT
 
-WISH = Wish(0, False, False, 10)
+PROPOSAL = Proposal(0, False, False, 10)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -141,7 +141,7 @@ def test_whoever_has_just_started_learns_the_placement(slots: int) -> None:
         assert team._placement is not None and team.working and team.living == (0, 1, 2)
         assert team._placement.checksum() == expected.checksum() and team._placement.epoch == 9
     assert [one.epoch for one in joined] == [9, 9, 9]
-    pending = [team.agreement.propose(WISH) for team in teams]
+    pending = [team.agreement.propose(PROPOSAL) for team in teams]
     assert {plan.wait().step for plan in pending} == {0}
 
 
@@ -163,7 +163,7 @@ def test_ranks_that_are_added_count_more_ranks_than_the_others(news: bool) -> No
         assert team._placement is not None and team.living == (0, 1, 3, 4)
         assert team._placement.checksum() == expected.checksum()
     assert [one.experts_loaded for one in joined] == [0, 0, 0, 0]  # all are what each has read at its start
-    pending = [team.agreement.propose(WISH) for team in teams.values()]
+    pending = [team.agreement.propose(PROPOSAL) for team in teams.values()]
     assert {plan.wait().step for plan in pending} == {0}
 
 

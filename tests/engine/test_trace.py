@@ -19,8 +19,8 @@ from trace_checks import check_trace, hidden, lanes_of, packed, read_trace
 
 from engine.build import build_rank
 from engine.rank import Rank
+from ep.instrumented import InstrumentedLane
 from ep.recorder import EVENT_BYTES, Event, Kind, Recorder, events_of
-from ep.traced import TracedAllToAll
 from front.messages import ProfileCommand, ProfilePart
 from front.profiling import Profile, ProfileRefused, Profiling
 from front.trace_file import Summary, clock_offsets, digest_of, write_trace
@@ -132,10 +132,10 @@ def test_without_a_profile_the_exchanges_are_untouched(checkpoint: Path) -> None
         return [lane for _, moe in model.moe_layers for lane in moe.lanes]
 
     before = lanes()
-    assert before and not any(isinstance(lane, TracedAllToAll) for lane in before)
+    assert before and not any(isinstance(lane, InstrumentedLane) for lane in before)
     rank.submit(START)
     rank.submit(START)  # whoever wanted the first one is gone
-    assert [lane.inner for lane in lanes() if isinstance(lane, TracedAllToAll)] == before
+    assert [lane.inner for lane in lanes() if isinstance(lane, InstrumentedLane)] == before
     parts_of([rank])
     assert lanes() == before
 

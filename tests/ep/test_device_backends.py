@@ -134,6 +134,10 @@ def test_the_ranks_as_a_communicator(tmp_path: Path) -> None:
         assert (comm.Get_rank(), comm.Get_size()) == (rank, 3)
         comm.barrier()
         assert comm.Split(0, rank).bcast({"root": rank}, 1) == {"root": 1}
+        value = (None, 1.5, -(1 << 40), "text", [bytearray(b"handle"), (True, b"")])
+        assert repr(comm.allgather(value)) == repr([value] * 3)
+        with pytest.raises(TypeError):
+            comm.allgather(object())
         return comm.allgather([bytes([rank]) * 3000 * rank, rank])
 
     groups = team(tmp_path, 3)

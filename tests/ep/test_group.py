@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_groups import gloo_group
 
 from ep.protocol import PeerLost
 from ep.table import NAMES, choose, explain, make_lanes
-from ep.transport.group import GlooGroup, LocalGroup, MailboxGroup, MailboxWorld, gloo_group
+from ep.transport.group import GlooGroup, LocalGroup, MailboxGroup, MailboxWorld
 
 
 def test_one_rank_alone(tmp_path: Path) -> None:

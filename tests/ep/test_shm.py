@@ -24,7 +24,7 @@ from ep.protocol import PeerLost
 from ep.table import make_groups, make_lanes
 from ep.transport.group import LocalGroup
 from ep.transport.shm_group import MAX_INTS, ShmGroup, shm_group
-from ep.transport.shm_meeting import SignIn, Watch, meeting, started
+from ep.transport.shm_rendezvous import SignIn, Watch, rendezvous, started
 from moe_kernels import Layout
 
 TIMEOUT = 1.5  # seconds: of the processes whose peers stop
@@ -296,7 +296,7 @@ def test_who_signed_in_and_died_is_named_at_once(backend: str, tmp_path: Path) -
     name = "gloo" if backend == "gloo" else "agreement"
     began = time.monotonic()
     with (
-        meeting(tmp_path, name, 1, 2, 7) as other,
+        rendezvous(tmp_path, name, 1, 2, 7) as other,
         pytest.raises(PeerLost, match="had signed in") as lost,
     ):
         other.sign_in(who=SignIn(child, born, 3, 1, 1))
@@ -305,7 +305,7 @@ def test_who_signed_in_and_died_is_named_at_once(backend: str, tmp_path: Path) -
 
 
 def test_an_id_that_passed_to_another_process_is_not_taken_for_it(tmp_path: Path) -> None:
-    with meeting(tmp_path, "team", 1, 2, 0) as other:
+    with rendezvous(tmp_path, "team", 1, 2, 0) as other:
         other.sign_in(who=SignIn(os.getpid(), started(os.getpid()) - 1, 3, 1))
         with pytest.raises(PeerLost, match="had signed in"):
             shm_group(tmp_path, 0, 2, 5.0, "team")

@@ -12,6 +12,9 @@ from eplb.offline.scoring import policy
 from eplb.placement import Placement, linear_placement
 from eplb.planner import plan
 from eplb.repair import diff, repair
+from native import library, why_absent
+
+needs_native = pytest.mark.skipif(library() is None, reason=why_absent())  # the simple policies reach less
 
 RANKS, SLOTS, EXPERTS = 8, 5, 32
 NODES = [rank // 4 for rank in range(RANKS)]
@@ -37,6 +40,7 @@ def run(balancer: Balancer, load: npt.NDArray[np.float64], steps: int, seed: int
     return [decision for decision in found if decision is not None]
 
 
+@needs_native
 def test_new_shares_follow_a_drift_without_moving_anything() -> None:
     now = loads(0)
     later = now * np.random.default_rng(5).lognormal(0, 0.1, now.shape)
@@ -62,6 +66,7 @@ def test_a_change_of_workload_is_followed_by_a_few_moves() -> None:
     assert all(move.expert >= 0 for move in moved)
 
 
+@needs_native
 def test_a_steady_load_moves_next_to_nothing() -> None:
     balancer = started(loads(0))
     moved = [move for decision in run(balancer, loads(0), 200) for move in decision.moved]

@@ -170,7 +170,9 @@ def test_wrong_input_is_one_clear_line(call: object, message: str) -> None:
 def test_the_named_shapes_add_up_to_their_parameters(name: str, billions: float) -> None:
     shape = MODELS[name]
     experts = shape.expert_params * (shape.num_experts + shape.num_shared_experts) * shape.num_moe_layers
-    dense = shape.attention_params * shape.num_layers + 3 * shape.hidden * shape.dense_width * shape.num_dense_layers
+    dense = (
+        shape.attention_params * shape.num_layers + 3 * shape.hidden * shape.intermediate_size * shape.num_dense_layers
+    )
     assert (experts + dense + 2 * shape.vocab_size * shape.hidden) / 1e9 == pytest.approx(billions, rel=0.01)
 
 

@@ -29,6 +29,9 @@ from eplb.placement import Placement
 from eplb.planner import plan
 from eplb.repair import diff, repair
 from eplb.shares import reweight
+from native import library, why_absent
+
+needs_native = pytest.mark.skipif(library() is None, reason=why_absent())  # the simple policies reach less
 
 
 class Case(NamedTuple):
@@ -136,6 +139,7 @@ def test_f4_a_few_moves_after_the_repair_never_make_it_worse(case: Case, rank: i
         assert not better.slot_to_expert[:, [not lives for lives in better.alive]].max(initial=-1) >= 0
 
 
+@needs_native
 def test_f4_balance_comes_back_after_a_repair() -> None:
     """32 ranks of 9 slots: with as many moves as experts were reloaded most of the balance is back, and each part helps."""
     rng = np.random.default_rng(0)

@@ -75,6 +75,27 @@ def test_a_dead_rank_may_keep_its_ids() -> None:
     assert placement.slots_of(0) == (((0, 1.0),), ((1, 1.0),), ((2, 1.0),))
 
 
+@given(st.integers(0, 3), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.integers(0, 1 << 30))
+def test_bytes_and_back(num_layers: int, num_experts: int, num_ranks: int, domains: bool, epoch: int) -> None:
+    placement = dataclasses.replace(
+        linear_placement(num_layers, num_experts, num_ranks, failure_domains=range(num_ranks) if domains else ()),
+        epoch=epoch,
+    )
+    data = placement.to_bytes()
+    assert len(data) == placement.num_bytes
+    back = Placement.from_bytes(data)
+    assert (back.epoch, back.checksum()) == (epoch, placement.checksum())
+
+
+def test_bytes_of_no_placement_are_refused() -> None:
+    data = two_ranks().to_bytes()
+    for cut in (data[:8], data[:-4], data + b"abcd"):
+        with pytest.raises(ValueError, match="bytes are no"):
+            Placement.from_bytes(cut)
+    with pytest.raises(ValueError, match="sum to"):
+        Placement.from_bytes(data[:-4] + b"\0\0\0\0")
+
+
 def test_checksum_tells_placements_apart() -> None:
     placement = linear_placement(2, 8, 2, slots_per_rank=6)
     assert placement.checksum() == linear_placement(2, 8, 2, slots_per_rank=6).checksum()

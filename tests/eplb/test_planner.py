@@ -14,6 +14,9 @@ from eplb.placement import Placement, linear_placement
 from eplb.planner import Coverage, Method, plan
 from eplb.repair import diff
 from eplb.window import slide
+from native import library, why_absent
+
+needs_native = pytest.mark.skipif(library() is None, reason=why_absent())  # the simple policies reach less
 
 NODES = [rank // 8 for rank in range(32)]
 
@@ -60,6 +63,7 @@ def test_any_shape(
         assert (used.sum(1) == np.minimum(np.array(slots) * living, num_experts * living)).all()
 
 
+@needs_native
 def test_near_the_bound_and_covering() -> None:
     load = skewed(12)
     spread, by_load = (plan(load, 32, 9, failure_domains=NODES, coverage=way) for way in ("spread", "load"))
@@ -110,6 +114,7 @@ def _even(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
     )
 
 
+@needs_native
 def test_renaming_saves_moves_and_keeps_coverage() -> None:
     now, later = skewed(4), skewed(4) * np.random.default_rng(1).lognormal(0, 0.3, (4, 256))
     current = plan(now, 32, 9, failure_domains=NODES).placement

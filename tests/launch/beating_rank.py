@@ -1,4 +1,4 @@
-"""A fake of engine.process.rank_process for the tests of the keeper: it only lives, and beats.
+"""A fake of engine.process.rank_process for the tests of the monitor: it only lives, and beats.
 
 In the runtime directory, `refuse-R` makes the next process of rank R end at once with exit code 3 or the one that it holds, `silent-R` makes it load
 for ever, `leave-R` makes it leave.

@@ -153,5 +153,5 @@ def test_a_hung_loop_under_an_offline_engine() -> None:
     prompts = [f"There were {number} foxes" for number in range(6)]
     with moesaic.LLM(data_parallel_size=2, dtype="float32") as llm:
         expected = [item.outputs[0].token_ids for item in llm.generate(prompts, params)]
-        os.kill(llm._front.ready[1].process, signal.SIGUSR1)
+        os.kill(llm.front.ready[1].process, signal.SIGUSR1)
         assert [item.outputs[0].token_ids for item in llm.generate(prompts, params)] == expected

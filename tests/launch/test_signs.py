@@ -1,4 +1,4 @@
-"""What the kernel says of a process whose loop makes no mark, and what the keeper makes of it, in fake time."""
+"""What the kernel says of a process whose loop makes no mark, and what the monitor makes of it, in fake time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from configs.engine import EngineConfig
 from dbo.alive import mark
 from engine.plan import make_plan
 from engine.process.heartbeat import LoopBeat, last_beat
-from launch.keeper import HANG_SECONDS, WORK_SECONDS, RankKeeper
+from launch.monitor import HANG_SECONDS, WORK_SECONDS, RankMonitor
 from launch.signs import Signs, Window, signs_of
 
 
@@ -121,7 +121,7 @@ class Fake:
             file=lambda name: path / name,
             clear=lambda name: (path / name).unlink(missing_ok=True),
         )
-        self.keeper = RankKeeper(
+        self.monitor = RankMonitor(
             cast(Any, children),
             make_plan(EngineConfig(**config)),
             cast(Any, runtime),
@@ -129,7 +129,7 @@ class Fake:
             clock=lambda: self.now,
             signs=lambda pid: Signs(self.work, False),
         )
-        self.keeper.start()
+        self.monitor.start()
         self.beat()
 
     def _kill(self) -> None:
@@ -144,7 +144,7 @@ class Fake:
         while self.now < began + seconds and not self.killed:
             self.now += 0.1
             self.work += 0.1 * works
-            self.keeper.look([])
+            self.monitor.look([])
         return self.now - began
 
 
@@ -168,17 +168,17 @@ def test_no_work_takes_for_ever(tmp_path: Path, exchange_timeout: float, bound: 
     assert bound < fake.run(100.0, works=True) < bound + 0.3
 
 
-def test_a_keeper_that_was_not_run_gives_the_ranks_their_time_anew(tmp_path: Path) -> None:
+def test_a_monitor_that_was_not_run_gives_the_ranks_their_time_anew(tmp_path: Path) -> None:
     fake = Fake(tmp_path)
     fake.now += 50.0
-    fake.keeper.look([])
+    fake.monitor.look([])
     assert not fake.killed
     assert HANG_SECONDS < fake.run(10.0) < HANG_SECONDS + 0.3
 
 
 def test_the_accused_process_is_killed_and_no_other(tmp_path: Path) -> None:
     fake = Fake(tmp_path)
-    fake.keeper.fence(4712)
+    fake.monitor.fence(4712)
     assert not fake.killed
-    fake.keeper.fence(4711)
+    fake.monitor.fence(4711)
     assert fake.killed

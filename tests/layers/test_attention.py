@@ -15,7 +15,7 @@ from torch import Tensor
 from cache.memory import CacheMemory
 from cache.spec import CacheGroup, CacheSizes, Field, bytes_per_token
 from layers import attention, reference
-from layers.attention import AttentionPlan, Heads, paged_attention, write_kv
+from layers.attention import AttentionPlan, HeadCounts, paged_attention, write_kv
 from layers.step import StepInput
 
 Work = list[tuple[int, int]]  # (queries, earlier context) of each sequence
@@ -51,14 +51,14 @@ def step_of(work: Work, block_size: int, generator: torch.Generator) -> StepInpu
     )
 
 
-def caches(step: StepInput, heads: Heads, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def caches(step: StepInput, heads: HeadCounts, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Random keys and values everywhere: rows that belong to nobody hold the leftovers of others."""
     rows = (int(step.block_table_BN.max()) + 1 if step.block_table_BN.numel() else 1) * step.block_size
     shape = (rows, heads.num_kv_heads, heads.head_dim)
     return torch.randn(shape, generator=generator).to(dtype), torch.randn(shape, generator=generator).to(dtype)
 
 
-def check(work: Work, heads: Heads, block_size: int, dtype: torch.dtype = torch.float32) -> None:
+def check(work: Work, heads: HeadCounts, block_size: int, dtype: torch.dtype = torch.float32) -> None:
     generator = torch.Generator().manual_seed(len(work))
     step = step_of(work, block_size, generator)
     k_cache, v_cache = caches(step, heads, generator, dtype)
@@ -77,32 +77,32 @@ sequences = st.tuples(
 @settings(max_examples=25, deadline=None)
 @given(
     work=st.lists(sequences, max_size=8),
-    heads=st.sampled_from([Heads(4, 2, 8), Heads(3, 1, 4), Heads(2, 2, 16)]),
+    heads=st.sampled_from([HeadCounts(4, 2, 8), HeadCounts(3, 1, 4), HeadCounts(2, 2, 16)]),
     block_size=st.sampled_from([1, 4, 16]),
 )
-def test_any_mix_equals_the_reference(work: Work, heads: Heads, block_size: int) -> None:
+def test_any_mix_equals_the_reference(work: Work, heads: HeadCounts, block_size: int) -> None:
     check(work, heads, block_size)
 
 
 @pytest.mark.parametrize("work", [[(1, 20), (1, 3), (9, 0), (9, 4)], [(100, 0)], [(80, 50)]])
 def test_bfloat16(work: Work) -> None:
-    check(work, Heads(4, 2, 8), 4, torch.bfloat16)
+    check(work, HeadCounts(4, 2, 8), 4, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("in_torch")
 def test_any_mix_in_torch() -> None:
     for work in ([(1, 20), (1, 3), (9, 0), (9, 4)], [(1, 0)], [(1, 5), (1, 60), (80, 50), (100, 0)]):
         for dtype in (torch.float32, torch.bfloat16):
-            check(work, Heads(4, 2, 8), 4, dtype)
+            check(work, HeadCounts(4, 2, 8), 4, dtype)
 
 
 @pytest.mark.usefixtures("in_torch")
 def test_decodes_of_very_different_length_go_in_several_batches() -> None:
     generator = torch.Generator().manual_seed(0)
     work = [(1, 2000)] + [(1, 10 + i) for i in range(30)] + [(1, 900)]
-    plan = AttentionPlan(step_of(work, 16, generator), Heads(2, 1, 4), torch.float32)
+    plan = AttentionPlan(step_of(work, 16, generator), HeadCounts(2, 1, 4), torch.float32)
     assert 1 < len(plan.batches) <= 6
-    check(work, Heads(2, 1, 4), 16)
+    check(work, HeadCounts(2, 1, 4), 16)
 
 
 @pytest.mark.usefixtures("in_torch")
@@ -113,13 +113,13 @@ def test_gathered_memory_and_masks_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(attention, "MAX_WASTED_KEYS", 16)
     work = [(1, 30), (1, 31), (1, 200), (5, 30), (6, 0), (64, 9), (70, 0), (100, 65), (120, 30)]
     generator = torch.Generator().manual_seed(0)
-    plan = AttentionPlan(step_of(work, 4, generator), Heads(4, 2, 8), torch.float32)
+    plan = AttentionPlan(step_of(work, 4, generator), HeadCounts(4, 2, 8), torch.float32)
     assert plan.chunk < 100 and len(plan.batches) > 2
-    check(work, Heads(4, 2, 8), 4)
+    check(work, HeadCounts(4, 2, 8), 4)
 
 
 def test_no_tokens_at_all() -> None:
-    check([], Heads(4, 2, 8), 4)
+    check([], HeadCounts(4, 2, 8), 4)
 
 
 def test_written_entries_are_where_the_slots_say() -> None:

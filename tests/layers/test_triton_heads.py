@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton_support import compiling, report, running
 
-from layers.attention import place_heads
+from layers.attention import qk_norm_rope_cache
 from layers.mlp import silu_mul
 from layers.triton import heads as triton_heads
 from layers.triton import rope as triton_rope
@@ -35,17 +35,17 @@ def test_heads(heads: int, kv_heads: int, size: int, normed: bool, dtype: torch.
     ours, theirs = ([torch.zeros(6, kv_heads, size, dtype=dtype) for _ in range(2)] for _ in range(2))
     before = isa()
     limit_isa(Isa.NONE)
-    expected = place_heads(qkv.clone(), heads, norm, 1e-6, rope, tuple(theirs), slots)
+    expected = qk_norm_rope_cache(qkv.clone(), heads, norm, 1e-6, rope, tuple(theirs), slots)
     limit_isa(before)
     with running(triton_heads, triton_rope):
-        q = triton_heads.place_heads(qkv, heads, norm, 1e-6, rope, tuple(ours), slots)
+        q = triton_heads.qk_norm_rope_cache(qkv, heads, norm, 1e-6, rope, tuple(ours), slots)
     torch.testing.assert_close(q, expected)
     torch.testing.assert_close(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gate(dtype: torch.dtype) -> None:
+def test_threshold(dtype: torch.dtype) -> None:
     wide = normal(5, 700).mul(3).to(dtype)
     for gate_up in (wide, wide[:, 20:620], wide[:0]):
         with running(triton_silu_mul):
@@ -64,7 +64,7 @@ def test_compiles_for_qwen3(capability: int) -> None:
         caches, rope = (meta(8192, 4, 128), meta(8192, 4, 128)), (meta(64, 1, 128), meta(64, 1, 128))
         slots = meta(64, dtype=torch.int64)
         for norm in (meta(36, 128), None):
-            triton_heads.place_heads(meta(64, 40, 128), 32, norm, 1e-6, rope, caches, slots)
+            triton_heads.qk_norm_rope_cache(meta(64, 40, 128), 32, norm, 1e-6, rope, caches, slots)
         triton_silu_mul.silu_mul(meta(64, 4096))
     report(found)
     assert len(found) == 3 and all(item.spills == 0 for item in found)

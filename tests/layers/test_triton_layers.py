@@ -9,7 +9,7 @@ from torch import Tensor
 from triton_support import compiling, report, running
 
 from layers import reference
-from layers.attention import Heads, write_kv
+from layers.attention import HeadCounts, write_kv
 from layers.norm import rms_norm
 from layers.rope import apply_rope
 from layers.step import StepInput
@@ -101,15 +101,15 @@ def make_step(lengths: list[tuple[int, int]], block_size: int) -> tuple[StepInpu
 @pytest.mark.parametrize(
     ("lengths", "heads"),
     [
-        ([(1, 5), (1, 70), (1, 16)], Heads(6, 2, 20)),
-        ([(1, 40), (9, 9), (3, 30), (20, 35)], Heads(6, 2, 20)),
-        ([(1, 33), (6, 21)], Heads(4, 4, 16)),
-        ([(1, 33), (2, 5)], Heads(20, 1, 8)),
-        ([], Heads(2, 1, 8)),
+        ([(1, 5), (1, 70), (1, 16)], HeadCounts(6, 2, 20)),
+        ([(1, 40), (9, 9), (3, 30), (20, 35)], HeadCounts(6, 2, 20)),
+        ([(1, 33), (6, 21)], HeadCounts(4, 4, 16)),
+        ([(1, 33), (2, 5)], HeadCounts(20, 1, 8)),
+        ([], HeadCounts(2, 1, 8)),
     ],
     ids=["decodes", "mixed", "one head per key", "one key head", "no tokens"],
 )
-def test_attention(lengths: list[tuple[int, int]], heads: Heads, dtype: torch.dtype) -> None:
+def test_attention(lengths: list[tuple[int, int]], heads: HeadCounts, dtype: torch.dtype) -> None:
     step, rows = make_step(lengths, 4)
     size = (int(step.block_table_BN.max()) + 2) * 4 if lengths else 8
     caches = [torch.full((size, heads.num_kv_heads, heads.head_dim), 1e30, dtype=dtype) for _ in range(2)]
@@ -135,7 +135,7 @@ def test_compiles_for_qwen3(capability: int) -> None:
     caches = meta(8192, 4, 128), meta(8192, 4, 128)
     cos = meta(202, 1, 128)
     with compiling(capability, triton_attention, triton_merge, triton_norm, triton_rope) as found:
-        plan = TritonAttentionPlan(step, Heads(32, 4, 128), torch.bfloat16)
+        plan = TritonAttentionPlan(step, HeadCounts(32, 4, 128), torch.bfloat16)
         triton_attention.paged_attention(meta(202, 32, 128), *caches, plan, 0.1)
         triton_norm.rms_norm(meta(202, 36, 128), meta(36, 128), 1e-6)
         triton_norm.add_rms_norm(meta(202, 2048), meta(202, 2048), meta(2048), 1e-6)
@@ -151,7 +151,7 @@ def test_float32_compiles() -> None:
     step, _ = make_step([(1, 4096), (200, 1000)], 16)
     cache = meta(8192, 4, 128, dtype=torch.float32)
     with compiling(90, triton_attention, triton_merge) as found:
-        plan = TritonAttentionPlan(step, Heads(32, 4, 128), torch.float32)
+        plan = TritonAttentionPlan(step, HeadCounts(32, 4, 128), torch.float32)
         triton_attention.paged_attention(meta(201, 32, 128, dtype=torch.float32), cache, cache, plan, 0.1)
     report(found)
     assert all(item.spills == 0 for item in found)

@@ -10,7 +10,7 @@ from torch import Tensor
 from layers.step import StepInput
 from mla.protocol import MlaShape
 
-SHAPE = MlaShape(num_heads=3, nope_dim=10, rope_dim=6, latent_dim=20, value_dim=7)
+SHAPE = MlaShape(num_heads=3, qk_nope_head_dim=10, qk_rope_head_dim=6, latent_dim=20, v_head_dim=7)
 SCALE = 0.21
 
 
@@ -78,9 +78,9 @@ def make_case(
     return MlaCase(
         step=step,
         shape=shape,
-        q_nope=normal(num_tokens, heads, shape.nope_dim).to(dtype),
-        q_pe=normal(num_tokens, heads, shape.rope_dim).to(dtype),
+        q_nope=normal(num_tokens, heads, shape.qk_nope_head_dim).to(dtype),
+        q_pe=normal(num_tokens, heads, shape.qk_rope_head_dim).to(dtype),
         cache=cache.to(dtype),
-        w_uk=(normal(heads, shape.nope_dim, shape.latent_dim) * 0.3).to(dtype),
-        w_uv=(normal(heads, shape.value_dim, shape.latent_dim) * 0.3).to(dtype),
+        w_uk=(normal(heads, shape.qk_nope_head_dim, shape.latent_dim) * 0.3).to(dtype),
+        w_uv=(normal(heads, shape.v_head_dim, shape.latent_dim) * 0.3).to(dtype),
     )

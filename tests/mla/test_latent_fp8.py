@@ -12,7 +12,7 @@ from mla.attention import TorchMla
 from mla.backend import make_backend
 from mla.protocol import MlaShape
 
-SHAPE = MlaShape(num_heads=3, nope_dim=10, rope_dim=6, latent_dim=140, value_dim=7)
+SHAPE = MlaShape(num_heads=3, qk_nope_head_dim=10, qk_rope_head_dim=6, latent_dim=140, v_head_dim=7)
 
 
 @pytest.mark.parametrize("prefill", ["naive", "absorbed", "auto"])

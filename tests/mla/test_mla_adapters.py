@@ -21,7 +21,7 @@ from mla.requirements import NAMES, MlaFacts, choose_mla, explain_mla
 pytestmark = pytest.mark.fakes
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-SHAPE = MlaShape(num_heads=4, nope_dim=16, rope_dim=64, latent_dim=512, value_dim=8)
+SHAPE = MlaShape(num_heads=4, qk_nope_head_dim=16, qk_rope_head_dim=64, latent_dim=512, v_head_dim=8)
 SCALE = 0.05
 STEPS = {
     "decodes": [(1, 5), (1, 1), (1, 200)],

@@ -119,10 +119,10 @@ def test_any_width(data: st.DataObject) -> None:
     widths = st.integers(1, 40)
     shape = MlaShape(
         num_heads=data.draw(st.integers(1, 4)),
-        nope_dim=data.draw(widths),
-        rope_dim=data.draw(widths),
+        qk_nope_head_dim=data.draw(widths),
+        qk_rope_head_dim=data.draw(widths),
         latent_dim=data.draw(widths | st.sampled_from([33, 129])),
-        value_dim=data.draw(widths),
+        v_head_dim=data.draw(widths),
     )
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
     case = make_case(STEPS["mixed"], shape=shape, dtype=dtype, garbage=1.0, seed=data.draw(st.integers(0, 99)))
@@ -135,7 +135,7 @@ def test_any_width(data: st.DataObject) -> None:
 
 def test_published_shape_with_default_limits(level: Isa) -> None:
     """A head of DeepSeek-V3 and contexts beyond one piece, with the limits that serving uses."""
-    shape = MlaShape(num_heads=2, nope_dim=128, rope_dim=64, latent_dim=512, value_dim=128)
+    shape = MlaShape(num_heads=2, qk_nope_head_dim=128, qk_rope_head_dim=64, latent_dim=512, v_head_dim=128)
     limits = Limits.of(shape, 4)
     longest = limits.absorbed_piece + 100
     case = make_case([(1, longest), (1, 30), (70, longest)], block_size=16, shape=shape, garbage=1.0)
@@ -169,7 +169,7 @@ def test_merge_of_parts_is_attention_over_all() -> None:
 
 
 def test_auto_prefers_absorbed_for_few_queries_after_a_long_context() -> None:
-    shape = MlaShape(num_heads=16, nope_dim=128, rope_dim=64, latent_dim=512, value_dim=128)
+    shape = MlaShape(num_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, latent_dim=512, v_head_dim=128)
     assert prefers_absorbed(shape, 8, 4096)
     assert not prefers_absorbed(shape, 1024, 1024)
     step = make_case([(1, 9), (8, 4096), (64, 64)], shape=SHAPE).step

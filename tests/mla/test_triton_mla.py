@@ -68,7 +68,7 @@ def test_prompts(lengths: list[tuple[int, int]], prefill: PrefillMode, dtype: to
 
 
 def test_prompts_over_an_fp8_cache() -> None:
-    shape = MlaShape(num_heads=2, nope_dim=16, rope_dim=4, latent_dim=40, value_dim=12)
+    shape = MlaShape(num_heads=2, qk_nope_head_dim=16, qk_rope_head_dim=4, latent_dim=40, v_head_dim=12)
     case = make_case([(12, 12), (9, 40)], shape=shape, dtype=torch.bfloat16)
     q_nope, q_pe, cache, w_uk, w_uv = case.tensors
     stored = latent_fp8.pack(cache, 40)
@@ -81,7 +81,7 @@ def test_prompts_over_an_fp8_cache() -> None:
 
 
 def test_more_heads_than_a_program_takes() -> None:
-    shape = MlaShape(num_heads=20, nope_dim=8, rope_dim=4, latent_dim=32, value_dim=8)
+    shape = MlaShape(num_heads=20, qk_nope_head_dim=8, qk_rope_head_dim=4, latent_dim=32, v_head_dim=8)
     case = make_case([(1, 20)], shape=shape)
     q_nope, q_pe, cache, w_uk, w_uv = case.tensors
     with running(*KERNELS), torch.inference_mode():
@@ -93,7 +93,7 @@ def test_more_heads_than_a_program_takes() -> None:
 @pytest.mark.parametrize("latent_dim", [256, 20])
 @pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
 def test_bfloat16_and_fp8_cache(latent_dim: int, cache_format: str) -> None:
-    shape = MlaShape(num_heads=3, nope_dim=8, rope_dim=6, latent_dim=latent_dim, value_dim=7)
+    shape = MlaShape(num_heads=3, qk_nope_head_dim=8, qk_rope_head_dim=6, latent_dim=latent_dim, v_head_dim=7)
     case = make_case(STEPS["decodes"], shape=shape, dtype=torch.bfloat16, garbage=1e4)
     q_nope, q_pe, cache, w_uk, w_uv = case.tensors
     w_uk *= 20**0.5 / latent_dim**0.5  # scores of one size whatever the width
@@ -124,29 +124,29 @@ def test_fp8_rows_come_back_within_a_sixteenth() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("latent_dim", "rope_dim"), [(20, 6), (384, 8)])
+@pytest.mark.parametrize(("latent_dim", "qk_rope_head_dim"), [(20, 6), (384, 8)])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_write_of_an_entry(latent_dim: int, rope_dim: int, dtype: torch.dtype, fp8: bool) -> None:
+def test_write_of_an_entry(latent_dim: int, qk_rope_head_dim: int, dtype: torch.dtype, fp8: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    entry_TX = torch.randn(3, latent_dim + rope_dim + 2, generator=generator).to(dtype)[:, 2:]
+    entry_TX = torch.randn(3, latent_dim + qk_rope_head_dim + 2, generator=generator).to(dtype)[:, 2:]
     weight_C = torch.randn(latent_dim, generator=generator).to(dtype)
-    angle_TR = torch.randn(3, rope_dim // 2, generator=generator)
+    angle_TR = torch.randn(3, qk_rope_head_dim // 2, generator=generator)
     cos, sin = angle_TR.cos().to(dtype), angle_TR.sin().to(dtype)
     rope = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
     latent_TC = rms_norm(entry_TX[:, :latent_dim], weight_C, 1e-6)
     expected_TX = torch.cat([latent_TC, apply_rope(entry_TX[:, None, latent_dim:], *rope)[:, 0]], 1)
     slots_T = torch.tensor([4, 0, 2])
     if fp8:
-        cache = torch.zeros(5, latent_fp8.row_bytes(latent_dim, rope_dim), dtype=torch.uint8)
+        cache = torch.zeros(5, latent_fp8.row_bytes(latent_dim, qk_rope_head_dim), dtype=torch.uint8)
     else:
-        cache = torch.zeros(5, latent_dim + rope_dim, dtype=dtype)
+        cache = torch.zeros(5, latent_dim + qk_rope_head_dim, dtype=dtype)
     with running(triton_cache, triton_norm, triton_rope):
         triton_cache.write_entry(entry_TX, weight_C, 1e-6, *rope, slots_T, cache)
     assert not cache[[1, 3]].any()
     if fp8:
         # A number between two of FP8's may be rounded to either.
-        written = latent_fp8.unpack(cache[slots_T], latent_dim, rope_dim).float()
-        expected = latent_fp8.unpack(latent_fp8.pack(expected_TX, latent_dim), latent_dim, rope_dim).float()
+        written = latent_fp8.unpack(cache[slots_T], latent_dim, qk_rope_head_dim).float()
+        expected = latent_fp8.unpack(latent_fp8.pack(expected_TX, latent_dim), latent_dim, qk_rope_head_dim).float()
         torch.testing.assert_close(written, expected, rtol=0.13, atol=1e-3)
         assert (written == expected).float().mean() > 0.98
     else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from hf_tiny import HfModel, make_hf
+import torch
+from hf_tiny import HfModel, make_hf, rewrite
 
 ATTENTION: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -44,3 +46,31 @@ def make_v2(path: Path, **overrides: Any) -> HfModel:
 def make_v3(path: Path, **overrides: Any) -> HfModel:
     config = {**ATTENTION, **EXPERTS, "n_shared_experts": 1, "num_mtp_layers": 0, **overrides}
     return make_hf(path, "DeepseekV3Config", "DeepseekV3ForCausalLM", **config)
+
+
+def make_glm4_moe_lite(path: Path, **overrides: Any) -> HfModel:
+    sizes = {name: value for name, value in EXPERTS.items() if name != "first_k_dense_replace"}
+    return make_hf(
+        path,
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        **{**ATTENTION, **sizes, "n_shared_experts": 1, **overrides},
+    )
+
+
+def make_kimi_k2(path: Path, **overrides: Any) -> HfModel:
+    """Kimi-K2 is DeepSeek-V3 by another name, without groups."""
+    hf = make_v3(path, n_group=1, topk_group=1, routed_scaling_factor=2.827, **overrides)
+    rewrite(path, lambda tensors: tensors, architectures=["KimiK2ForCausalLM"], model_type="kimi_k2")
+    return hf
+
+
+def make_kimi_k25(path: Path, **overrides: Any) -> HfModel:
+    """The same inside a model with vision."""
+    hf = make_kimi_k2(path, **overrides)
+    text = json.loads((path / "config.json").read_text())
+    vision = {"vision_tower.patch_embed.proj.weight": torch.zeros(3, 4), "mm_projector.proj.0.weight": torch.zeros(2)}
+    rewrite(path, lambda tensors: {**{f"language_model.{key}": value for key, value in tensors.items()}, **vision})
+    wrapper = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
+    (path / "config.json").write_text(json.dumps(wrapper))
+    return hf

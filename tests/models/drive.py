@@ -56,7 +56,7 @@ def load_ours(
 ) -> CausalLM:
     """Build our model from a checkpoint directory and load it, every key accounted for."""
     model = build(read_config(path), parallel or single_rank(path), dtype, CPU, **choices)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, names=read_config(path).key_names)
     with torch.inference_mode():
         model.load(checkpoint)
     checkpoint.finish()

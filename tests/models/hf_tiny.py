@@ -129,6 +129,69 @@ def make_mistral(path: Path, **overrides: Any) -> HfModel:
     return make_hf(path, "MistralConfig", "MistralForCausalLM", **{"sliding_window": None, **overrides})
 
 
+def make_mixtral(path: Path, **overrides: Any) -> HfModel:
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 2}
+    return make_hf(path, "MixtralConfig", "MixtralForCausalLM", **{**experts, **overrides})
+
+
+def make_qwen2_moe(path: Path, **overrides: Any) -> HfModel:
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+    shared = {"shared_expert_intermediate_size": 20}
+    return make_hf(path, "Qwen2MoeConfig", "Qwen2MoeForCausalLM", **{**experts, **shared, **overrides})
+
+
+def make_minimax_m2(path: Path, **overrides: Any) -> HfModel:
+    sizes = {"head_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": partial_rope(2 / 3)}
+    return make_hf(path, "MiniMaxM2Config", "MiniMaxM2ForCausalLM", **{**sizes, **overrides})
+
+
+ROUTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.7, "head_dim": 12,
+}  # fmt: skip
+
+
+def make_glm4_moe(path: Path, **overrides: Any) -> HfModel:
+    sizes = {**ROUTED, "use_qk_norm": True, "num_mtp_layers": 0, "rope_parameters": partial_rope(0.5)}
+    return make_hf(path, "Glm4MoeConfig", "Glm4MoeForCausalLM", **{**sizes, **overrides})
+
+
+def make_dots1(path: Path, **overrides: Any) -> HfModel:
+    return make_hf(path, "Dots1Config", "Dots1ForCausalLM", **{**ROUTED, **overrides})
+
+
+def make_ernie(path: Path, **overrides: Any) -> HfModel:
+    experts = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16, "moe_num_shared_experts": 2}
+    return make_hf(path, "Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", **{**experts, **overrides})
+
+
+def partial_rope(part: float, **other: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part, **other}
+
+
+def make_deepseek_moe(path: Path, **overrides: Any) -> HfModel:
+    """DeepSeek-MoE is not in transformers. It is Qwen2-MoE without biases whose shared expert is not weighted: half of
+    what twice its down projection gives."""
+    first = {"mlp_only_layers": [0], "qkv_bias": False}
+    hf = make_qwen2_moe(path, shared_expert_intermediate_size=2 * 16, **first, **overrides)
+    with torch.no_grad():
+        for layer in hf.model.model.layers[1:]:
+            layer.mlp.shared_expert_gate.weight.zero_()
+    hf.model.save_pretrained(path)
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        out = {}
+        for key, tensor in tensors.items():
+            if not key.endswith("shared_expert_gate.weight"):
+                halved = tensor / 2 if key.endswith("mlp.shared_expert.down_proj.weight") else tensor
+                out[key.replace(".shared_expert.", ".shared_experts.")] = halved
+        return out
+
+    names = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+    rewrite(path, change, architectures=["DeepseekForCausalLM"], model_type="deepseek", **names)
+    return hf
+
+
 # ---- rewriting a checkpoint ----
 
 

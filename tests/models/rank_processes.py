@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from drive import generate_on_ranks, load_ours, parallel_of
-
-from ep.transport.group import gloo_group
+from gloo_groups import gloo_group
 
 TIMEOUT = 60.0
 

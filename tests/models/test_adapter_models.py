@@ -28,8 +28,8 @@ from layers.weights import Checkpoint
 from mla.backend import make_backend
 from mla.flashinfer import FlashInferMla
 from mla.flashmla import FlashMla
+from mla.protocol import MlaShape
 from models.base import CausalLM
-from models.deepseek.attention import mla_shape
 from models.deepseek.model import DeepseekForCausalLM
 from models.registry import build, read_config
 from moe_kernels import WeightFormat
@@ -73,7 +73,7 @@ def logits(path: Path, make: Make | None, attend: str = "torch") -> Tensor:
             module.experts.weights = make(module.experts.num_slots, module.experts.hidden_size, module.experts.width)
     if attend != "torch":
         assert isinstance(model, DeepseekForCausalLM)
-        shape, scale = mla_shape(model.config), model.config.attention_scale
+        shape, scale = MlaShape(*model.config.mla_dims), model.config.attention_scale
         flash = FlashInferMla(shape, scale, BF16, CPU) if attend == "flashinfer" else None
         model.mla = flash or FlashMla(shape, scale, make_backend(shape, scale, "auto", BF16, CPU))
     checkpoint = Checkpoint(path)

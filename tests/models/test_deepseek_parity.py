@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from deepseek_tiny import V2_YARN, YARN, make_v2, make_v3
+from deepseek_tiny import V2_YARN, YARN, make_glm4_moe_lite, make_kimi_k2, make_kimi_k25, make_v2, make_v3
 from drive import chunked_logits, generate_greedy, load_ours, relative_error
 from hf_tiny import VOCAB, HfModel, make_fp8
 from safetensors.torch import load_file
 
 Make = Callable[..., HfModel]
+pytestmark = pytest.mark.parity
+
 CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "v2-greedy": (make_v2, {"topk_method": "greedy", "n_group": None, "topk_group": None}),
     "v2-no-q-lora": (make_v2, {"topk_method": "greedy", "q_lora_rank": None, "routed_scaling_factor": 1.5}),
@@ -31,6 +33,9 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     ),
     "v3-biases": (make_v3, {"attention_bias": True, "n_group": 1, "topk_group": 1}),
     "v3-dense": (make_v3, {"first_k_dense_replace": 3}),
+    "kimi-k2": (make_kimi_k2, {}),
+    "kimi-k2.5": (make_kimi_k25, {}),
+    "glm-flash": (make_glm4_moe_lite, {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
 }
 TINY = Path(__file__).parents[2] / "models" / "tiny" / "checkpoint"
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from deepseek_tiny import make_v3
 from drive import Cache, load_ours, make_step, run_step, single_rank
+from gloo_groups import gloo_group
 from hf_tiny import make_qwen3_moe
 from rank_threads import TIMEOUT, together
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from ep.parallel import Parallel
 from ep.protocol import AllToAll
 from ep.table import make_lanes
-from ep.transport.group import Group, gloo_group
+from ep.transport.group import Group
 from ep.transport.shm_group import shm_group
 from eplb.placement import linear_placement
 from models.registry import read_config

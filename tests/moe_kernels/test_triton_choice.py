@@ -10,16 +10,17 @@ import pytest
 import torch
 
 import moe_kernels
+from layers.choice import triton_implementation
 from moe_kernels import choice
 
 pytestmark = pytest.mark.triton
 
 FORMS = {
-    "grouped_gemm": ["run_experts"],
-    "permute": ["permute", "permute_some", "sum_pairs", "sum_rows", "take_rows", "unpermute"],
-    "quant": ["quantize_rows", "dequantize_rows", "silu_mul_quantize"],
-    "silu_mul": ["silu_mul"],
-    "topk": ["softmax_topk", "grouped_softmax_topk", "grouped_sigmoid_topk"],
+    "moe_kernels.triton.grouped_gemm": ["run_experts"],
+    "moe_kernels.triton.permute": ["permute", "permute_some", "sum_pairs", "sum_rows", "take_rows", "unpermute"],
+    "moe_kernels.triton.quant": ["quantize_rows", "dequantize_rows", "silu_mul_quantize"],
+    "layers.triton.silu_mul": ["silu_mul"],
+    "moe_kernels.triton.topk": ["softmax_topk", "grouped_softmax_topk", "grouped_sigmoid_topk"],
 }
 
 
@@ -28,7 +29,7 @@ def test_triton_has_the_function_with_these_arguments(module: str, name: str) ->
     chosen = vars(choice)[name]
     assert vars(moe_kernels).get(name, chosen) is chosen
     torch_arguments = list(inspect.signature(chosen).parameters)
-    triton_arguments = inspect.signature(choice.triton_form(module, name)).parameters
+    triton_arguments = inspect.signature(triton_implementation(module, name)).parameters
     assert list(triton_arguments)[: len(torch_arguments)] == torch_arguments
     more = list(triton_arguments.values())[len(torch_arguments) :]
     assert all(argument.default is not inspect.Parameter.empty for argument in more)
@@ -52,7 +53,7 @@ def test_the_cpu_does_without_triton() -> None:
 def test_a_missing_triton_names_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "moe_kernels.triton.topk", raising=False)
-    choice.triton_form.cache_clear()
+    triton_implementation.cache_clear()
     with pytest.raises(ImportError, match="pip install triton"):
-        choice.triton_form("topk", "softmax_topk")
+        choice.triton_implementation("topk", "softmax_topk")
     assert torch.equal(moe_kernels.softmax_topk(torch.ones(1, 1), 1, True)[0], torch.zeros(1, 1, dtype=torch.int64))

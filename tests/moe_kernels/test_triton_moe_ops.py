@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from triton_support import compiling, report, running
 
+from layers.triton import silu_mul as triton_silu_mul
 from moe_kernels import Layout, quant, reference, tokens
 from moe_kernels.triton import permute as triton_permute
 from moe_kernels.triton import quant as triton_quant
-from moe_kernels.triton import silu_mul as triton_silu_mul
 from moe_kernels.triton import topk as triton_topk
 
 pytestmark = pytest.mark.triton

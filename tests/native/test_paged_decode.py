@@ -17,7 +17,7 @@ from rounding import assert_within, paged_attention_bound
 from torch import Tensor
 
 from layers import reference
-from layers.attention import AttentionPlan, Heads, paged_attention
+from layers.attention import AttentionPlan, HeadCounts, paged_attention
 from layers.paged_decode import PagedDecode
 from layers.step import StepInput
 from native import Isa, best_isa, limit_isa
@@ -26,7 +26,14 @@ SCALE = 0.3
 DTYPES = [torch.float32, torch.bfloat16]
 CHUNK = 256  # keys of a chunk (native/src/attention.h)
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")
-HEADS = [Heads(4, 2, 8), Heads(16, 8, 128), Heads(3, 1, 20), Heads(7, 1, 70), Heads(6, 2, 33), Heads(2, 2, 1)]
+HEADS = [
+    HeadCounts(4, 2, 8),
+    HeadCounts(16, 8, 128),
+    HeadCounts(3, 1, 20),
+    HeadCounts(7, 1, 70),
+    HeadCounts(6, 2, 33),
+    HeadCounts(2, 2, 1),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +72,7 @@ def decodes(lens: list[int], block_size: int, seed: int = 0) -> tuple[StepInput,
 
 @lru_cache
 def case(
-    lens: tuple[int, ...], heads: Heads, dtype: torch.dtype, block_size: int
+    lens: tuple[int, ...], heads: HeadCounts, dtype: torch.dtype, block_size: int
 ) -> tuple[Tensor, list[Tensor], StepInput, Tensor, Tensor]:
     """(queries, caches, step, the reference's result, its bound); everything that is no sequence's own is NaN."""
     step, used = decodes(list(lens), block_size)
@@ -81,7 +88,7 @@ def case(
     return q, caches, step, wanted, paged_attention_bound(q, *caches, step, SCALE)
 
 
-def check(lens: list[int], heads: Heads, dtype: torch.dtype, block_size: int = 16, threads: int = 1) -> None:
+def check(lens: list[int], heads: HeadCounts, dtype: torch.dtype, block_size: int = 16, threads: int = 1) -> None:
     """Ours equals the reference's."""
     q, caches, step, wanted, allowed = case(tuple(lens), heads, dtype, block_size)
     torch.set_num_threads(threads)
@@ -103,25 +110,25 @@ def test_equals_the_reference(level: Isa, dtype: torch.dtype, threads: int) -> N
 @given(
     lens=st.lists(st.one_of(st.integers(1, 40), st.integers(200, 600)), min_size=1, max_size=6),
     heads=st.builds(
-        lambda kv, group, dim: Heads(kv * group, kv, dim), st.integers(1, 3), st.integers(1, 9), st.integers(1, 90)
+        lambda kv, group, dim: HeadCounts(kv * group, kv, dim), st.integers(1, 3), st.integers(1, 9), st.integers(1, 90)
     ),
     block_size=st.sampled_from([1, 3, 16, 64]),
     dtype=st.sampled_from(DTYPES),
     level=st.sampled_from(ISAS or [Isa.NONE]),
 )
-def test_any_sizes(lens: list[int], heads: Heads, block_size: int, dtype: torch.dtype, level: Isa) -> None:
+def test_any_sizes(lens: list[int], heads: HeadCounts, block_size: int, dtype: torch.dtype, level: Isa) -> None:
     limit_isa(level)
     check(lens, heads, dtype, block_size)
 
 
 def test_thousands_of_keys() -> None:
     """More chunks than a sequence may have: they become longer."""
-    check([CHUNK * 70 + 5, 9], Heads(4, 2, 16), torch.float32, threads=2)
+    check([CHUNK * 70 + 5, 9], HeadCounts(4, 2, 16), torch.float32, threads=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_result_does_not_depend_on_company_or_threads(dtype: torch.dtype) -> None:
-    heads = Heads(8, 4, 64)
+    heads = HeadCounts(8, 4, 64)
     step, used = decodes([900, 5, 300], 16)
     k, v = (torch.randn(len(used), heads.num_kv_heads, heads.head_dim).to(dtype) for _ in range(2))
     q = torch.randn(3, heads.num_heads, heads.head_dim).to(dtype)

@@ -17,7 +17,7 @@ from rounding import assert_within, paged_attention_bound
 from torch import Tensor
 
 from layers import reference
-from layers.attention import AttentionPlan, Heads, paged_attention
+from layers.attention import AttentionPlan, HeadCounts, paged_attention
 from layers.paged_prefill import PagedPrefill
 from layers.step import StepInput
 from native import Isa, best_isa, limit_isa
@@ -25,7 +25,14 @@ from native import Isa, best_isa, limit_isa
 SCALE = 0.3
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")
-HEADS = [Heads(4, 2, 8), Heads(16, 4, 64), Heads(3, 1, 20), Heads(7, 1, 70), Heads(6, 2, 34), Heads(2, 2, 130)]
+HEADS = [
+    HeadCounts(4, 2, 8),
+    HeadCounts(16, 4, 64),
+    HeadCounts(3, 1, 20),
+    HeadCounts(7, 1, 70),
+    HeadCounts(6, 2, 34),
+    HeadCounts(2, 2, 130),
+]
 CHUNK, STRIP = 256, 24  # keys of a chunk, rows of a strip (native/src/prefill.h)
 
 
@@ -58,7 +65,7 @@ def prompts(lengths: list[tuple[int, int]], block_size: int = 16, seed: int = 0)
 
 @lru_cache
 def case(
-    lengths: tuple[tuple[int, int], ...], heads: Heads, dtype: torch.dtype, block_size: int
+    lengths: tuple[tuple[int, int], ...], heads: HeadCounts, dtype: torch.dtype, block_size: int
 ) -> tuple[Tensor, list[Tensor], StepInput, Tensor, Tensor]:
     """(queries, caches, step, the reference's result, its bound); everything that is no sequence's own is NaN."""
     step, used = prompts(list(lengths), block_size)
@@ -75,7 +82,7 @@ def case(
 
 
 def check(
-    lengths: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, block_size: int = 16, threads: int = 1
+    lengths: list[tuple[int, int]], heads: HeadCounts, dtype: torch.dtype, block_size: int = 16, threads: int = 1
 ) -> None:
     """Ours equals the reference's."""
     q, caches, step, wanted, allowed = case(tuple(lengths), heads, dtype, block_size)
@@ -107,14 +114,22 @@ def test_equals_the_reference(level: Isa, dtype: torch.dtype, threads: int) -> N
     ),
     decodes=st.lists(st.integers(1, 300), max_size=3),
     heads=st.builds(
-        lambda kv, group, dim: Heads(kv * group, kv, 2 * dim), st.integers(1, 3), st.integers(1, 9), st.integers(1, 45)
+        lambda kv, group, dim: HeadCounts(kv * group, kv, 2 * dim),
+        st.integers(1, 3),
+        st.integers(1, 9),
+        st.integers(1, 45),
     ),
     block_size=st.sampled_from([1, 3, 16, 64]),
     dtype=st.sampled_from(DTYPES),
     level=st.sampled_from(ISAS or [Isa.NONE]),
 )
 def test_any_sizes(
-    lengths: list[tuple[int, int]], decodes: list[int], heads: Heads, block_size: int, dtype: torch.dtype, level: Isa
+    lengths: list[tuple[int, int]],
+    decodes: list[int],
+    heads: HeadCounts,
+    block_size: int,
+    dtype: torch.dtype,
+    level: Isa,
 ) -> None:
     limit_isa(level)
     step = [(1, keys) for keys in decodes] + [(queries, queries + context) for queries, context in lengths]
@@ -122,20 +137,20 @@ def test_any_sizes(
 
 
 def test_an_odd_width_in_float32_runs_too_and_in_bfloat16_in_torch() -> None:
-    check([(9, 30)], Heads(2, 2, 33), torch.float32)
+    check([(9, 30)], HeadCounts(2, 2, 33), torch.float32)
     step, _ = prompts([(9, 30)])
-    assert AttentionPlan(step, Heads(2, 2, 33), torch.bfloat16).prefill is None
+    assert AttentionPlan(step, HeadCounts(2, 2, 33), torch.bfloat16).prefill is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_thousands_of_tokens(dtype: torch.dtype) -> None:
-    check([(1, 3000), (1500, 1500), (40, 4000)], Heads(4, 2, 64), dtype, threads=2)
+    check([(1, 3000), (1500, 1500), (40, 4000)], HeadCounts(4, 2, 64), dtype, threads=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_result_does_not_depend_on_company_or_threads(dtype: torch.dtype) -> None:
-    heads = Heads(8, 4, 64)
+    heads = HeadCounts(8, 4, 64)
     step, used = prompts([(100, 400), (5, 5), (50, 300)])
     k, v = (torch.randn(len(used), heads.num_kv_heads, heads.head_dim).to(dtype) for _ in range(2))
     q = torch.randn(step.num_tokens, heads.num_heads, heads.head_dim).to(dtype)
@@ -153,6 +168,6 @@ def test_large_scores_do_not_overflow() -> None:
     step, used = prompts([(40, 600)])
     k, v = (torch.randn(len(used), 1, 16) for _ in range(2))
     q = torch.randn(40, 1, 16) * 1e3
-    ours = paged_attention(q, k, v, AttentionPlan(step, Heads(1, 1, 16), torch.float32), 1.0)
+    ours = paged_attention(q, k, v, AttentionPlan(step, HeadCounts(1, 1, 16), torch.float32), 1.0)
     wanted = reference.paged_attention(q, k, v, step, 1.0)
     assert_within(ours, wanted, paged_attention_bound(q, k, v, step, 1.0))

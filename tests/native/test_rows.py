@@ -72,7 +72,7 @@ def test_heads(
         qk = rms_norm(qk, norm, 1e-6)
         limit_isa(level)
     wanted, values = apply_rope(qk, *rope), qkv[:, heads + kv_heads :].clone()
-    rows.place_heads(qkv, heads, norm, 1e-6, rope, *caches, slots)
+    rows.qk_norm_rope_cache(qkv, heads, norm, 1e-6, rope, *caches, slots)
     # The two terms of a rotated number may all but cancel.
     size = qk.float().abs().maximum(qk.float().abs().roll(dim // 2, -1)) * 2
     close(qkv[:, :heads], wanted[:, :heads], dim, size[:, :heads])

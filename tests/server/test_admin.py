@@ -11,7 +11,7 @@ from server_parts import MODEL, STORY, FakeRanks, Server, rank_ready, server, sm
 
 from configs.server import ServerConfig
 from front.messages import Membership
-from server.gate import digest
+from server.middleware import digest
 
 CONFIG = ServerConfig(admin_key_digests=(digest("boss"),), api_key_digests=(digest("one"),))
 BOSS = {"x-api-key": "boss"}

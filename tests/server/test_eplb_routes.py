@@ -20,7 +20,7 @@ from configs.server import ServerConfig
 from front.balancing import BalancerSilent
 from front.messages import BalanceCommand, BalanceReply, BalanceReport, BalanceStatus, FrontToRank
 from server import logs
-from server.gate import digest
+from server.middleware import digest
 
 BOSS = {"authorization": "Bearer boss"}
 STATUS = BalanceStatus(

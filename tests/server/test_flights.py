@@ -10,7 +10,7 @@ import pytest
 from server_parts import MODEL, STORY, Server, parse_events, server, story_tokens, until
 
 from configs.server import ServerConfig
-from server.gate import digest
+from server.middleware import digest
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 BOSS = {"x-api-key": "boss"}

@@ -14,7 +14,7 @@ from server_parts import MAX_MODEL_LEN, MODEL, STORY, server, small_tokenizer, s
 
 from configs.server import ServerConfig
 from server import logs
-from server.gate import digest
+from server.middleware import digest
 
 
 def test_models() -> None:

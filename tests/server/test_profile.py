@@ -15,7 +15,7 @@ from server_parts import FakeRanks, server
 from configs.server import ServerConfig
 from ep.recorder import Kind, Recorder
 from front.messages import FrontToRank, ProfileCommand, ProfilePart, RankLost
-from server.gate import digest
+from server.middleware import digest
 
 BOSS = {"authorization": "Bearer boss"}
 

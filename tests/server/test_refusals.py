@@ -12,7 +12,7 @@ from server_parts import MODEL, STORY, FakeRanks, server, story_tokens, until
 
 from configs.server import ServerConfig
 from front.messages import NoneLeft
-from server.gate import digest
+from server.middleware import digest
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 TYPES = {

@@ -11,7 +11,7 @@ from tests.simulation.world import World
 
 
 class FakePopen:
-    """subprocess.Popen, as far as Children and RankKeeper use it."""
+    """subprocess.Popen, as far as Children and RankMonitor use it."""
 
     def __init__(self, pid: int, kill: Callable[[], None]) -> None:
         self.pid = pid

@@ -109,7 +109,7 @@ def end_with_the_last() -> Iterator[None]:
 
 @contextlib.contextmanager
 def work_is_a_hang() -> Iterator[None]:
-    """The keeper does not look whether a process is at work."""
+    """The monitor does not look whether a process is at work."""
     with _replaced(Window, "at_work", property(lambda self: False)):
         yield
 
@@ -130,7 +130,7 @@ def fail_unread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def work_is_never_a_hang() -> Iterator[None]:
-    """The keeper takes every process for one at work."""
+    """The monitor takes every process for one at work."""
     with _replaced(Window, "at_work", property(lambda self: True)):
         yield
 

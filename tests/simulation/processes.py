@@ -75,7 +75,7 @@ class House(list[Any]):
         self.meetings: dict[int, Meeting] = {}
         self.disk = Disk(world, delays)
         self.watch: Callable[[str, int], None] = lambda what, rank: None  # told of what happens to a rank
-        self.on_fence: Callable[[RankProcess], None] = lambda process: None  # told before the keeper kills it
+        self.on_fence: Callable[[RankProcess], None] = lambda process: None  # told before the monitor kills it
         self.slow_until = [0.0] * plan.data_parallel_size
         self.rings: list[list[int]] = [[] for _ in self]  # that nobody was there for
         self.next_pid = 1000
@@ -170,7 +170,7 @@ class RankProcess:
         self._end(-signal.SIGKILL)
 
     def _fenced(self) -> None:
-        """The keeper kills it."""
+        """The monitor kills it."""
         if self.alive:
             self.house.on_fence(self)
         self.kill()

@@ -12,7 +12,7 @@ from front.accusations import SILENT_SECONDS
 from front.members import State
 from front.messages import SamplingParams
 from front.outputs import Prompt
-from launch.keeper import RankKeeper
+from launch.monitor import RankMonitor
 from launch.supervisor import Supervisor
 from tests.simulation import checks
 from tests.simulation.fakes import FakeFile, FakePopen, FakeRuntime, SimChildren
@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.25
 
 
 class SimSupervisor(Supervisor):
-    """The real loop and the real keeper; its children, its directory and its socket are fakes."""
+    """The real loop and the real monitor; its children, its directory and its socket are fakes."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class SimSupervisor(Supervisor):
         self.stopped_by = 0
         self.ready = False
         self.clock = world.clock
-        self.keeper = RankKeeper(
+        self.monitor = RankMonitor(
             children, schedule.plan, self.runtime, STARTUP_TIMEOUT, clock=world.clock, signs=ranks.house.signs
         )
         self.reporter = cast(Any, up)
@@ -62,7 +62,7 @@ class SimSupervisor(Supervisor):
         self.saw_ready = True
 
     def run(self) -> int:
-        self.keeper.start()
+        self.monitor.start()
         self._start_front()
         return self._watch()
 
@@ -340,7 +340,9 @@ class Simulation:
                     raise Violation(
                         f"rank {process.rank_id} waits for others to meet, longer than {EXCHANGE_TIMEOUT} s"
                     )
-                process.openings[-1].resolve(PeerLost((), "they did not come"))  # as ep/transport/shm_meeting.py does
+                process.openings[-1].resolve(
+                    PeerLost((), "they did not come")
+                )  # as ep/transport/shm_rendezvous.py does
         waiting = any(not client.ended for client in self.front.clients)
         able = members.started and members.shortage is None and not self.ended
         if waiting and able and now - max(self.last_news, self._still_until) > QUIET_SECONDS:

@@ -142,7 +142,7 @@ class StandIn:
         if placement is not None:
             self.held = [list(placement.experts_of(layer, rank)) for layer in range(placement.num_layers)]
 
-    def rehost(self, parallel: Parallel) -> None:
+    def update_group(self, parallel: Parallel) -> None:
         self.parallel = parallel
         placement = parallel.placement
         if placement is None:

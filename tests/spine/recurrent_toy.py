@@ -19,14 +19,14 @@ from torch import Tensor
 from cache.memory import CacheMemory
 from cache.spec import CacheGroup, CacheSizes, CacheSpec, Field
 from dbo.steps import Steps, drain
-from layers.attention import place_heads
+from layers.attention import qk_norm_rope_cache
 from layers.step import StateInput, StepInput, TableInput
 from models import registry
 from models.base import CausalLM
 from models.decoder import LayerContext
+from models.gqa.config import GqaConfig, parse
+from models.gqa.model import Attention, GqaForCausalLM
 from models.graph_breaks import GraphBreaks, Operation
-from models.qwen3.config import Qwen3Config, parse
-from models.qwen3.model import Attention, Qwen3ForCausalLM
 
 NAME = "RecurrentToyForCausalLM"
 RECURRENT, WINDOWED, FULL = 0, 1, 2
@@ -36,7 +36,7 @@ DECAY = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class ToyConfig(Qwen3Config):
+class ToyConfig(GqaConfig):
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         shape = (self.num_kv_heads, self.head_dim)
         kv = (Field("key", shape, dtype), Field("value", shape, dtype))
@@ -77,7 +77,7 @@ class WindowAttention(Attention):
         yield from ()
         qkv = self.qkv(x_TD).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         slots_T = context.step.of_group(1).slots_T
-        q_THD = place_heads(qkv, self.num_heads, self.qk_norm, self.eps, context.rope, cache, slots_T)
+        q_THD = qk_norm_rope_cache(qkv, self.num_heads, self.qk_norm, self.eps, context.rope, cache, slots_T)
         attended = context.operations[1](q_THD, *cache, self.scale)
         out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
         return out_TD
@@ -106,7 +106,7 @@ class Recurrence(Attention):
         return out_TD
 
 
-class RecurrentToyForCausalLM(Qwen3ForCausalLM):
+class RecurrentToyForCausalLM(GqaForCausalLM):
     def __init__(self, config: ToyConfig, *where: Any) -> None:
         super().__init__(config, *where)
         self.config = config
@@ -119,7 +119,7 @@ class RecurrentToyForCausalLM(Qwen3ForCausalLM):
         return (*full, breaks.operation(lambda step: partial(windowed, step.of_group(1)), step, 1))
 
 
-registry.FAMILIES[NAME] = registry.Family(parse_toy, "recurrent_toy", NAME, has_mla=False)
+registry.FAMILIES[NAME] = registry.Family(parse_toy, "recurrent_toy", NAME)
 
 
 def make_toy(qwen3_moe: Path, path: Path) -> Path:

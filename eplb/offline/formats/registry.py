@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from eplb.offline.formats import adrs, ascend, native, omniinfer, plain, sglang, trtllm, vllm
@@ -24,44 +25,14 @@ class Format(NamedTuple):
     write_placement: Callable[[Path, PlacementFile], None] | None = None
 
 
+def _format(module: ModuleType) -> Format:
+    functions = vars(module)
+    return Format(module.WHAT, module.holds, *(functions.get(name) for name in Format._fields[2:]))
+
+
 # In the order in which a file is offered to them: the plainest last.
-FORMATS: Mapping[str, Format] = {
-    native.NAME: Format(
-        native.WHAT,
-        native.holds,
-        native.read_load,
-        native.read_placement,
-        native.write_load,
-        native.write_placement,
-    ),
-    sglang.NAME: Format(
-        sglang.WHAT,
-        sglang.holds,
-        sglang.read_load,
-        sglang.read_placement,
-        sglang.write_load,
-        sglang.write_placement,
-    ),
-    trtllm.NAME: Format(
-        trtllm.WHAT, trtllm.holds, trtllm.read_load, trtllm.read_placement, None, trtllm.write_placement
-    ),
-    ascend.NAME: Format(
-        ascend.WHAT,
-        ascend.holds,
-        ascend.read_load,
-        ascend.read_placement,
-        ascend.write_load,
-        ascend.write_placement,
-    ),
-    adrs.NAME: Format(adrs.WHAT, adrs.holds, adrs.read_load, None, adrs.write_load),
-    vllm.NAME: Format(vllm.WHAT, vllm.holds, None, vllm.read_placement, None, vllm.write_placement),
-    omniinfer.NAME: Format(
-        omniinfer.WHAT, omniinfer.holds, None, omniinfer.read_placement, None, omniinfer.write_placement
-    ),
-    plain.NAME: Format(
-        plain.WHAT, plain.holds, plain.read_load, plain.read_placement, plain.write_load, plain.write_placement
-    ),
-}
+_MODULES = (native, sglang, trtllm, ascend, adrs, vllm, omniinfer, plain)
+FORMATS: Mapping[str, Format] = {module.NAME: _format(module) for module in _MODULES}
 
 
 class Found(NamedTuple):

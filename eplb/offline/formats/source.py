@@ -18,7 +18,7 @@ from eplb.offline.trace import Progress
 
 
 class Container(Enum):
-    """What the bytes are, before anybody asks what they mean."""
+    """What the bytes are, before it is asked what they mean."""
 
     LINES = "JSON lines"
     JSON = "JSON"

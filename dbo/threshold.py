@@ -1,5 +1,5 @@
-"""Whether a step is to be split: from measured times to a number of tokens, from that to a rank's wish, and from all
-wishes to what all ranks do.
+"""Whether a step is to be split: from measured times to a number of tokens, from that to what a rank proposes, and from
+all proposals to what all ranks do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 NEVER = 1 << 30  # tokens; no step has so many
 MARGIN = 0.08  # of a step: a split that saves less is not worth being wrong
 HOPELESS = MARGIN / 2  # of a step: held up for less at one size, it is not held up for much more at any larger one
-SLACK = 0.1  # of a measured crossover, see Gate
+SLACK = 0.1  # of a measured crossover, see Threshold
 
 
 class Crossover(NamedTuple):
@@ -44,7 +44,7 @@ Search = Generator[int, Sample | None, int]
 
 
 def search(sizes: Sequence[int]) -> Search:
-    """A generator that asks for samples of some of `sizes` (ascending) and returns the crossover. Whoever drives it
+    """A generator that asks for samples of some of `sizes` (ascending) and returns the crossover. Its driver
     sends the sample of the size that it yields, or None when there is no more time; what was not measured does not pay.
 
     A split that pays at one size is taken to pay at all larger ones, so that three of seven sizes are enough. Exchanges
@@ -76,8 +76,8 @@ def between(worse: Sample, better: Sample) -> int:
     return round(worse.tokens + (better.tokens - worse.tokens) * -worse.saved / (better.saved - worse.saved))
 
 
-class Gate:
-    """One rank's wish.
+class Threshold:
+    """What one rank proposes.
 
     slack: once it has wished for a split it goes on doing so until a step has less than (1 - slack) times the tokens,
     so that steps of about that size do not go to and fro.
@@ -89,18 +89,18 @@ class Gate:
         self._stay = Crossover(*(round(tokens * (1 - slack)) for tokens in crossover))
         self._bounds = [crossover.decode, crossover.prefill]  # now, of both kinds of steps
 
-    def wish(self, num_tokens: int, has_prefill: bool) -> int:
+    def propose(self, num_tokens: int, has_prefill: bool) -> int:
         """In how many parts this rank would compute such a step; called once per step."""
         splits = num_tokens >= self._bounds[has_prefill]
         self._bounds[has_prefill] = (self._stay if splits else self._enter)[has_prefill]
         return self.num_parts if splits else 1
 
 
-def agree(num_tokens: Sequence[int], wishes: Sequence[int]) -> int:
-    """In how many parts all ranks compute the step: split if the ranks that wish it have at least half of the
+def agree(num_tokens: Sequence[int], proposed: Sequence[int]) -> int:
+    """In how many parts all ranks compute the step: split if the ranks that propose it have at least half of the
     tokens."""
-    most = max(wishes)
+    most = max(proposed)
     if most <= 1:
         return 1
-    splitting = sum(tokens for tokens, wish in zip(num_tokens, wishes, strict=True) if wish > 1)
+    splitting = sum(tokens for tokens, parts in zip(num_tokens, proposed, strict=True) if parts > 1)
     return most if 2 * splitting >= sum(num_tokens) else 1

@@ -20,7 +20,7 @@ from store.filling import Piece, take_all
 from store.memory import Store
 
 
-class ExpertHost(nn.Module):
+class ExpertParallelMixin(nn.Module):
     """One rank's part of a model. parallel: its place among the ranks, as it is now."""
 
     def __init__(self, parallel: Parallel, hidden_size: int, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class ExpertHost(nn.Module):
         self._moe_layer_ids: tuple[int, ...] = ()
         self._hosts: list[tuple[str, MoE]] = []  # the keys of a layer's experts begin with the first
 
-    def host(self, mlps: Sequence[nn.Module]) -> None:
+    def register_moe_layers(self, mlps: Sequence[nn.Module]) -> None:
         """Called once by the model, with the feed-forward part of each of its layers."""
         self._moe_layer_ids = tuple(i for i, mlp in enumerate(mlps) if isinstance(mlp, MoE))
         self._hosts = [(f"model.layers.{i}.mlp.experts.", mlp) for i, mlp in enumerate(mlps) if isinstance(mlp, MoE)]
@@ -48,7 +48,7 @@ class ExpertHost(nn.Module):
         the native kernels cannot keep so stay as they are."""
         self._linear_form = form
 
-    def settle(self, part: nn.Module) -> None:
+    def pack_linears(self, part: nn.Module) -> None:
         """Bring the linear layers of a loaded part into the form in which they are kept."""
         for module in part.modules():
             if not isinstance(module, Linear):
@@ -64,19 +64,19 @@ class ExpertHost(nn.Module):
         """Fill them and the experts of this rank: from `source` alone, or together with the other ranks of a store,
         where all ranks have all experts: slot s has expert s."""
         if store is not None:
-            pieces: list[Piece] = [whole(part, source, self.settle) for part in parts]
+            pieces: list[Piece] = [whole(part, source, self.pack_linears) for part in parts]
             pieces += [expert_units(source, prefix, moe.experts) for prefix, moe in self._hosts]
             take_all(store, pieces)
             return
         for part in parts:
             part.read(source)
-            self.settle(part.module)
+            self.pack_linears(part.module)
         for layer, (prefix, moe) in enumerate(self._hosts):
             assert self.parallel.placement is not None
             hosted = self.parallel.placement.experts_of(layer, self.parallel.rank)
             read_experts(source, prefix, moe.experts, hosted, num_experts)
 
-    def rehost(self, parallel: Parallel) -> None:
+    def update_group(self, parallel: Parallel) -> None:
         """Exchange in the ranks and by the placement of `parallel` from now on; between steps only.
 
         The weights stay as they are: `read_expert` fills the slots whose expert has changed.
@@ -89,7 +89,7 @@ class ExpertHost(nn.Module):
         lanes = parallel.make_lanes(placement.slots_per_rank, self._hidden_size)
         tables = slot_tables(placement, parallel.rank, self._device)
         for (_, moe), table in zip(self._hosts, tables, strict=True):
-            moe.rehost(lanes, table)
+            moe.update_group(lanes, table)
 
     @property
     def moe_layer_ids(self) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class ExpertHost(nn.Module):
         for layer, (_, moe) in enumerate(self._hosts):
             moe.load, moe.arrivals = load(layer), arrivals(layer)
 
-    def reroute(self, parallel: Parallel, tables: Sequence[SlotTable]) -> None:
+    def update_expert_map(self, parallel: Parallel, tables: Sequence[SlotTable]) -> None:
         """Route by the placement of `parallel` from now on, between the same ranks; between steps only.
 
         tables: the placement's own, one per MoE layer.

@@ -17,23 +17,23 @@ from configs.engine import EngineConfig, Plan
 from configs.hosts import Hosts
 from configs.server import ServerConfig
 from engine.plan import make_plan
+from launch.control import MAX_FRAME, Beat, ControlConnection, Hello, Lost, Message, Refused, Started
 from launch.head import HeadSupervisor
 from launch.identity import differences, other_weights, versions
-from launch.link import MAX_FRAME, Beat, Hello, Link, Lost, Message, Refused, Started
 from models.tiny import CHECKPOINT
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Link, Link]]:
+def pair() -> Iterator[tuple[ControlConnection, ControlConnection]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = Link(socket.create_connection(listener.getsockname()))
-        other = Link(listener.accept()[0])
+        one = ControlConnection(socket.create_connection(listener.getsockname()))
+        other = ControlConnection(listener.accept()[0])
         yield one, other
         one.close()
         other.close()
 
 
-def hear(link: Link, count: int = 1) -> list[Message]:
+def hear(link: ControlConnection, count: int = 1) -> list[Message]:
     found: list[Message] = []
 
     def listen() -> bool:
@@ -44,7 +44,7 @@ def hear(link: Link, count: int = 1) -> list[Message]:
     return found
 
 
-def test_messages_arrive_whole_and_in_order(pair: tuple[Link, Link]) -> None:
+def test_messages_arrive_whole_and_in_order(pair: tuple[ControlConnection, ControlConnection]) -> None:
     one, other = pair
     sent = [Started(rank, 1000 + rank) for rank in range(50)] + [Lost(3, "x" * 100_000, 0.5, 7)]
     for message in sent:
@@ -58,7 +58,7 @@ def test_messages_arrive_whole_and_in_order(pair: tuple[Link, Link]) -> None:
     until(lambda: other.receive() == [] and other.silent < 0.5, 5, "the beat")
 
 
-def test_last_words_are_heard(pair: tuple[Link, Link]) -> None:
+def test_last_words_are_heard(pair: tuple[ControlConnection, ControlConnection]) -> None:
     one, other = pair
     one.send(Started(1, 2))
     one.close()
@@ -75,18 +75,18 @@ def test_last_words_are_heard(pair: tuple[Link, Link]) -> None:
         (b"\0\0\0\x03abc", "is it another version?"),
     ],
 )
-def test_noise_ends_a_connection(pair: tuple[Link, Link], noise: bytes, said: str) -> None:
+def test_noise_ends_a_connection(pair: tuple[ControlConnection, ControlConnection], noise: bytes, said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as noisy:
-        link = Link(listener.accept()[0])
+        link = ControlConnection(listener.accept()[0])
         noisy.sendall(noise)
         assert hear(link) == [] and said in link.closed
 
 
-def test_silence_is_measured_from_when_this_process_ran(pair: tuple[Link, Link]) -> None:
+def test_silence_is_measured_from_when_this_process_ran(pair: tuple[ControlConnection, ControlConnection]) -> None:
     now = [0.0]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         other = socket.create_connection(listener.getsockname())
-        link = Link(listener.accept()[0], clock=lambda: now[0])
+        link = ControlConnection(listener.accept()[0], clock=lambda: now[0])
         for _ in range(8):
             now[0] += 0.5
             link.receive()
@@ -106,7 +106,7 @@ class Head:
         port = free_port()
         self.hosts = Hosts(head="127.0.0.1", port=port, size=size, first=0, local=local)
         self.plan = make_plan(EngineConfig(data_parallel_size=size), hosts=self.hosts)
-        self.links: list[Link] = []
+        self.connections: list[ControlConnection] = []
         root = Path(tempfile.gettempdir())
         self.supervisor = HeadSupervisor(self.plan, ServerConfig(), self.hosts, root, 30.0, lambda url: None)
 
@@ -114,8 +114,8 @@ class Head:
         """The head's answer; None: it takes this machine, and waits for others."""
         hello = Hello(versions=versions(), plan=self.plan, first=2, local=1)
         values = {name: getattr(hello, name) for name in Hello.__struct_fields__} | change(hello) | given
-        link = Link(socket.create_connection(("127.0.0.1", self.hosts.port)))
-        self.links.append(link)
+        link = ControlConnection(socket.create_connection(("127.0.0.1", self.hosts.port)))
+        self.connections.append(link)
         link.send(Hello(**values))
         before, answers = len(self.supervisor.hosts), []
 
@@ -132,7 +132,7 @@ class Head:
 def head() -> Iterator[Head]:
     made = Head(size=4, local=2)
     yield made
-    for link in made.links:
+    for link in made.connections:
         link.close()
     made.supervisor._end()
 
@@ -178,8 +178,8 @@ def test_whoever_says_nothing_is_shown_out(head: Head, monkeypatch: pytest.Monke
     monkeypatch.setattr("launch.head.HELLO_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", head.hosts.port)) as silent:
         silent.setblocking(False)
-        until(lambda: head.supervisor._accept() or head.supervisor.strangers, 5, "it is there")
-        until(lambda: head.supervisor._accept() or not head.supervisor.strangers, 5, "it is gone")
+        until(lambda: head.supervisor._accept() or head.supervisor.unknown_peers, 5, "it is there")
+        until(lambda: head.supervisor._accept() or not head.supervisor.unknown_peers, 5, "it is gone")
 
 
 def test_whoever_comes_and_goes_at_once_does_no_harm(head: Head) -> None:
@@ -188,7 +188,7 @@ def test_whoever_comes_and_goes_at_once_does_no_harm(head: Head) -> None:
         scanner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     for _ in range(3):
         head.supervisor._accept()
-    assert not head.supervisor.strangers
+    assert not head.supervisor.unknown_peers
     assert head.ask(first=2, local=1) is None, "others are still heard"
 
 

@@ -20,7 +20,7 @@ from front.messages import Abort, AddRequest, RankReady, SamplingParams
 
 LOOK_SECONDS = 0.02
 SILENT_SECONDS = (
-    15.0  # a rank that gives no sign of life for so long is not waited for; the keeper has ended it by then
+    15.0  # a rank that gives no sign of life for so long is not waited for; the monitor has ended it by then
 )
 SAMPLED_TOKENS = 8  # of the prompts whose every token's probability is asked for
 
@@ -42,7 +42,7 @@ _EVERYTHING = SamplingParams(
 )
 
 
-def settle(
+def warm_up(
     rank: Rank,
     places: Places,
     own: int,

@@ -1,4 +1,4 @@
-"""The keeper of the ranks with real processes: ends, hangs, restarts, and their limits."""
+"""The monitor of the ranks with real processes: ends, hangs, restarts, and their limits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from configs.engine import EngineConfig, Plan
 from engine.plan import make_plan
 from engine.process.heartbeat import last_beat
 from front.messages import EXIT_WEIGHTS, RankLost
-from launch import keeper as keeper_module
-from launch.keeper import RankKeeper
+from launch import monitor as monitor_module
+from launch.monitor import RankMonitor
 from launch.processes import Children, RuntimeDir
 
 
@@ -27,16 +27,16 @@ class Kept:
         self.path = runtime.path
         self.runtime = runtime
         self.children = Children()
-        self.keeper = RankKeeper(self.children, plan, runtime, startup_timeout, "beating_rank", clock)
+        self.monitor = RankMonitor(self.children, plan, runtime, startup_timeout, "beating_rank", clock)
         self.lost: list[RankLost] = []
 
     def start(self) -> None:
-        self.keeper.start()
+        self.monitor.start()
         self.wait(lambda: self.beats(0) and self.beats(1), "both ranks beat")
-        self.keeper.restarts = True
+        self.monitor.restarts = True
 
     def look(self) -> None:
-        self.lost += self.keeper.look(self.children.exited(0.02))
+        self.lost += self.monitor.look(self.children.exited(0.02))
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         def look() -> object:
@@ -101,7 +101,7 @@ def test_a_hung_rank_is_killed_before_it_is_told(make_kept: Callable[..., Kept])
 def test_no_restart_before_all_were_ready(make_kept: Callable[..., Kept]) -> None:
     kept = make_kept()
     kept.start()
-    kept.keeper.restarts = False
+    kept.monitor.restarts = False
     os.kill(kept.pid(1), signal.SIGKILL)
     kept.wait(lambda: kept.lost, "the loss is told")
     for _ in range(5):
@@ -113,23 +113,23 @@ def test_exit_code_0_is_no_loss(make_kept: Callable[..., Kept]) -> None:
     kept = make_kept()
     kept.start()
     (kept.path / "leave-1").touch()
-    kept.wait(lambda: kept.keeper.left, "rank 1 has left")
+    kept.wait(lambda: kept.monitor.left, "rank 1 has left")
     assert not kept.lost
 
 
 def test_pauses_grow_while_a_rank_cannot_start(
     make_kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(keeper_module, "RESTART_PAUSE", 0.01)
-    monkeypatch.setattr(keeper_module, "SERVED_SECONDS", 0.05)
+    monkeypatch.setattr(monitor_module, "RESTART_PAUSE", 0.01)
+    monkeypatch.setattr(monitor_module, "SERVED_SECONDS", 0.05)
     kept = make_kept()
     kept.start()
-    kept.wait(lambda: all(time.monotonic() - place.served_since > 0.1 for place in kept.keeper._places), "served")
+    kept.wait(lambda: all(time.monotonic() - place.served_since > 0.1 for place in kept.monitor._places), "served")
     (kept.path / "refuse-1").touch()
     os.kill(kept.pid(1), signal.SIGKILL)
     kept.wait(lambda: len(kept.lost) == 6, "five restarts have failed")
-    assert kept.lost[1].reason == "exit code 3" and not kept.keeper.hopeless  # the other one serves
-    assert [place.tries for place in kept.keeper._places] == [0, 5]
+    assert kept.lost[1].reason == "exit code 3" and not kept.monitor.hopeless  # the other one serves
+    assert [place.tries for place in kept.monitor._places] == [0, 5]
     kept.look()
     said = capfd.readouterr().err
     assert said.count("event=rank_stays_down rank=1") == 2  # from the fourth failed try on
@@ -138,48 +138,48 @@ def test_pauses_grow_while_a_rank_cannot_start(
     kept.wait(lambda: time.time() - (kept.path / "knows-1").stat().st_mtime > 0.5, "it has served")
     os.kill(kept.pid(1), signal.SIGKILL)
     kept.wait(lambda: len(kept.lost) == 7, "it is lost again")
-    assert kept.keeper._places[1].tries == 0
+    assert kept.monitor._places[1].tries == 0
 
 
 @pytest.mark.attacks
 def test_all_ranks_lost_again_and_again(make_kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
     """There is hope as long as one has served or may be tried; the first try waits for nothing."""
-    monkeypatch.setattr(keeper_module, "SERVED_SECONDS", 0.05)
-    monkeypatch.setattr(keeper_module, "RESTART_PAUSE", 30.0)
+    monkeypatch.setattr(monitor_module, "SERVED_SECONDS", 0.05)
+    monkeypatch.setattr(monitor_module, "RESTART_PAUSE", 30.0)
     kept = make_kept()
     kept.start()
     for round_number in range(1, 4):
         pids = [kept.pid(rank) for rank in (0, 1)]
-        kept.wait(lambda: all(time.monotonic() - place.served_since > 0.1 for place in kept.keeper._places), "served")
+        kept.wait(lambda: all(time.monotonic() - place.served_since > 0.1 for place in kept.monitor._places), "served")
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         kept.wait(lambda n=round_number: len(kept.lost) == 2 * n, "both losses are told")
-        assert not kept.keeper.hopeless
-        kept.wait(lambda: all(place.serves for place in kept.keeper._places), "both are back")
-    monkeypatch.setattr(keeper_module, "RESTART_PAUSE", 0.001)
-    monkeypatch.setattr(keeper_module, "MAX_TRIES", 3)
+        assert not kept.monitor.hopeless
+        kept.wait(lambda: all(place.serves for place in kept.monitor._places), "both are back")
+    monkeypatch.setattr(monitor_module, "RESTART_PAUSE", 0.001)
+    monkeypatch.setattr(monitor_module, "MAX_TRIES", 3)
     for rank in (0, 1):
         (kept.path / f"refuse-{rank}").touch()
         os.kill(kept.pid(rank), signal.SIGKILL)
-    kept.wait(lambda: kept.keeper.hopeless, "no hope is left")
-    assert re.fullmatch(r"none could be started again in 3 tries; rank [01]: exit code 3", kept.keeper.hopeless)
-    kept.keeper.restarts = False
-    kept.wait(lambda: kept.keeper.hopeless == "ranks are not started again now", "none is to be started")
+    kept.wait(lambda: kept.monitor.hopeless, "no hope is left")
+    assert re.fullmatch(r"none could be started again in 3 tries; rank [01]: exit code 3", kept.monitor.hopeless)
+    kept.monitor.restarts = False
+    kept.wait(lambda: kept.monitor.hopeless == "ranks are not started again now", "none is to be started")
 
 
 @pytest.mark.attacks
 def test_a_rank_that_waits_for_weights_is_tried_for_ever(
     make_kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "RESTART_PAUSE", 0.001)
-    monkeypatch.setattr(keeper_module, "MAX_TRIES", 2)
+    monkeypatch.setattr(monitor_module, "RESTART_PAUSE", 0.001)
+    monkeypatch.setattr(monitor_module, "MAX_TRIES", 2)
     kept = make_kept()
     kept.start()
     for rank in (0, 1):
         (kept.path / f"refuse-{rank}").write_text(str(EXIT_WEIGHTS))
         os.kill(kept.pid(rank), signal.SIGKILL)
     kept.wait(lambda: len(kept.lost) >= 8, "each has been tried three times")
-    assert kept.lost[-1].reason == "exit code 5" and not kept.keeper.hopeless
+    assert kept.lost[-1].reason == "exit code 5" and not kept.monitor.hopeless
 
 
 def test_a_restarted_rank_that_does_not_load_is_killed(make_kept: Callable[..., Kept]) -> None:
@@ -194,7 +194,7 @@ def test_a_restarted_rank_that_does_not_load_is_killed(make_kept: Callable[..., 
 def test_a_rank_that_hangs_while_it_loads_is_killed(
     make_kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "LOAD_HANG_SECONDS", 0.5)
+    monkeypatch.setattr(monitor_module, "LOAD_HANG_SECONDS", 0.5)
     kept = make_kept()
     kept.start()
     (kept.path / "silent-1").touch()
@@ -211,21 +211,21 @@ def test_a_rank_that_hangs_while_it_loads_is_killed(
 def test_ranks_are_added_and_seen_off(make_kept: Callable[..., Kept], capfd: pytest.CaptureFixture[str]) -> None:
     kept = make_kept()
     kept.start()
-    kept.keeper.resize(4)
+    kept.monitor.resize(4)
     kept.wait(lambda: kept.beats(2) and kept.beats(3), "both beat")
     assert [(kept.path / f"joined-{rank}").read_text() for rank in (2, 3)] == ["True", "True"]
     assert [(kept.path / f"knows-{rank}").read_text() for rank in range(4)] == ["2", "2", "4", "4"]
     leaver = kept.pid(3)
-    kept.keeper.resize(3)
-    kept.keeper.resize(3)
+    kept.monitor.resize(3)
+    kept.monitor.resize(3)
     (kept.path / "leave-3").touch()
     kept.wait(lambda: kept.lost, "the front is told of its end")
     assert [(lost.rank, lost.process) for lost in kept.lost] == [(3, leaver)]
-    assert not kept.keeper.left and kept.pid(3) == 0 and kept.pid(2)
+    assert not kept.monitor.left and kept.pid(3) == 0 and kept.pid(2)
     os.kill(kept.pid(2), signal.SIGKILL)  # an added one is looked after like the others
     kept.wait(lambda: len(kept.lost) == 2 and kept.beats(2), "it is back")
     (kept.path / "leave-3").unlink()
-    kept.keeper.resize(4)
+    kept.monitor.resize(4)
     kept.wait(lambda: kept.pid(3) and kept.beats(3), "and another one in the place of that which left")
     for _ in range(5):
         kept.look()
@@ -238,15 +238,15 @@ def test_wanted_again_before_it_has_left(make_kept: Callable[..., Kept]) -> None
     kept = make_kept()
     kept.start()
     leaver = kept.pid(1)
-    kept.keeper.resize(1)
-    kept.keeper.resize(2)
+    kept.monitor.resize(1)
+    kept.monitor.resize(2)
     kept.look()
     assert kept.pid(1) == leaver
     (kept.path / "leave-1").touch()
     kept.wait(lambda: kept.lost, "it has left")
     (kept.path / "leave-1").unlink()
     kept.wait(lambda: kept.pid(1) not in (0, leaver) and kept.beats(1), "the next one is there")
-    assert [lost.process for lost in kept.lost] == [leaver] and not kept.keeper.left
+    assert [lost.process for lost in kept.lost] == [leaver] and not kept.monitor.left
 
 
 @pytest.mark.parametrize("way", ["loading", "hung", "stays", "killed", "down"])
@@ -254,14 +254,14 @@ def test_a_rank_that_does_not_leave_by_itself(
     make_kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Nothing is waited for without a bound, and none of this is a loss that is made good."""
-    monkeypatch.setattr(keeper_module, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(monitor_module, "LEAVE_SECONDS", 0.3)
     if way == "down":
-        monkeypatch.setattr(keeper_module, "RESTART_PAUSE", 0.2)
+        monkeypatch.setattr(monitor_module, "RESTART_PAUSE", 0.2)
     kept = make_kept()
     kept.start()
     if way in ("loading", "down"):
         (kept.path / ("silent-2" if way == "loading" else "refuse-2")).touch()
-    kept.keeper.resize(3)
+    kept.monitor.resize(3)
     if way == "down":
         kept.wait(lambda: len(kept.lost) == 4, "it cannot be started")
         kept.lost.clear()
@@ -270,7 +270,7 @@ def test_a_rank_that_does_not_leave_by_itself(
     leaver = kept.pid(2)
     if way in ("hung", "killed"):
         os.kill(leaver, signal.SIGSTOP if way == "hung" else signal.SIGKILL)
-    kept.keeper.resize(2)
+    kept.monitor.resize(2)
     if way != "down":
         kept.wait(lambda: kept.lost, "it has ended")
         assert [(lost.rank, lost.process, lost.reason) for lost in kept.lost] == [
@@ -278,7 +278,7 @@ def test_a_rank_that_does_not_leave_by_itself(
         ]
     for _ in range(5):
         kept.look()
-    assert kept.pid(2) == 0 and len(kept.lost) == (way != "down") and not kept.keeper.left
+    assert kept.pid(2) == 0 and len(kept.lost) == (way != "down") and not kept.monitor.left
 
 
 def test_loading_ranks_are_killed_at_the_end(make_kept: Callable[..., Kept]) -> None:
@@ -288,7 +288,7 @@ def test_loading_ranks_are_killed_at_the_end(make_kept: Callable[..., Kept]) -> 
     (kept.path / "silent-1").touch()
     os.kill(first, signal.SIGKILL)
     kept.wait(lambda: kept.pid(1) not in (0, first), "it is started again")
-    kept.keeper.kill_loading()
+    kept.monitor.kill_loading()
     (kept.path / "leave-0").touch()
     began = time.monotonic()
     kept.children.end(grace=20.0)

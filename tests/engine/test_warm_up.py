@@ -17,7 +17,7 @@ from engine import build
 from engine.process.heartbeat import Heartbeat, beat_once, last_beat
 from engine.process.local_ranks import LocalRanks
 from engine.process.places import Places
-from engine.process.settle import SILENT_SECONDS, practise, settle
+from engine.process.warm_up import SILENT_SECONDS, practise, warm_up
 from engine.rank import Rank
 from front.messages import RankReady, RankStats
 from native import Isa, isa, limit_isa
@@ -54,7 +54,7 @@ def test_a_rank_in_this_process_captures_first(rank: Rank, library: FakeGraphLib
 
 def test_it_waits_for_those_that_load(rank: Rank, library: FakeGraphLibrary, tmp_path: Path) -> None:
     loading = Heartbeat(tmp_path / "loading-1")
-    thread = threading.Thread(target=settle, args=(rank, Places(tmp_path), 0, 2))
+    thread = threading.Thread(target=warm_up, args=(rank, Places(tmp_path), 0, 2))
     thread.start()
     end = time.monotonic() + 10
     while last_beat(tmp_path / "loaded-0") is None and time.monotonic() < end:
@@ -74,7 +74,7 @@ def test_it_does_not_wait_for_one_that_gives_no_sign(rank: Rank, library: FakeGr
         now[0] += max(seconds, 1.0)
 
     began = now[0]
-    settle(rank, Places(tmp_path), 0, 2, lambda: now[0], sleep)
+    warm_up(rank, Places(tmp_path), 0, 2, lambda: now[0], sleep)
     assert SILENT_SECONDS <= now[0] - began < SILENT_SECONDS + 3 and library.num_sessions == 1
 
 

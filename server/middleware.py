@@ -1,7 +1,8 @@
 """The outermost layer: who may come in and with how much, request ids, and errors turned into answers.
 
 A plain ASGI layer around the router. Everything is denied by default: when keys are configured, only the probes,
-/metrics and /version are open; administration needs an administrator's key, and none configured means nobody has one.
+/metrics and /version are open; administration needs an administrator's key, and none configured means that no client
+has one.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class _Held:
         self._count = 0
 
 
-class Gate:
+class AuthMiddleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens equal Hugging Face transformers', for every shape that the qwen3 family covers."""
+"""Logits and greedy tokens equal Hugging Face transformers', for every family of models/gqa."""
 
 from __future__ import annotations
 
@@ -15,17 +15,27 @@ from hf_tiny import (
     chunked_logits,
     generate_greedy,
     load_ours,
+    make_deepseek_moe,
+    make_dots1,
+    make_ernie,
+    make_glm4_moe,
     make_llama,
+    make_minimax_m2,
     make_mistral,
+    make_mixtral,
     make_qwen2,
+    make_qwen2_moe,
     make_qwen3,
     make_qwen3_moe,
+    partial_rope,
     relative_error,
 )
 from torch import Tensor
 
 from models.base import CausalLM
 from models.registry import read_config
+
+pytestmark = pytest.mark.parity
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -52,6 +62,21 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "llama3-rope": (make_llama, {"rope_parameters": LLAMA3}),
     "llama-biases": (make_llama, {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}),
     "mistral": (make_mistral, {"head_dim": 16}),
+    "mixtral": (make_mixtral, {}),
+    "qwen2-moe": (make_qwen2_moe, {}),
+    "qwen2-moe-norm": (make_qwen2_moe, {"norm_topk_prob": True, "qkv_bias": False, "decoder_sparse_step": 2}),
+    "minimax-m2": (make_minimax_m2, {}),
+    "minimax-m2-whole-heads": (make_minimax_m2, {"rope_parameters": partial_rope(1.0), "num_key_value_heads": 4}),
+    "glm": (make_glm4_moe, {}),
+    "glm-air": (make_glm4_moe, {"use_qk_norm": False, "attention_bias": True, "n_shared_experts": 2}),
+    "glm-groups": (make_glm4_moe, {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "head_dim": 16}),
+    "glm-yarn": (make_glm4_moe, {"rope_parameters": partial_rope(0.5, **YARN), "head_dim": 16}),
+    "dots1": (make_dots1, {}),
+    "dots1-bias": (make_dots1, {"attention_bias": True, "norm_topk_prob": False, "n_shared_experts": 2}),
+    "deepseek-moe": (make_deepseek_moe, {}),
+    "ernie": (make_ernie, {}),
+    "ernie-some-layers": (make_ernie, {"tie_word_embeddings": False, "moe_layer_interval": 2}),
+    "ernie-no-shared": (make_ernie, {"moe_num_shared_experts": 0, "moe_layer_end_index": 1}),
 }
 
 

@@ -16,8 +16,8 @@ from survivors import Survivors
 from configs.dbo import DboPlan
 from configs.engine import EngineConfig, Plan
 from configs.machine import Machine
-from dbo.gate import NEVER, Crossover
 from dbo.memory import recall, remember
+from dbo.threshold import NEVER, Crossover
 from engine.build import build_rank
 from engine.overlap.memory import with_memory
 from engine.plan import make_plan as plan_of

@@ -11,7 +11,7 @@ _BLOCK_BYTES = 256 << 10  # larger ones are mapped for themselves: a body, or wh
 _MMAP_BYTES = 32 << 20  # the most that glibc accepts
 
 
-def keep_freed_memory() -> None:
+def tune_malloc() -> None:
     """Without this glibc maps each large activation anew and gives it back, and every step pays for the page faults.
 
     For a process of our own only, at its start. Does nothing where the C library has no such settings.

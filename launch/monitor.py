@@ -1,4 +1,4 @@
-"""Keeps the ranks of a server alive: sees one end or hang, fences it, says so, and starts it again. Starts more of
+"""Watches the ranks of a server: sees one end or hang, fences it, says so, and starts it again. Starts more of
 them, and sees off those that are not wanted any more.
 
 Heartbeats: the loop of a rank that has loaded writes time.monotonic() as one float64 into the file beat-RANK
@@ -72,7 +72,7 @@ class _Place:
         return self.child is not None and self.served_since > 0
 
 
-class RankKeeper:
+class RankMonitor:
     """`start` starts one process per rank. `restarts`: whether an ended one is started again; off until all have
     been ready."""
 

@@ -13,7 +13,7 @@ import pytest
 from cache.spec import bytes_per_token
 from layers.rope_parameters import RopeParameters
 from models.fields import ConfigError
-from models.qwen3.config import Qwen3Config, parse
+from models.gqa.config import GqaConfig, parse
 from models.registry import read_config
 
 DENSE: dict[str, Any] = {
@@ -52,12 +52,12 @@ def write(path: Path, raw: object) -> Path:
 
 def test_dense_and_moe(tmp_path: Path) -> None:
     dense = read_config(write(tmp_path, DENSE))
-    assert isinstance(dense, Qwen3Config)
-    assert dense.qk_norm and not dense.qkv_bias and dense.tie_word_embeddings and dense.num_moe_layers == 0
+    assert isinstance(dense, GqaConfig)
+    assert dense.qk_norm == "head" and not dense.qkv_bias and dense.tie_word_embeddings and dense.num_moe_layers == 0
     assert dense.rope == RopeParameters(16, 1e6)
     assert bytes_per_token(dense.cache_spec("bfloat16")) == 4 * 2 * 2 * 16 * 2
     moe = read_config(write(tmp_path, MOE))
-    assert isinstance(moe, Qwen3Config)
+    assert isinstance(moe, GqaConfig)
     assert moe.moe_layers == (1,) and moe.num_moe_layers == 1 and moe.num_experts == 16
 
 
@@ -79,9 +79,9 @@ def test_defaults_differ_by_family() -> None:
     }
     assert heads == {"LlamaForCausalLM": 8, "Qwen3ForCausalLM": 128}
     qwen2 = parse({**bare, "architectures": ["Qwen2ForCausalLM"]}, "c")
-    assert qwen2.qkv_bias and not qwen2.o_bias and not qwen2.qk_norm
+    assert qwen2.qkv_bias and not qwen2.o_bias and qwen2.qk_norm == "none"
     llama = parse({**bare, "architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True}, "c")
-    assert llama.qkv_bias and llama.o_bias and llama.mlp_bias and not llama.qk_norm
+    assert llama.qkv_bias and llama.o_bias and llama.mlp_bias and llama.qk_norm == "none"
 
 
 REQUIRED = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

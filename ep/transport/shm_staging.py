@@ -1,5 +1,5 @@
-"""The rooms that ranks keep for each other (ep/backends/shm.py): what lies in one, and how more than one holds is
-passed through it.
+"""The staging buffers that ranks keep for each other (ep/backends/shm.py): what lies in one, and how more than one
+holds is passed through it.
 
 Legend: D hidden size, K experts per token, n rows.
 """
@@ -23,10 +23,10 @@ Fields = tuple[Tensor, Array, Array]  # x [n, D], slot [n, K], weight [n, K]
 
 SLOT_BYTES, WEIGHT_BYTES = 8, 4
 SMALL_BYTES = 1 << 16  # copied without leaving the interpreter
-NUM_VIEWS = 1024  # kept ready per room
+NUM_VIEWS = 1024  # kept ready per staging buffer
 
 
-class Room:
+class StagingBuffer:
     """Memory for rows of one sender: the hidden states, then the slots, then the weights."""
 
     def __init__(self, window: Tensor, hidden_size: int, dtype: torch.dtype) -> None:
@@ -69,8 +69,8 @@ class Room:
         slot[:] = fields[1]
         weight[:] = fields[2]
 
-    def copy(self, other: Room, count: int, top_k: int) -> None:
-        """The same `count` rows as another room has."""
+    def copy(self, other: StagingBuffer, count: int, top_k: int) -> None:
+        """The same `count` rows as another staging buffer has."""
         end = self._sections(count, top_k)[2]
         if end <= SMALL_BYTES:
             self._memory[:end] = other._memory[:end]
@@ -84,13 +84,13 @@ class Room:
         return slots, weights, weights + count * top_k * WEIGHT_BYTES
 
 
-class Form(Protocol):
+class RowOps(Protocol):
     """What the algorithm of ep/backends/shm.py does to slots and weights: on the host here, on a device in
     ep/backends/nvshmem.py."""
 
     reads_peers: bool  # reading a peer's memory costs no more than reading one's own
 
-    def room(self, window: Tensor, hidden_size: int, dtype: torch.dtype) -> Room: ...
+    def buffer(self, window: Tensor, hidden_size: int, dtype: torch.dtype) -> StagingBuffer: ...
 
     def array(self, x: Tensor) -> Array: ...
 
@@ -113,13 +113,13 @@ class Form(Protocol):
         ...
 
 
-class HostForm:
+class HostOps:
     """numpy does so little in a fraction of torch's time."""
 
     reads_peers = True
 
-    def room(self, window: Tensor, hidden_size: int, dtype: torch.dtype) -> Room:
-        return Room(window, hidden_size, dtype)
+    def buffer(self, window: Tensor, hidden_size: int, dtype: torch.dtype) -> StagingBuffer:
+        return StagingBuffer(window, hidden_size, dtype)
 
     def array(self, x: Tensor) -> Array:
         return x.numpy()
@@ -148,7 +148,7 @@ class HostForm:
 
 
 class Chunks:
-    """What is longer than a room, after its first chunk."""
+    """What is longer than a staging buffer, after its first chunk."""
 
     def __init__(self, signals: Signals, peers: Sequence[int], size: int) -> None:
         self._signals = signals
@@ -169,7 +169,7 @@ class Chunks:
         """Take every chunk but the last from each peer, and put every chunk but the first at each peer.
 
         coming, going: rows from and to each rank; take, put: called with rank, first row, row past the last.
-        Returns for each rank the first row of its last chunk, which is still in its room.
+        Returns for each rank the first row of its last chunk, which is still in its staging buffer.
         """
         start = 0
         while True:

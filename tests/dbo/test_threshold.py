@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbo.gate import MARGIN, NEVER, Crossover, Gate, Sample, agree, between, search
+from dbo.threshold import MARGIN, NEVER, Crossover, Sample, Threshold, agree, between, search
 
 SIZES = [16, 32, 64, 128, 256, 512, 1024, 2048]
 
@@ -73,13 +73,15 @@ def test_between_two_sizes_the_crossover_is_where_enough_is_saved() -> None:
 
 
 def test_a_gate_does_not_go_to_and_fro() -> None:
-    gate = Gate(2, Crossover(100, 200), slack=0.1)
-    decodes = [gate.wish(tokens, False) for tokens in (99, 100, 95, 90, 89, 95, 99, 100)]
+    threshold = Threshold(2, Crossover(100, 200), slack=0.1)
+    decodes = [threshold.propose(tokens, False) for tokens in (99, 100, 95, 90, 89, 95, 99, 100)]
     assert decodes == [1, 2, 2, 2, 1, 1, 1, 2]
-    assert [gate.wish(tokens, True) for tokens in (199, 200, 180, 179, 199)] == [1, 2, 2, 1, 1], "each kind for itself"
-    exact = Gate(3, Crossover(100, NEVER))
-    assert [exact.wish(tokens, False) for tokens in (100, 99)] == [3, 1]
-    assert exact.wish(1 << 20, True) == 1
+    assert [threshold.propose(tokens, True) for tokens in (199, 200, 180, 179, 199)] == [1, 2, 2, 1, 1], (
+        "each kind for itself"
+    )
+    exact = Threshold(3, Crossover(100, NEVER))
+    assert [exact.propose(tokens, False) for tokens in (100, 99)] == [3, 1]
+    assert exact.propose(1 << 20, True) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What the supervisors of a server's machines say to each other: msgspec messages over one TCP connection.
 
 A frame is its length (4 bytes, big-endian) and that many bytes of msgpack. Nothing here waits: what cannot be sent yet
-is kept for the next `flush`. The port belongs to a private network: whoever reaches it may offer ranks.
+is kept for the next `flush`. The port belongs to a private network: any machine that reaches it may offer ranks.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def descriptors(links: Iterable[Link]) -> list[int]:
+def descriptors(connections: Iterable[ControlConnection]) -> list[int]:
     """Those that become readable when something may have come."""
-    return [link.connection.fileno() for link in links if not link.closed]
+    return [link.connection.fileno() for link in connections if not link.closed]
 
 
-class Link:
+class ControlConnection:
     """One end of a connection. `receive` and `send` never wait; look at `closed` after either."""
 
     def __init__(self, connection: socket.socket, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,6 +1,6 @@
 """Where the processes of one machine find each other: a file in which each signs in, and whether each still lives.
 
-The file has its whole size from the beginning, and is written in place: no meeting fails because a disk is full. A
+The file has its whole size from the beginning, and is written in place: no rendezvous fails because a disk is full. A
 rank's sign-in is one record of it: its process id, when that process started (ids are used again), and what it offers
 to the others: the number of an open file with that file's inode, and a port (-1: none). Meetings of one name have some
 records by turns, epoch after epoch, so that one which is out of date does not disturb its followers. A record has one
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from ep.protocol import PeerLost
 
-_RECORD = struct.Struct("=QQqqqqq")  # checksum, the meeting's name and epoch, and the fields of SignIn
+_RECORD = struct.Struct("=QQqqqqq")  # checksum, the rendezvous's name and epoch, and the fields of SignIn
 _RECORD_BYTES = 64
-_RANKS, _TURNS, _NAMES = 64, 16, 16  # records of a meeting, meetings of a name by turns, names
+_RANKS, _TURNS, _NAMES = 64, 16, 16  # records of a rendezvous, meetings of a name by turns, names
 _FILE_BYTES = _RECORD_BYTES * _RANKS * _TURNS * _NAMES
 _FILE_NAME = "meetings"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01  # seconds between two looks
@@ -81,7 +81,7 @@ class Watch:
         return tuple(sorted(rank_of[pidfd] for pidfd, _ in self._poll.poll(0) if pidfd in rank_of))
 
     def close(self) -> None:
-        """Watch nobody any more. Another thread may be asking."""
+        """Watch no process any more. Another thread may be asking."""
         pidfds, self._rank_of, self._poll = list(self._rank_of), {}, select.poll()
         for pidfd in pidfds:
             os.close(pidfd)
@@ -96,8 +96,8 @@ def started(pid: int) -> int:
     return int(text.rpartition(")")[2].split()[19])  # the name in brackets may hold anything
 
 
-class Meeting:
-    """One meeting, as `rank` of `size` processes sees it."""
+class Rendezvous:
+    """One rendezvous, as `rank` of `size` processes sees it."""
 
     def __init__(self, records: mmap.mmap, name: str, epoch: int, rank: int, size: int) -> None:
         """name, epoch: keep meetings in one file apart."""
@@ -163,9 +163,9 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def meeting(place: Path, name: str, rank: int, size: int, epoch: int) -> Iterator[Meeting]:
-    """A Meeting in the file `place`, or in one of the directory `place`, either of which exists. At the end this rank
-    signs out. Raises OSError."""
+def rendezvous(place: Path, name: str, rank: int, size: int, epoch: int) -> Iterator[Rendezvous]:
+    """A Rendezvous in the file `place`, or in one of the directory `place`, either of which exists. At the end this
+    rank signs out. Raises OSError."""
     path, make = (place / _FILE_NAME, os.O_CREAT) if place.is_dir() else (place, 0)
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC | make, 0o600)
     try:
@@ -175,7 +175,7 @@ def meeting(place: Path, name: str, rank: int, size: int, epoch: int) -> Iterato
     finally:
         os.close(file)
     with records:
-        met = Meeting(records, name, epoch, rank, size)
+        met = Rendezvous(records, name, epoch, rank, size)
         try:
             yield met
         finally:

@@ -1,0 +1,155 @@
+"""Decoders with grouped-query attention: Qwen2 and Qwen3 with and without experts, Llama, Mistral, Mixtral, GLM-4.5,
+MiniMax-M2, dots1, DeepSeek-MoE, ERNIE 4.5. Free of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cache.spec import CacheGroup, CacheSpec, Field
+from layers.rope_parameters import RopeParameters
+from models.fields import Fields
+from models.gqa.families import ARCHITECTURES, Family
+from models.key_names import PLAIN, KeyNames
+from models.router_config import RouterConfig
+from models.shared_fields import check_quantization, context_limit, read_rope
+
+
+@dataclass(frozen=True, slots=True)
+class GqaConfig:
+    """qk_norm: "none", "head" (each head of queries and keys by itself) or "vector" (all heads of the queries as one
+    vector, all of the keys as another). o_bias: bias of the output projection of attention. intermediate_size: of the
+    layers without experts. moe_layers: which layers have routed experts, in order (empty for a dense model).
+    shared_width: of the expert that every token takes; has_shared_gate: it is weighted by a sigmoid. num_mtp_layers:
+    layers of the checkpoint after the last one, which predict further tokens; they are not part of the forward pass."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position_embeddings: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeParameters
+    rope_interleave: bool
+    tie_word_embeddings: bool
+    qk_norm: str
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    num_experts: int = 0
+    moe_intermediate_size: int = 0
+    router: RouterConfig | None = None
+    moe_layers: tuple[int, ...] = ()
+    shared_width: int = 0
+    has_shared_gate: bool = False
+    num_mtp_layers: int = 0
+    window: int | None = None  # tokens that attention looks back; None: all
+    key_names: KeyNames = PLAIN
+
+    @property
+    def context_limit(self) -> int:
+        return context_limit(self.max_position_embeddings, self.rope, self.window)[0]
+
+    @property
+    def context_reason(self) -> str:
+        return context_limit(self.max_position_embeddings, self.rope, self.window)[1]
+
+    @property
+    def mla_dims(self) -> None:
+        return None
+
+    @property
+    def num_moe_layers(self) -> int:
+        return len(self.moe_layers)
+
+    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+        """Keys and values of every layer."""
+        if fp8:
+            raise ValueError(f"only latents (DeepSeek) can be kept in FP8, {self.architecture} has none")
+        shape = (self.num_kv_heads, self.head_dim)
+        fields = (Field("key", shape, dtype), Field("value", shape, dtype))
+        return (CacheGroup("paged", tuple(range(self.num_layers)), fields),)
+
+
+def parse(raw: dict[str, Any], source: str) -> GqaConfig:
+    """config.json of a supported architecture -> GqaConfig.
+
+    Raises ConfigError (one line: file, field, what was expected) for a missing or wrong field, and for fields that ask
+    for arithmetic that is not implemented. Defaults of absent fields are those of transformers.
+    """
+    fields = Fields(raw, source)
+    architecture = fields.first_of("architectures")
+    family = ARCHITECTURES[architecture]
+    _refuse_unsupported(fields, architecture)
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    head_dim = fields.integer("head_dim", family.head_dim or hidden_size // num_heads, minimum=2)
+    if head_dim % 2:
+        raise fields.error("head_dim", "an even number")
+    max_position = fields.integer("max_position_embeddings")
+    num_layers = fields.integer("num_hidden_layers")
+    experts = {} if family.experts is None else family.experts(fields, num_layers)
+    return GqaConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        max_position_embeddings=max_position,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.integer("intermediate_size"),
+        rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+        rope=read_rope(fields, head_dim, max_position, family.partial, family.theta),
+        rope_interleave=family.interleaved,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", family.tied),
+        qk_norm=_qk_norm(fields, family),
+        qkv_bias=family.qkv.read(fields),
+        o_bias=family.out.read(fields),
+        mlp_bias=family.mlp.read(fields),
+        window=_window(fields, family),
+        key_names=family.names,
+        num_mtp_layers=_num_mtp_layers(fields) if family.mtp else 0,
+        **experts,
+    )
+
+
+def _qk_norm(fields: Fields, family: Family) -> str:
+    if family.qk_norm_flag is not None and not fields.flag(family.qk_norm_flag, False):
+        return "none"
+    return family.qk_norm
+
+
+def _window(fields: Fields, family: Family) -> int | None:
+    """Of Mistral, where every layer has it."""
+    if family.window is None:
+        return None
+    if "sliding_window" not in fields.raw:
+        return family.window
+    return fields.integer("sliding_window") if fields.has("sliding_window") else None
+
+
+def _num_mtp_layers(fields: Fields) -> int:
+    name = "num_nextn_predict_layers" if fields.has("num_nextn_predict_layers") else "num_mtp_layers"
+    return fields.integer(name, 0, minimum=0)
+
+
+def _refuse_unsupported(fields: Fields, architecture: str) -> None:
+    fields.only("hidden_act", "silu")
+    check_quantization(fields)
+    if architecture.startswith("Qwen"):
+        fields.only("use_sliding_window", None, False)
+    fields.only("use_bias", None, False)  # ERNIE: of every projection, the head's too
+    if architecture == "MixtralForCausalLM":
+        fields.only("sliding_window", None)
+    layer_types = fields.raw.get("layer_types")
+    if layer_types is not None and (not isinstance(layer_types, list) or set(layer_types) - {"full_attention"}):
+        raise fields.error("layer_types", 'a list of "full_attention" (no other attention is implemented)')

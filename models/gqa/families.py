@@ -1,0 +1,73 @@
+"""What an architecture's name decides about a decoder with grouped-query attention. Free of torch.
+
+Defaults are those of Hugging Face transformers, whose config classes are the source of the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from models.fields import Fields
+from models.gqa.experts import deepseek_experts, ernie_experts, mixtral_experts, qwen_experts
+from models.key_names import ERNIE, MIXTRAL, PLAIN, QWEN2_MOE, KeyNames
+
+ReadExperts = Callable[[Fields, int], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """flag: the field that says whether there is a bias; None: `default` decides."""
+
+    flag: str | None = None
+    default: bool = False
+
+    def read(self, fields: Fields) -> bool:
+        return self.default if self.flag is None else fields.flag(self.flag, self.default)
+
+
+ASKED = Bias("attention_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """qk_norm: as GqaConfig.qk_norm; qk_norm_flag: the field that says whether there is one. qkv, out, mlp: biases of
+    the projections. window: of a config.json that does not say sliding_window; None: it has no such field. partial:
+    the part of a head that is rotated; None: all of it, always. interleaved: pairs of rotated dimensions lie side by
+    side. experts: reads what GqaConfig says of routed experts, given the number of layers."""
+
+    qk_norm: str = "none"
+    qk_norm_flag: str | None = None
+    qkv: Bias = Bias()
+    out: Bias = Bias()
+    mlp: Bias = Bias()
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    window: int | None = None
+    partial: float | None = None
+    interleaved: bool = False
+    theta: float = 10000.0
+    tied: bool = False  # where tie_word_embeddings is absent
+    experts: ReadExperts | None = None
+    names: KeyNames = PLAIN
+    mtp: bool = False  # its checkpoints may have layers after the last one that predict further tokens
+
+
+ARCHITECTURES: dict[str, Family] = {
+    "Qwen3ForCausalLM": Family(qk_norm="head", qkv=ASKED, out=ASKED, head_dim=128),
+    "Qwen3MoeForCausalLM": Family(qk_norm="head", qkv=ASKED, out=ASKED, experts=qwen_experts),
+    "Qwen2ForCausalLM": Family(qkv=Bias(default=True)),
+    "Qwen2MoeForCausalLM": Family(qkv=Bias("qkv_bias", True), experts=qwen_experts, names=QWEN2_MOE),
+    "LlamaForCausalLM": Family(qkv=ASKED, out=ASKED, mlp=Bias("mlp_bias")),
+    "MistralForCausalLM": Family(window=4096),
+    "MixtralForCausalLM": Family(theta=1e6, experts=mixtral_experts, names=MIXTRAL),
+    "MiniMaxM2ForCausalLM": Family(
+        qk_norm="vector", head_dim=128, partial=1.0, theta=5e6, experts=mixtral_experts, names=MIXTRAL
+    ),
+    "Glm4MoeForCausalLM": Family(
+        qk_norm="head", qk_norm_flag="use_qk_norm", qkv=ASKED, partial=0.5, experts=deepseek_experts, mtp=True
+    ),
+    "Dots1ForCausalLM": Family(qk_norm="head", qkv=ASKED, out=ASKED, experts=deepseek_experts),
+    "DeepseekForCausalLM": Family(qkv=ASKED, out=ASKED, experts=deepseek_experts),
+    "Ernie4_5_MoeForCausalLM": Family(interleaved=True, theta=5e5, tied=True, experts=ernie_experts, names=ERNIE),
+}

@@ -1,0 +1,129 @@
+"""Decoders with grouped-query attention, dense or with routed experts; families differ by switches (config.py).
+
+Legend: T tokens, D hidden size, H query heads, Hkv key/value heads, Dh head size, R rope planes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dbo.steps import Steps
+from ep.moe import MoE, MoELayers
+from ep.parallel import Parallel
+from layers.attention import AttentionPlan, HeadCounts, paged_attention, qk_norm_rope_cache
+from layers.linear import Linear, MergedLinear, parameter
+from layers.mlp import GatedMLP, WeightedMLP
+from layers.norm import rms_norm
+from layers.step import StepInput
+from models.base import WeightSource
+from models.decoder import Decoder, LayerContext
+from models.gqa import weights
+from models.gqa.config import GqaConfig
+from models.graph_breaks import GraphBreaks, Operation
+from models.loading import read_mlp, read_shared, skip_mtp
+from models.routers import make_router, read_router
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. qk_norm [H + Hkv, Dh]: the weight of the norm of queries and keys, or None;
+    norms_vectors: it is that of all heads as one vector."""
+
+    qk_norm: nn.Parameter | None
+
+    def __init__(self, config: GqaConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv = MergedLinear(config.hidden_size, parts, config.qkv_bias, dtype, device)
+        self.out = Linear(q_size, config.hidden_size, config.o_bias, dtype, device)
+        qk_shape = (config.num_heads + config.num_kv_heads, config.head_dim)
+        self.qk_norm = None if config.qk_norm == "none" else parameter(qk_shape, dtype, device)
+        self.norms_vectors = config.qk_norm == "vector"
+        self.eps = config.rms_norm_eps
+        self.scale = config.head_dim**-0.5
+
+    def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
+        """Writes the step's keys and values to `cache`, then attends over it."""
+        yield from ()  # nothing of it is ever in flight
+        qkv = self.qkv(x_TD)
+        qk_norm = self.qk_norm
+        if self.norms_vectors:
+            self._norm_vectors(qkv)
+            qk_norm = None
+        qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        q_THD = qk_norm_rope_cache(qkv, self.num_heads, qk_norm, self.eps, context.rope, cache, context.step.slots_T)
+        k_cache, v_cache = cache
+        attend = context.operations[0]
+        attended = attend(q_THD, k_cache, v_cache, self.scale)
+        out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
+        return out_TD
+
+    def _norm_vectors(self, qkv: Tensor) -> None:
+        """In place, of queries, keys and values side by side."""
+        assert self.qk_norm is not None
+        start = 0
+        for heads in (slice(0, self.num_heads), slice(self.num_heads, None)):
+            weight = self.qk_norm[heads].flatten()
+            part = qkv[:, start : start + weight.shape[0]]
+            part.copy_(rms_norm(part, weight, self.eps))
+            start += weight.shape[0]
+
+
+class GqaForCausalLM(Decoder[Attention]):
+    """Implements models.base.CausalLM."""
+
+    config: GqaConfig
+
+    def __init__(self, config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
+        mlps = _mlps(config, parallel, dtype, device)
+        super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
+        self.heads = HeadCounts(config.num_heads, config.num_kv_heads, config.head_dim)
+
+    def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
+        return (breaks.operation(self._attention, step, 1),)
+
+    def _attention(self, step: StepInput) -> Operation:
+        plan = AttentionPlan(step, self.heads, self.dtype)
+        return lambda q_THD, k_cache, v_cache, scale: paged_attention(q_THD, k_cache, v_cache, plan, scale)
+
+    def read_layer(self, index: int, source: WeightSource) -> None:
+        layer, prefix = self.decoders[index], f"model.layers.{index}."
+        source.read(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
+        source.read(f"{prefix}post_attention_layernorm.weight", layer.post_norm.weight)
+        attention = layer.mixer
+        weights.read_attention(
+            source, f"{prefix}self_attn.", self.config, attention.qkv, attention.out, attention.qk_norm
+        )
+        mlp, prefix = layer.mlp, f"{prefix}mlp."
+        if isinstance(mlp, GatedMLP):
+            read_mlp(source, prefix, mlp)
+            return
+        read_router(source, f"{prefix}gate.", mlp.router)
+        read_shared(source, prefix, mlp.shared)
+
+    def skip_rest(self, source: WeightSource) -> None:
+        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
+
+
+def _mlps(config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[GatedMLP | MoE]:
+    """The feed-forward layer of each decoder layer."""
+    moe_layers = MoELayers(parallel, config.hidden_size, dtype, device) if config.moe_layers else None
+    mlps: list[GatedMLP | MoE] = []
+    for layer in range(config.num_layers):
+        if moe_layers is None or layer not in config.moe_layers:
+            mlps.append(GatedMLP(config.hidden_size, config.intermediate_size, dtype, device, config.mlp_bias))
+            continue
+        assert config.router is not None
+        router = make_router(config.router, config.hidden_size, config.num_experts, dtype, device)
+        mlps.append(moe_layers.make(router, config.moe_intermediate_size, _shared(config, dtype, device)))
+    return mlps
+
+
+def _shared(config: GqaConfig, dtype: torch.dtype, device: torch.device) -> GatedMLP | None:
+    """The expert that every token takes."""
+    if not config.shared_width:
+        return None
+    kind = WeightedMLP if config.has_shared_gate else GatedMLP
+    return kind(config.hidden_size, config.shared_width, dtype, device, config.mlp_bias)

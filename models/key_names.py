@@ -1,0 +1,49 @@
+"""From the keys of a checkpoint to the names that models read, which are those of Qwen3-MoE and DeepSeek-V3 in Hugging
+Face transformers. Free of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KeyNames:
+    """How a family's checkpoints call the same things.
+
+    prefix: in front of every key of the language model, which the checkpoint has beside others. skipped: what keys
+    begin with that are of parts which are not served (a vision tower). parts: pairs of (what stands in a key, what it
+    is called here).
+    """
+
+    prefix: str = ""
+    skipped: tuple[str, ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
+
+    def __call__(self, key: str) -> str | None:
+        """The name that models read, or None where the key is of a part that is not served."""
+        if key.startswith(self.skipped):
+            return None
+        name = key.removeprefix(self.prefix)
+        for stored, own in self.parts:
+            name = name.replace(stored, own)
+        return name
+
+
+PLAIN = KeyNames()
+SHARED_EXPERT = (".mlp.shared_expert.", ".mlp.shared_experts.")
+MIXTRAL = KeyNames(
+    parts=(
+        (".block_sparse_moe.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+        (".block_sparse_moe.", ".mlp."),
+        (".w1.", ".gate_proj."),
+        (".w2.", ".down_proj."),
+        (".w3.", ".up_proj."),
+    )
+)
+QWEN2_MOE = KeyNames(parts=(SHARED_EXPERT,))
+ERNIE = KeyNames(
+    parts=((".mlp.moe_statics.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
+    skipped=("model.mtp_",),
+)
+KIMI_WRAPPER = KeyNames(prefix="language_model.", skipped=("vision_tower.", "mm_projector.", "multi_modal_projector."))

@@ -72,6 +72,7 @@ def write_in_parts(model: Any, folder: Path, seed: int) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     random = torch.Generator().manual_seed(seed)
     pool = torch.empty(1 << 24, dtype=torch.bfloat16).normal_(0, 0.02, generator=random)

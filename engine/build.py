@@ -105,7 +105,7 @@ def build_rank(
     model.load(checkpoint, store)
     checkpoint.finish()
     scheduler = _scheduler(plan, model.cache_spec())
-    ready = _ready(plan, rank, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read)
+    ready = _ready(plan, rank, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
     timeline = Timeline(rank, model)
     kv = _cache(plan, model, device)
     runner = _runner(plan, model, kv, facts, device, exchange, timeline)
@@ -131,7 +131,13 @@ def _fingerprint(plan: Plan, facts: ModelFacts) -> int:
 
 
 def _ready(
-    plan: Plan, rank: int, scheduler: Scheduler, facts: ModelFacts, load_seconds: float, bytes_read: int
+    plan: Plan,
+    rank: int,
+    scheduler: Scheduler,
+    facts: ModelFacts,
+    load_seconds: float,
+    bytes_read: int,
+    store: Store | None,
 ) -> RankReady:
     return RankReady(
         rank=rank,
@@ -141,6 +147,7 @@ def _ready(
         vocab_size=facts.vocab_size,
         load_seconds=load_seconds,
         bytes_read=bytes_read,
+        mapped_bytes=0 if store is None else store.used,
         reasons=plan.reasons,
     )
 

@@ -169,6 +169,19 @@ class Metrics(Collector):
             http.add_metric(key, count)
         yield http
 
+    def _stored(self, name: str) -> Iterator[Metric]:
+        """The weights that ranks share (docs/memory.md)."""
+        members = self._engine.members
+        serving = [rank for rank, state in enumerate(members.states[: members.count]) if state is State.UP]
+        sizes = [ready.mapped_bytes for rank in serving if (ready := members.ready.get(rank)) is not None]
+        for metric, text, value in (
+            ("moesaic:weight_store_bytes", "Weights that the ranks of the machine share.", max(sizes, default=0)),
+            ("moesaic:weight_store_mappings", "Ranks that map them.", sum(size > 0 for size in sizes)),
+        ):
+            family = GaugeMetricFamily(metric, text, labels=["model_name"])
+            family.add_metric([name], value)
+            yield family
+
     def _surviving(self, name: str, labels: list[str]) -> Iterator[Metric]:
         members = self._engine.members
         up = GaugeMetricFamily("moesaic:rank_up", "1 for a rank that serves.", labels=labels)
@@ -178,6 +191,7 @@ class Metrics(Collector):
         count = GaugeMetricFamily("moesaic:ranks", "Ranks that are to serve.", labels=["model_name"])
         count.add_metric([name], members.count)
         yield count
+        yield from self._stored(name)
         for metric, text, value in (
             ("moesaic:rank_losses", "Ranks lost.", members.num_losses),
             (

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 LARGE_PAGE = 2 << 20
+SLOW_PAGE_SECONDS = 1e-3  # making a large page zero takes a quarter of that
+MOST_SLOW_PAGES = 64
 ALIGNMENT = 4096
 MAGIC = b"moesaic weights\n"
 VERSION = 1  # of this file's layout
@@ -94,7 +96,7 @@ class Store:
             except OSError as error:
                 os.close(self._reader)
                 raise StoreError(f"the store of weights cannot be filled: {error.strerror}") from None
-        self._collapses = True
+        self._slow_pages = 0
         self._size = _up(max(capacity, self.used), LARGE_PAGE)
         self._reserved = self._libc.mmap(
             None, self._size + LARGE_PAGE, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0
@@ -155,13 +157,16 @@ class Store:
     def bring_in(self, start: int, num_bytes: int) -> None:
         """Large pages under what is filled next, where the kernel has them: one that begins in these bytes, which are
         still to be written, is made of a page of its first byte (madvise(2), MADV_COLLAPSE, as the systems' setting for
-        shared memory is usually `never`)."""
+        shared memory is usually `never`). No more of them once some were refused or took long: memory is in pieces then,
+        or a virtual machine's host has yet to find it."""
         first = _up(self.address + start, LARGE_PAGE)
         for page in range(first, self.address + start + num_bytes, LARGE_PAGE):
-            if not self._collapses:
+            if self._slow_pages >= MOST_SLOW_PAGES:
                 return
+            began = time.thread_time()
             ctypes.memset(page, 0, 1)
-            self._collapses = self._libc.madvise(page, LARGE_PAGE, _MADV_COLLAPSE) == 0
+            refused = self._libc.madvise(page, LARGE_PAGE, _MADV_COLLAPSE) != 0
+            self._slow_pages += refused or time.thread_time() - began > SLOW_PAGE_SECONDS
 
     def write(self, start: int, data: bytes) -> None:
         ctypes.memmove(self.address + start, data, len(data))

@@ -58,6 +58,9 @@ def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
         expected = asyncio.run(wave(server))
         inode = store_of(server)
         assert mappings(inode) == {pid: {"r--s"} for pid in ranks_of(server).values()}
+        assert 'weight_store_mappings{model_name="moesaic-tiny"} 3.0' in server.get("/metrics").replace(
+            str(tmp_path / "model"), "moesaic-tiny"
+        )
         weights.unlink()
 
         def all_but_one() -> None:

@@ -57,6 +57,8 @@ from store.memory import Store
 # Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more
 # than the weights take.
 PREPARED_BYTES = 1 << 30
+# Of a rank that comes back to a store: more would read most of a large model's experts before it serves.
+MAPPED_PRACTICE_TOKENS = 4
 PRACTICE_TOKENS = 32  # on a CPU; on a GPU kernels are compiled for the largest step
 MAX_RECORDED = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
 
@@ -120,7 +122,9 @@ def build_rank(
         timeline=timeline,
         overlap=_overlap(plan, model, times, exchange, runner, device),
         preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
-        practice_tokens=PRACTICE_TOKENS if device.type == "cpu" else plan.max_num_batched_tokens,
+        practice_tokens=(MAPPED_PRACTICE_TOKENS if mapped and join else PRACTICE_TOKENS)
+        if device.type == "cpu"
+        else plan.max_num_batched_tokens,
     )
 
 

@@ -298,9 +298,9 @@ class RankBench:
         self.parts = 1
         launch = self.rank._runner.launch
 
-        def noting(schedule: Any, chores: Any = None, num_parts: int = 1) -> Any:
+        def noting(schedule: Any, hooks: Any = (), num_parts: int = 1) -> Any:
             self.parts = num_parts
-            return launch(schedule, chores, num_parts)
+            return launch(schedule, hooks, num_parts)
 
         self.rank._runner.launch = noting  # type: ignore[method-assign]
 
@@ -322,7 +322,7 @@ class RankBench:
         parts = self.parts
         assert len(outputs) == self.part["prompts"], f"{len(outputs)} prompts computed in the step"
         self.clock.end()
-        while not self.rank.asleep:
+        while not self.rank.idle:
             self.rank.step()
         waited = self.clock.seconds
         return {

@@ -1,9 +1,9 @@
-"""Decode steps as they are written beside the same ones played from a tape (engine/tapes.py), in turn.
+"""Decode steps that run eager beside the same ones replayed from a CPU's graph (engine/capture.py), in turn.
 
     python benchmarks/bench_tapes.py [--model DIR] [--streams 1,8,32] [--context 128] [--threads N] [--json]
 
-A row: streams, written_ms and played_ms (medians of a forward pass, without the head), ratio (written / played). Without --model a
-tiny one is made, of which nearly all is Python.
+A row: streams, eager_ms and replayed_ms (medians of a forward pass, without the head), ratio (eager / replayed), and
+layout_ms (the median of laying out what both read). Without --model a tiny one is made, of which nearly all is Python.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from torch import Tensor
 from cache.memory import CacheMemory
 from cache.spec import CacheSizes
 from dbo.steps import drain
-from engine.tapes import Tapes
+from engine.capture import Capture, GraphPolicy
+from engine.prepared import PreparedStep
+from engine.schedule import NewRow, Schedule
+from engine.step_buffers import Limits, StepBuffers
 from ep.backends.local import LocalAllToAll
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
-from layers.step import StepInput
+from front.messages import SamplingParams
 from layers.weights import Checkpoint
 from models.base import CausalLM
 from models.registry import build, read_config
+from native.tape import CpuGraphs
 
 BLOCK_SIZE = 16
 REPEATS = 40
@@ -47,52 +51,56 @@ def load(path: Path) -> CausalLM:
     return model
 
 
-def decodes(num_streams: int, context: int, vocab_size: int) -> StepInput:
-    """One token for each of so many sequences, of `context` tokens each, in a cache of which nobody else has a block."""
-    blocks_each = -(-context // BLOCK_SIZE)
-    table_BN = torch.arange(num_streams * blocks_each).view(num_streams, blocks_each)
-    last = context - 1
-    return StepInput(
-        token_ids_T=torch.randint(vocab_size, (num_streams,)),
-        positions_T=torch.full((num_streams,), last),
-        slots_T=table_BN[:, -1] * BLOCK_SIZE + last % BLOCK_SIZE,
-        query_starts=tuple(range(num_streams + 1)),
-        kv_lens=(context,) * num_streams,
-        kv_lens_B=torch.full((num_streams,), context),
-        block_table_BN=table_BN,
-        num_decodes=num_streams,
-        block_size=BLOCK_SIZE,
-        logits_rows_P=torch.arange(num_streams),
-    )
+def prompts(num_streams: int, context: int) -> Schedule:
+    """So many sequences of `context` tokens each, of which all but the last are in the cache already."""
+    blocks_each = -(-(context + REPEATS + 4) // BLOCK_SIZE)
+    schedule = Schedule(0)
+    for row in range(num_streams):
+        schedule.new_rows.append(NewRow(row, row, [row + 1] * context, context, SamplingParams(), 1, ()))
+        schedule.new_blocks.append((row, [list(range(row * blocks_each, (row + 1) * blocks_each))]))
+    return decodes(schedule, num_streams, context - 1)
+
+
+def decodes(schedule: Schedule, num_streams: int, position: int) -> Schedule:
+    schedule.rows, schedule.starts = list(range(num_streams)), [position] * num_streams
+    schedule.counts, schedule.samples = [1] * num_streams, [True] * num_streams
+    return schedule
 
 
 def compare(model: CausalLM, num_streams: int, context: int) -> dict[str, float]:
-    blocks_each = -(-context // BLOCK_SIZE)
-    kv = CacheMemory.allocate(
-        model.cache_spec(), CacheSizes(BLOCK_SIZE, num_streams * blocks_each), torch.device("cpu")
-    )
-    tapes = Tapes(lambda step, breaks, lane: model.steps(step, kv, lane, breaks), num_streams, blocks_each, BLOCK_SIZE)
-    tapes.capture()
-    seconds: dict[str, list[float]] = {"written": [], "played": []}
-    ways: dict[str, Callable[[StepInput], Tensor]] = {
-        "written": lambda step: drain(model.steps(step, kv)),
-        "played": lambda step: drain(tapes.steps(step)),
+    longest = context + REPEATS + 4
+    sizes = CacheSizes(BLOCK_SIZE, num_streams * -(-longest // BLOCK_SIZE))
+    kv = CacheMemory.allocate(model.cache_spec(), sizes, torch.device("cpu"))
+    buffers = StepBuffers(Limits(num_streams, num_streams, longest, BLOCK_SIZE), torch.device("cpu"))
+    policy = GraphPolicy(exact=num_streams)
+    capture = Capture(lambda step, breaks, lane: model.steps(step, kv, lane, breaks), CpuGraphs(), policy, buffers)
+    capture.capture()
+    seconds: dict[str, list[float]] = {"eager": [], "replayed": [], "layout": []}
+    ways: dict[str, Callable[[PreparedStep], Tensor]] = {
+        "eager": lambda step: drain(model.steps(step.inputs[0], kv)),
+        "replayed": lambda step: drain(capture.steps(step)),
     }
+    schedule = prompts(num_streams, context)
     for turn in range(REPEATS + 3):
-        step = decodes(num_streams, context, model.config.vocab_size)
+        began = time.perf_counter()
+        step = buffers.fill(schedule, choose=capture.choose)
+        seconds["layout"].append(time.perf_counter() - began)
         for name, run in ways.items():
             began = time.perf_counter()
             run(step)
             if turn >= 3:
                 seconds[name].append(time.perf_counter() - began)
-    if tapes.refused():
-        raise SystemExit(f"nothing was recorded: {tapes.refused()[num_streams]}")
+        buffers.write_tokens(step, torch.randint(model.config.vocab_size, (num_streams,)))
+        schedule = decodes(Schedule(turn + 1), num_streams, context + turn)
+    if capture.refused:
+        raise SystemExit(f"nothing was captured: {capture.refused[num_streams]}")
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "streams": num_streams,
-        "written_ms": round(middle["written"] * 1e3, 3),
-        "played_ms": round(middle["played"] * 1e3, 3),
-        "ratio": round(middle["written"] / middle["played"], 3),
+        "eager_ms": round(middle["eager"] * 1e3, 3),
+        "replayed_ms": round(middle["replayed"] * 1e3, 3),
+        "ratio": round(middle["eager"] / middle["replayed"], 3),
+        "layout_ms": round(middle["layout"] * 1e3, 3),
     }
 
 

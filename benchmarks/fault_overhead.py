@@ -109,7 +109,7 @@ class MeasuredRank:
         rank._runner.steps = functools.partial(self.meter.steps, rank._runner.steps)
         self.round = 0
         self.base = self.bare_steps = 0
-        self.was_asleep = True
+        self.was_idle = True
 
     def run(self) -> None:
         from front.wire import sleep_until_called
@@ -134,7 +134,7 @@ class MeasuredRank:
             if FIRST_STEP <= step < FIRST_STEP + BLOCK_STEPS * NUM_BLOCKS:
                 cpu = time.thread_time() - cpu
                 self._note(step, (time.perf_counter() - began, cpu, cpu - self.meter.seconds))
-            if rank.asleep and step:
+            if rank.idle and step:
                 self.base, self.bare_steps = agreement(), 0
                 self.round += 1
                 draft = self.directory / f"draft-{self.rank_id}"
@@ -164,9 +164,9 @@ class MeasuredRank:
         joined = rank.take_joined()
         if joined is not None:
             socket.send(joined)
-        if outputs or rank.asleep != self.was_asleep:
+        if outputs or rank.idle != self.was_idle:
             socket.send(Outputs(self.rank_id, outputs, rank.stats, time.monotonic()))
-        self.was_asleep = rank.asleep
+        self.was_idle = rank.idle
         return float(rank.pause(10.0))
 
     def _bare_step(self) -> None:

@@ -16,12 +16,16 @@ from cache.memory import CacheMemory
 from cache.spec import CacheSizes, bytes_per_token
 from configs.presets import PRESETS
 from dbo.steps import Steps, drain
-from engine.graphs import GraphLibrary, Graphs, GraphSizes
+from engine.capture import Capture, GraphLibrary, GraphPolicy
+from engine.prepared import PreparedStep
+from engine.schedule import NewRow, Schedule
+from engine.step_buffers import Limits, StepBuffers
 from ep.backends.local import LocalAllToAll
 from ep.experts import Experts, WeightFormat
 from ep.parallel import Parallel
 from ep.router import DeepseekV3Router
 from eplb.placement import linear_placement
+from front.messages import SamplingParams
 from layers.norm import RMSNorm
 from layers.step import StepInput
 from models.base import CausalLM
@@ -169,24 +173,54 @@ class Driver:
             logits_rows_P=(ends_B - 1).to(to),
         )
 
-    def run(self, step: StepInput, graphs: Graphs | None = None) -> Tensor:
+    def run(self, step: StepInput) -> Tensor:
         """The hidden state, [T, D]."""
-        return drain(self.model.steps(step, self.kv) if graphs is None else graphs.steps(step))
+        return drain(self.model.steps(step, self.kv))
 
-    def logits(self, step: StepInput, graphs: Graphs | None = None) -> Tensor:
+    def logits(self, hidden_TD: Tensor) -> Tensor:
         """Of every token, float32 [T, V]."""
-        return self.model.logits(self.run(step, graphs)).float()
+        return self.model.logits(hidden_TD).float()
 
-    def graphs(self, library: GraphLibrary, sizes: GraphSizes, cut_experts: bool = False) -> Graphs:
-        """Captured."""
-
+    def capture(self, library: GraphLibrary, policy: GraphPolicy) -> Captured:
         def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
             return self.model.steps(step, self.kv, lane, breaks)
 
-        scratch = self.kv.num_blocks - 1
-        graphs = Graphs(forward, library, sizes, self.max_len, self.block_size, scratch, self.device, cut_experts)
-        graphs.capture()
-        return graphs
+        most = max([self.num_sequences * 16, *policy.full, *policy.piecewise])
+        limits = Limits(self.num_sequences, most, self.max_len, self.block_size, scratch_block=self.kv.num_blocks - 1)
+        buffers = StepBuffers(limits, self.device)
+        capture = Capture(forward, library, policy, buffers)
+        capture.capture()
+        return Captured(self, buffers, capture)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The graphs of a driver, and what they read."""
+
+    driver: Driver
+    buffers: StepBuffers
+    capture: Capture
+
+    def step(self, sequences: Sequence[int], first: int, count: int, token_ids_T: Tensor | None = None) -> PreparedStep:
+        """As Driver.step, laid out for the graphs."""
+        driver, schedule = self.driver, Schedule(0)
+        num = len(sequences) * count
+        given = torch.randint(0, driver.model.config.vocab_size, (num,)) if token_ids_T is None else token_ids_T
+        tokens, end = given.tolist(), first + count
+        for place, row in enumerate(sequences):
+            known = [*[0] * first, *tokens[place * count : (place + 1) * count]]
+            schedule.new_rows.append(NewRow(row, row, known, end, SamplingParams(), 1, ()))
+            used = -(-end // driver.block_size)
+            schedule.new_blocks.append((row, [list(range(row * driver.columns, row * driver.columns + used))]))
+            schedule.rows.append(row)
+            schedule.starts.append(first)
+            schedule.counts.append(count)
+            schedule.samples.append(True)
+        return self.buffers.fill(schedule, choose=self.capture.choose)
+
+    def run(self, step: PreparedStep) -> Tensor:
+        """The hidden state, [T, D]."""
+        return drain(self.capture.steps(step))
 
 
 @dataclass(frozen=True)

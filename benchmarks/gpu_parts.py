@@ -28,7 +28,7 @@ from gpu_rows import Options, attempt, forms_of_gpu, relative, row
 from gpu_whole import deepseek, graph_library, profile, qwen3
 from torch import Tensor
 
-from engine.graphs import GraphSizes
+from engine.capture import GraphPolicy
 from ep.experts import WeightFormat
 from models.base import CausalLM
 from native import Isa, limit_isa
@@ -95,33 +95,33 @@ def parity(options: Options) -> None:
 
 
 def graphs(options: Options) -> None:
-    """Captured steps equal those that run as they are written, while the batch shrinks and grows."""
+    """Captured steps equal eager ones, while the batch shrinks and grows."""
     dtype = torch.bfloat16 if options.on_gpu else torch.float32
     for family in ("qwen3", "qwen3-moe", "deepseek-v3"):
         alone = options.on_gpu or family == "qwen3"  # on a CPU torch's experts and MLA count on the host
         model = make_model({**TINY[family], **ALL_EXPERTS}, dtype, options.device)
-        kinds = [("full", GraphSizes(full=(1, 2, 4, 8)), False)] if alone else []
+        kinds = [("full", GraphPolicy(full=(1, 2, 4, 8)))] if alone else []
         kinds += [
-            ("piecewise", GraphSizes(piecewise=(4, 8, 64)), not alone),
-            ("experts cut", GraphSizes(piecewise=(4, 8, 64)), True),
+            ("piecewise", GraphPolicy(piecewise=(4, 8, 64), break_exchanges=not alone)),
+            ("experts cut", GraphPolicy(piecewise=(4, 8, 64), break_exchanges=True)),
         ]
-        for name, sizes, cut in kinds:
+        for name, policy in kinds:
             with attempt(f"{family} {name}"):
-                worst, captured = _worst(options, model, sizes, cut)
+                worst, captured = _worst(options, model, policy)
                 row(f"{family} {name}", worst < (2e-2 if options.on_gpu else 1e-4), error=worst, captured=captured)
 
 
-def _worst(options: Options, model: CausalLM, sizes: GraphSizes, cut: bool) -> tuple[float, int]:
+def _worst(options: Options, model: CausalLM, policy: GraphPolicy) -> tuple[float, int]:
     """The largest difference to eager steps, and how many graphs were captured."""
     driver, eager = (Driver(model, 7, 64, 16, options.device) for _ in range(2))
-    captured = driver.graphs(graph_library(options), sizes, cut)
+    captured = driver.capture(graph_library(options), policy)
     worst, first = 0.0, 0
     for count, living in ((9, 7), (1, 7), (1, 3), (1, 5), (1, 1), (4, 7), (1, 7)):
         step = eager.step(range(living), first, count)
-        ours = driver.logits(step, captured)
-        worst = max(worst, relative(ours, eager.logits(step)))
+        ours = driver.logits(captured.run(captured.step(range(living), first, count, step.token_ids_T)))
+        worst = max(worst, relative(ours, eager.logits(eager.run(step))))
         first += count
-    return worst, sum(map(len, captured.captured))
+    return worst, len(captured.capture.captured(True) + captured.capture.captured(False))
 
 
 # ---- kernels ----

@@ -41,7 +41,7 @@ class Options:
 
     def limits(self) -> Limits:
         if self.on_gpu:
-            return Limits.probe(self.clock(), self.device, *((256, 1 << 20) if self.tiny else ()))
+            return Limits.probe(self.clock(), self.device, *((64, 1 << 20) if self.tiny else ()))
         return Limits(1e9, {"bf16": 1e9, "fp8": 1e9})  # made up: nothing is measured on a CPU
 
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from gpu_clock import Limits
-from gpu_models import WHOLE, Driver, Floor, StepSizes, floor_of, steps_of
+from gpu_models import WHOLE, Captured, Driver, Floor, StepSizes, floor_of, steps_of
 from gpu_rows import Options, attempt, row
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from engine.graphs import GraphLibrary, Graphs, GraphSizes
+from engine.capture import GraphLibrary, GraphPolicy
+from engine.prepared import PreparedStep
 from ep.experts import WeightFormat
 from layers.step import StepInput
 from models.base import CausalLM
@@ -83,30 +84,31 @@ def _model(options: Options, name: str) -> None:
     captured = _captured(options, driver, steps.decodes)
     context = steps.context
     for count in steps.decodes:
-        step = driver.step(range(count), context, 1)
         floor = floor_of(model, count, count, count * context, count * context, form)
-        for how, graphs in (("eager", None), ("graph", captured)):
-            if (how == "graph" and graphs is None) or not options.left(3):
+        for how, ran in (("eager", driver), ("graph", captured)):
+            if ran is None or not options.left(3):
                 continue
             with attempt(f"decode {count} x {context} {how}"):
-                seconds = _wall(options, functools.partial(_sampled, driver, step, graphs))
+                step = ran.step(range(count), context, 1)
+                seconds = _wall(options, functools.partial(_sampled, ran, step))
                 _timed(f"decode {count} x {context} {how}", seconds, count, num_layers, found, floor)
 
 
-def _captured(options: Options, driver: Driver, counts: tuple[int, ...]) -> Graphs | None:
+def _captured(options: Options, driver: Driver, counts: tuple[int, ...]) -> Captured | None:
     captured = None
     if options.on_gpu:
         with attempt("capture of decode graphs"):
             began = time.monotonic()
-            captured = driver.graphs(graph_library(options), GraphSizes(full=counts))
+            captured = driver.capture(graph_library(options), GraphPolicy(full=counts))
             row(f"capture of {len(counts)} decode graphs", None, seconds=time.monotonic() - began)
     return captured
 
 
-def _sampled(driver: Driver, step: StepInput, captured: Graphs | None = None) -> Tensor:
+def _sampled(ran: Driver | Captured, step: StepInput | PreparedStep) -> Tensor:
     """A whole step, greedy."""
-    hidden_TD = driver.run(step, captured)
-    return driver.model.greedy_tokens(hidden_TD[step.logits_rows_P], driver.model.config.vocab_size)
+    hidden_TD = ran.run(step)  # type: ignore[arg-type]
+    model = ran.driver.model if isinstance(ran, Captured) else ran.model
+    return model.greedy_tokens(hidden_TD[step.logits_rows_P], model.config.vocab_size)
 
 
 def _wall(options: Options, run: Callable[[], object], repeats: int = 20) -> float:
@@ -166,7 +168,7 @@ def profile(options: Options) -> None:
         )
         captured = _captured(options, driver, (count,))
         if captured is not None:
-            run = functools.partial(_sampled, driver, decode, captured)
+            run = functools.partial(_sampled, captured, captured.step(range(count), steps.context, 1))
             _profiled(options, f"{name} decode {count} x {steps.context} graph", run)
 
 

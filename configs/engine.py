@@ -108,7 +108,7 @@ class Plan:
     graph_bytes: int = 0  # kept free for its captured graphs
     eplb: EplbConfig | None = None  # how experts are balanced at run time; None: they are not
     dbo: DboPlan | None = None  # whether and when steps are split; None: never
-    native_kernels: str = "avx512_bf16"  # the most they may use (native/features.py); none: torch does everything
+    native_kernels: str = "amx"  # the most they may use (native/features.py); none: torch does everything
     dispatch_rows: Literal["plain", "fp8"] = "plain"  # how rows travel to the experts (ep/rows.py)
     expert_format: ExpertFormat = "plain"  # how experts are kept in memory; plain: in dtype
     linear_format: ExpertFormat = "plain"  # the same for all other large matrices

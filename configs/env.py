@@ -12,8 +12,8 @@ class Env:
     """MOESAIC_API_KEY, MOESAIC_ADMIN_KEY: keys (comma-separated) that must not show in `ps`. MOESAIC_RUNTIME_DIR: where
     sockets and stores of a running server live (default: the temporary directory). MOESAIC_URL: the server that `chat`,
     `ranks` and `bench serve` talk to. MOESAIC_CACHE_DIR: where measurements are remembered (default: moesaic in the
-    user's cache directory). MOESAIC_ISA: the most that native CPU kernels may use: none, avx2, avx512, avx512_bf16
-    (default: all that the CPU has). CUDA_VISIBLE_DEVICES: the GPUs that this process may use, as CUDA reads it.
+    user's cache directory). MOESAIC_ISA: the most that native CPU kernels may use: none, avx2, avx512, avx512_bf16,
+    amx (default: all that the CPU has). CUDA_VISIBLE_DEVICES: the GPUs that this process may use, as CUDA reads it.
     """
 
     api_keys: tuple[str, ...]

@@ -140,7 +140,7 @@ def with_graphs(plan: Plan, config: EngineConfig, exchange: Exchange | None) -> 
 
 
 def _with_tapes(plan: Plan, config: EngineConfig) -> Plan:
-    """On a CPU: decode steps are recorded and played (engine/tapes.py) where native kernels compute them."""
+    """On a CPU: decode steps are recorded and played (engine/capture.py) where native kernels compute them."""
     asked = config.cudagraph_mode
     if asked not in ("auto", "none", "tapes"):
         raise ValueError(f"cudagraph_mode {asked} needs a GPU (--device cuda)")

@@ -239,9 +239,8 @@ def _cache(
         free = max(0, max(0, int(machine.free_memory * part) - weights) // ranks - beside)
         blocks = min(free // bytes_per_block, full_blocks * num_seqs)
         source = (
-            f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of "
-            f"weights, over {ranks} "
-            f"rank(s), and no more than {num_seqs} full sequences"
+            f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of weights, over "
+            f"{ranks} rank(s), and no more than {num_seqs} full sequences"
         )
     if blocks < 1:
         raise ValueError(
@@ -281,9 +280,8 @@ def _batched_tokens(config: EngineConfig, max_model_len: int, why: dict[str, str
     asked = config.max_num_batched_tokens
     if asked is not None and asked < max_model_len:
         raise ValueError(
-            f"max_num_batched_tokens {asked} is below max_model_len {max_model_len}: a prompt must "
-            "fit into one step when "
-            "chunked prefill is off"
+            f"max_num_batched_tokens {asked} is below max_model_len {max_model_len}: a prompt must fit into one step "
+            "when chunked prefill is off"
         )
     default = max(DEFAULT_BATCHED_TOKENS, max_model_len)
     return _choose(why, "max_num_batched_tokens", asked, default, "a whole prompt per step, as chunked prefill is off")

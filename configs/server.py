@@ -35,7 +35,6 @@ class ServerConfig:
         """ValueError naming the field and its limit."""
         if self.max_inflight_bytes < self.max_body_bytes:
             raise ValueError(
-                f"max_inflight_bytes must be at least max_request_bytes ({self.max_body_bytes}), or "
-                "the largest body could "
-                f"never be taken; it is {self.max_inflight_bytes}"
+                f"max_inflight_bytes must be at least max_request_bytes ({self.max_body_bytes}), or the largest body "
+                f"could never be taken; it is {self.max_inflight_bytes}"
             )

@@ -1,31 +1,34 @@
-"""One small exchange per step: every rank says what it proposals, and all come to the same plan (docs/design.md, 4).
+"""One small exchange per step: every rank says what it proposes, and all come to the same plan (docs/design.md, 4).
 
-The record is one packed row of integers per rank. Its first three fields must be equal on all ranks; a difference means
-that the ranks no longer speak of the same step or the same experts, and nothing they compute together would be right.
+The record is one packed row of integers per rank, the last of which are the words of what goes with the steps. Its
+first three fields must be equal on all ranks; a difference means that the ranks no longer speak of the same step or the
+same experts, and nothing they compute together would be right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dbo.threshold import agree
 from ep.protocol import Pending, Ready
 from ep.transport.group import Group
 
+_NUM_FIXED = 9  # fields of a record, before the words
+
 
 class Proposal(NamedTuple):
     """What one rank says of its next step. has_work: it has requests, or results not yet taken. known_epoch: the
-    highest epoch of which it has heard. order, ready: of moving experts (engine/rebalance/follower.py). parts: in how
-    many it would compute its tokens."""
+    highest epoch of which it has heard. parts: in how many it would compute its tokens. words: of what else goes with
+    the steps (engine/hooks.py), equally many on all ranks."""
 
     num_tokens: int
     has_work: bool
     shutdown: bool
     free_blocks: int
     known_epoch: int = 0
-    order: int = 0
-    ready: int = 0
     parts: int = 1
+    words: Sequence[int] = ()
 
 
 class StepPlan(NamedTuple):
@@ -37,9 +40,9 @@ class StepPlan(NamedTuple):
     num_tokens: tuple[int, ...]
     free_blocks: tuple[int, ...]
     known_epoch: int = 0  # all have heard of this one: they change over to it instead of taking this step
-    order: int = 0  # what the first rank wants done for the balancer in this step
-    ready: int = 0  # how far all ranks have come with the change of placement under way
     parts: int = 1  # in how many all ranks compute the step
+    words: tuple[tuple[int, ...], ...] = ()  # of every rank
+    epoch: int = 0
 
     @property
     def runs(self) -> bool:
@@ -61,7 +64,7 @@ class Agreement:
         """Every rank calls this once per step. `wait()` raises PeerLost, or RuntimeError when the ranks disagree."""
         step, self._step = self._step, self._step + 1
         if self._group.size == 1:
-            return Ready(_own_plan(step, proposal))
+            return Ready(_own_plan(self._epoch, step, proposal))
         record = [
             self._epoch,
             step,
@@ -71,9 +74,8 @@ class Agreement:
             int(proposal.shutdown),
             proposal.free_blocks,
             proposal.known_epoch,
-            proposal.order,
-            proposal.ready,
             proposal.parts,
+            *proposal.words,
         ]
         return _PendingPlan(self._group.all_gather_ints(record))
 
@@ -86,7 +88,7 @@ class _PendingPlan:
         return _plan(self._records.wait())
 
 
-def _own_plan(step: int, proposal: Proposal) -> StepPlan:
+def _own_plan(epoch: int, step: int, proposal: Proposal) -> StepPlan:
     """What a rank that is alone comes to."""
     return StepPlan(
         step,
@@ -95,9 +97,9 @@ def _own_plan(step: int, proposal: Proposal) -> StepPlan:
         (proposal.num_tokens,),
         (proposal.free_blocks,),
         proposal.known_epoch,
-        proposal.order,
-        proposal.ready,
         max(1, proposal.parts),
+        (tuple(proposal.words),),
+        epoch,
     )
 
 
@@ -107,8 +109,8 @@ def _plan(records: list[list[int]]) -> StepPlan:
         if len(set(values)) > 1:
             said = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise RuntimeError(f"the ranks disagree on the {name} ({said})")
-    columns = zip(*records, strict=True)
-    _, step, _, num_tokens, has_work, shutdown, free_blocks, known_epochs, orders, ready, parts = columns
+    columns = zip(*(record[:_NUM_FIXED] for record in records), strict=True)
+    epoch, step, _, num_tokens, has_work, shutdown, free_blocks, known_epochs, parts = columns
     return StepPlan(
         step=step[0],
         busy=any(has_work) or any(num_tokens),
@@ -116,7 +118,7 @@ def _plan(records: list[list[int]]) -> StepPlan:
         num_tokens=num_tokens,
         free_blocks=free_blocks,
         known_epoch=min(known_epochs),
-        order=orders[0],
-        ready=min(ready),
         parts=agree(num_tokens, parts),
+        words=tuple(tuple(record[_NUM_FIXED:]) for record in records),
+        epoch=epoch[0],
     )

@@ -18,10 +18,9 @@ from configs.cache import num_checkpoints, planned_sizes
 from configs.engine import Plan
 from dbo.split import context_cost
 from dbo.steps import Steps
-from engine.batch import Batch
-from engine.device import check_room, graph_library, make_feedback, make_readback, open_device
+from engine.capture import MANY, Capture, GraphPolicy
+from engine.device import check_room, graph_library, make_readback, open_device
 from engine.doorbell import Doorbell, SharedDoorbell
-from engine.graphs import MANY, Captured, GraphLibrary, Graphs, GraphSizes
 from engine.overlap.measure import Measure
 from engine.overlap.policy import Overlap
 from engine.rank import Rank
@@ -31,7 +30,7 @@ from engine.rebalance.start import start_placement
 from engine.runner import Runner
 from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
-from engine.tapes import Tapes
+from engine.step_buffers import Limits, StepBuffers
 from engine.team import Meet, Opening, Team
 from engine.timeline import Timeline
 from ep.backends.dispatchers import StepState
@@ -52,6 +51,7 @@ from models.facts import ModelFacts
 from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
 from native import Isa, isa, limit_isa
+from native.tape import CpuGraphs
 from store.memory import Store
 
 # Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more
@@ -60,7 +60,7 @@ PREPARED_BYTES = 1 << 30
 # Of a rank that comes back to a store: more would read most of a large model's experts before it serves.
 MAPPED_PRACTICE_TOKENS = 4
 PRACTICE_TOKENS = 32  # on a CPU; on a GPU kernels are compiled for the largest step
-MAX_RECORDED = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
+MAX_EXACT = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -111,6 +111,7 @@ def build_rank(
     timeline = Timeline(rank, model)
     kv = _cache(plan, model, device)
     runner = _runner(plan, model, kv, facts, device, exchange, timeline)
+    balance = _balance(plan, team, model, device)
     return Rank(
         scheduler,
         team,
@@ -118,13 +119,11 @@ def build_rank(
         bell or SharedDoorbell(),
         ready,
         plan.exchange_timeout,
-        balance=_balance(plan, team, model, device),
-        timeline=timeline,
+        companions=() if balance is None else (balance, balance.counter),
         overlap=_overlap(plan, model, times, exchange, runner, device),
+        timeline=timeline,
         preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
-        practice_tokens=(MAPPED_PRACTICE_TOKENS if mapped and join else PRACTICE_TOKENS)
-        if device.type == "cpu"
-        else plan.max_num_batched_tokens,
+        practice_tokens=_practice_tokens(plan, mapped and join),
     )
 
 
@@ -132,6 +131,13 @@ def _fingerprint(plan: Plan, facts: ModelFacts) -> int:
     """Of what must be equal on all ranks, on all machines, besides the placement."""
     files = {name: (size, digest) for name, (size, _, _, digest) in plan.checkpoint.items()}
     return zlib.crc32(f"{plan.dtype} {facts} {files}".encode())
+
+
+def _practice_tokens(plan: Plan, mapped: bool) -> int:
+    """mapped: it comes back to a store."""
+    if plan.device == "cpu":
+        return MAPPED_PRACTICE_TOKENS if mapped else PRACTICE_TOKENS
+    return plan.max_num_batched_tokens
 
 
 def _ready(
@@ -235,34 +241,52 @@ def _runner(
     exchange: StepState,
     timeline: Timeline,
 ) -> Runner:
-    captured: Captured | None = None
-    if plan.cudagraph_mode == "tapes":
-        captured = make_tapes(plan, model, kv, timeline)
-    elif plan.cudagraph_mode != "none":
-        captured = make_graphs(plan, model, kv, graph_library(device), exchange)
-    cost = context_cost(facts.hidden_size)
+    spec = model.cache_spec()
+    policy = graph_policy(plan, spec)
+    readback = make_readback(device, plan.exchange_timeout)
+    limits = Limits(
+        plan.max_num_seqs,
+        max((plan.max_num_batched_tokens, *policy.piecewise)),
+        plan.max_model_len,
+        plan.block_size,
+        len(token_groups(spec)),
+        bool(state_groups(spec)),
+        kv.num_blocks - 1,
+    )
+    buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
     return Runner(
         model,
         kv,
-        Batch(
-            plan.max_num_seqs,
-            plan.max_model_len,
-            plan.block_size,
-            device,
-            cost,
-            make_feedback(device, plan.max_num_seqs),
-            len(token_groups(model.cache_spec())),
-            bool(state_groups(model.cache_spec())),
-        ),
+        buffers,
         SamplingTable(plan.max_num_seqs, facts.vocab_size, device),
         plan.logprobs_mode,
         # Ranks that share one thread take turns within a step, so it cannot run on another.
         threaded=plan.async_scheduling and plan.all2all_backend != "mailbox",
-        timeline=timeline,
-        graphs=captured,
+        capture=_capture(plan, policy, model, kv, buffers, exchange, timeline),
         exchange=exchange,
-        readback=make_readback(device, plan.exchange_timeout),
+        readback=readback,
     )
+
+
+def _capture(
+    plan: Plan,
+    policy: GraphPolicy,
+    model: CausalLM,
+    kv: CacheMemory,
+    buffers: StepBuffers,
+    exchange: StepState,
+    timeline: Timeline,
+) -> Capture | None:
+    """None: all steps run eager."""
+    if plan.cudagraph_mode == "none":
+        return None
+
+    def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+        return model.steps(step, kv, lane, breaks)
+
+    if plan.cudagraph_mode == "tapes":  # they do not see what a profile wants to see of the layers
+        return Capture(forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
+    return Capture(forward, graph_library(kv.device), policy, buffers, exchange)
 
 
 def _few_tokens(plan: Plan) -> int:
@@ -270,45 +294,23 @@ def _few_tokens(plan: Plan) -> int:
     return min(plan.max_num_seqs, plan.max_num_batched_tokens, FEW_TOKENS)
 
 
-def make_tapes(plan: Plan, model: CausalLM, kv: CacheMemory, timeline: Timeline) -> Tapes:
-    """Those of decode steps. A rank whose experts are balanced counts their tokens as the layers go."""
-    return Tapes(
-        lambda step, breaks, lane: model.steps(step, kv, lane, breaks),
-        min(plan.max_num_seqs, MAX_RECORDED),
-        -(-plan.max_model_len // plan.block_size),
-        plan.block_size,
-        num_parts=1 if plan.dbo is None else plan.dbo.num_parts,
-        cut_experts=plan.eplb is not None,
-        as_written=lambda: timeline.on,
-    )
-
-
-def make_graphs(plan: Plan, model: CausalLM, kv: CacheMemory, library: GraphLibrary, exchange: StepState) -> Graphs:
-    """Those that the plan wants captured; padding goes to the last block of the cache."""
-
-    def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
-        return model.steps(step, kv, lane, breaks)
-
+def graph_policy(plan: Plan, spec: CacheSpec) -> GraphPolicy:
+    """What the plan wants captured. A rank whose experts are balanced counts their tokens as the layers go. States have
+    no record that rows of padding may write, so a model that keeps any has graphs of exact sizes only."""
     rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
+    num_parts, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_parts, plan.eplb is not None
+    if mode in ("none", "tapes") or state_groups(spec):
+        exact = min(plan.max_num_seqs, MAX_EXACT) if mode == "tapes" else 0
+        return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)
-    sizes = GraphSizes(
+    return GraphPolicy(
         full=sorted({min(size, most) for size in rows}) if "full" in mode else (),
         piecewise=rows if "piecewise" in mode else (),
-    )
-    return Graphs(
-        forward,
-        library,
-        sizes,
-        plan.max_model_len,
-        plan.block_size,
-        kv.num_blocks - 1,
-        kv.device,
-        plan.eplb is not None,
-        exchange,
-        MANY if alone else most,
+        few_tokens=MANY if alone else most,
+        num_parts=num_parts,
+        break_exchanges=break_exchanges,
         together=not alone,  # alone: the plan has not asked whether an exchange could be captured
-        num_parts=1 if plan.dbo is None else plan.dbo.num_parts,
     )
 
 

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from dbo.alive import mark
-from engine.feedback import Feedback
-from engine.graphs import Graph, GraphLibrary
 
 log = logging.getLogger("moesaic.device")
 
@@ -71,7 +69,7 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def graph_library(device: torch.device) -> GraphLibrary:
+def graph_library(device: torch.device) -> CudaGraphs:
     assert device.type == "cuda"
     return CudaGraphs(device)
 
@@ -80,36 +78,16 @@ def graph_library(device: torch.device) -> GraphLibrary:
 
 
 class Upload(Protocol):
-    """Host arrays of one step to the device. in_place: it reads them where they are."""
+    """What brings the host's numbers of one step to the device."""
 
-    in_place: bool
-
-    def tensor(self, array: Ints) -> Tensor:
-        """int64, of the array's shape; on a GPU valid after `send`."""
-        ...
-
-    def send(self) -> None:
-        """All arrays of the step have been given."""
+    def send(self, source: Ints, target: Tensor) -> None:
+        """Copy source, int64 [n], to the first n of target. The host does not wait, and may write to source again."""
         ...
 
 
-def make_upload(device: torch.device, room: int) -> Upload:
-    """room: the numbers of a large step; more are possible."""
-    if device.type == "cpu":
-        return SharedMemory()
-    return PackedUpload(device, room, torch.cuda.Event, pinned=True)
-
-
-class SharedMemory:
-    """The CPU's own: nothing goes anywhere."""
-
-    in_place = True
-
-    def tensor(self, array: Ints) -> Tensor:
-        return torch.from_numpy(array)
-
-    def send(self) -> None:
-        """It is there already."""
+def make_upload(device: torch.device) -> Upload | None:
+    """None: the device reads what the host has written."""
+    return None if device.type == "cpu" else PinnedUpload(torch.cuda.Event, pinned=True)
 
 
 class Event(Protocol):
@@ -122,59 +100,35 @@ class Event(Protocol):
         ...
 
 
-class PackedUpload:
-    """All arrays of a step in one copy from pinned memory, which the host does not wait for.
+class PinnedUpload:
+    """A copy from pinned memory. There are two such memories in turn: while the copy of one step may still be under way
+    the next one is being written."""
 
-    There are two such memories in turn: while the copy of one step may still be under way the next one is being
-    written.
-    """
-
-    in_place = False
-
-    def __init__(self, device: torch.device, room: int, new_event: Callable[[], Event], pinned: bool) -> None:
-        self._device, self._pinned, self._new_event = device, pinned, new_event
-        self._hosts = [self._host(room) for _ in range(2)]
+    def __init__(self, new_event: Callable[[], Event], pinned: bool) -> None:
+        self._pinned, self._new_event = pinned, new_event
+        self._hosts = [self._host(1) for _ in range(2)]
         self._events: list[Event | None] = [None, None]
         self._turn = 0
-        self._used = 0
-        self._target: Tensor | None = None
 
-    def tensor(self, array: Ints) -> Tensor:
-        end = self._used + array.size
-        if self._target is None:
-            self._begin(array.size)
-        elif end > self._target.numel():  # rare: a step larger than any before
-            self.send()
-            self._hosts[self._turn] = self._host(2 * end)
-            return self.tensor(array)
-        assert self._target is not None
-        end = self._used + array.size
-        self._hosts[self._turn].numpy()[self._used : end] = array.ravel()
-        part = self._target[self._used : end].view(array.shape)
-        self._used = end
-        return part
-
-    def send(self) -> None:
-        if self._target is None:
+    def send(self, source: Ints, target: Tensor) -> None:
+        size, turn = len(source), self._turn
+        if not size:
             return
-        self._target[: self._used].copy_(self._hosts[self._turn][: self._used], non_blocking=True)
-        event = self._events[self._turn] or self._new_event()
-        event.record()
-        self._events[self._turn] = event
-        self._target = None
-        self._used = 0
-        self._turn = 1 - self._turn
-
-    def _begin(self, size: int) -> None:
-        event = self._events[self._turn]
-        if event is not None:
+        event = self._events[turn]
+        if event is None:
+            event = self._events[turn] = self._new_event()
+        else:
             event.synchronize()
-        if size > self._hosts[self._turn].numel():
-            self._hosts[self._turn] = self._host(2 * size)
-        self._target = torch.empty(self._hosts[self._turn].numel(), dtype=torch.int64, device=self._device)
+        if size > self._hosts[turn].numel():
+            self._hosts[turn] = self._host(2 * size)
+        host = self._hosts[turn]
+        host.numpy()[:size] = source
+        target[:size].copy_(host[:size], non_blocking=True)
+        event.record()
+        self._turn = 1 - turn
 
     def _host(self, size: int) -> Tensor:
-        return torch.empty(max(1, size), dtype=torch.int64, pin_memory=self._pinned)
+        return torch.empty(size, dtype=torch.int64, pin_memory=self._pinned)
 
 
 def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
@@ -215,17 +169,12 @@ class Arrival(Protocol):
 
 
 class Readback(Protocol):
-    """late: the device thread goes on while they travel."""
+    """late: the device thread goes on while they travel, so the next step takes its tokens from the device."""
 
     @property
     def late(self) -> bool: ...
 
     def fetch(self, tensors: Sequence[Tensor]) -> Arrival: ...
-
-
-def make_feedback(device: torch.device, max_num_seqs: int) -> Feedback | None:
-    """None: the host has every token before the next step is prepared."""
-    return Feedback(max_num_seqs, device) if device.type == "cuda" else None
 
 
 def make_readback(device: torch.device, timeout: float) -> Readback:
@@ -304,14 +253,19 @@ def ran_out(error: BaseException | None) -> bool:
 
 
 class CudaGraphs:
-    """Implements engine.graphs.GraphLibrary. The graphs of a session share one pool of memory: they never run at the
-    same time."""
+    """Implements engine.capture.GraphLibrary and GraphSeries. The graphs of a session share one pool of memory: they
+    never run at the same time."""
+
+    refused = ""  # torch raises instead
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: object = None
 
-    def new(self) -> Graph:
+    def series(self, lane: int) -> CudaGraphs:
+        return self
+
+    def new(self) -> _CudaGraph:
         return _CudaGraph(self._pool)
 
     @contextlib.contextmanager
@@ -346,11 +300,11 @@ class _CudaGraph:
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
 
-    def capture_begin(self) -> None:
+    def begin(self) -> None:
         # Other threads (of the balancer) may use the GPU meanwhile.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def capture_end(self) -> None:
+    def end(self) -> None:
         self._graph.capture_end()
 
     def replay(self) -> None:

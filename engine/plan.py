@@ -164,7 +164,7 @@ def _with_kernels(machine: Machine) -> Machine:
         machine,
         native_kernels=used.name.lower(),
         native_reason=reason,
-        fast_bfloat16=machine.fast_bfloat16 and (used == best or used == Isa.AVX512_BF16),
+        fast_bfloat16=machine.fast_bfloat16 and (used == best or used >= Isa.AVX512_BF16),
     )
 
 

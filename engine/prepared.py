@@ -1,13 +1,13 @@
-"""A step as tensors: what engine/batch.py makes of a schedule, and engine/runner.py computes.
+"""A step as tensors: what engine/step_buffers.py makes of a schedule, and engine/runner.py computes.
 
 Legend: P rows whose logits are wanted, S sequences sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,35 @@ class Work:
         )
 
 
+class Asked(NamedTuple):
+    """A piece of a prompt whose logits are wanted."""
+
+    entry: int
+    num_logprobs: int
+    target_ids: list[int]
+
+
+def spread(work: Work, num_decodes: int) -> tuple[Ints, Ints, Ints]:
+    """For every token of the step its row and its position; and where each sequence ends on the token axis."""
+    if num_decodes == len(work.rows_B):
+        return work.rows_B, work.starts_B, np.arange(1, num_decodes + 1, dtype=np.int64)
+    query_ends_B = np.cumsum(work.counts_B)
+    shift_B = work.starts_B - (query_ends_B - work.counts_B)
+    position_T = np.arange(query_ends_B[-1], dtype=np.int64) + np.repeat(shift_B, work.counts_B)
+    return np.repeat(work.rows_B, work.counts_B), position_T, query_ends_B
+
+
+def sampled(work: Work, drafts_E: Ints) -> tuple[Ints, Ints]:
+    """For every token to be sampled its place in the work, and how many of that place's are sampled behind it.
+    drafts_E: how many drafts each entry has; empty: none has any."""
+    places = np.flatnonzero(work.samples_B)
+    if not len(drafts_E):
+        return places, np.zeros(len(places), dtype=np.int64)
+    more = drafts_E[work.entry_B[places]]
+    behind = [np.arange(count, -1, -1) for count in more.tolist()]
+    return np.repeat(places, more + 1), np.concatenate([*behind, np.zeros(0, dtype=np.int64)])
+
+
 @dataclass(frozen=True, slots=True)
 class PromptPart:
     """Prompt tokens whose log-probabilities were asked for and whose predecessors are computed in this step.
@@ -88,15 +117,34 @@ class PromptPart:
     target_ids: list[int]  # the prompt tokens themselves
 
 
+def prompt_parts(asked: Sequence[Asked], num_sampled: int) -> tuple[PromptPart, ...]:
+    """Their logits come one after another, behind the sampled ones."""
+    parts = []
+    for entry, num_logprobs, targets in asked:
+        parts.append(PromptPart(entry, num_logprobs, num_sampled, targets))
+        num_sampled += len(targets)
+    return tuple(parts)
+
+
+class GraphSize(NamedTuple):
+    """A graph that has room for a part of a step, or for the whole (engine/capture.py). full: it holds the whole
+    forward pass of so many decodes; else what is between its graph breaks."""
+
+    full: bool
+    rows: int  # that the part is padded to
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """inputs: one per part; their tokens one after another are those of the step. A part may have none.
+    """inputs: one per part; their tokens one after another are those of the step. A part may have none. graphs: of each
+    part the one that it is laid out for; None: it runs eager.
 
     logits_rows_P: rows of all parts' hidden states, one after another. The first S are to be sampled; the rest belong
     to `prompt_parts`.
     """
 
     inputs: tuple[StepInput, ...]
+    graphs: Sequence[GraphSize | None]
     logits_rows_P: torch.Tensor  # int64
     num_entries: int  # of the schedule
     entries_S: list[int]  # schedule entry of each sampled sequence
@@ -104,10 +152,8 @@ class PreparedStep:
     positions_S: Ints  # position of the token to be sampled, counted from the start of the prompt
     prompt_parts: tuple[PromptPart, ...]
     device_rows_S: torch.Tensor | None = None  # rows_S on the device, where it is wanted there
-
-    drafts: dict[int, list[int]] | None = (
-        None  # of the entries that have any, each sampled once more than it has drafts
-    )
+    # Of the entries that have any, each of which is sampled once more than it has drafts.
+    drafts: dict[int, list[int]] | None = None
 
     @property
     def num_sampled(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -22,8 +22,9 @@ import torch
 from dbo.steps import Steps, drain
 from engine.agreement import Proposal, StepPlan
 from engine.doorbell import Doorbell
+from engine.hooks import LOOK_SECONDS, Companions, StepCompanion
 from engine.overlap.policy import Overlap
-from engine.rebalance.follower import LOOK_SECONDS, Balance, refuse
+from engine.rebalance.follower import refuse
 from engine.runner import Flight, Runner
 from engine.schedule import Schedule
 from engine.scheduler import Scheduler
@@ -43,6 +44,7 @@ from front.messages import (
     RankStats,
     RankToFront,
     ResetPrefixCache,
+    Shutdown,
     TokenOutput,
     Waiting,
 )
@@ -69,15 +71,16 @@ class Rank:
         ready: RankReady,
         patience: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
-        balance: Balance | None = None,
-        timeline: Timeline | None = None,
+        companions: Sequence[StepCompanion] = (),
         overlap: Overlap | None = None,
+        timeline: Timeline | None = None,
         preparation: Iterator[int] | None = None,
         practice_tokens: int = 1,
     ) -> None:
-        """patience: seconds (and ten more) that a rank which has lost a peer waits to be told who is left. balance:
-        None: experts stay. overlap: None: no step is split. preparation: what `prepare` does, a little with each number
-        that it gives. practice_tokens: of prompts in a step of practice (engine/process/warm_up.py)."""
+        """patience: seconds (and ten more) that a rank which has lost a peer waits to be told who is left. companions:
+        what else goes with its steps, in an order that is the same on all ranks. overlap: None: no step is split.
+        preparation: what `prepare` does, a little with each number that it gives. practice_tokens: of prompts in a step
+        of practice (engine/process/warm_up.py)."""
         self.ready = ready
         self.practice_tokens = practice_tokens
         self._scheduler = scheduler
@@ -86,9 +89,9 @@ class Rank:
         self._bell = bell
         self._patience = patience
         self._clock = clock
-        self._balance = balance
         self._timeline = timeline or Timeline(ready.rank)
         self._overlap = overlap
+        self._companions = Companions([*companions, self._timeline, *([] if overlap is None else [overlap])])
         self._preparation = iter(()) if preparation is None else preparation
         self._pipelined = scheduler.async_depth > 0
         self._flight: Flight | None = None  # the step that runs while the next one is scheduled (pipelined only)
@@ -97,7 +100,7 @@ class Rank:
         self._shutdown = False  # told to leave
         self._done = False  # has left, with all others
         self._failed = False  # a step was left half way: what scheduler and device know no longer fits together
-        self._asleep = True  # at first too: ranks that load for different times do not wait for each other in a step
+        self._idle = True  # at first too: ranks that load for different times do not wait for each other in a step
         self._sleep = 0  # epoch and number of the sleep: equal on all ranks
         self._wanted: Membership | None = None  # the newest, when it is newer than the team's
         self._loss: tuple[PeerLost, float] | None = None  # and until when a Membership may come
@@ -112,14 +115,14 @@ class Rank:
         return self._done
 
     @property
-    def asleep(self) -> bool:
+    def idle(self) -> bool:
         """Nothing to do until a message or a ring comes; `step` then returns at once."""
-        return self._asleep
+        return self._idle
 
     @property
     def has_work(self) -> bool:
-        balancing = self._balance is not None and self._balance.has_work
-        return self._scheduler.has_unfinished or self._flight is not None or self._shutdown or balancing
+        own = self._scheduler.has_unfinished or self._flight is not None or self._shutdown
+        return own or self._companions.has_work
 
     @property
     def stats(self) -> RankStats:
@@ -140,14 +143,14 @@ class Rank:
     def practising(self, alone: bool) -> Iterator[None]:
         """What is computed meanwhile counts for nothing and is forgotten; requests have ended by then. alone:
         without the others, as long as it has not met them."""
-        balance, overlap, self._balance, self._overlap = self._balance, self._overlap, None, None
+        overlap, self._overlap, self._companions.muted = self._overlap, None, True
         if alone:
             self._team.work_alone()
-            self._asleep = False
+            self._idle = False
         yield
-        self._balance, self._overlap = balance, overlap
+        self._overlap, self._companions.muted = overlap, False
         if alone:
-            self._team.working, self._asleep, self._flight = False, True, None
+            self._team.working, self._idle, self._flight = False, True, None
             self._runner.reset()
             self._scheduler.rollback()
         self._scheduler.reset_prefix_cache()
@@ -164,9 +167,9 @@ class Rank:
             return min(longest, self._team.look_seconds)
         if not self._team.working and not self._shutdown:
             return longest if self._loss is None else max(0.0, min(longest, self._loss[1] - self._clock()))
-        if not self._asleep or self.has_work:
+        if not self._idle or self.has_work:
             return 0.0
-        return min(longest, LOOK_SECONDS) if self._balance is not None and self._balance.busy else longest
+        return min(longest, LOOK_SECONDS) if self._companions.busy else longest
 
     def prepare(self) -> bool:
         """A moment's work for requests to come, to be done while there is nothing else to do. False: none was left."""
@@ -189,15 +192,13 @@ class Rank:
         elif isinstance(message, Membership):
             if message.epoch > (self._team.epoch if self._wanted is None else self._wanted.epoch):
                 self._wanted = message
-        elif isinstance(message, BalanceCommand):
-            if self._balance is None:
-                self._news.append(refuse(message, "experts are not balanced (--enable-eplb)"))
-            else:
-                self._balance.ask(message)
         elif isinstance(message, ProfileCommand):
             self._news += self._runner.between(partial(self._timeline.obey, message))
-        else:
+        elif isinstance(message, Shutdown):
             self._shutdown = True
+        elif not any(companion.take(message) for companion in self._companions.members):
+            assert isinstance(message, BalanceCommand)
+            self._news.append(refuse(message, "experts are not balanced (--enable-eplb)"))
 
     def take_joined(self) -> Joined | None:
         """Once for every epoch but the first: this rank serves again."""
@@ -207,8 +208,8 @@ class Rank:
     def take_news(self) -> list[RankToFront]:
         """What else is to be told to the front."""
         news, self._news = self._news, []
-        if self._balance is not None:
-            news += self._balance.take_news()
+        for companion in self._companions.members:
+            news += companion.take_news()
         return news
 
     def step(self) -> list[TokenOutput]:
@@ -239,27 +240,27 @@ class Rank:
             self._change(self._wanted)
         if self._done or not (self._team.working or (yield from self._form())):
             return self._take_early()
-        if self._asleep:
+        if self._idle:
             if self.has_work:
                 self._bell.ring(self._sleep)
             yield  # in a weave the others ring now
             if not self.has_work and not self._bell.heard(self._sleep):
                 return self._take_early()
-            self._asleep = False
-        self._timeline.schedule_begins()
+            self._idle = False
+        companions = self._companions
+        companions.scheduling()
         schedule = self._scheduler.schedule()
         num_tokens = schedule.num_tokens
-        self._timeline.schedule_ends(schedule.step_id, num_tokens)
+        words = companions.propose(schedule)
         known_epoch = self._team.epoch if self._wanted is None else self._wanted.epoch
         free_blocks = self._scheduler.kv.num_free_blocks
-        order, ready = (0, 0) if self._balance is None else self._balance.propose()
-        parts = 1 if self._overlap is None else self._overlap.propose(schedule, num_tokens)
+        parts = 1 if self._overlap is None else self._overlap.propose_parts(schedule, num_tokens)
         agreed = self._team.agreement.propose(
-            Proposal(num_tokens, self.has_work, self._shutdown, free_blocks, known_epoch, order, ready, parts)
+            Proposal(num_tokens, self.has_work, self._shutdown, free_blocks, known_epoch, parts, words)
         )
         yield
         plan = agreed.wait()
-        self._timeline.agreement_ends(self._team.epoch, plan.step)
+        companions.agreed(plan)
         if self._formed is not None:
             self._joined, self._formed = self._formed, None
         if plan.shutdown:
@@ -274,7 +275,7 @@ class Rank:
         elif self._overlap is not None and self._overlap.unsettled:
             yield from self._overlap.measure(self._team.experts_group)
         else:
-            self._asleep = True
+            self._idle = True
             self._sleep += 1
         return self._take_early()
 
@@ -282,14 +283,14 @@ class Rank:
         """Wait for a step that still runs, end the device thread, and leave the other ranks."""
         self._runner.close()
         self._team.close()
-        if self._balance is not None:
-            self._balance.close()
+        for companion in self._companions.members:
+            companion.close()
 
     # ---- who takes part ----
 
     def _may_change(self, wanted: Membership) -> bool:
         """At once, or (no rank is lost, and steps are under way) when all ranks have heard of it?"""
-        return not self._team.working or self._asleep or not all(wanted.alive[rank] for rank in self._team.living)
+        return not self._team.working or self._idle or not all(wanted.alive[rank] for rank in self._team.living)
 
     def _change(self, wanted: Membership) -> None:
         """The epoch is over: begin the wanted one."""
@@ -317,13 +318,12 @@ class Rank:
         self._runner.warm_up()
         if self._overlap is not None:
             yield from self._overlap.begin(self._team.experts_group)
-            self._asleep = self._asleep and not self._overlap.unsettled
-        self._timeline.attach()
-        if self._balance is not None:
-            self._balance.begin()
+            self._idle = self._idle and not self._overlap.unsettled
+        for companion in self._companions.members:
+            companion.formed()
         if joined.epoch > 0:
             self._formed = joined
-            self._asleep = False  # all are here: the first record follows at once, and proves that all have the same
+            self._idle = False  # all are here: the first record follows at once, and proves that all have the same
             self._sleep = joined.epoch << 32
             log.info("epoch %d: ranks %s, %d expert(s) read", joined.epoch, self._team.living, joined.experts_loaded)
         return True
@@ -347,8 +347,8 @@ class Rank:
         self._flight = None
         self._runner.reset()
         self._scheduler.rollback()
-        if self._balance is not None:
-            self._balance.drop()
+        for companion in self._companions.members:
+            companion.dropped()
 
     def _leave(self) -> None:
         self._done = True
@@ -357,11 +357,10 @@ class Rank:
     # ---- one step ----
 
     def _compute(self, schedule: Schedule, plan: StepPlan) -> Steps[list[TokenOutput]]:
-        chores = None if self._balance is None else self._balance.agreed(plan)
+        hooks = self._companions.join(plan)
         schedule.most_tokens = max(plan.num_tokens)
-        if self._overlap is not None:
-            self._overlap.num_steps += plan.parts > 1
-        flight = self._runner.launch(schedule, chores, plan.parts) if plan.runs or chores is not None else None
+        runs = plan.runs or any(hook.needed for hook in hooks)
+        flight = self._runner.launch(schedule, hooks, plan.parts) if runs else None
         if self._pipelined:
             flight, self._flight = self._flight, flight
         outputs = [] if flight is None else (yield from self._result(flight))

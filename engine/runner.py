@@ -1,4 +1,4 @@
-"""Runs schedules on the device: batch, model, sampler, one step after another.
+"""Runs schedules on the device: inputs, model, sampler, one step after another.
 
 Legend: T tokens of the step, D hidden size, P rows whose logits are wanted, S sequences sampled, V vocabulary.
 """
@@ -6,7 +6,7 @@ Legend: T tokens of the step, D hidden size, P rows whose logits are wanted, S s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,21 +17,20 @@ from torch import Tensor
 
 from cache.memory import CacheMemory
 from dbo.steps import Steps, drain, weave
-from engine.batch import Batch
+from engine.capture import Capture
 from engine.device import Arrival, AtOnce, Readback, use_device
 from engine.drafts import num_new
-from engine.graphs import Captured
+from engine.hooks import StepHook
 from engine.prepared import PreparedStep, runs
 from engine.sampling.logprobs import prompt_logprobs
 from engine.sampling.sampler import Sampled, reads_on_the_host, sample
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import Schedule
-from engine.timeline import Timeline
+from engine.step_buffers import StepBuffers
 from ep.backends.dispatchers import Confirm, StepState
 from ep.protocol import PeerLost
 from ep.recorder import Kind
 from front.messages import Logprobs, LogprobsMode
-from layers.step import StepInput
 from models.base import CausalLM
 
 V = TypeVar("V")
@@ -115,62 +114,52 @@ class Flight(Protocol):
         ...
 
 
-class Chores(Protocol):
-    """What else the device thread does around a forward pass (engine/rebalance/follower.py)."""
-
-    def before(self) -> None: ...
-
-    def after(self) -> Steps[None]: ...
-
-
 class Runner:
     """Steps run in the order of `launch`, on one device thread when `threaded`, else where their result is asked for.
 
-    Nothing but the steps touches model, cache, batch and table, so that no lock is needed. A failed step fails all that
-    were launched after it, until `reset`.
+    Nothing but the steps touches model, cache, buffers and table, so that no lock is needed. A failed step fails all
+    that were launched after it, until `reset`.
     """
 
     def __init__(
         self,
         model: CausalLM,
         kv: CacheMemory,
-        batch: Batch,
+        buffers: StepBuffers,
         table: SamplingTable,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         threaded: bool = False,
-        timeline: Timeline | None = None,
-        graphs: Captured | None = None,
+        capture: Capture | None = None,
         exchange: StepState | None = None,
         readback: Readback | None = None,
     ) -> None:
         """exchange: is told of every step, and confirms that what it brought is whole. readback: how what was sampled
-        comes to the host; a late one wants a batch with feedback."""
+        comes to the host; a late one wants buffers whose tokens stay on the device."""
         self._readback = readback or AtOnce()
         self._unnoted: Landing | None = None  # its tokens are in no history yet
-        self._graphs = graphs
+        self._capture = capture
         self._exchange = exchange or StepState()
         self._model = model
         self._kv = kv
-        self._batch = batch
+        self._buffers = buffers
         self._table = table
         self._logprobs_mode = logprobs_mode
-        self._timeline = timeline or Timeline(0)
         self._threads: ThreadPoolExecutor | None = None
         if threaded:
             begin = partial(use_device, kv.device)
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="device", initializer=begin)
         self._failure: BaseException | None = None
 
-    def launch(self, schedule: Schedule, chores: Chores | None = None, num_parts: int = 1) -> Flight:
+    def launch(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_parts: int = 1) -> Flight:
         """Start a step (zero tokens are fine: this rank then only serves the others' exchanges). num_parts: all ranks
         compute it in so many parts, which take turns."""
         if self._threads is None:
-            return _Inline(schedule, self, chores, num_parts)
-        return _Threaded(schedule, self._threads.submit(self._run, schedule, chores, num_parts))
+            return _Inline(schedule, self, hooks, num_parts)
+        return _Threaded(schedule, self._threads.submit(self._run, schedule, hooks, num_parts))
 
-    def steps(self, schedule: Schedule, chores: Chores | None = None, num_parts: int = 1) -> Steps[StepResult]:
+    def steps(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_parts: int = 1) -> Steps[StepResult]:
         """The step itself. May be resumed from any thread, but by one at a time."""
-        steps = self._steps(schedule, chores, num_parts)
+        steps = self._steps(schedule, hooks, num_parts)
         landing = yield from (steps if torch.is_inference_mode_enabled() else _in_inference_mode(steps))
         return landing.result()
 
@@ -186,18 +175,18 @@ class Runner:
 
     def warm_up(self) -> None:
         """The ranks have met: capture the graphs anew, if there are to be any. All ranks do this at the same time."""
-        if self._graphs is not None:
+        if self._capture is not None:
             num_ranks = self._model.parallel.size if self._model.config.num_experts else 1
             with torch.inference_mode():
-                self._graphs.capture(num_ranks)
+                self._capture.capture(num_ranks)
 
     def reset(self) -> None:
         """After a lost peer: wait for the steps launched, and forget them and how they ended. The next schedule must
         state every row anew (Scheduler.rollback). Raises what a step failed of, unless it was PeerLost."""
         if self._threads is not None:
             self._threads.submit(_nothing).result()  # one thread: whatever came before it is over
-        if self._graphs is not None:
-            self._graphs.forget()
+        if self._capture is not None:
+            self._capture.forget()
         self._unnoted = None
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, PeerLost):
@@ -208,12 +197,12 @@ class Runner:
         if self._threads is not None:
             self._threads.shutdown(wait=True)
 
-    def _run(self, schedule: Schedule, chores: Chores | None, num_parts: int) -> Landing:
+    def _run(self, schedule: Schedule, hooks: Sequence[StepHook], num_parts: int) -> Landing:
         if self._failure is not None:
             raise RuntimeError("an earlier step failed") from self._failure
         try:
             with torch.inference_mode():
-                landing = drain(_in_inference_mode(self._steps(schedule, chores, num_parts)))
+                landing = drain(_in_inference_mode(self._steps(schedule, hooks, num_parts)))
                 if not self._readback.late:
                     landing.result()
                 return landing
@@ -221,25 +210,27 @@ class Runner:
             self._failure = error
             raise
 
-    def _steps(self, schedule: Schedule, chores: Chores | None, num_parts: int) -> Steps[Landing]:
-        timeline = self._timeline
-        timeline.step_begins(schedule.step_id)
+    def _steps(self, schedule: Schedule, hooks: Sequence[StepHook], num_parts: int) -> Steps[Landing]:
+        for hook in hooks:
+            hook.begin(schedule)
         if self._unnoted is not None and (not self._table.has_history or self._unnoted.arrival.done()):
             self._note()  # before rows go to others, as they may when the results are known
         for row in schedule.freed_rows:
             self._table.clear(row)
         for new in schedule.new_rows:
             self._table.set(new.row, new)
-        prepared = self._batch.apply(schedule, num_parts)
         self._exchange.begin(schedule.most_tokens)
-        if chores is not None:
-            chores.before()
-        timeline.ended(Kind.PREPARING, schedule.num_tokens)
-        hidden_TD = yield from self._forward(prepared.inputs)
-        timeline.ended(Kind.FORWARD, schedule.num_tokens)
-        if chores is not None:
-            yield from chores.after()
-            timeline.ended(Kind.BALANCING, 0)
+        capture = self._capture
+        prepared = self._buffers.fill(schedule, num_parts, None if capture is None else capture.choose)
+        for hook in hooks:
+            hook.before()
+        _ended(hooks, Kind.PREPARING, schedule.num_tokens)
+        hidden_TD = yield from self._forward(prepared)
+        _ended(hooks, Kind.FORWARD, schedule.num_tokens)
+        for hook in hooks:
+            yield from hook.after()
+        if not all(hook.watches for hook in hooks):
+            _ended(hooks, Kind.BALANCING, 0)
         confirm = self._exchange.seal()
         if prepared.prompt_parts or not self._readback.late:
             confirm()  # before anything is read: reading waits for the device without a bound
@@ -250,37 +241,31 @@ class Runner:
             self._unnoted = landing
             if not self._readback.late:
                 self._note()
-        timeline.ended(Kind.SAMPLING, prepared.num_sampled)
+        _ended(hooks, Kind.SAMPLING, prepared.num_sampled)
         return landing
 
-    def _forward(self, inputs: tuple[StepInput, ...]) -> Steps[Tensor]:
+    def _forward(self, prepared: PreparedStep) -> Steps[Tensor]:
         """The hidden states of all parts, one after another.
 
         Parts read what earlier ones have written to the cache, as the rest of a prompt does. Each layer writes before
         it attends, all parts yield equally often, and `weave` gives the earlier one its turn first: so in every layer
         the earlier part has written when the later one attends.
         """
-        if len(inputs) == 1:
-            if self._graphs is not None:
-                return (yield from self._graphs.steps(inputs[0]))
-            return (yield from self._model.steps(inputs[0], self._kv))
-        if self._graphs is None:
-            parts = [self._model.steps(step, self._kv, lane) for lane, step in enumerate(inputs)]
-            return torch.cat((yield from weave(*parts)))
-        captured_TD = self._graphs.woven(inputs)
-        if captured_TD is not None:
-            return captured_TD
-        parts = [self._graphs.part(step, lane) for lane, step in enumerate(inputs)]
+        if self._capture is not None:
+            return (yield from self._capture.steps(prepared))
+        if len(prepared.inputs) == 1:
+            return (yield from self._model.steps(prepared.inputs[0], self._kv))
+        parts = [self._model.steps(step, self._kv, lane) for lane, step in enumerate(prepared.inputs)]
         return torch.cat((yield from weave(*parts)))
 
     def _sample(self, prepared: PreparedStep, hidden_TD: Tensor, confirm: Confirm) -> Sampled:
-        """The next step finds the tokens in the batch. Reads nothing on the host, unless confirmed."""
+        """The next step finds the tokens in the buffers. Reads nothing on the host, unless confirmed."""
         hidden_SD = hidden_TD
         if not prepared.samples_all:
             hidden_SD = hidden_TD[prepared.logits_rows_P[: prepared.num_sampled]]
         if self._table.all_greedy:
             sampled = Sampled(self._model.greedy_tokens(hidden_SD, self._table.num_valid_tokens), None)
-            self._batch.keep_sampled(prepared, sampled.token_ids_P)
+            self._buffers.write_tokens(prepared, sampled.token_ids_P)
             return sampled
         self._note()
         sampling = self._table.gather(prepared.rows_S.tolist(), prepared.positions_S.tolist())
@@ -290,7 +275,7 @@ class Runner:
             sampled = sample(self._model.logits(hidden_SD), sampling, self._logprobs_mode)
         else:
             sampled = Sampled(self._model.greedy_tokens(hidden_SD, sampling.num_valid_tokens), None)
-        self._batch.keep_sampled(prepared, sampled.token_ids_P)
+        self._buffers.write_tokens(prepared, sampled.token_ids_P)
         return sampled
 
     def _note(self) -> None:
@@ -317,19 +302,24 @@ class Runner:
         return found
 
 
+def _ended(hooks: Sequence[StepHook], kind: Kind, num_tokens: int) -> None:
+    for hook in hooks:
+        hook.ended(kind, num_tokens)
+
+
 def _nothing() -> None:
     """A step that only has to have its turn."""
 
 
 class _Inline:
-    def __init__(self, schedule: Schedule, runner: Runner, chores: Chores | None, num_parts: int) -> None:
+    def __init__(self, schedule: Schedule, runner: Runner, hooks: Sequence[StepHook], num_parts: int) -> None:
         self.schedule = schedule
         self._runner = runner
-        self._chores = chores
+        self._hooks = hooks
         self._num_parts = num_parts
 
     def steps(self) -> Steps[StepResult]:
-        return self._runner.steps(self.schedule, self._chores, self._num_parts)
+        return self._runner.steps(self.schedule, self._hooks, self._num_parts)
 
 
 class _Threaded:

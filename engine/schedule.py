@@ -1,4 +1,4 @@
-"""What one step computes, as plain integers: made by the scheduler, turned into tensors by engine/batch.py.
+"""What one step computes, as plain integers: made by the scheduler, turned into tensors by engine/step_buffers.py.
 
 A *row* is a place in the persistent batch (0 <= row < max_num_seqs), held by a request from its admission until it
 finishes or is preempted. A step may be scheduled while the one before still runs: the token that a row samples in

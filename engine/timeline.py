@@ -1,15 +1,19 @@
 """What one rank records while a profile is taken: its lanes (ep/instrumented.py) and the parts of its steps.
 
-Off, which it nearly always is, the exchanges are untouched, and a step asks five times whether it is on.
+Off, which it nearly always is, the exchanges are untouched, and no hook of it goes with a step.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter_ns
 
+from engine.agreement import StepPlan
+from engine.hooks import StepCompanion, StepHook
+from engine.schedule import Schedule
 from ep.instrumented import recorded, unrecorded
 from ep.recorder import Kind, Recorder
 from front.messages import ProfileCommand, ProfilePart
@@ -19,9 +23,10 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
 
 
-class Timeline:
-    """`obey` is called between two steps, by the thread that runs them; so is `attach`, when the model has new
-    lanes."""
+class Timeline(StepCompanion, StepHook):
+    """`obey` is called between two steps, by the thread that runs them."""
+
+    watches = True
 
     def __init__(self, rank: int, model: CausalLM | None = None) -> None:
         """model: whose exchanges are recorded; None: only the steps are."""
@@ -46,8 +51,8 @@ class Timeline:
             return []
         return [self._stop(command)]
 
-    def attach(self) -> None:
-        """Nothing while it is off."""
+    def formed(self) -> None:
+        """The model has new lanes."""
         recorder = self._recorder
         if recorder is not None and self._model is not None:
             for layer, moe in self._model.moe_layers:
@@ -58,7 +63,7 @@ class Timeline:
         self._profile_id = command.profile_id
         self._computing = self._scheduling = self._agreeing = 0
         self._recorder = Recorder(command.capacity)
-        self.attach()
+        self.formed()
 
     def _stop(self, command: ProfileCommand) -> ProfilePart:
         """What was recorded; nothing when that profile was not started here (the rank has come later)."""
@@ -76,28 +81,32 @@ class Timeline:
 
     # ---- what the thread that schedules does ----
 
-    def schedule_begins(self) -> None:
+    def scheduling(self) -> None:
         if self._recorder is not None:
             self._scheduling = perf_counter_ns()
 
-    def schedule_ends(self, step: int, num_tokens: int) -> None:
+    def propose(self, schedule: Schedule) -> Sequence[int]:
         """And the agreement begins."""
         if self._recorder is not None and self._scheduling:
             now = perf_counter_ns()
-            self._recorder.add(Kind.SCHEDULING, self._scheduling, now, step, num_tokens)
+            self._recorder.add(Kind.SCHEDULING, self._scheduling, now, schedule.step_id, schedule.num_tokens)
             self._agreeing = now
+        return ()
 
-    def agreement_ends(self, epoch: int, step: int) -> None:
+    def agreed(self, plan: StepPlan) -> None:
         if self._recorder is not None and self._agreeing:
-            self._recorder.add(Kind.AGREEMENT, self._agreeing, perf_counter_ns(), step, epoch)
+            self._recorder.add(Kind.AGREEMENT, self._agreeing, perf_counter_ns(), plan.step, plan.epoch)
             self._scheduling = self._agreeing = 0
+
+    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
+        return self if self.on else None
 
     # ---- what the thread that computes does ----
 
-    def step_begins(self, step: int) -> None:
+    def begin(self, schedule: Schedule) -> None:
         """Its first part does."""
         if self._recorder is not None:
-            self._recorder.step = step
+            self._recorder.step = schedule.step_id
             self._computing = self._recorder.resumed = perf_counter_ns()
 
     def ended(self, kind: Kind, num_tokens: int) -> None:

@@ -14,15 +14,9 @@ from pathlib import Path
 
 HOST_NAMES = ("local", "shm", "shm_padded", "gloo", "mailbox")
 DEVICE_NAMES = (
-    "deepep_high_throughput",
-    "deepep_low_latency",
-    "deepep_v2",
-    "flashinfer_nvlink_one_sided",
-    "pplx",
-    "nvshmem",
-    "nvshmem_low_latency",
-    "nccl",
-)
+    "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "flashinfer_nvlink_one_sided", "pplx", "nvshmem",
+    "nvshmem_low_latency", "nccl",
+)  # fmt: skip
 NAMES = (*HOST_NAMES, *DEVICE_NAMES)
 PADDED = (
     "shm_padded",

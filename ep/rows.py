@@ -98,11 +98,6 @@ def make_rows(name: str, hidden_size: int, dtype: torch.dtype) -> Rows:
     raise ValueError(f"rows are {name!r}; they must be {' or '.join(NAMES)}")
 
 
-def rounded(name: str, x_TD: Tensor) -> Tensor:
-    """What the experts see of x_TD when it travels as `name`."""
-    return x_TD if name == "plain" else dequantize_rows(*quantize_rows(x_TD), x_TD.dtype)
-
-
 def padding(dtype: torch.dtype) -> float:
     """What rows past a slot's count are filled with, so that it shows at once who reads them: NaN, also in FP8
     (0x7f)."""

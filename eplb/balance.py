@@ -60,17 +60,3 @@ def placement_balance(placement: Placement, load_LE: npt.ArrayLike) -> Floats:
     """float64 [L]: balancedness of the placement with its own shares."""
     load_LG = rank_load(placement.slot_to_expert, placement.share, load_LE)
     return balancedness(load_LG, placement.alive)
-
-
-def step_balance(placement: Placement, counts_TLE: npt.ArrayLike) -> Floats:
-    """float64 [L]: the mean over steps of each step's balancedness; counts_TLE: tokens per step, [T, L, E].
-
-    What a window balances, single steps do not: this is at most the balancedness of the sum, and it is what costs time.
-    """
-    counts = np.asarray(counts_TLE, dtype=np.float64)
-    if counts.ndim != 3:
-        raise ValueError(f"counts have shape {list(counts.shape)}; they must be [steps, layers, experts]")
-    if not len(counts):
-        return np.ones(counts.shape[1])
-    total: Floats = np.mean([placement_balance(placement, step_LE) for step_LE in counts], axis=0)
-    return total

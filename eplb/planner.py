@@ -21,9 +21,8 @@ from eplb.placement import Placement
 from eplb.repair import even_shares
 from eplb.shares import reweight
 from eplb.simple import pack_layer
-from eplb.window import slide
 
-Method = Literal["auto", "flat", "window", "lpt"]
+Method = Literal["auto", "flat"]
 Coverage = Literal["load", "spread"]
 
 # How far the load alone decides about copies (native/src/eplb_pack.cpp): the most covering way first.
@@ -65,9 +64,8 @@ def plan(
     """Place every expert on the living ranks from scratch; equal inputs give equal plans.
 
     load_LE: [L, E], any unit; slots_per_rank: one number, or one per layer (the placement then has the largest, the
-    others are padded with unused slots). method: "lpt" packs copies largest first, linking all ranks, with min-max
-    shares; "flat" the same with even shares, for export to engines without shares; "window" the sliding window
-    (eplb.window), and lpt in layers where that does not fit; "auto" is lpt, for it stays good longest when loads drift.
+    others are padded with unused slots). method: "auto" packs copies largest first, linking all ranks, with min-max
+    shares (it stays good longest when loads drift); "flat" the same with even shares, for engines without shares.
     coverage: "load" gives spare slots where the load wants them; "spread" to as many experts with a single copy as the
     load allows: in each layer the most covering way that reaches 95 % of the balance possible, and 88 % after a drift.
     min_copies: copies of every expert, on different ranks. current: ranks are renamed so that most slots stay as they
@@ -75,18 +73,13 @@ def plan(
     wrong.
     """
     load = checked_load(load_LE, num_experts)
-    if method not in ("auto", "flat", "window", "lpt") or coverage not in _THETAS:
+    if method not in ("auto", "flat") or coverage not in _THETAS:
         raise ValueError(f"method {method!r} or coverage {coverage!r} is unknown")
     living = _living(num_ranks, alive)
     slots_L = _slots(slots_per_rank, load.shape, len(living), min_copies)
     bound_L = lower_bound(load, slots_L * len(living), len(living), min_copies)
     layout = _Layout(len(living), slots_L, _domains(failure_domains, num_ranks, living), min_copies)
-    if method == "flat":
-        packed = _flat(load, layout)
-    else:
-        packed = _linked(load, layout, bound_L, coverage)
-        if method == "window":
-            _slide_into(packed, load, layout)
+    packed = _flat(load, layout) if method == "flat" else _linked(load, layout, bound_L, coverage)
     ids = np.full((len(load), num_ranks, packed.shape[2]), -1, dtype=np.int32)
     ids[:, living] = packed
     mask = [rank in living for rank in range(num_ranks)]
@@ -166,17 +159,6 @@ def _flat(load: Floats, layout: _Layout) -> Ids:
     ways = [_pack(load, layout, 0.0, linked, layers) for linked in (False, True)]
     plain, linked = (balancedness(rank_load(ids, even_shares(ids, load.shape[1]), load)) for ids in ways)
     return np.where((linked > plain)[:, None, None], ways[1], ways[0])
-
-
-def _slide_into(packed: Ids, load: Floats, layout: _Layout) -> None:
-    if layout.min_copies > 1:
-        return
-    for layer, slots in enumerate(layout.slots_L.tolist()):
-        ids = slide(load[layer].tolist(), layout.num_ranks, slots)
-        if ids is not None:
-            packed[layer] = -1
-            for rank, experts in enumerate(ids):
-                packed[layer, rank, : len(experts)] = experts
 
 
 def _even_out(ids: Ids, num_experts: int, groups: list[list[int]]) -> None:

@@ -165,9 +165,8 @@ class Members:
             return f"count must be at least 1, not {count}"
         room = count * self._slots_per_rank
         return (
-            f"count must be at least {self.fewest}: {count} rank(s) of {self._slots_per_rank} slots "
-            f"have room for {room} of "
-            f"{self._num_experts} experts"
+            f"count must be at least {self.fewest}: {count} rank(s) of {self._slots_per_rank} slots have room for "
+            f"{room} of {self._num_experts} experts"
         )
 
     def impossible_now(self, count: int) -> str | None:

@@ -62,21 +62,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "answered",
-        "awaited",
-        "cost",
-        "detokenizer",
-        "index",
-        "key",
-        "min_tokens",
-        "num_output",
-        "pending",
-        "request",
-        "seed",
-        "sequence_id",
-        "stops",
-        "token_ids",
-    )
+        "answered", "awaited", "cost", "detokenizer", "index", "key", "min_tokens", "num_output", "pending",
+        "request", "seed", "sequence_id", "stops", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, index: int, seed: int, request: LiveRequest, detokenizer: Detokenizer) -> None:
         params = request.prompt.params

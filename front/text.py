@@ -1,9 +1,9 @@
 """The tokenizer of a Hugging Face model directory, on the `tokenizers` library alone.
 
-Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json, generation_config.json,
-config.json, chat_template.jinja and additional_chat_templates/*.jinja. Encoding is that of transformers' AutoTokenizer:
-when there is a tokenizer.json, its post-processor alone decides about BOS and EOS (add_bos_token of
-tokenizer_config.json is ignored).
+Reads tokenizer.json (or tiktoken.model: front/tiktoken_file.py) and, where present, tokenizer_config.json,
+special_tokens_map.json, generation_config.json, config.json, chat_template.jinja and
+additional_chat_templates/*.jinja. Encoding is that of transformers' AutoTokenizer: when there is a tokenizer.json, its
+post-processor alone decides about BOS and EOS (add_bos_token of tokenizer_config.json is ignored).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import tokenizers
 
+from front import tiktoken_file
 from front.chat_template import ChatTemplate
 from front.detokenizer import Detokenizer, TableDetokenizer, TokenTable, WindowDetokenizer, byte_level_alphabet
 from front.token_bound import TokenizerFile, longest_token
@@ -33,10 +34,9 @@ class Tokenizer:
         """ValueError naming the file when tokenizer.json is missing or cannot be read."""
         directory = Path(model_dir)
         path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file; a model directory needs a tokenizer.json")
+        config = _read_json(directory / "tokenizer_config.json")
+        data = _tokenizer_json(path, config)
         try:
-            data = path.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
             file = msgspec.json.decode(data, type=TokenizerFile)
         except Exception as error:  # the library raises plain Exception
@@ -46,7 +46,6 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._longest = longest_token(file)
 
-        config = _read_json(directory / "tokenizer_config.json")
         self._named = _named_tokens(config, _read_json(directory / "special_tokens_map.json"))
         self._mark_special(config)
         self.bos_token = self._named.get("bos_token")
@@ -232,6 +231,16 @@ def _decoder_kind(decoder: Mapping[str, Any] | None) -> str | None:
     if parts == [*common, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]:
         return "byte_fallback_strip"
     return None
+
+
+def _tokenizer_json(path: Path, config: Mapping[str, Any]) -> bytes:
+    """The file's, or what it would say where the directory has a tiktoken.model in its place."""
+    if path.is_file():
+        return path.read_bytes()
+    ranks = path.parent / tiktoken_file.NAME
+    if not ranks.is_file():
+        raise ValueError(f"{path}: no such file; a model directory needs a tokenizer.json, or {ranks.name}")
+    return tiktoken_file.as_tokenizer_json(ranks, config)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -25,10 +25,9 @@ from launch.weights import WeightsKept
 
 HANG_SECONDS = 2.0  # a heartbeat that is older means a hung rank, unless its process is at work ...
 SUSPECT_SECONDS = 1.0  # ... which is asked from this age on (launch/signs.py)
-WORK_SECONDS = (
-    10.0  # the most that work may take between two marks, or --exchange-timeout, if the others wait longer: of the
-)
-# processor's time, because many processes may share a core, and in a STARVED_FACTOR of that by the clock
+# The most that work may take between two marks, or --exchange-timeout, if the others wait longer: of the processor's
+# time, because many processes may share a core, and in a STARVED_FACTOR of that by the clock.
+WORK_SECONDS = 10.0
 STARVED_FACTOR = 6
 DEVICE_HANG_SECONDS = {"cuda": 10.0}  # where a library may wait for the device without taking processor time
 LOAD_HANG_SECONDS = 10.0  # the same while it loads, when a long operation may hold up its heartbeat

@@ -17,19 +17,9 @@ from native import Isa, function, isa
 
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FIELDS = (
-    "x_type",
-    "num_sequences",
-    "num_heads",
-    "num_kv_heads",
-    "key_dim",
-    "v_head_dim",
-    "block_size",
-    "key_stride",
-    "value_stride",
-    "lens",
-    "table",
-    "table_stride",
-)
+    "x_type", "num_sequences", "num_heads", "num_kv_heads", "key_dim", "v_head_dim", "block_size", "key_stride",
+    "value_stride", "lens", "table", "table_stride",
+)  # fmt: skip
 
 
 class _Shape(ctypes.Structure):

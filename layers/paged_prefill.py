@@ -18,30 +18,10 @@ from native import Isa, function, isa
 
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NUMBERS = (
-    "x_type",
-    "num_sequences",
-    "num_heads",
-    "num_kv_heads",
-    "key_dim",
-    "shared_dim",
-    "v_head_dim",
-    "block_size",
-    "q_stride",
-    "key_stride",
-    "shared_stride",
-    "value_stride",
-    "out_stride",
-    "starts",
-    "ends",
-    "lens",
-    "table",
-    "table_stride",
-    "q",
-    "keys",
-    "shared",
-    "values",
-    "out",
-)
+    "x_type", "num_sequences", "num_heads", "num_kv_heads", "key_dim", "shared_dim", "v_head_dim", "block_size",
+    "q_stride", "key_stride", "shared_stride", "value_stride", "out_stride", "starts", "ends", "lens", "table",
+    "table_stride", "q", "keys", "shared", "values", "out",
+)  # fmt: skip
 
 
 class _Call(ctypes.Structure):

@@ -16,7 +16,7 @@ from mla import latent_kv, native_decode, native_prefill
 from mla.merge import merge
 from mla.native_decode import NativeDecode
 from mla.native_prefill import NativePrefill
-from mla.plan import Group, Limits, Piece, Plan, Side, Tile, make_plan
+from mla.plan import KeyPiece, KeyTile, Limits, PlanSide, PrefillPlan, QueryGroup, make_plan
 from mla.protocol import MlaShape, PrefillMode
 
 
@@ -92,7 +92,7 @@ class NativeMlaStep:
 class TorchMlaStep:
     """Implements mla.protocol.PreparedStep."""
 
-    def __init__(self, shape: MlaShape, scale: float, block_size: int, plan: Plan) -> None:
+    def __init__(self, shape: MlaShape, scale: float, block_size: int, plan: PrefillPlan) -> None:
         self.shape = shape
         self.scale = scale
         self.block_size = block_size
@@ -127,7 +127,7 @@ class TorchMlaStep:
         mixed_UHC = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         return torch.bmm(mixed_UHC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
 
-    def _absorbed_group(self, group: Group, q_UHX: Tensor, cache_RX: Tensor) -> Tensor:
+    def _absorbed_group(self, group: QueryGroup, q_UHX: Tensor, cache_RX: Tensor) -> Tensor:
         """Heads are laid along the queries: they share one key, the latent. Returns [b * Q, H, C]."""
         b, num_queries, (_, heads, width) = group.num_sequences, group.num_queries, q_UHX.shape
         rows = slice(group.first_row, group.first_row + b * num_queries)
@@ -153,7 +153,9 @@ class TorchMlaStep:
         parts = [self._naive_group(group, q_UHK, cache_RX, w_uk_HNC, w_uv_HVC) for group in self.plan.naive.groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _naive_group(self, group: Group, q_UHK: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor) -> Tensor:
+    def _naive_group(
+        self, group: QueryGroup, q_UHK: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor
+    ) -> Tensor:
         """Keys and values of a piece are built, used by all queries, and dropped. Returns [b * Q, H, V]."""
         b, num_queries, (_, heads, width) = group.num_sequences, group.num_queries, q_UHK.shape
         rows = slice(group.first_row, group.first_row + b * num_queries)
@@ -171,7 +173,7 @@ class TorchMlaStep:
         return outputs.value().flatten(0, 1)
 
     def _build(
-        self, cache_RX: Tensor, piece: Piece, b: int, w_uk_HNC: Tensor, w_uv_HVC: Tensor
+        self, cache_RX: Tensor, piece: KeyPiece, b: int, w_uk_HNC: Tensor, w_uv_HVC: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Keys [b * H, S, N + P] and values [b * H, S, V] of a piece."""
         heads, nope, latent = w_uk_HNC.shape
@@ -186,7 +188,7 @@ class TorchMlaStep:
 
     # ---- both ----
 
-    def _gather(self, cache_RX: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+    def _gather(self, cache_RX: Tensor, piece: KeyPiece, dtype: torch.dtype) -> Tensor:
         rows_X = latent_kv.gather(cache_RX, piece.blocks, self.block_size)
         return latent_kv.widen(rows_X, self.shape.latent_dim, self.shape.qk_rope_head_dim, dtype)
 
@@ -199,7 +201,7 @@ class TorchMlaStep:
 class _Outputs:
     """Collects the tiles of a group, over its pieces: [b, Q, H, Y]."""
 
-    def __init__(self, group: Group, q_bQHK: Tensor, width: int) -> None:
+    def __init__(self, group: QueryGroup, q_bQHK: Tensor, width: int) -> None:
         self.merging = len(group.pieces) > 1
         self.single = not self.merging and len(group.pieces[0].tiles) == 1
         self.dtype = q_bQHK.dtype
@@ -210,7 +212,7 @@ class _Outputs:
         elif not self.single:
             self.out = q_bQHK.new_empty(shape)
 
-    def put(self, tile: Tile, out_bqHY: Tensor, lse_bqH: Tensor | None) -> None:
+    def put(self, tile: KeyTile, out_bqHY: Tensor, lse_bqH: Tensor | None) -> None:
         """lse is given exactly if merging."""
         if lse_bqH is not None:
             merge(self.out[:, tile.first : tile.last], self.lse[:, tile.first : tile.last], out_bqHY, lse_bqH)
@@ -223,14 +225,14 @@ class _Outputs:
         return self.out.to(self.dtype)
 
 
-def _rows(side: Side, x_T: Tensor) -> Tensor:
+def _rows(side: PlanSide, x_T: Tensor) -> Tensor:
     """The padded rows of a side, [U, ...]."""
     if side.rows is None:
         return x_T[side.first_token : side.first_token + side.num_rows]
     return x_T.index_select(0, side.rows)
 
 
-def _softmax(scores: Tensor, tile: Tile, heads_axis: int, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _softmax(scores: Tensor, tile: KeyTile, heads_axis: int, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Softmax over the last dimension and, if wanted, the log of the sum of exponentials (float32).
 
     scores: [b, q, H, S] or, with heads_axis 1, [b, H, q, S]; used up. Hidden scores are overwritten, not added to: what

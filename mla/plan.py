@@ -52,7 +52,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class KeyTile:
     """Queries first:last of a group see all keys below num_open of the piece, none from num_keys on, and of those
     between the ones that are not hidden: bool [b, last - first, num_keys - num_open]; None: nothing is hidden."""
 
@@ -64,7 +64,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KeyPiece:
     """S consecutive keys of each sequence. blocks: int64 [b * blocks of a piece].
 
     With more than one sequence S is a whole number of blocks and every tile takes all of it: a part of it would have to
@@ -73,36 +73,36 @@ class Piece:
 
     blocks: Tensor
     num_keys: int
-    tiles: tuple[Tile, ...]
+    tiles: tuple[KeyTile, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class QueryGroup:
     """Padded query rows first_row : first_row + b * Q of its side."""
 
     first_row: int
     num_sequences: int
     num_queries: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[KeyPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class PlanSide:
     """What runs one way (absorbed or naive). rows: int64 [U], token of each padded query row, or None: tokens
     first_token : first_token + U as they lie."""
 
     num_rows: int
     first_token: int
     rows: Tensor | None
-    groups: tuple[Group, ...]
+    groups: tuple[QueryGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PrefillPlan:
     """restore: int64 [T], where each token's result lies in [rows of absorbed | rows of naive]; None: at its place."""
 
-    absorbed: Side
-    naive: Side
+    absorbed: PlanSide
+    naive: PlanSide
     restore: Tensor | None
 
 
@@ -135,7 +135,9 @@ def absorbs(shape: MlaShape, mode: PrefillMode, num_queries: int, num_keys: int)
     return mode == "absorbed" or (mode == "auto" and prefers_absorbed(shape, num_queries, num_keys))
 
 
-def make_plan(step: StepInput, shape: MlaShape, prefill: PrefillMode, limits: Limits, first_token: int = 0) -> Plan:
+def make_plan(
+    step: StepInput, shape: MlaShape, prefill: PrefillMode, limits: Limits, first_token: int = 0
+) -> PrefillPlan:
     """Cut a step into groups. Sequences without queries are left out. first_token: num_decodes, if decodes are left
     out too."""
     counts = [last - first for first, last in zip(step.query_starts, step.query_starts[1:], strict=False)]
@@ -155,7 +157,7 @@ def make_plan(step: StepInput, shape: MlaShape, prefill: PrefillMode, limits: Li
     del order[:first_token]
     in_place = order == list(range(absorbed_side.num_rows + naive_side.num_rows))
     restore = None if in_place else torch.tensor(order, device=step.slots_T.device)
-    return Plan(absorbed_side, naive_side, restore)
+    return PrefillPlan(absorbed_side, naive_side, restore)
 
 
 def _cut_decodes(step: StepInput, max_keys: int) -> Iterator[Sequence[int]]:
@@ -206,7 +208,7 @@ def _side(
     tile: int,
     order: list[int],
     place: int,
-) -> Side:
+) -> PlanSide:
     """Lays out the rows of a side, and notes in `order` where each of its tokens lies, counted from `place`."""
     tokens: list[int] = []
     groups = []
@@ -224,16 +226,16 @@ def _side(
             tokens.extend(range(start, start + counts[b]))
             tokens.extend([start] * (num_queries - counts[b]))
         pieces = _pieces(step, members, counts, num_queries, piece_keys, tile)
-        groups.append(Group(first_row, len(members), num_queries, pieces))
+        groups.append(QueryGroup(first_row, len(members), num_queries, pieces))
     first = tokens[0] if tokens else 0
     as_they_lie = tokens == list(range(first, first + len(tokens)))
     rows = None if as_they_lie else torch.tensor(tokens, device=step.slots_T.device)
-    return Side(len(tokens), first, rows, tuple(groups))
+    return PlanSide(len(tokens), first, rows, tuple(groups))
 
 
 def _pieces(
     step: StepInput, members: Sequence[int], counts: list[int], num_queries: int, piece_keys: int, tile: int
-) -> tuple[Piece, ...]:
+) -> tuple[KeyPiece, ...]:
     """Cut the keys of a group. Only a sequence alone can be longer than piece_keys, and be cut into more than one."""
     size, device = step.block_size, step.block_table_BN.device
     contexts = [step.kv_lens[b] - counts[b] for b in members]
@@ -260,7 +262,7 @@ def _pieces(
                 key_S = torch.arange(start + num_open, start + visible, device=device)
                 hidden = key_S > contexts_b11 + torch.arange(first, last, device=device)[:, None]
             if visible > 0:
-                tiles.append(Tile(first, last, num_open, visible, hidden))
+                tiles.append(KeyTile(first, last, num_open, visible, hidden))
         blocks = table_bN[:, start // size : start // size + num_blocks].reshape(-1)
-        pieces.append(Piece(blocks, num_keys, tuple(tiles)))
+        pieces.append(KeyPiece(blocks, num_keys, tuple(tiles)))
     return tuple(pieces)

@@ -23,7 +23,7 @@ from models.facts import ModelFacts
 from models.graph_breaks import EAGER, GraphBreaks
 from store.memory import Store
 
-Recorder = Callable[[Tensor], None]
+Observer = Callable[[Tensor], None]
 
 
 class CausalLM(Protocol):
@@ -70,7 +70,7 @@ class CausalLM(Protocol):
         """Exchange in the ranks and by the placement of `parallel` from now on (models/expert_parallel.py has both)."""
         ...
 
-    def count(self, load: Callable[[int], Recorder], arrivals: Callable[[int], Recorder]) -> None:
+    def count(self, load: Callable[[int], Observer], arrivals: Callable[[int], Observer]) -> None:
         """For each MoE layer, what is shown its routing and the rows that arrive (ep/moe.py), from now on."""
         ...
 

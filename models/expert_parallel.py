@@ -13,7 +13,7 @@ from ep.parallel import Parallel
 from ep.place import SlotTable, slot_tables
 from layers.linear import Linear
 from layers.weights import Key
-from models.base import ExpertSource, Recorder, WeightSource
+from models.base import ExpertSource, Observer, WeightSource
 from models.loading import expert_keys, read_expert, read_experts
 from models.parts import Part, expert_units, whole
 from store.filling import Piece, take_all
@@ -96,7 +96,7 @@ class ExpertParallelMixin(nn.Module):
         """The numbers of the layers with routed experts, among all layers."""
         return self._moe_layer_ids
 
-    def count(self, load: Callable[[int], Recorder], arrivals: Callable[[int], Recorder]) -> None:
+    def count(self, load: Callable[[int], Observer], arrivals: Callable[[int], Observer]) -> None:
         """For each MoE layer, what is shown its routing and the rows that arrive (ep/moe.py), from now on."""
         for layer, (_, moe) in enumerate(self._hosts):
             moe.load, moe.arrivals = load(layer), arrivals(layer)

@@ -1,4 +1,4 @@
-"""Graph breaks: calls of a forward pass that a graph cannot hold (engine/graphs.py, engine/tapes.py).
+"""Graph breaks: calls of a forward pass that a graph cannot hold (engine/capture.py).
 
 Two kinds of call cannot be captured: operations whose arguments on the host change with every step (attention over the
 lengths of its sequences), and exchanges of rows whose number only the host knows. A sublayer makes such a call through

@@ -26,28 +26,8 @@ from moe_kernels.topk import router_logits, router_logits32
 from moe_kernels.weights import ExpertWeights, expert_weights
 
 __all__ = [
-    "Bags",
-    "ExpertBatch",
-    "ExpertWeights",
-    "Layout",
-    "ScaledMatrix",
-    "TokenBatch",
-    "WeightFormat",
-    "add_rows",
-    "copy_rows",
-    "dequantize_rows",
-    "expert_weights",
-    "grouped_sigmoid_topk",
-    "grouped_softmax_topk",
-    "permute",
-    "permute_some",
-    "quantize_rows",
-    "router_logits",
-    "router_logits32",
-    "run_experts",
-    "silu_mul",
-    "softmax_topk",
-    "sum_choices",
-    "sum_rows",
-    "unpermute",
-]
+    "Bags", "ExpertBatch", "ExpertWeights", "Layout", "ScaledMatrix", "TokenBatch", "WeightFormat", "add_rows",
+    "copy_rows", "dequantize_rows", "expert_weights", "grouped_sigmoid_topk", "grouped_softmax_topk", "permute",
+    "permute_some", "quantize_rows", "router_logits", "router_logits32", "run_experts", "silu_mul", "softmax_topk",
+    "sum_choices", "sum_rows", "unpermute",
+]  # fmt: skip

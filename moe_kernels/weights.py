@@ -6,7 +6,6 @@ Legend: S slots, D hidden size, F expert width, T tokens, R rows arrived, C rows
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,6 +14,8 @@ from torch import Tensor
 
 from moe_kernels.backends import choose_experts, facts_of
 from moe_kernels.choice import run_experts, triton_implementation
+from moe_kernels.deepgemm import DeepGemm
+from moe_kernels.flashinfer import FlashInferExperts
 from moe_kernels.fp8_experts import Fp8Experts
 from moe_kernels.layout import ExpertBatch, TokenBatch
 from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize
@@ -79,11 +80,8 @@ def expert_weights(
     if chosen == "native":
         return PackedExperts(*sizes, form)
     if chosen == "flashinfer":
-        made: ExpertWeights = importlib.import_module("moe_kernels.flashinfer").FlashInferExperts(*sizes, device, form)
-        return made
-    library = (
-        importlib.import_module("moe_kernels.deepgemm").DeepGemm(facts.capability) if chosen == "deepgemm" else None
-    )
+        return FlashInferExperts(*sizes, device, form)
+    library = DeepGemm(facts.capability) if chosen == "deepgemm" and facts.capability is not None else None
     if form is WeightFormat.FP8 and library is not None:
         return Fp8Experts(*sizes, device, library.run_experts_fp8, library.power_of_two_scales)
     if form is WeightFormat.FP8 and chosen == "triton":

@@ -21,15 +21,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM",
-    "AsyncLLM",
-    "CompletionOutput",
-    "EngineConfig",
-    "EplbConfig",
-    "RequestOutput",
-    "SamplingParams",
+    "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "EplbConfig", "RequestOutput", "SamplingParams",
     "__version__",
-]
+]  # fmt: skip
 
 _HOMES = {
     "LLM": "moesaic.public",

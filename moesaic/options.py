@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
@@ -52,116 +52,83 @@ class Number(click.FloatRange):
 SECONDS = Number(0, 1e6)
 
 
+_HINTS = get_type_hints(EngineConfig)
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+_EPLB_FIELDS = ", ".join(f"{field.name} {json.dumps(field.default)}" for field in dataclasses.fields(EplbConfig))
+
+
+def _of(name: str, help: str | None = None, *names: str, **more: Any) -> Callable[[Command], Command]:
+    """The option of a field of EngineConfig, which says its type, its choices and its default. names: it has besides;
+    more: in the place of what the field says."""
+    kind = _HINTS[name]
+    if type(None) in get_args(kind):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        kind = click.Choice(get_args(kind))
+    flag, default = "--" + name.replace("_", "-"), _DEFAULTS[name]
+    if kind is bool:
+        flag, kind = f"{flag}/--no-{flag[2:]}", None
+    settings = {"type": kind, "default": default, "show_default": default is not None, "help": help, **more}
+    return click.option(*names, flag, name, **settings)
+
+
+_TEXT = {"type": str, "default": None, "show_default": False}  # what is parsed below
+
 OPTIONS = [
     click.option("--model", "model_option", help="Directory of a Hugging Face checkpoint (same as the argument)."),
-    click.option(
-        "--hf-overrides", help="Fields in the place of those of config.json, as a JSON object or a file with one."
-    ),
-    click.option("--served-model-name", multiple=True, help="Name(s) in the API; default: the model's path."),
-    click.option(
-        "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="cuda: GPUs."
-    ),
-    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True),
-    click.option("--max-model-len", type=int, help="Longest prompt plus output, in tokens."),
-    click.option("--max-num-seqs", type=int, help="Sequences that a rank works on at once."),
-    click.option("--max-num-batched-tokens", type=int, help="Tokens that a rank computes in one step."),
-    click.option("--block-size", type=int, help="Tokens in a block of the KV cache."),
-    click.option("--num-gpu-blocks-override", "--num-kv-blocks", "num_kv_blocks", type=int, help="KV blocks per rank."),
-    click.option("--kv-cache-memory-bytes", type=Bytes(), help="Memory of a rank's KV cache, e.g. 4Gi."),
-    click.option("--gpu-memory-utilization", type=float, help="Part of the free memory for weights and KV cache."),
-    click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True),
-    click.option("--enable-chunked-prefill/--no-enable-chunked-prefill", default=True, show_default=True),
-    click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True),
-    click.option("--async-scheduling/--no-async-scheduling", default=None, help="Schedule while the step computes."),
-    click.option("--data-parallel-size", "-dp", type=int, default=None, help="Ranks; experts are spread over them."),
+    _of("hf_overrides", "Fields in the place of those of config.json, as a JSON object or a file with one.", **_TEXT),
+    _of("served_model_name", "Name(s) in the API; default: the model's path.", type=str, multiple=True, default=None,
+        show_default=False),
+    _of("device", "cuda: GPUs."),
+    _of("dtype"),
+    _of("max_model_len", "Longest prompt plus output, in tokens."),
+    _of("max_num_seqs", "Sequences that a rank works on at once."),
+    _of("max_num_batched_tokens", "Tokens that a rank computes in one step."),
+    _of("block_size", "Tokens in a block of the KV cache."),
+    _of("num_kv_blocks", "KV blocks per rank.", "--num-gpu-blocks-override"),
+    _of("kv_cache_memory_bytes", "Memory of a rank's KV cache, e.g. 4Gi.", type=Bytes()),
+    _of("gpu_memory_utilization", "Part of the free memory for weights and KV cache."),
+    _of("enable_prefix_caching"),
+    _of("enable_chunked_prefill"),
+    _of("scheduling_policy"),
+    _of("async_scheduling", "Schedule while the step computes."),
+    _of("data_parallel_size", "Ranks; experts are spread over them.", "-dp", default=None, show_default=False),
     click.option(
         "--enable-expert-parallel", is_flag=True, help="Accepted for vLLM scripts: experts are always spread."
     ),
+    _of("all2all_backend", "How tokens reach their experts; a+b: a in steps with many tokens, b in those with few."),
+    _of("dispatch_dtype", "How rows travel to their experts; fp8: in half the bytes, bf16: as they are."),
+    _of("num_redundant_experts",
+        "Extra expert slots in all, of experts that each rank has for itself; default: ranks of one machine share all "
+        "experts, others have enough to lose one rank."),
+    _of("weight_cache",
+        "Where packed weights are kept for the next start; default: the user's cache, of models from 512 MiB on.",
+        metavar="DIR|off"),
+    _of("enable_eplb",
+        "Balance the experts' load while serving: shares of the replicas follow it, and few experts move."),
     click.option(
-        "--all2all-backend",
-        default="auto",
-        show_default=True,
-        help="How tokens reach their experts; a+b: a in steps with many tokens, b in those with few.",
+        "--eplb-config", help=f"How, as a JSON object or a file with one; fields and defaults: {_EPLB_FIELDS}."
     ),
-    click.option(
-        "--dispatch-dtype",
-        type=click.Choice(["auto", "bf16", "fp8"]),
-        default="auto",
-        show_default=True,
-        help="How rows travel to their experts; fp8: in half the bytes, bf16: as they are.",
-    ),
-    click.option(
-        "--num-redundant-experts",
-        type=int,
-        help="Extra expert slots in all, of experts that each rank has for itself; default: ranks of one machine share "
-        "all experts, others have enough to lose one rank.",
-    ),
-    click.option(
-        "--weight-cache",
-        metavar="DIR|off",
-        help="Where packed weights are kept for the next start; default: the user's cache, of models from 512 MiB on.",
-    ),
-    click.option(
-        "--enable-eplb/--no-enable-eplb",
-        default=False,
-        show_default=True,
-        help="Balance the experts' load while serving: shares of the replicas follow it, and few experts move.",
-    ),
-    click.option(
-        "--eplb-config",
-        help="How, as a JSON object or a file with one; fields and defaults: "
-        + ", ".join(f"{field.name} {json.dumps(field.default)}" for field in dataclasses.fields(EplbConfig))
-        + ".",
-    ),
-    click.option(
-        "--enable-dbo",
-        is_flag=False,
-        flag_value="on",
-        metavar="[auto|on|off]",
-        default="auto",
-        show_default=True,
-        help="Split a step in parts that compute while the others' tokens travel; alone: on; auto: where it pays.",
-    ),
-    click.option("--dbo-decode-token-threshold", type=int, help="Split a step of decodes from so many tokens on."),
-    click.option("--dbo-prefill-token-threshold", type=int, help="The same for a step with prompts in it."),
-    click.option("--ubatch-size", type=int, default=2, show_default=True, help="Parts of a step that is split."),
-    click.option(
-        "--quantization", type=click.Choice(["fp8", "int8"]), help="Keep all large matrices in 8 bits (native kernels)."
-    ),
-    click.option(
-        "--kv-cache-dtype",
-        type=click.Choice(["auto", "fp8"]),
-        default="auto",
-        show_default=True,
-        help="fp8: latents in 8 bits, a scale for 128 of them (DeepSeek).",
-    ),
-    click.option("--attention-backend", default="auto", show_default=True, help="Of latent attention, on a GPU."),
-    click.option("--moe-backend", default="auto", show_default=True, help="What multiplies by the experts' weights."),
-    click.option(
-        "--cudagraph-mode",
-        type=click.Choice(["auto", "none", "piecewise", "full", "full_and_piecewise", "tapes"]),
-        default="auto",
-        show_default=True,
-        help=(
-            "Which steps are captured as CUDA graphs: whole decode steps, all steps in pieces, or both; "
-            "tapes: decode steps, on a CPU."
-        ),
-    ),
+    _of("enable_dbo",
+        "Split a step in parts that compute while the others' tokens travel; alone: on; auto: where it pays.",
+        type=str, is_flag=False, flag_value="on", metavar="[auto|on|off]"),
+    _of("dbo_decode_token_threshold", "Split a step of decodes from so many tokens on."),
+    _of("dbo_prefill_token_threshold", "The same for a step with prompts in it."),
+    _of("ubatch_size", "Parts of a step that is split."),
+    _of("quantization", "Keep all large matrices in 8 bits (native kernels)."),
+    _of("kv_cache_dtype", "fp8: latents in 8 bits, a scale for 128 of them (DeepSeek)."),
+    _of("attention_backend", "Of latent attention, on a GPU."),
+    _of("moe_backend", "What multiplies by the experts' weights."),
+    _of("cudagraph_mode", "Which steps are captured as CUDA graphs: whole decode steps, all steps in pieces, or both; "
+        "tapes: decode steps, on a CPU."),
     click.option("--enforce-eager", is_flag=True, help="The same as --cudagraph-mode none."),
-    click.option("--cudagraph-capture-sizes", help="Rows of the graphs, e.g. 1,2,4,8; default: decided."),
-    click.option("--threads-per-rank", type=int, help="CPU threads of each rank."),
-    click.option("--mla-prefill", type=click.Choice(["auto", "naive", "absorbed"]), default="auto", show_default=True),
-    click.option(
-        "--logprobs-mode",
-        type=click.Choice(["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]),
-        default="raw_logprobs",
-        show_default=True,
-    ),
-    click.option("--max-logprobs", type=int, default=20, show_default=True, help="-1: no limit."),
-    click.option(
-        "--exchange-timeout", type=float, default=60.0, show_default=True, help="Bound of waits between ranks, s."
-    ),
-]
+    _of("cudagraph_capture_sizes", "Rows of the graphs, e.g. 1,2,4,8; default: decided.", **_TEXT),
+    _of("threads_per_rank", "CPU threads of each rank."),
+    _of("mla_prefill"),
+    _of("logprobs_mode"),
+    _of("max_logprobs", "-1: no limit."),
+    _of("exchange_timeout", "Bound of waits between ranks, s."),
+]  # fmt: skip
 
 
 def _take_model(context: click.Context, argument: click.Parameter, model: str | None) -> str | None:

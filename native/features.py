@@ -15,6 +15,7 @@ class Isa(enum.IntEnum):
     AVX2 = 1  # with FMA
     AVX512 = 2  # F, BW, DQ, VL
     AVX512_BF16 = 3  # with VBMI
+    AMX = 4  # matrix tiles, products of bfloat16; the process may use them
 
 
 def best_isa() -> Isa:

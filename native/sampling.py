@@ -24,25 +24,10 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.float32] | npt.NDArray[np.uint64]
 _LOGIT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NUMBERS = ("logit_type", "num_rows", "num_tokens", "stride")
 _ARRAYS = (
-    "random",
-    "temperature",
-    "top_p",
-    "min_p",
-    "top_k",
-    "seed_key",
-    "position",
-    "has_allowed",
-    "allowed_start",
-    "allowed",
-    "forbidden_start",
-    "forbidden",
-    "bias_start",
-    "bias_id",
-    "bias",
-    "penalty_start",
-    "penalty_id",
+    "random", "temperature", "top_p", "min_p", "top_k", "seed_key", "position", "has_allowed", "allowed_start",
+    "allowed", "forbidden_start", "forbidden", "bias_start", "bias_id", "bias", "penalty_start", "penalty_id",
     "penalty",
-)
+)  # fmt: skip
 
 
 class _SampleCall(ctypes.Structure):
@@ -80,9 +65,8 @@ class Edits:
     allowed: Sequence[tuple[int, Tensor]] = ()  # (p, token ids): the only ones that may be drawn; p rises
     forbidden: tuple[Tensor, Tensor] | None = None  # p int64 [N], ids int64 [N]
     bias: tuple[Tensor, Tensor, Tensor] | None = None  # p, ids, values float32 [1, N]
-    penalties: tuple[Tensor, Tensor, Tensor] | None = (
-        None  # p, ids, float32 [4, N]: counts, repetition, presence, frequency
-    )
+    # p, ids, float32 [4, N]: counts, repetition, presence, frequency
+    penalties: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 @dataclass(slots=True)

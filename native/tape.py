@@ -1,6 +1,7 @@
-"""A stretch of Python that runs native kernels, recorded once and played again without the Python (native/src/tape.h).
+"""Graphs on a CPU: a stretch of Python that runs native kernels, captured once and replayed without the Python
+(native/src/tape.h).
 
-While it is recorded everything runs as usual. The tape keeps which kernels ran and with which arguments, so whatever
+While it is captured everything runs as usual. The tape keeps which kernels ran and with which arguments, so whatever
 they read and wrote must stay where it is: tensors that are made meanwhile come from a `Memory`, which lasts. What is
 read from elsewhere (weights, the cache, the inputs of a step) is the caller's business. Only native kernels are on the
 tape: an operation that torch computed, or a kernel whose arguments change from step to step, makes the recording void,
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -36,8 +38,8 @@ _tape_play = function("tape_play", _POINTER, ctypes.c_int)
 
 
 class Memory:
-    """What the tensors of recordings lie in. Recordings share it: of those made from one Memory only one is played at a
-    time, and its results are gone when the next one begins."""
+    """What the tensors of recordings lie in. Recordings share it: of those made from one Memory only one is replayed at
+    a time, and its results are gone when the next one begins."""
 
     def __init__(self) -> None:
         self._chunks: list[Bytes] = []
@@ -58,44 +60,33 @@ class Memory:
         return sum(len(chunk) for chunk in self._chunks)
 
 
+class CpuGraphs:
+    """Implements engine.capture.GraphLibrary: graphs of one lane share their memory."""
+
+    def __init__(self) -> None:
+        self._memories: dict[int, Memory] = {}
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def series(self, lane: int) -> Recording:
+        return Recording(self._memories.setdefault(lane, Memory()))
+
+
 class Recording:
     """One tape, or several with something in between that is not recorded. Not thread-safe; a thread records once at a
     time.
 
-    refused: "", or why it cannot be played.
+    refused: "", or why it cannot be replayed.
     """
 
     def __init__(self, memory: Memory) -> None:
         self.refused = ""
         self._places = _Places(memory)
         self._kept: list[Tensor] = []  # made by torch in a form of its own
-        self._tape: Tape | None = None
-        self._mode: _Watch | None = None
 
-    def begin(self) -> None:
-        """Record what this thread does, until `end`."""
-        assert self._tape is None
-        self._tape = Tape()
-        self._mode = _Watch(self)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        _tape_begin(self._tape.handle)
-
-    def end(self) -> Tape:
-        """What was recorded since `begin`."""
-        tape, mode = self._tape, self._mode
-        assert tape is not None and mode is not None
-        self._tape = self._mode = None
-        refused = ctypes.c_char_p()
-        _tape_end(tape.handle, ctypes.byref(refused))
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if refused.value is not None:
-            self.refuse(f"{refused.value.decode()} takes other arguments in every step")
-        return tape
-
-    def abandon(self) -> None:
-        """Record no longer, if it does; for a caller that leaves because of an error."""
-        if self._tape is not None:
-            self.end()
+    def new(self) -> Tape:
+        return Tape(self)
 
     def empty_like(self, x: Tensor) -> Tensor:
         """A tensor that stays, of x's shape and dtype."""
@@ -110,23 +101,42 @@ class Recording:
 
 
 class Tape:
-    """Kernel calls. `play` runs them with as many threads as they were recorded with."""
+    """Kernel calls, which `replay` makes again with as many threads as they were recorded with. It keeps its recording,
+    and so the memory of all the tensors."""
 
-    def __init__(self) -> None:
-        self.handle = ctypes.c_void_p()
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._mode: _Watch | None = None
         self._num_threads = torch.get_num_threads()
-        _tape_new(ctypes.byref(self.handle))
-        free = weakref.finalize(self, _tape_free, self.handle)
+        self._handle = ctypes.c_void_p()
+        _tape_new(ctypes.byref(self._handle))
+        free = weakref.finalize(self, _tape_free, self._handle)
         free.atexit = False
 
-    def play(self) -> None:
-        _tape_play(self.handle, self._num_threads)
+    def begin(self) -> None:
+        """Record what this thread does, until `end`."""
+        assert self._mode is None
+        self._mode = _Watch(self._recording)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        _tape_begin(self._handle)
+
+    def end(self) -> None:
+        mode, self._mode = self._mode, None
+        assert mode is not None
+        refused = ctypes.c_char_p()
+        _tape_end(self._handle, ctypes.byref(refused))
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if refused.value is not None:
+            self._recording.refuse(f"{refused.value.decode()} takes other arguments in every step")
+
+    def replay(self) -> None:
+        _tape_play(self._handle, self._num_threads)
 
 
 class _Places:
     """Memory of one recording, from the beginning of the Memory on; what is freed is given away again.
 
-    That is safe because a tape is played in the order in which it was recorded.
+    That is safe because a tape is replayed in the order in which it was recorded.
     """
 
     def __init__(self, memory: Memory) -> None:

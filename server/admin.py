@@ -83,9 +83,8 @@ class RankAdmin:
         needed, free = num_new * plan.rank_bytes, this_machine().free_memory
         if num_new > 0 and needed > free:
             message = (
-                f"{num_new} more rank(s) of {plan.rank_bytes // MEBI} MiB take {needed // MEBI} MiB, "
-                f"but {free // MEBI} MiB of "
-                "memory are free"
+                f"{num_new} more rank(s) of {plan.rank_bytes // MEBI} MiB take {needed // MEBI} MiB, but "
+                f"{free // MEBI} MiB of memory are free"
             )
             raise ApiError(409, message, param="count", code="no_memory")
 

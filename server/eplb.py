@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from front.balancing import BalancerRefused, BalancerSilent, Question
 from front.messages import BalanceStatus
-from server.errors import ApiError, bad_request, unavailable
+from server.errors import ApiError, unavailable
+from server.params import new_file
 from server.service import Service, json_response
 
 RECORDING = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}\.jsonl")
@@ -85,16 +86,8 @@ class Eplb:
             raise ApiError(
                 403, "recordings need a directory: start the server with --eplb-record-dir", code="no_record_dir"
             )
-        if not RECORDING.fullmatch(name):
-            message = (
-                "path must be a file name that ends in .jsonl, of at most 126 letters, digits, '_', '-' and '.': it is "
-                "written into the directory of --eplb-record-dir"
-            )
-            raise bad_request(message, "path", "invalid_value")
-        path = Path(directory) / name
-        if path.is_symlink() or path.exists():
-            raise bad_request(f"path: {name} exists already; choose another name", "path", "file_exists")
-        return path
+        rule = "that ends in .jsonl, of at most 126 letters, digits, '_', '-' and '.'"
+        return new_file(Path(directory), name, RECORDING, "path", rule, "--eplb-record-dir")
 
     def _require_balancing(self) -> None:
         plan = self._service.plan

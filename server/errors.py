@@ -12,20 +12,11 @@ RETRY_AFTER = (b"retry-after", b"1")
 
 # The names are those of the classes that the openai client raises, where it has one.
 TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    409: "ConflictError",
-    413: "PayloadTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    429: "RateLimitError",
-    431: "HeadersTooLargeError",
-    500: "InternalServerError",
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
+    405: "MethodNotAllowedError", 408: "RequestTimeoutError", 409: "ConflictError", 413: "PayloadTooLargeError",
+    415: "UnsupportedMediaTypeError", 429: "RateLimitError", 431: "HeadersTooLargeError", 500: "InternalServerError",
     503: "ServiceUnavailableError",
-}
+}  # fmt: skip
 
 encode = msgspec.json.Encoder().encode
 _WHERE = re.compile(r"^(?P<what>.*?)( - at (`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from configs.engine import Plan
@@ -19,8 +19,8 @@ from front.async_llm import AsyncLLM
 from front.members import State
 from front.messages import RankStats
 from front.sequences import FinishedRequest
-from server.eplb_metrics import balance_families
 from server.flights import Flights
+from server.metric_families import balance_families, counter, gauge
 
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -144,30 +144,18 @@ class Metrics(Collector):
         labels = ["model_name", "engine"]
         name = self._plan.served_model_names[0]
         stats = list(enumerate(self._engine.stats))
-        for metric, text, value in _GAUGES:
-            gauge = GaugeMetricFamily(metric, text, labels=labels)
-            for rank, numbers in stats:
-                gauge.add_metric([name, str(rank)], value(numbers))
-            yield gauge
-        for metric, text, value in _COUNTERS:
-            counter = CounterMetricFamily(metric, text, labels=labels)
-            for rank, numbers in stats:
-                counter.add_metric([name, str(rank)], value(numbers))
-            yield counter
+        for make, numbers in ((gauge, _GAUGES), (counter, _COUNTERS)):
+            for metric, text, value in numbers:
+                yield make(metric, text, labels, (((name, str(rank)), value(of_rank)) for rank, of_rank in stats))
         yield from self._surviving(name, labels)
         balance = self._engine.front.balance
         if balance is not None:
             yield from balance_families(balance, name)
         yield from self._requests(name, labels)
         yield self._cache_config(name)
-        labels = ["model_name", "engine", "reason"]
-        refused = CounterMetricFamily("vllm:admission_rejections", "Requests refused with 503.", labels=labels)
-        refused.add_metric([name, "front", "queue_full"], self._flights.num_refused)
-        yield refused
-        http = CounterMetricFamily("http_requests", "HTTP requests.", labels=["method", "handler", "status"])
-        for key, count in self._http.items():
-            http.add_metric(key, count)
-        yield http
+        refused = [((name, "front", "queue_full"), self._flights.num_refused)]
+        yield counter("vllm:admission_rejections", "Requests refused with 503.", [*labels, "reason"], refused)
+        yield counter("http_requests", "HTTP requests.", ["method", "handler", "status"], self._http.items())
 
     def _stored(self, name: str) -> Iterator[Metric]:
         """The weights that ranks share (docs/memory.md)."""
@@ -178,27 +166,19 @@ class Metrics(Collector):
             ("moesaic:weight_store_bytes", "Weights that the ranks of the machine share.", max(sizes, default=0)),
             ("moesaic:weight_store_mappings", "Ranks that map them.", sum(size > 0 for size in sizes)),
         ):
-            family = GaugeMetricFamily(metric, text, labels=["model_name"])
-            family.add_metric([name], value)
-            yield family
+            yield gauge(metric, text, ["model_name"], [([name], value)])
 
     def _surviving(self, name: str, labels: list[str]) -> Iterator[Metric]:
         members = self._engine.members
-        up = GaugeMetricFamily("moesaic:rank_up", "1 for a rank that serves.", labels=labels)
-        for rank, state in enumerate(members.states[: members.count]):
-            up.add_metric([name, str(rank)], float(state is State.UP))
-        yield up
-        count = GaugeMetricFamily("moesaic:ranks", "Ranks that are to serve.", labels=["model_name"])
-        count.add_metric([name], members.count)
-        yield count
+        states = enumerate(members.states[: members.count])
+        up = (((name, str(rank)), float(state is State.UP)) for rank, state in states)
+        yield gauge("moesaic:rank_up", "1 for a rank that serves.", labels, up)
+        yield gauge("moesaic:ranks", "Ranks that are to serve.", ["model_name"], [([name], members.count)])
         yield from self._stored(name)
+        replayed = "Requests moved from a rank that was lost or left."
         for metric, text, value in (
             ("moesaic:rank_losses", "Ranks lost.", members.num_losses),
-            (
-                "moesaic:requests_replayed",
-                "Requests moved from a rank that was lost or left.",
-                self._engine.num_replayed,
-            ),
+            ("moesaic:requests_replayed", replayed, self._engine.num_replayed),
             (
                 "moesaic:experts_reloaded",
                 "Experts read again after a change of membership.",
@@ -206,16 +186,11 @@ class Metrics(Collector):
             ),
             ("moesaic:reloaded_bytes", "Bytes read for them.", members.num_bytes_read),
         ):
-            counter = CounterMetricFamily(metric, text, labels=["model_name"])
-            counter.add_metric([name], value)
-            yield counter
+            yield counter(metric, text, ["model_name"], [([name], value)])
         for recovery in self._engine.take_recoveries():
-            self._recoveries["detect"].observe(recovery.detect)
-            self._recoveries["agree"].observe(recovery.agree)
-            self._recoveries["repair"].observe(recovery.repair)
-            self._recoveries["total"].observe(recovery.total)
-            if recovery.first_token is not None:
-                self._recoveries["first_token"].observe(recovery.first_token)
+            for phase, histogram in self._recoveries.items():
+                if (seconds := getattr(recovery, phase)) is not None:
+                    histogram.observe(seconds)
         text = "From a rank's last sign of life until tokens come again, and the phases of it."
         family = HistogramMetricFamily("moesaic:recovery_seconds", text, labels=["model_name", "phase"])
         for phase, histogram in self._recoveries.items():
@@ -223,13 +198,12 @@ class Metrics(Collector):
         yield family
 
     def _requests(self, name: str, labels: list[str]) -> Iterator[Metric]:
-        success = CounterMetricFamily(
-            "vllm:request_success", "Finished sequences.", labels=[*labels, "finished_reason"]
+        finished = (
+            ((name, str(rank), reason), count)
+            for rank, requests in enumerate(self._ranks)
+            for reason, count in requests.finished.items()
         )
-        for rank, requests in enumerate(self._ranks):
-            for reason, count in requests.finished.items():
-                success.add_metric([name, str(rank), reason], count)
-        yield success
+        yield counter("vllm:request_success", "Finished sequences.", [*labels, "finished_reason"], finished)
         for metric, (_, text) in self._ranks[0].histograms.items():
             family = HistogramMetricFamily(metric, text, labels=labels)
             for rank, requests in enumerate(self._ranks):
@@ -239,12 +213,10 @@ class Metrics(Collector):
 
     def _cache_config(self, name: str) -> Metric:
         """num_gpu_blocks is the field's name for the KV blocks of a rank, wherever they are."""
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "Facts about the KV cache, as labels.",
-            labels=["model_name", "engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"],
-        )
+        labels = ["model_name", "engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"]
         caching = str(self._plan.enable_prefix_caching)
-        for rank, ready in sorted(self._engine.ready.items()):
-            info.add_metric([name, str(rank), str(ready.block_size), str(ready.num_blocks), caching], 1)
-        return info
+        ranks = (
+            ((name, str(rank), str(ready.block_size), str(ready.num_blocks), caching), 1)
+            for rank, ready in sorted(self._engine.ready.items())
+        )
+        return gauge("vllm:cache_config_info", "Facts about the KV cache, as labels.", labels, ranks)

@@ -4,6 +4,7 @@ engine."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TypeVar
 
 from configs.server import ServerConfig
@@ -14,9 +15,8 @@ from server.openai import ChatRequest, CompletionRequest, GenerationRequest
 Value = TypeVar("Value")
 
 FIELDS = (*SamplingParams.__struct_fields__, "prompt", "messages", "max_completion_tokens", "top_logprobs")
-MAX_IDS = (
-    1024  # of stop_token_ids and of logit_bias: each costs time in the front, in the rank, and some at every token
-)
+# of stop_token_ids and of logit_bias: each costs time in the front, in the rank, and some at every token
+MAX_IDS = 1024
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 SALT = re.compile(r"[^@/\\\x00]{1,128}")
 
@@ -124,3 +124,14 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=either(request.skip_special_tokens, True),
     )
+
+
+def new_file(directory: Path, name: str, allowed: re.Pattern[str], field: str, rule: str, option: str) -> Path:
+    """ApiError unless it would be a new file, right in the directory that the operator has set aside with `option`."""
+    if not allowed.fullmatch(name):
+        message = f"{field} must be a file name {rule}: it is written into the directory of {option}"
+        raise bad_request(message, field, "invalid_value")
+    path = directory / name
+    if path.is_symlink() or path.exists():
+        raise bad_request(f"{field}: {name} exists already; choose another name", field, "file_exists")
+    return path

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from front.profiling import EVENTS_PER_RANK, MAX_EVENTS, ProfileRefused
 from server.errors import ApiError, bad_request
+from server.params import new_file
 from server.service import Service, json_response
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}\.json(\.gz)?")
@@ -69,18 +70,7 @@ class Profiles:
 
 
 def _new_file(directory: Path, name: str | None) -> Path:
-    """ApiError unless it would be a new file, right in the directory that the operator has set aside."""
-    name = (
-        f"profile-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06}.json.gz" if name is None else name
-    )
-    if not NAME.fullmatch(name):
-        message = (
-            "name must be a file name that ends in .json or .json.gz, of letters, digits, '_', '-' "
-            "and '.', at most 120 "
-            "before the ending: it is written into the directory of --profile-dir"
-        )
-        raise bad_request(message, "name", "invalid_value")
-    path = directory / name
-    if path.is_symlink() or path.exists():
-        raise bad_request(f"name: {name} exists already; choose another one", "name", "file_exists")
-    return path
+    if name is None:
+        name = f"profile-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06}.json.gz"
+    rule = "that ends in .json or .json.gz, of letters, digits, '_', '-' and '.', at most 120 before the ending"
+    return new_file(directory, name, NAME, "name", rule, "--profile-dir")

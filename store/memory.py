@@ -157,8 +157,8 @@ class Store:
     def bring_in(self, start: int, num_bytes: int) -> None:
         """Large pages under what is filled next, where the kernel has them: one that begins in these bytes, which are
         still to be written, is made of a page of its first byte (madvise(2), MADV_COLLAPSE, as the systems' setting for
-        shared memory is usually `never`). No more of them once some were refused or took long: memory is in pieces then,
-        or a virtual machine's host has yet to find it."""
+        shared memory is usually `never`). No more of them once some were refused or took long: memory is in pieces
+        then, or a virtual machine's host has yet to find it."""
         first = _up(self.address + start, LARGE_PAGE)
         for page in range(first, self.address + start + num_bytes, LARGE_PAGE):
             if self._slow_pages >= MOST_SLOW_PAGES:

@@ -271,9 +271,12 @@ class _CudaGraph(FakeGraph):
     def __init__(self, keep_graph: bool = False) -> None:
         super().__init__()
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:  # type: ignore[override]
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
         assert capture_error_mode in ("global", "thread_local", "relaxed")
-        super().capture_begin()
+        super().begin()
+
+    def capture_end(self) -> None:
+        super().end()
 
 
 class _Threads(threading.local):

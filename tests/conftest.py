@@ -21,16 +21,24 @@ MAX_WORKERS = 8
 LONG = (
     "launch/test_serve.py",
     "launch/test_resizing.py",
-    "engine/test_survival_processes.py",
     "launch/test_surviving.py",
+    "engine/test_survival_processes.py",
     "launch/test_hosts.py",
-    "moesaic_cli/test_public.py",
-    "moesaic_cli/test_eplb_public.py",
-    "launch/test_eplb_serving.py",
-    "launch/test_spawned.py",
+    "ep/test_all_to_all.py",
     "engine/test_balance_processes.py",
     "engine/test_rank_processes.py",
-    "ep/test_all_to_all.py",
+    "benchmarks/test_gpu_check.py",
+    "moesaic_cli/test_public.py",
+    "engine/test_claimed_gpu.py",
+    "launch/test_storage_and_pipes.py",
+    "launch/test_eplb_serving.py",
+    "launch/test_monitor.py",
+    "launch/test_losing_all.py",
+    "moesaic_cli/test_eplb_public.py",
+    "launch/test_hangs.py",
+    "launch/test_spawned.py",
+    "mla/test_triton_mla.py",
+    "models/test_triton_models.py",
 )  # relative to tests/; each takes ten seconds or more
 OUTCOMES = ("passed", "failed", "error", "skipped", "deselected")
 
@@ -68,7 +76,7 @@ class OfWorker:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    limit_isa(Isa[read_env().isa.upper() or "AVX512_BF16"])  # MOESAIC_ISA=avx2 make test: a lesser machine
+    limit_isa(Isa[read_env().isa.upper() or max(Isa).name])  # MOESAIC_ISA=avx2 make test: a lesser machine
     cache = tempfile.TemporaryDirectory(prefix="moesaic-cache-")  # not the user's own
     os.environ["MOESAIC_CACHE_DIR"] = cache.name
     config.add_cleanup(cache.cleanup)
@@ -83,8 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: a worker for each core that this process may use, but no more than the longest files keep busy."""
-    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+    """Of `-n auto`: one more than the cores that this process may use, because some test waits for a process most of the
+    time; but no more than the longest files keep busy."""
+    return min(len(os.sched_getaffinity(0)) + 1, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,3 +18,4 @@ TORCH_AND_ISAS = [
     for level in Isa
 ]
 EVERY_ISA = TORCH_AND_ISAS[1:]
+BF16_ISAS = EVERY_ISA[Isa.AVX512_BF16 - 1 :]  # with products of bfloat16

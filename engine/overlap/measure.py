@@ -14,8 +14,8 @@ from cache.memory import CacheMemory
 from cache.records import ZEROS
 from cache.spec import CacheSizes, state_groups, token_groups
 from dbo.steps import Steps, weave
-from engine.batch import Batch
 from engine.schedule import NewRow, Schedule
+from engine.step_buffers import Limits, StepBuffers
 from ep.backends.dispatchers import StepState
 from ep.instrumented import ExchangeTimes
 from front.messages import SamplingParams
@@ -124,6 +124,6 @@ class Measure:
         if self._has_state:
             schedule.state_reads = [ZEROS] * len(starts)
             schedule.state_writes = list(range(1, 1 + len(starts)))
-        sizes = len(starts), max(ends), self._block_size, self._device, self._context_cost
-        batch = Batch(*sizes, num_tables=self._num_tables, has_state=self._has_state)
-        return batch.apply(schedule, num_parts).inputs
+        sizes = len(starts), num_tokens, max(ends), self._block_size, self._num_tables, self._has_state
+        buffers = StepBuffers(Limits(*sizes), self._device, self._context_cost)
+        return buffers.fill(schedule, num_parts).inputs

@@ -24,6 +24,8 @@ from msgspec import structs
 from dbo.memory import Remembered, recall, remember
 from dbo.steps import Steps
 from dbo.threshold import MARGIN, NEVER, SLACK, Crossover, Sample, Threshold, search
+from engine.agreement import StepPlan
+from engine.hooks import StepCompanion
 from engine.overlap.measure import Measure, Times
 from engine.runner import Runner
 from engine.schedule import Schedule
@@ -56,7 +58,7 @@ _Run = Callable[[], Steps[Times]]
 _Runs = Generator[_Run, _Taken, None]  # asks for runs, and is sent what they have taken; equal on all ranks
 
 
-class Overlap:
+class Overlap(StepCompanion):
     """One rank's. Used by the rank's thread.
 
     `times` are of the model's lanes. num_parts: of a step that is split; crossover: given, not measured; where it has
@@ -92,9 +94,12 @@ class Overlap:
         self._seen = (0.0, 0.0)
         self._communication = self._exposed = 0.0
 
-    def propose(self, schedule: Schedule, num_tokens: int) -> int:
+    def propose_parts(self, schedule: Schedule, num_tokens: int) -> int:
         """In how many parts this rank would compute that step."""
         return self._threshold.propose(num_tokens, num_tokens > len(schedule.rows))
+
+    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> None:
+        self.num_steps += plan.parts > 1
 
     def add_to(self, stats: RankStats) -> RankStats:
         """With what is known here."""

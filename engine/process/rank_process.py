@@ -59,9 +59,8 @@ MOST_WIDENED = 4  # times: FP8 to float32
 EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
-WEIGHTS_SECONDS = (
-    20.0  # for weights that are away to come back, when a rank is started again; then the monitor has its turn
-)
+# For weights that are away to come back, when a rank is started again; then the monitor has its turn.
+WEIGHTS_SECONDS = 20.0
 
 
 def main() -> None:
@@ -149,7 +148,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
     socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
-    was_asleep = True
+    was_idle = True
     while not rank.done:
         mark()
         for message in socket.poll(0):
@@ -160,9 +159,9 @@ def _serve(start: Start, socket: RankSocket) -> None:
         joined = rank.take_joined()
         if joined is not None:  # before the tokens of that epoch
             socket.send(joined)
-        if outputs or rank.asleep != was_asleep:  # also when falling asleep: the front's gauges should not go stale
+        if outputs or rank.idle != was_idle:  # also when falling asleep: the front's gauges should not go stale
             socket.send(Outputs(rank_id, outputs, rank.stats, time.monotonic()))
-        was_asleep = rank.asleep
+        was_idle = rank.idle
         for news in rank.take_news():
             socket.send(news)
         pause = rank.pause(SLEEP_SECONDS)

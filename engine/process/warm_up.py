@@ -19,9 +19,8 @@ from engine.rank import Rank
 from front.messages import Abort, AddRequest, RankReady, SamplingParams
 
 LOOK_SECONDS = 0.02
-SILENT_SECONDS = (
-    15.0  # a rank that gives no sign of life for so long is not waited for; the monitor has ended it by then
-)
+# A rank that gives no sign of life for so long is not waited for; the monitor has ended it by then.
+SILENT_SECONDS = 15.0
 SAMPLED_TOKENS = 8  # of the prompts whose every token's probability is asked for
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

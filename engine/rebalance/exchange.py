@@ -1,4 +1,4 @@
-"""What the device thread does for the balancer around a step: counting, the exchange, going over to a new placement.
+"""The balancer's hooks around a step: counting, the exchange, going over to a new placement.
 
 Legend: L MoE layers, G ranks, S slots of a rank, E logical experts, N steps.
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from dbo.steps import Steps
+from engine.agreement import StepPlan
+from engine.hooks import StepCompanion, StepHook
 from engine.team import Team
 from ep.migrate import Migration
 from ep.place import SlotTable
@@ -30,7 +32,7 @@ from eplb.placement import Placement
 Ints = npt.NDArray[np.int64]
 
 
-# What the leading rank wants done in a step: its field in the record.
+# What the leading rank wants done in a step: its word in the record.
 GATHER = 1  # what was counted since the last time goes to the leader
 PUBLISH = 2  # a change goes to everybody; it consists of order // STAGES stages
 STAGES = 4
@@ -87,8 +89,8 @@ class Counts(NamedTuple):
     rows_NLG: Ints
 
 
-class Hands:
-    """What the chores of all steps share. `begin` and `end` are called by the rank's thread while no step runs."""
+class BalanceExchange:
+    """What the moves of all steps share. `begin` and `end` are called by the rank's thread while no step runs."""
 
     def __init__(
         self,
@@ -159,16 +161,39 @@ class Hands:
         return Counts(counted, load_LE, rows_GNL[:, : counted.steps].transpose(1, 2, 0))
 
 
-@dataclass(slots=True, eq=False)
-class StepChores:
-    """Implements engine.runner.Chores for one step; what is None is not done.
+class RowCounter(StepCompanion):
+    """Counts the rows that arrive at this rank, step by step."""
+
+    def __init__(self, rows: RowLoad) -> None:
+        self._rows = rows
+
+    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook:
+        return _RowCount(self._rows, any(plan.num_tokens))
+
+
+class _RowCount(StepHook):
+    """has_tokens: on some rank."""
+
+    def __init__(self, rows: RowLoad, has_tokens: bool) -> None:
+        self._rows = rows
+        self._has_tokens = has_tokens
+
+    def after(self) -> Steps[None]:
+        yield from ()
+        self._rows.end_step(self._has_tokens)
+
+
+@dataclass(eq=False)
+class StepMoves(StepHook):
+    """Of one step; what is None is not done.
 
     commit: go over to it before the step; counted: gather; new, publish: a change that is published, and on the leader
-    its bytes; piece: of weights, travels; has_tokens: on some rank.
+    its bytes; piece: of weights, travels.
     """
 
-    hands: Hands
-    has_tokens: bool = True
+    needed = True  # what they do has been ordered
+
+    exchange: BalanceExchange
     commit: Stage | None = None
     counted: Counted | None = None
     new: Change | None = None
@@ -179,7 +204,7 @@ class StepChores:
 
     def before(self) -> None:
         if self.commit is not None:
-            self.hands.commit(self.commit)
+            self.exchange.commit(self.commit)
         if self.counted is not None or self.new is not None or self.piece is not None:
             self._send()
 
@@ -187,21 +212,20 @@ class StepChores:
         if self._pending is not None:
             yield
             self._receive(self._pending.wait())
-        self.hands.rows.end_step(self.has_tokens)
 
     def _send(self) -> None:
-        hands = self.hands
-        assert hands.parcels is not None
-        sizes_GG = np.zeros((hands.size, hands.size), dtype=np.int64)
-        parcels: dict[int, list[Tensor]] = {peer: [] for peer in range(hands.size) if peer != hands.index}
+        exchange = self.exchange
+        assert exchange.parcels is not None
+        sizes_GG = np.zeros((exchange.size, exchange.size), dtype=np.int64)
+        parcels: dict[int, list[Tensor]] = {peer: [] for peer in range(exchange.size) if peer != exchange.index}
         if self.counted is not None:
-            self._own = hands.count(self.counted)
-            sizes_GG[1:, 0] += hands.gather_bytes
-            if hands.index > 0:
+            self._own = exchange.count(self.counted)
+            sizes_GG[1:, 0] += exchange.gather_bytes
+            if exchange.index > 0:
                 parcels[0].append(torch.from_numpy(self._own.view(np.uint8)))
         if self.new is not None:
             sizes_GG[0, 1:] += self._published
-            if hands.index == 0:
+            if exchange.index == 0:
                 content = torch.frombuffer(bytearray(self.publish), dtype=torch.uint8)
                 for pieces in parcels.values():
                     pieces.append(content)
@@ -210,32 +234,32 @@ class StepChores:
             sizes_GG += migration.sizes(number)
             for peer, pieces in migration.outgoing(number).items():
                 parcels[peer] += pieces
-        self._pending = hands.parcels.send(sizes_GG, parcels)
+        self._pending = exchange.parcels.send(sizes_GG, parcels)
 
     def _receive(self, arrived: list[Tensor]) -> None:
-        hands = self.hands
-        assert hands.parcels is not None
-        if self.counted is not None and self._own is not None and hands.index == 0:
+        exchange = self.exchange
+        assert exchange.parcels is not None
+        if self.counted is not None and self._own is not None and exchange.index == 0:
             counts = [self._own]
-            for peer in range(1, hands.size):
-                counts.append(np.frombuffer(_bytes(arrived[peer][: hands.gather_bytes]), dtype=np.int32))
-                arrived[peer] = arrived[peer][hands.gather_bytes :]
-            hands.on_counts(self.counted, counts)
+            for peer in range(1, exchange.size):
+                counts.append(np.frombuffer(_bytes(arrived[peer][: exchange.gather_bytes]), dtype=np.int32))
+                arrived[peer] = arrived[peer][exchange.gather_bytes :]
+            exchange.on_counts(self.counted, counts)
         if self.new is not None:
-            if hands.index > 0:
+            if exchange.index > 0:
                 self.publish = _bytes(arrived[0][: self._published])
                 arrived[0] = arrived[0][self._published :]
-            hands.adopt(self.new, self.publish)
+            exchange.adopt(self.new, self.publish)
         if self.piece is not None:
             change, migration, number = self.piece
             migration.receive(number, arrived)
             change.received += 1
-        hands.parcels.release()
+        exchange.parcels.release()
 
     @property
     def _published(self) -> int:
         """Bytes."""
-        return 0 if self.new is None else self.new.num_stages * self.hands.publish_bytes
+        return 0 if self.new is None else self.new.num_stages * self.exchange.publish_bytes
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -1,7 +1,7 @@
 """Balancing experts while they serve: the rank's side (docs/design.md, 6).
 
 The first living rank leads. It alone thinks (engine/rebalance/leader.py), on a thread of its own, so that no step waits
-for it and equal decisions on all ranks need no equal arithmetic. What it wants done goes into its field `order` of the
+for it and equal decisions on all ranks need no equal arithmetic. What it wants done goes into its word `order` of the
 step record; so all ranks do it in the same step, and nothing new can be waited for in vain:
 
     GATHER    every few steps all ranks send it what they have counted
@@ -9,7 +9,7 @@ step record; so all ranks do it in the same step, and nothing new can be waited 
               perhaps some experts in other slots. Each rank makes it ready on its own thread: tables to route by, and
               what to send to whom.
 
-The field `ready` says how far a rank has come with the change under way; the plan has the least of all ranks. Once that
+The word `ready` says how far a rank has come with the change under way; the plan has the least of all ranks. Once that
 is PREPARED, each step carries a piece of the weights of the next placement, at most one step's budget to any rank, into
 memory beside the slots. Once it is READY, all go over at the start of that same step: experts are copied into their
 slots, the routing tables change, the record's checksum from then on is that of the new placement, and the first piece
@@ -36,25 +36,28 @@ import torch
 
 from configs.eplb import EplbConfig
 from engine.agreement import StepPlan
+from engine.hooks import StepCompanion
 from engine.rebalance.exchange import (
     GATHER,
     PUBLISH,
     STAGES,
+    BalanceExchange,
     Change,
     Counted,
-    Hands,
     Piece,
+    RowCounter,
     Stage,
-    StepChores,
+    StepMoves,
 )
-from engine.rebalance.leader import MAX_STAGES, Facts, Lead
+from engine.rebalance.leader import MAX_STAGES, Coordinator, Facts
+from engine.schedule import Schedule
 from engine.team import Team
 from ep.migrate import Migration
 from ep.place import slot_tables
 from ep.table import make_parcels
 from eplb.load import ExpertLoad, RowLoad
 from eplb.placement import Placement
-from front.messages import BalanceCommand, BalanceReply, RankToFront
+from front.messages import BalanceCommand, BalanceReply, FrontToRank, RankToFront
 from models.base import CausalLM
 
 V = TypeVar("V")
@@ -64,7 +67,6 @@ FAILED, WAITING, PREPARED, READY = -1, 0, 1, 2
 
 MAX_PIECE_BYTES = 1 << 30  # a larger budget is not used up
 UNASKED_INTERVAL = 20  # steps between gatherings when nothing is ever decided
-LOOK_SECONDS = 0.005  # how soon a rank that sleeps looks again what its worker has done
 
 
 class Worker:
@@ -96,8 +98,10 @@ class Worker:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
 
-class Balance:
-    """One rank's. Used by the rank's thread."""
+class Balance(StepCompanion):
+    """One rank's. Used by the rank's thread. Its words: order and ready."""
+
+    num_words = 2
 
     def __init__(
         self,
@@ -128,9 +132,9 @@ class Balance:
         load = ExpertLoad(placement.num_layers, placement.num_experts)
         rows = RowLoad(placement.num_layers)
         model.count(load.recorder, rows.recorder)
-        self._hands = Hands(team, load, rows, self._interval, self._on_counts, self._prepare)
-        self._usual = StepChores(self._hands)
-        self._lead: Lead | None = None
+        self._exchange = BalanceExchange(team, load, rows, self._interval, self._on_counts, self._prepare)
+        self.counter = RowCounter(rows)
+        self._coordinator: Coordinator | None = None
         self._formed = False
         self._change: Change | None = None
         self._chosen: list[Placement] = []  # to be published in the step that is being agreed on
@@ -140,36 +144,34 @@ class Balance:
 
     # ---- epochs ----
 
-    def begin(self) -> None:
-        """The team has formed a new epoch."""
+    def formed(self) -> None:
         team, placement = self._team, self._team.placement
         assert placement is not None
         size, index = len(team.living), team.living.index(team.rank)
-        hands = self._hands
-        room_bytes = self._facts.piece_bytes + max(hands.gather_bytes * size, hands.publish_bytes * MAX_STAGES)
-        hands.begin(make_parcels(team.experts_group, room_bytes), size, index)
+        exchange = self._exchange
+        room_bytes = self._facts.piece_bytes + max(exchange.gather_bytes * size, exchange.publish_bytes * MAX_STAGES)
+        exchange.begin(make_parcels(team.experts_group, room_bytes), size, index)
         self._forget()
         self._formed = True
         if index > 0:
             self._retire()
-        elif self._lead is None:
-            self._lead = Lead(self._facts, self._config, placement, team.epoch)
+        elif self._coordinator is None:
+            self._coordinator = Coordinator(self._facts, self._config, placement, team.epoch)
         else:
-            self._tell(self._lead, lambda lead: lead.begin(placement, team.epoch))
+            self._tell(self._coordinator, lambda coordinator: coordinator.begin(placement, team.epoch))
         questions, self._questions = self._questions, []
         for question in questions:
-            self.ask(question)
+            self._ask(question)
 
-    def drop(self) -> None:
-        """The epoch is over; no step runs any more."""
+    def dropped(self) -> None:
         self._forget()
-        self._hands.end()
+        self._exchange.end()
         self._formed = False
 
     def close(self) -> None:
         self._worker.close()
-        if self._lead is not None:
-            self._lead.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     def _forget(self) -> None:
         self._change, self._chosen = None, []
@@ -177,76 +179,72 @@ class Balance:
 
     def _retire(self) -> None:
         """Another rank leads now."""
-        if self._lead is not None:
-            self._tell(self._lead, Lead.close)
-            self._news += self._lead.outbox
-            self._lead = None
+        if self._coordinator is not None:
+            self._tell(self._coordinator, Coordinator.close)
+            self._news += self._coordinator.outbox
+            self._coordinator = None
 
     # ---- the record ----
 
     @property
     def has_work(self) -> bool:
         """A placement is to be brought to its end, though no rank may have requests."""
-        if self._lead is None or not self._formed:
+        if self._coordinator is None or not self._formed:
             return False
-        return self._change is not None or bool(self._chosen) or self._has_proposal(self._lead)
+        return self._change is not None or bool(self._chosen) or self._has_proposal(self._coordinator)
 
     @property
     def busy(self) -> bool:
-        """Something is thought about, or is to be told to the front: look again soon."""
-        return self._worker.busy or bool(self._news) or (self._lead is not None and bool(self._lead.outbox))
+        return (
+            self._worker.busy or bool(self._news) or (self._coordinator is not None and bool(self._coordinator.outbox))
+        )
 
-    def propose(self) -> tuple[int, int]:
-        """order and ready of the next record."""
-        lead, change = self._lead, self._change
+    def propose(self, schedule: Schedule) -> tuple[int, int]:
+        coordinator, change = self._coordinator, self._change
         order = 0
-        if lead is not None:
-            if change is None and self._has_proposal(lead):
-                self._chosen, lead.proposal = lead.proposal, []
+        if coordinator is not None:
+            if change is None and self._has_proposal(coordinator):
+                self._chosen, coordinator.proposal = coordinator.proposal, []
                 order = PUBLISH | STAGES * len(self._chosen)
             if self._steps >= self._interval:
                 order |= GATHER
         return order, WAITING if change is None else self._progress(change)
 
-    def agreed(self, plan: StepPlan) -> StepChores | None:
-        """What this step does beside its forward pass, the same on all ranks; None: nothing, and there are no
-        tokens."""
+    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepMoves | None:
+        """The same on all ranks: what the first one orders, and as far as all are with the change under way."""
+        order, ready = said[0][0], min(words[1] for words in said)
         num_tokens = sum(plan.num_tokens)
-        if plan.order or self._change is not None:
-            chores = self._chores(plan, num_tokens > 0)
-        else:
-            chores = self._usual if num_tokens else None
+        moves = self._moves(order, ready) if order or self._change is not None else None
         if num_tokens:
             self._steps += 1
             self._tokens += num_tokens
-        return chores
+        return moves
 
-    def _chores(self, plan: StepPlan, has_tokens: bool) -> StepChores | None:
-        chores = StepChores(self._hands, has_tokens)
+    def _moves(self, order: int, ready: int) -> StepMoves | None:
+        moves = StepMoves(self._exchange)
         change = self._change
-        if change is not None and plan.ready == FAILED:
+        if change is not None and ready == FAILED:
             self._give_up(change)
         elif change is not None:
-            if plan.ready == READY:
-                chores.commit = self._commit(change)
-            if plan.ready >= PREPARED and change is self._change:
+            if ready == READY:
+                moves.commit = self._commit(change)
+            if ready >= PREPARED and change is self._change:
                 migration = change.next.migration
                 if change.ordered < migration.num_pieces:
-                    chores.piece = Piece(change, migration, change.ordered)
+                    moves.piece = Piece(change, migration, change.ordered)
                     change.ordered += 1
-        if plan.order & GATHER:
-            chores.counted = Counted(self._steps, self._tokens)
+        if order & GATHER:
+            moves.counted = Counted(self._steps, self._tokens)
             self._steps = self._tokens = 0
-        if plan.order & PUBLISH:
-            chores.new = self._change = Change(plan.order // STAGES)
-            chores.publish = b"".join(placement.to_bytes() for placement in self._chosen)
+        if order & PUBLISH:
+            moves.new = self._change = Change(order // STAGES)
+            moves.publish = b"".join(placement.to_bytes() for placement in self._chosen)
             self._chosen = []
-        does = plan.order or chores.commit is not None or chores.piece is not None
-        return chores if has_tokens or does else None
+        return moves if order or moves.commit is not None or moves.piece is not None else None
 
-    def _has_proposal(self, lead: Lead) -> bool:
+    def _has_proposal(self, coordinator: Coordinator) -> bool:
         """Not one of an epoch that is over."""
-        proposal, placement = lead.proposal, self._team.placement
+        proposal, placement = coordinator.proposal, self._team.placement
         return bool(proposal) and placement is not None and proposal[0].epoch == placement.epoch
 
     def _progress(self, change: Change) -> int:
@@ -266,32 +264,34 @@ class Balance:
         if last:
             self._change = None
         self._team.expect(stage.placement)
-        if self._lead is not None:
-            self._tell(self._lead, lambda lead: lead.committed(stage, last))
+        if self._coordinator is not None:
+            self._tell(self._coordinator, lambda coordinator: coordinator.committed(stage, last))
         return stage
 
     def _give_up(self, change: Change) -> None:
         self._change = None
-        if self._lead is not None:
+        if self._coordinator is not None:
             future = change.prepared
             own = future.exception() if future is not None and future.done() else None
             why = f"a rank could not prepare a placement: {own or 'another rank than the leading one'}"
-            self._tell(self._lead, lambda lead: lead.dropped(why))
+            self._tell(self._coordinator, lambda coordinator: coordinator.dropped(why))
 
     # ---- on the worker, or on its way there ----
 
     def _on_counts(self, counted: Counted, counts: list[npt.NDArray[np.int32]]) -> None:
-        if self._lead is not None:
-            self._tell(self._lead, lambda lead: lead.observe(self._hands.sum_up(counted, counts)))
+        if self._coordinator is not None:
+            self._tell(
+                self._coordinator, lambda coordinator: coordinator.observe(self._exchange.sum_up(counted, counts))
+            )
 
-    def _tell(self, lead: Lead, what: Callable[[Lead], None]) -> None:
+    def _tell(self, coordinator: Coordinator, what: Callable[[Coordinator], None]) -> None:
         """On the worker; what goes wrong is told to the front."""
 
         def think() -> None:
             try:
-                what(lead)
+                what(coordinator)
             except Exception as error:
-                lead.fail(error)
+                coordinator.fail(error)
 
         self._worker.submit(think)
 
@@ -309,19 +309,24 @@ class Balance:
 
     # ---- the front ----
 
-    def ask(self, command: BalanceCommand) -> None:
-        """Answered by one BalanceReply among the news; while an epoch forms, when that is done."""
+    def take(self, message: FrontToRank) -> bool:
+        """A command is answered by one BalanceReply among the news; while an epoch forms, when that is done."""
+        if isinstance(message, BalanceCommand):
+            self._ask(message)
+            return True
+        return False
+
+    def _ask(self, command: BalanceCommand) -> None:
         if not self._formed:
             self._questions.append(command)
-        elif self._lead is None:
+        elif self._coordinator is None:
             self._news.append(refuse(command, f"rank {self._team.rank} does not lead the balancing", again=True))
         else:
-            self._tell(self._lead, lambda lead: lead.answer(command))
+            self._tell(self._coordinator, lambda coordinator: coordinator.answer(command))
 
     def take_news(self) -> Sequence[RankToFront]:
-        """What is to be told to the front."""
-        if self._lead is not None:
-            outbox = self._lead.outbox
+        if self._coordinator is not None:
+            outbox = self._coordinator.outbox
             while outbox:
                 self._news.append(outbox.popleft())
         if not self._news:

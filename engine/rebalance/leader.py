@@ -75,7 +75,7 @@ class _Window:
         self.seen += steps
 
 
-class Lead:
+class Coordinator:
     """Used by one thread, the worker. `outbox`: what the front is to be told; `proposal`: placements to be published,
     taken by the rank's thread."""
 

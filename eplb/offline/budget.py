@@ -32,9 +32,8 @@ def layer_slots(
     most = max(least, num_experts)
     if total_slots < least * num_layers:
         raise ValueError(
-            f"total slots is {total_slots}; {num_layers} layers of {num_experts} experts on "
-            f"{num_ranks} rank(s) need at "
-            f"least {least * num_layers} ({least} a layer)"
+            f"total slots is {total_slots}; {num_layers} layers of {num_experts} experts on {num_ranks} rank(s) need "
+            f"at least {least * num_layers} ({least} a layer)"
         )
     part = load / np.maximum(load.sum(1, keepdims=True), 1e-300) * num_ranks
     layers = [_Layer(row, num_ranks, least, min_copies) for row in part]

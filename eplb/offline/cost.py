@@ -45,9 +45,8 @@ class Constants:
     normal_us: float = 60.0
     overlap_decode: float = 0.85  # part of the shorter of compute and links that two micro-batches hide
     overlap_prefill: float = 0.60  # less: its all-to-all kernels take SMs from the arithmetic
-    passes_per_token: float = (
-        24.0  # hidden vectors of 2 bytes that norms, gate, quantisation and residuals move per token
-    )
+    # hidden vectors of 2 bytes that norms, gate, quantisation and residuals move per token
+    passes_per_token: float = 24.0
     passes_per_row: float = 5.0  # and permute, activation, quantisation per routed row
     gap_us: float = 90.0  # launches and gaps of one layer and micro-batch
     decode_tile: int = 32  # rows to which an expert's batch is padded
@@ -113,12 +112,10 @@ ASSUMPTIONS = (
     "requests are not modelled",
     "each part is max(FLOP / reached TFLOP/s, bytes / reached GB/s); reached = peak of the data sheet x a constant",
     "projections and experts run in the experts' type, attention and cache in bfloat16",
-    "an expert's rows are padded to tiles of 32 (decode) or 128 (prefill); weights of an expert with "
-    "a token are read once per "
-    "micro-batch",
-    "decode sends every (token, expert) pair to its rank (FP8 out, bfloat16 back); prefill sends a "
-    "token once per NVLink domain, "
-    "then within it once per rank",
+    "an expert's rows are padded to tiles of 32 (decode) or 128 (prefill); weights of an expert with a token are "
+    "read once per micro-batch",
+    "decode sends every (token, expert) pair to its rank (FP8 out, bfloat16 back); prefill sends a token once per "
+    "NVLink domain, then within it once per rank",
     "links slow down with the busiest receiver; with two micro-batches 85 % of the shorter of "
     "compute and links is hidden",
 )

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Rotary position embedding and the write to the cache in Triton, with the roundings of layers/rope.py.
+"""Rotary position embedding in Triton, with the roundings of layers/rope.py.
 
 Legend: T tokens, H heads, D rotated dimensions of a head.
 """
@@ -18,12 +18,12 @@ def turn(x, partner, cos, sin, dtype: tl.constexpr):
     return ((partner * sin).to(dtype).to(tl.float32) + x * cos).to(dtype)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # as in layers/triton/attention.py
+@triton.jit
 def _rope_kernel(
-    x_ptr, v_ptr, cos_ptr, sin_ptr, slots_ptr, out_ptr, v_out_ptr, x_stride_t, x_stride_h, v_stride_t, v_stride_h,
-    num_heads, CACHED: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, cos_ptr, sin_ptr, out_ptr, x_stride_t, x_stride_h, num_heads,
+    SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One token: out [slot or token, H, D] is x rotated; CACHED: v goes beside it, as it is."""
+    """One token: out [token, H, D] is x rotated."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, COLUMNS)
@@ -36,43 +36,21 @@ def _rope_kernel(
     partner = tl.load(x_ptrs + other[None, :], mask=mask, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    row = tl.load(slots_ptr + token) if CACHED else token
-    place = (row * num_heads + head)[:, None] * SIZE + column[None, :]
+    place = (token * num_heads + head)[:, None] * SIZE + column[None, :]
     tl.store(out_ptr + place, turn(x, partner, cos[None, :], sin[None, :], dtype), mask=mask)
-    if CACHED:
-        v_ptrs = v_ptr + token * v_stride_t + head[:, None] * v_stride_h + column[None, :]
-        tl.store(v_out_ptr + place, tl.load(v_ptrs, mask=mask, other=0.0), mask=mask)
 
 
 def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """As layers.rope.apply_rope."""
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    _run(x_THD, None, cos_T1D, sin_T1D, None, out_THD, None)
-    return out_THD
-
-
-def rope_write_kv(
-    k_THD: Tensor, v_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, slots_T: Tensor, k_cache: Tensor, v_cache: Tensor
-) -> None:
-    """Keys rotated and values as they are into the rows slots_T (int64) of the caches [rows, H, D]:
-    layers.rope.apply_rope and layers.attention.write_kv of both. Slots of different tokens differ."""
-    assert k_THD.shape == v_THD.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
-    assert k_cache.shape[1:] == k_THD.shape[1:] == v_cache.shape[1:]
-    _run(k_THD, v_THD, cos_T1D, sin_T1D, slots_T, k_cache, v_cache)
-
-
-def _run(
-    x_THD: Tensor, v_THD: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor, slots_T: Tensor | None, out: Tensor,
-    v_out: Tensor | None,
-) -> None:  # fmt: skip
     num_tokens, num_heads, size = x_THD.shape
-    assert x_THD.stride(2) == 1 and (v_THD is None or v_THD.stride(2) == 1)
+    assert x_THD.stride(2) == 1
     assert cos_T1D.is_contiguous() and sin_T1D.is_contiguous() and cos_T1D.shape == (num_tokens, 1, size)
     columns = triton.next_power_of_2(size)
     heads = min(triton.next_power_of_2(num_heads), max(1, 2048 // columns))
     if num_tokens and num_heads:
         _rope_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-            x_THD, v_THD, cos_T1D, sin_T1D, slots_T, out, v_out, x_THD.stride(0), x_THD.stride(1),
-            0 if v_THD is None else v_THD.stride(0), 0 if v_THD is None else v_THD.stride(1), num_heads,
-            CACHED=slots_T is not None, SIZE=size, HEADS=heads, COLUMNS=columns,
+            x_THD, cos_T1D, sin_T1D, out_THD, x_THD.stride(0), x_THD.stride(1), num_heads,
+            SIZE=size, HEADS=heads, COLUMNS=columns,
         )  # fmt: skip
+    return out_THD

@@ -24,26 +24,10 @@ _ALIGNED = 16  # bytes, of the copy engine's rows
 
 @triton.jit(do_not_specialize=["capacity", "num_tiles"])
 def _gate_up_tma_kernel(
-    x_tiles,
-    w_tiles,
-    x_scale_ptr,
-    scale_ptr,
-    out_ptr,
-    out_scale_ptr,
-    rows_ptr,
-    num_slots,
-    capacity,
-    num_tiles,
-    num_inputs,
-    width,
-    SCALED: tl.constexpr,
-    PADDED: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-):
+    x_tiles, w_tiles, x_scale_ptr, scale_ptr, out_ptr, out_scale_ptr, rows_ptr, num_slots, capacity, num_tiles,
+    num_inputs, width, SCALED: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
     """out [R, F] = silu(x gate^T) * (x up^T); SCALED: everything in FP8 with scales, blocks of 128."""
     busy, slot, first, row, here, n, column, wide = locate(
         rows_ptr, num_slots, capacity, num_tiles, width, SLOTS, BLOCK_M, BLOCK_N, BAND, PADDED
@@ -78,27 +62,10 @@ def _gate_up_tma_kernel(
 
 @triton.jit(do_not_specialize=["capacity", "num_tiles"])
 def _down_tma_kernel(
-    x_tiles,
-    w_tiles,
-    x_scale_ptr,
-    scale_ptr,
-    row_weight_ptr,
-    out_ptr,
-    rows_ptr,
-    num_slots,
-    capacity,
-    num_tiles,
-    num_inputs,
-    num_outputs,
-    WEIGHTED: tl.constexpr,
-    SCALED: tl.constexpr,
-    PADDED: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
-):
+    x_tiles, w_tiles, x_scale_ptr, scale_ptr, row_weight_ptr, out_ptr, rows_ptr, num_slots, capacity, num_tiles,
+    num_inputs, num_outputs, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
     """out [R, D] = x down^T, times the row's weight."""
     busy, slot, first, row, here, n, column, wide = locate(
         rows_ptr, num_slots, capacity, num_tiles, num_outputs, SLOTS, BLOCK_M, BLOCK_N, BAND, PADDED
@@ -139,20 +106,9 @@ def gate_up(
     """Fills out [R, F] or [S, C, F], and out_scale if everything is in FP8."""
     num_slots, width2, hidden = weight_S2FD.shape
     _gate_up_tma_kernel[tiles.grid(width2 // 2)](
-        *_descriptors(tiles.config, x, weight_S2FD),
-        x_scale,
-        scale,
-        out,
-        out_scale,
-        tiles.rows_S,
-        num_slots,
-        tiles.capacity,
-        tiles.num_tiles,
-        hidden,
-        width2 // 2,
-        SCALED=scale is not None,
-        **_options(tiles, hidden),
-    )
+        *_descriptors(tiles.config, x, weight_S2FD), x_scale, scale, out, out_scale, tiles.rows_S, num_slots,
+        tiles.capacity, tiles.num_tiles, hidden, width2 // 2, SCALED=scale is not None, **_options(tiles, hidden),
+    )  # fmt: skip
 
 
 def down(
@@ -167,21 +123,10 @@ def down(
     """Fills out [R, D] or [S, C, D]."""
     num_slots, hidden, width = weight_SDF.shape
     _down_tma_kernel[tiles.grid(hidden)](
-        *_descriptors(tiles.config, x, weight_SDF),
-        x_scale,
-        scale,
-        row_weight,
-        out,
-        tiles.rows_S,
-        num_slots,
-        tiles.capacity,
-        tiles.num_tiles,
-        width,
-        hidden,
-        WEIGHTED=row_weight is not None,
-        SCALED=scale is not None,
+        *_descriptors(tiles.config, x, weight_SDF), x_scale, scale, row_weight, out, tiles.rows_S, num_slots,
+        tiles.capacity, tiles.num_tiles, width, hidden, WEIGHTED=row_weight is not None, SCALED=scale is not None,
         **_options(tiles, width),
-    )
+    )  # fmt: skip
 
 
 def _descriptors(config: GemmConfig, x: Tensor, weight_SOI: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -176,9 +176,8 @@ def _sentences(view: _View, layer: int) -> list[str]:
         fair = view.load_E.sum() / view.num_ranks
         over = int((view.load_E > fair).sum())
         lines.append(
-            f"A fair part of {view.num_ranks} ranks is {1 / view.num_ranks:.2%}. {over} expert(s) "
-            "have more than that and "
-            f"need copies. Experts in order, without a balancer, would give a balance of "
+            f"A fair part of {view.num_ranks} ranks is {1 / view.num_ranks:.2%}. {over} expert(s) have more than that "
+            "and need copies. Experts in order, without a balancer, would give a balance of "
             f"{facts['balance_unplanned']:.3f} (mean / max of the ranks; 1 is best)."
         )
     if "balance" in facts:
@@ -198,8 +197,7 @@ def _verdict(facts: dict[str, Any]) -> str:
         else "the placement is the limit: a new plan or new shares would help"
     )
     return (
-        f"The placement gives {balance:.3f}; rank {facts['fullest_rank']} is the fullest. With "
-        f"{facts['slots']} slots a rank no "
-        f"placement can exceed {bound:.3f}, so {limit}. Losing rank {facts['worst_rank_to_lose']} would take "
+        f"The placement gives {balance:.3f}; rank {facts['fullest_rank']} is the fullest. With {facts['slots']} slots "
+        f"a rank no placement can exceed {bound:.3f}, so {limit}. Losing rank {facts['worst_rank_to_lose']} would take "
         f"{facts['experts_lost_with_it']} expert(s) without another copy."
     )

@@ -131,9 +131,8 @@ def _current(path: str, trace: Trace, asked: LayoutOptions) -> PlacementFile:
     placement = file.placement
     if (placement.num_layers, placement.num_experts) != (trace.num_layers, trace.num_experts):
         raise ValueError(
-            f"{path} has {placement.num_layers} layers of {placement.num_experts} experts; the trace "
-            f"has {trace.num_layers} of "
-            f"{trace.num_experts}"
+            f"{path} has {placement.num_layers} layers of {placement.num_experts} experts; the trace has "
+            f"{trace.num_layers} of {trace.num_experts}"
         )
     return file
 
@@ -149,9 +148,8 @@ def _slots(text: str | None, total: int | None, load_LE: Floats, layout: Layout)
         assert total is not None
         if total < needed * num_layers:
             raise Infeasible(
-                f"{total} slots in all cannot hold {num_layers} layers of {num_experts} experts on "
-                f"{layout.num_ranks} ranks; "
-                f"the smallest feasible total is {needed * num_layers} (S = {needed} in every layer)"
+                f"{total} slots in all cannot hold {num_layers} layers of {num_experts} experts on {layout.num_ranks} "
+                f"ranks; the smallest feasible total is {needed * num_layers} (S = {needed} in every layer)"
             )
         budget: tuple[int, ...] = layer_slots(load_LE, layout.num_ranks, total, layout.min_copies)
         return budget

@@ -165,9 +165,8 @@ def _check_slots(slots: int, asked: LayoutOptions, trace: Trace, layout: Layout)
     needed = asked.needed_slots(trace.num_experts, layout.num_ranks)
     if slots < needed:
         raise Infeasible(
-            f"--grid slots={slots} cannot hold {trace.num_experts} experts on {layout.num_ranks} "
-            "ranks; the smallest feasible S is "
-            f"{needed}"
+            f"--grid slots={slots} cannot hold {trace.num_experts} experts on {layout.num_ranks} ranks; the smallest "
+            f"feasible S is {needed}"
         )
 
 
@@ -207,9 +206,8 @@ def _notes(trace: Trace, note: str | None, costing: Costing | None, setup: Setup
     notes = [note] if note else []
     if per > 1:
         notes.append(
-            f"records are of {per} steps: single steps are drawn from them at random, and shares can "
-            "follow the load once a "
-            "record, not every few steps"
+            f"records are of {per} steps: single steps are drawn from them at random, and shares can follow the load "
+            "once a record, not every few steps"
         )
     if setup.shape is None:
         notes.append("the model is not known (--model): GiB are for experts of 44 MiB, and of the layers in the trace")
@@ -221,25 +219,11 @@ def _notes(trace: Trace, note: str | None, costing: Costing | None, setup: Setup
 
 
 _COLUMNS = {
-    "policy": "policy",
-    "slots": "S",
-    "window": "window",
-    "interval": "every",
-    "reweight": "re-weight",
-    "budget": "budget",
-    "in_window": "in-window",
-    "next_window": "next window",
-    "step": "step",
-    "step_p50": "p50",
-    "step_p95": "p95",
-    "moved_per_window": "moved",
-    "moved_gib": "GiB",
-    "plan_ms": "plan ms",
-    "step_ms": "step ms",
-    "pause_s": "pause s",
-    "break_even_steps": "pays after",
-    "tokens_per_s_per_gpu": "tok/s/GPU",
-}
+    "policy": "policy", "slots": "S", "window": "window", "interval": "every", "reweight": "re-weight",
+    "budget": "budget", "in_window": "in-window", "next_window": "next window", "step": "step", "step_p50": "p50",
+    "step_p95": "p95", "moved_per_window": "moved", "moved_gib": "GiB", "plan_ms": "plan ms", "step_ms": "step ms",
+    "pause_s": "pause s", "break_even_steps": "pays after", "tokens_per_s_per_gpu": "tok/s/GPU",
+}  # fmt: skip
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -98,8 +98,7 @@ def _named(text: str, ranks: int, trace: Trace) -> tuple[str, PlacementFile]:
     if file.placement.num_experts != trace.num_experts or file.layer_ids != trace.layer_ids:
         raise ValueError(
             f"{path} has {file.placement.num_experts} experts in {len(file.layer_ids)} layers from "
-            f"{file.layer_ids[0]}; "
-            f"the trace has {trace.num_experts} in {trace.num_layers} from {trace.layer_ids[0]}"
+            f"{file.layer_ids[0]}; the trace has {trace.num_experts} in {trace.num_layers} from {trace.layer_ids[0]}"
         )
     return name, file
 

@@ -10,8 +10,7 @@
 
 static const AttentionOps *ops_for(int64_t x_type) {
 #if defined(__x86_64__)
-  int isa = native_isa();
-  switch (isa ? isa : native_best_isa()) {
+  switch (vector_isa()) {
     case ISA_AVX512_BF16: return x_type == ATTENTION_BF16 ? attention_avx512_bf16 : attention_avx512[x_type];
     case ISA_AVX512: return attention_avx512[x_type];
     case ISA_AVX2: return attention_avx2[x_type];

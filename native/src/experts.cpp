@@ -15,7 +15,7 @@ NATIVE_API void experts_shape(ExpertShape *s) {
   s->down_panels = up_to(s->hidden, PANEL) / PANEL;
   s->up_depth = up_to(s->hidden, even);
   s->down_depth = up_to(s->width, even);
-  Multiplier of = {nullptr, s->x_type, s->format};
+  Multiplier of = {nullptr, nullptr, s->x_type, s->format};
   s->up_bytes = of.panel_bytes(s->up_depth);
   s->down_bytes = of.panel_bytes(s->down_depth);
   s->slot_bytes = up_to(s->up_panels * s->up_bytes + s->down_panels * s->down_bytes, 64);
@@ -24,12 +24,19 @@ NATIVE_API void experts_shape(ExpertShape *s) {
 
 const ExpertOps *experts_ops(int64_t x_type) {
 #if defined(__x86_64__)
-  int isa = native_isa();
-  switch (isa ? isa : native_best_isa()) {  // what is packed runs whatever the limit has become
+  switch (vector_isa()) {
     case ISA_AVX512_BF16: return x_type == X_BF16 ? experts_avx512_bf16 : experts_avx512[x_type];
     case ISA_AVX512: return experts_avx512[x_type];
     case ISA_AVX2: return experts_avx2[x_type];
   }
+#endif
+  (void)x_type;
+  return nullptr;
+}
+
+const BandOps *experts_bands(int64_t x_type) {
+#if defined(__x86_64__)
+  if (x_type == X_BF16 && has_tiles()) return bands_amx;
 #endif
   (void)x_type;
   return nullptr;
@@ -41,6 +48,7 @@ namespace {
 struct Job {
   const ExpertShape *s;
   const ExpertOps *ops;
+  const BandOps *bands;
   const uint8_t *weights;
   const uint8_t *x;
   uint8_t *y;
@@ -54,16 +62,12 @@ struct Job {
   uint8_t *hidden;                 // entry -> what lies between the matrices, hidden_stride numbers of x's type
   uint8_t *rows;                   // for each thread 64 columns of every row, of x's type
   int64_t num_rows;
-  uint8_t *wide;                   // for each thread a block of x's type
-  int64_t wide_bytes;
+  uint8_t *work;                   // for each thread what Multiplier works in
+  int64_t work_bytes;
 
   int64_t item() const { return s->x_type == X_F32 ? 4 : 2; }
 
-  // All rows of one expert times one panel.
-  template <class A, class Then>
-  void panel(int64_t j, const uint8_t *p, int64_t depth, const uint8_t *next, int thread, const A &a_of, const Then &then) const {
-    Multiplier{ops, s->x_type, s->format}.panel(p, depth, next, wide + thread * wide_bytes, start[j], start[j + 1], a_of, then);
-  }
+  Multiplier by() const { return {ops, bands, s->x_type, s->format}; }
 
   const uint8_t *up_panel(int64_t j, int64_t n) const { return weights + active[j] * s->slot_bytes + n * s->up_bytes; }
   const uint8_t *down_panel(int64_t j, int64_t n) const {
@@ -72,32 +76,28 @@ struct Job {
 
   // Panels of an expert cost their bytes or their products, whichever takes longer; a thread has a run of them.
   int64_t cost(int64_t j) const {
-    int64_t rows = start[j + 1] - start[j];
-    return rows < 12 ? 12 : rows;
+    int64_t rows = start[j + 1] - start[j], least = bands ? 64 : 12;
+    return rows < least ? least : rows;
   }
 
   // Part `part` of `parts`, worked on by one thread.
   void up(int64_t part, int64_t parts, int thread) const {
-    int64_t total = 0, at = 0, row_bytes = s->up_depth * item(), stride = s->hidden_stride * item();
-    for (int64_t j = 0; j < num_active; j++) total += cost(j) * s->up_panels;
+    int64_t total = 0, at = 0, stride = s->hidden_stride * item(), panels = s->up_panels;
+    for (int64_t j = 0; j < num_active; j++) total += cost(j) * panels;
     int64_t low = total * part / parts, high = total * (part + 1) / parts;
+    const RowsAt rows_at = {x, s->up_depth * item(), source, false};
     for (int64_t j = 0; j < num_active; j++) {
-      int64_t each = cost(j);
-      if (at + each * s->up_panels <= low || at >= high) {
-        at += each * s->up_panels;
-        continue;
-      }
-      for (int64_t n = 0; n < s->up_panels; n++, at += each) {
-        if (at < low || at >= high) continue;
-        const uint8_t *next = n + 1 < s->up_panels ? up_panel(j, n + 1) : j + 1 < num_active ? up_panel(j + 1, 0) : nullptr;
-        panel(j, up_panel(j, n), s->up_depth, next, thread,
-              [&](int64_t i) { return x + source[i] * row_bytes; },
-              [&](const float *c, int64_t i, int rows) {
-                void *h[MAX_BAND];
-                for (int m = 0; m < rows; m++) h[m] = hidden + (i + m) * stride + n * 32 * item();
-                ops->silu(c, rows, h);
-              });
-      }
+      int64_t each = cost(j), first = low <= at ? 0 : (low - at + each - 1) / each, last = high <= at ? 0 : (high - at + each - 1) / each;
+      if (last > panels) last = panels;
+      at += each * panels;
+      if (first >= last) continue;
+      auto panel_at = [&](int64_t n) { return n < panels ? up_panel(j, n) : j + 1 < num_active ? up_panel(j + 1, 0) : nullptr; };
+      by().panels(rows_at, start[j], start[j + 1], s->up_depth, first, last, panel_at, work + thread * work_bytes,
+                  [&](int64_t n, const float *c, int64_t i, int rows) {
+                    void *h[MAX_BAND];
+                    for (int m = 0; m < rows; m++) h[m] = hidden + (i + m) * stride + n * 32 * item();
+                    ops->silu(c, rows, h);
+                  });
     }
   }
 
@@ -111,15 +111,15 @@ struct Job {
       uint8_t *out = y + n * PANEL * y_item;
       uint8_t *to_rows = first ? rows_of : out;
       int64_t row_bytes = first ? PANEL * item() : s->hidden * y_item;
+      const RowsAt rows_at = {hidden, stride, nullptr, true};  // panels are whole: what is past F is 0
       for (int64_t j = 0; j < num_active; j++) {
-        const uint8_t *next = j + 1 < num_active ? down_panel(j + 1, n) : nullptr;
-        panel(j, down_panel(j, n), s->down_depth, next, thread,
-              [&](int64_t i) { return hidden + i * stride; },
-              [&](const float *c, int64_t i, int rows) {
-                void *to[MAX_BAND];
-                for (int m = 0; m < rows; m++) to[m] = to_rows + target[i + m] * row_bytes;
-                ops->store(c, PANEL, rows, to, first ? (int)PANEL : columns);
-              });
+        auto panel_at = [&](int64_t m) { return m == n ? down_panel(j, n) : j + 1 < num_active ? down_panel(j + 1, n) : nullptr; };
+        by().panels(rows_at, start[j], start[j + 1], s->down_depth, n, n + 1, panel_at, work + thread * work_bytes,
+                    [&](int64_t, const float *c, int64_t i, int rows) {
+                      void *to[MAX_BAND];
+                      for (int m = 0; m < rows; m++) to[m] = to_rows + target[i + m] * row_bytes;
+                      ops->store(c, PANEL, rows, to, first ? (int)PANEL : columns);
+                    });
       }
       if (!first) continue;
       for (int64_t t = 0; t < num_tokens; t++) {
@@ -134,8 +134,14 @@ struct Job {
 
   void run(int threads) const {
     int64_t ups = team_pieces(threads, num_active * s->up_panels), downs = team_pieces(threads, s->down_panels);
-    team(threads, ups, [&](int64_t part, int worker) { up(part, ups, worker); });
-    team(threads, downs, [&](int64_t part, int worker) { down(part, downs, worker); });
+    team(threads, ups, [&](int64_t part, int worker) {
+      up(part, ups, worker);
+      if (bands) bands->release();
+    });
+    team(threads, downs, [&](int64_t part, int worker) {
+      down(part, downs, worker);
+      if (bands) bands->release();
+    });
   }
 };
 
@@ -164,10 +170,11 @@ Plan lay_out(Job *job, int64_t entries, int64_t num_tokens, int threads) {
   size_t source = pieces.take(4 * entries), target = pieces.take(4 * entries), weight = pieces.take(4 * entries);
   size_t hidden = pieces.take(entries * s->hidden_stride * job->item());
   size_t first = pieces.take(8 * (num_tokens + 1)), rows = pieces.take(num_tokens ? threads * entries * PANEL * job->item() : 0);
-  job->wide_bytes = Multiplier{job->ops, s->x_type, s->format}.wide_bytes();
-  size_t wide = pieces.take(threads * job->wide_bytes);
+  job->ops = experts_ops(s->x_type), job->bands = experts_bands(s->x_type);
+  job->work_bytes = job->by().work_bytes(s->up_depth, entries);
+  size_t work = pieces.take(threads * job->work_bytes);
   uint8_t *base = scratch(pieces.bytes);
-  job->hidden = base + hidden, job->rows = base + rows, job->wide = base + wide;
+  job->hidden = base + hidden, job->rows = base + rows, job->work = base + work;
   job->num_tokens = num_tokens, job->num_rows = entries;
   Plan plan = {(int32_t *)(base + active), (int32_t *)(base + start), (int32_t *)(base + count),
                (int32_t *)(base + source), (int32_t *)(base + target), (float *)(base + weight), (int64_t *)(base + first)};
@@ -184,7 +191,7 @@ NATIVE_API void experts_rows(const ExpertShape *s, const uint8_t *weights, const
                              void *y, int threads) {
   tape_note(experts_rows, s, weights, x, rows, stride, y, threads);
   Job job = {};
-  job.s = s, job.ops = experts_ops(s->x_type), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = (int)s->x_type;
+  job.s = s, job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = (int)s->x_type;
   int64_t entries = 0;
   for (int64_t slot = 0; slot < s->num_slots; slot++) entries += rows[slot];
   if (entries == 0) return;
@@ -242,7 +249,7 @@ NATIVE_API void experts_tokens(const ExpertShape *s, const uint8_t *weights, con
                                int threads) {
   tape_note(experts_tokens, s, weights, x, slot, weight, first_slot, num_tokens, top_k, y, y_type, threads);
   Job job = {};
-  job.s = s, job.ops = experts_ops(s->x_type), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = y_type;
+  job.s = s, job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = y_type;
   if (num_tokens == 0) return;
   Plan plan = lay_out(&job, num_tokens * top_k, num_tokens, threads);
   plan_tokens(&job, plan, slot, weight, first_slot, num_tokens, top_k);
@@ -254,7 +261,7 @@ NATIVE_API void experts_choices(const ExpertShape *s, const uint8_t *weights, co
                                 int64_t num_tokens, int64_t top_k, void *y, int threads) {
   tape_note(experts_choices, s, weights, x, slot, first_slot, num_tokens, top_k, y, threads);
   Job job = {};
-  job.s = s, job.ops = experts_ops(s->x_type), job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = (int)s->x_type;
+  job.s = s, job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = (int)s->x_type;
   if (num_tokens == 0) return;
   Plan plan = lay_out(&job, num_tokens * top_k, 0, threads);
   plan_tokens(&job, plan, slot, nullptr, first_slot, num_tokens, top_k);

@@ -42,9 +42,28 @@ struct ExpertOps {
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
 };
 
+// What a thread asks to be brought nearer while it multiplies: so many lines in each step, up to an end, and then from the next place on.
+struct Ahead {
+  const uint8_t *at, *end, *next;
+  int64_t next_bytes, lines;
+};  // lines: beside each of the four products of a step
+
+// Up to MAX_BAND rows of bfloat16 at once on matrix tiles: c[rows][64] = rows times a panel. A row begins `stride` bytes behind the one
+// before, and behind its `depth` numbers there are zeros up to a multiple of TILE_K.
+enum { TILE_ROWS = 16, TILE_K = 32 };
+struct BandOps {
+  // A panel of bfloat16.
+  void (*plain)(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, Ahead *ahead, float *c);
+  // The first k, or with `more` those after them, of a panel of 8-bit weights: a block that `widen` has made bfloat16, with its scales.
+  void (*scaled)(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *block, int64_t depth, bool more, Ahead *ahead, float *c);
+  void (*release)();  // a thread has done its part: without tiles in use it is cheaper to interrupt
+};
+extern const BandOps *const bands_amx;
+
 extern const ExpertOps *const experts_avx2[2], *const experts_avx512[2];  // by XType
 extern const ExpertOps *const experts_avx512_bf16;                        // of bfloat16 x only
-const ExpertOps *experts_ops(int64_t x_type);  // those of the instruction set in use
+const ExpertOps *experts_ops(int64_t x_type);   // those of the instruction set in use
+const BandOps *experts_bands(int64_t x_type);  // null: there are no matrix tiles for such rows
 
 // How `left` rows are cut into parts of nearly equal height.
 static inline int64_t cut_rows(int64_t left, int64_t most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
@@ -71,21 +90,95 @@ static inline void multiply_band(const TileFn *tiles, int64_t most, const void *
   }
 }
 
+// Rows of x's type: row i is at start + (index ? index[i] : i) * stride. padded: behind a row's numbers there are zeros up to a multiple
+// of TILE_K.
+struct RowsAt {
+  const uint8_t *start;
+  int64_t stride;
+  const int32_t *index;
+  bool padded;
+  const uint8_t *operator[](int64_t i) const { return start + (index ? index[i] : i) * stride; }
+};
+
 // Rows of x's type, and panels of `format`.
 struct Multiplier {
   const ExpertOps *ops;
+  const BandOps *bands;  // or null
   int64_t x_type, format;
 
+  enum { GATHERED = 1 << 20, MOST_GATHERED = 2 * MAX_BAND };  // bytes and rows that stay in the second cache
+  enum { NEAR = 8192 };  // bytes between what is multiplied and what is asked for, where each weight is used once
   int64_t item() const { return x_type == X_F32 ? 4 : 2; }
-  // What a thread needs to work in: a block of x's type.
-  int64_t wide_bytes() const { return format == W_PLAIN ? 0 : PANEL * 4 + K_BLOCK * PANEL * item(); }
   int64_t panel_bytes(int64_t depth) const {
     return format == W_PLAIN ? depth * PANEL * item() : (depth + K_BLOCK - 1) / K_BLOCK * PANEL * 4 + depth * PANEL;
   }
+  // A gathered row: not a power of two, of which many would share a few places of a cache.
+  static int64_t gathered_stride(int64_t depth) { return (depth + TILE_K - 1) / TILE_K * TILE_K * 2 + 64; }
+  static int64_t gathered_rows(int64_t depth) {
+    int64_t rows = GATHERED / gathered_stride(depth);
+    return rows > MOST_GATHERED ? (int64_t)MOST_GATHERED : rows < TILE_K ? (int64_t)TILE_K : rows;
+  }
+  // What a thread needs to work in, a multiple of 64: a block of x's type, then rows (at most `rows` of `depth`) that lie together.
+  int64_t wide_bytes() const { return format == W_PLAIN ? 0 : PANEL * 4 + K_BLOCK * PANEL * item(); }
+  int64_t work_bytes(int64_t depth, int64_t rows) const {
+    int64_t most = gathered_rows(depth);
+    return wide_bytes() + (bands ? (rows < most ? rows : most) * gathered_stride(depth) : 0);
+  }
+
+  // Rows `first` to `last` times panels `low` to `high`, which at(n) tells; at(high) is what follows them, or null. Then
+  // then(n, c, first row, rows) takes the results.
+  template <class At, class Then>
+  void panels(const RowsAt &a, int64_t first, int64_t last, int64_t depth, int64_t low, int64_t high, const At &at, uint8_t *work, const Then &then) const {
+    if (!bands) {
+      for (int64_t n = low; n < high; n++) panel(at(n), depth, at(n + 1), work, first, last, a, [&](float *c, int64_t i, int rows) { then(n, c, i, rows); });
+      return;
+    }
+    bool direct = !a.index && (a.padded || depth % TILE_K == 0);
+    int64_t most = gathered_rows(depth), stride = gathered_stride(depth);
+    for (int64_t i = first; i < last;) {
+      int64_t rows = last - i < most ? last - i : most;
+      RowsAt here = {a[direct ? i : 0], a.stride, nullptr, true};
+      if (!direct) here = gather(a, i, rows, depth, work + wide_bytes(), stride);
+      for (int64_t n = low; n < high; n++)
+        band(here, rows, at(n), depth, i + rows == last ? at(n + 1) : n + 1 < high ? at(n + 1) : at(low), work,
+             [&](float *c, int64_t m, int64_t count) { then(n, c, i + m, (int)count); });
+      i += rows;
+    }
+  }
+
+ private:
+  static RowsAt gather(const RowsAt &a, int64_t first, int64_t rows, int64_t depth, uint8_t *to, int64_t stride) {
+    int64_t bytes = depth * 2, padded = (depth + TILE_K - 1) / TILE_K * TILE_K * 2;
+    for (int64_t m = 0; m < rows; m++) {
+      __builtin_memcpy(to + m * stride, a[first + m], bytes);
+      __builtin_memset(to + m * stride + bytes, 0, padded - bytes);
+    }
+    return {to, stride, nullptr, true};
+  }
+
+  // The first `rows` of `a` times one panel, on matrix tiles.
+  template <class Then>
+  void band(const RowsAt &a, int64_t rows, const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *wide, const Then &then) const {
+    alignas(64) float c[MAX_BAND * PANEL];
+    int64_t steps = rows / (2 * TILE_ROWS) * 2 + (rows % (2 * TILE_ROWS) + TILE_ROWS - 1) / TILE_ROWS, bytes = panel_bytes(depth);
+    Ahead ahead = {next, next ? next + bytes : nullptr, nullptr, 0, (bytes / 64 * TILE_K / 4 + depth * steps - 1) / (depth * steps)};
+    if (steps == 1) ahead.at = p + NEAR, ahead.end = p + bytes, ahead.next = next, ahead.next_bytes = next ? (int64_t)NEAR : 0;
+    for (int64_t m = 0; m < rows;) {
+      int64_t count = rows - m < MAX_BAND ? rows - m : (int64_t)MAX_BAND;
+      if (format == W_PLAIN) bands->plain(a[m], a.stride, count, p, depth, &ahead, c);
+      for (int64_t k = 0; format != W_PLAIN && k < depth; k += K_BLOCK) {
+        int64_t n = depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK;
+        const uint8_t *block = ops->widen[format - W_FP8](p + k / K_BLOCK * BYTE_BLOCK, n, wide);
+        bands->scaled(a[m] + k * 2, a.stride, count, block, n, k > 0, &ahead, c);
+      }
+      then(c, m, count);
+      m += count;
+    }
+  }
 
   // Rows `first` to `last` times one panel; then(c, first row, rows) takes the results. next: the panel that follows.
-  template <class A, class Then>
-  void panel(const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *wide, int64_t first, int64_t last, const A &a_of, const Then &then) const {
+  template <class Then>
+  void panel(const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *wide, int64_t first, int64_t last, const RowsAt &rows_at, const Then &then) const {
     alignas(64) float c[MAX_BAND * PANEL];
     const void *a[MAX_BAND];
     bool bytes = format != W_PLAIN, narrow = bytes && last - first <= 2 * MAX_NARROW_ROWS, widened = bytes && !narrow;
@@ -95,7 +188,7 @@ struct Multiplier {
     int64_t whole = bytes ? (int64_t)BYTE_BLOCK : step * PANEL * item();
     for (int64_t i = first; i < last;) {
       int64_t rows = cut_rows(last - i, MAX_BAND);
-      for (int64_t m = 0; m < rows; m++) a[m] = a_of(i + m);
+      for (int64_t m = 0; m < rows; m++) a[m] = rows_at[i + m];
       const uint8_t *following = i + rows == last ? next : step < depth ? p : nullptr;
       multiply_band(tiles, narrow ? MAX_NARROW_ROWS : MAX_ROWS, a, rows, depth, step, c, [&](int64_t k, int64_t n) {
         const uint8_t *at = p + k / step * whole, *ahead = k + n < depth ? at + whole : following;

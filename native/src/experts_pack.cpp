@@ -101,7 +101,7 @@ NATIVE_API void linear_packed_fill(int64_t format, uint8_t *packed, const void *
   Matrix w = {(const uint8_t *)weight, scale, outputs, inputs};
   ExpertShape s = {};
   s.x_type = X_BF16, s.format = format;
-  int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = Multiplier{nullptr, X_BF16, format}.panel_bytes(inputs);
+  int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = Multiplier{nullptr, nullptr, X_BF16, format}.panel_bytes(inputs);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t n = 0; n < panels; n++) {
     uint8_t *to = packed + n * bytes, *panel = packed == weight ? scratch(bytes) : to;

@@ -8,20 +8,23 @@
 enum { SMALL = 1 << 16 };  // weights below which one thread is faster
 
 namespace {
-// What a thread works in: a panel, and the best outputs that it has seen.
+// How the rows are multiplied, and what a thread works in: what that takes, and the best outputs that it has seen.
 struct Work {
-  bool many;
+  enum Way { FEW, TILES, MANY } way;
   int64_t panel_bytes, bytes;
   uint8_t *start;
   Work(const LinearCall &call, int64_t more, int threads) {
-    many = call.rows >= MANY_ROWS && call.inputs % 2 == 0;
-    panel_bytes = many ? OUTPUTS_AT_ONCE * call.inputs * (int64_t)sizeof(bf16) : 0;
+    // What cannot be cut into pairs is left to the ways that read weights as they lie.
+    bool pairs = call.inputs % 2 == 0;
+    way = has_tiles() ? (call.rows <= TILE_ROWS_AT_ONCE ? TILES : pairs ? MANY : FEW) : call.rows >= MANY_ROWS && pairs ? MANY : FEW;
+    panel_bytes = way == MANY ? linear_many_rows_bytes(call.rows, call.inputs) : way == TILES ? linear_tile_rows_bytes(call.inputs) : 0;
     bytes = (panel_bytes + more + 63) / 64 * 64;
     start = scratch(bytes * threads);
   }
   uint8_t *of(int thread) const { return start + thread * bytes; }
   void multiply(const LinearCall &call, int64_t first, int64_t last, int thread) const {
-    if (many) linear_many_rows(call, first, last, of(thread));
+    if (way == MANY) linear_many_rows(call, first, last, of(thread));
+    else if (way == TILES) linear_tile_rows(call, first, last, of(thread));
     else linear_few_rows(call, first, last);
   }
 };

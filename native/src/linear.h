@@ -13,5 +13,11 @@ struct LinearCall {
 // Outputs first to last (first a multiple of OUTPUTS_AT_ONCE) of all rows.
 enum { OUTPUTS_AT_ONCE = 64, MANY_ROWS = 24 };
 void linear_few_rows(const LinearCall &call, int64_t first, int64_t last);
-// The same, weights packed as they are needed into `panel`, of OUTPUTS_AT_ONCE * inputs numbers. inputs is even.
-void linear_many_rows(const LinearCall &call, int64_t first, int64_t last, uint8_t *panel);
+// The same, weights packed as they are needed into `work`, of linear_many_rows_bytes. inputs is even.
+void linear_many_rows(const LinearCall &call, int64_t first, int64_t last, uint8_t *work);
+int64_t linear_many_rows_bytes(int64_t rows, int64_t inputs);
+// The same for up to TILE_ROWS_AT_ONCE rows on matrix tiles, weights as they lie; work: of linear_tile_rows_bytes. Sums are added up in
+// the same order as those of linear_many_rows on matrix tiles: a row does not depend on how many others there are.
+enum { TILE_ROWS_AT_ONCE = 16 };
+void linear_tile_rows(const LinearCall &call, int64_t first, int64_t last, uint8_t *work);
+int64_t linear_tile_rows_bytes(int64_t inputs);

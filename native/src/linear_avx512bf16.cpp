@@ -101,57 +101,133 @@ INLINE void transpose(const uint8_t *rows, int64_t bytes, uint8_t *out) {
   }
 }
 
-// Weights of outputs o to o + count (at most 64) in the form of a panel; outputs beyond are zero.
+// Sums of `rows` rows from m on and `count` outputs from o on, c [rows][64], to where they belong.
+INLINE void deliver(const LinearCall &call, float *c, int64_t m, int64_t rows, int64_t o, int count) {
+  void *to[MAX_BAND];
+  for (int64_t i = 0; i < rows; i++) to[i] = call.y ? call.y + (m + i) * call.y_stride + o : nullptr;
+  if (call.bias)
+    for (int64_t i = 0; i < rows; i++)
+      for (int j = 0; j < count; j++) c[i * PANEL + j] += float_of(call.bias[o + j])[0];
+  if (!call.best) experts_avx512_bf16->store(c, PANEL, (int)rows, to, count);
+  for (int64_t i = 0; call.best && i < rows; i++)
+    if (may_be_best(c + i * PANEL, call.best[m + i])) {
+      alignas(64) bf16 y[PANEL];
+      void *own = y;
+      experts_avx512_bf16->store(c + i * PANEL, PANEL, 1, &own, count);
+      note_best(call, m + i, y, count, o);
+    }
+}
+
+// 16 rows (those from `rows` on are zero) of 32 numbers (those from `columns` on are zero), turned: to[pair][row].
+INLINE void turn(const uint8_t *from, int64_t bytes, int64_t rows, int64_t columns, uint8_t *to) {
+  if (rows >= 16 && columns >= 32) return transpose(from, bytes, to);
+  alignas(64) uint8_t some[16 * 64];
+  for (int64_t row = 0; row < 16; row++)
+    _mm512_store_si512(some + row * 64, row < rows ? (__m512i)some_pairs((const bf16 *)(from + row * bytes), columns) : _mm512_setzero_si512());
+  transpose(some, 64, to);
+}
+
+// Weights of outputs o to o + count (at most 64) in the form of a panel; outputs beyond are zero. inputs is even.
 void pack(const LinearCall &call, int64_t o, int count, uint8_t *panel) {
   int64_t bytes = call.w_stride * (int64_t)sizeof(bf16);
   for (int group = 0; group < 4; group++)
     for (int64_t k = 0; k < call.inputs; k += 32) {
       const uint8_t *from = (const uint8_t *)(call.w + (o + 16 * group) * call.w_stride + k);
       uint8_t *to = panel + k / 2 * 256 + group * 64;
-      if (16 * group + 16 <= count && k + 32 <= call.inputs) {
-        transpose(from, bytes, to);
+      if (k + 32 <= call.inputs) {
+        turn(from, bytes, count - 16 * group, call.inputs - k, to);
         continue;
       }
-      alignas(64) uint8_t some[16 * 64], turned[16 * 256];
-      for (int row = 0; row < 16; row++)
-        _mm512_store_si512(some + row * 64, 16 * group + row < count ? (__m512i)some_pairs((const bf16 *)(from + row * bytes), call.inputs - k)
-                                                                     : _mm512_setzero_si512());
-      transpose(some, 64, turned);
-      for (int64_t i = 0; i < 16 && k + 2 * i < call.inputs; i++) memcpy(to + i * 256, turned + i * 256, 64);
+      alignas(64) uint8_t turned[16 * 256];
+      turn(from, bytes, count - 16 * group, call.inputs - k, turned);
+      for (int64_t i = 0; k + 2 * i < call.inputs; i++) memcpy(to + i * 256, turned + i * 256, 64);
     }
 }
 }  // namespace
 
 void linear_many_rows(const LinearCall &call, int64_t first, int64_t last, uint8_t *panel) {
-  alignas(64) float c[MAX_BAND * PANEL];
-  const void *a[MAX_BAND];
-  void *to[MAX_BAND];
+  const Multiplier by = {experts_avx512_bf16, experts_bands(X_BF16), X_BF16, W_PLAIN};
+  const RowsAt rows_at = {(const uint8_t *)call.x, call.x_stride * (int64_t)sizeof(bf16), nullptr, false};
   for (int64_t o = first; o < last; o += PANEL) {
     int count = last - o < PANEL ? (int)(last - o) : (int)PANEL;
     pack(call, o, count, panel);
-    const bf16 *next = o + PANEL < last ? call.w + (o + PANEL) * call.w_stride : nullptr;  // brought nearer meanwhile
-    for (int64_t m = 0; m < call.rows;) {
-      int64_t rows = cut_rows(call.rows - m, MAX_BAND);
-      for (int64_t i = 0; i < rows; i++) a[i] = call.x + (m + i) * call.x_stride, to[i] = call.y ? call.y + (m + i) * call.y_stride + o : nullptr;
-      multiply_band(experts_avx512_bf16->plain, MAX_ROWS, a, rows, call.inputs, call.inputs, c, [&](int64_t k, int64_t depth) {
-        return Block{panel, k, depth, (const uint8_t *)next, next && m == 0 ? 4 : 0, 0};
-      });
-      if (call.bias)
-        for (int64_t i = 0; i < rows; i++)
-          for (int j = 0; j < count; j++) c[i * PANEL + j] += float_of(call.bias[o + j])[0];
-      if (!call.best) experts_avx512_bf16->store(c, PANEL, (int)rows, to, count);
-      for (int64_t i = 0; call.best && i < rows; i++)
-        if (may_be_best(c + i * PANEL, call.best[m + i])) {
-          alignas(64) bf16 y[PANEL];
-          void *own = y;
-          experts_avx512_bf16->store(c + i * PANEL, PANEL, 1, &own, count);
-          note_best(call, m + i, y, count, o);
-        }
-      m += rows;
-    }
+    const uint8_t *next = last - o >= 2 * PANEL ? (const uint8_t *)(call.w + (o + PANEL) * call.w_stride) : nullptr;  // brought nearer meanwhile
+    by.panels(rows_at, 0, call.rows, call.inputs, 0, 1, [&](int64_t n) { return n ? next : panel; }, panel + PANEL * call.inputs * sizeof(bf16),
+              [&](int64_t, float *c, int64_t m, int rows) { deliver(call, c, m, rows, o, count); });
   }
 }
 
+int64_t linear_many_rows_bytes(int64_t rows, int64_t inputs) {
+  const Multiplier by = {experts_avx512_bf16, experts_bands(X_BF16), X_BF16, W_PLAIN};
+  return PANEL * inputs * (int64_t)sizeof(bf16) + by.work_bytes(inputs, rows);
+}
+
+namespace {
+#include "tiles.h"
+
+// Sums of 16 outputs a tile: weights as they lie times rows of x that have been turned.
+template <int GROUPS_NOW> INLINE void turned_step(const uint8_t *w, int64_t bytes, const uint8_t *x, const uint8_t *next) {
+  auto bring = [&](int group) {
+    for (int i = 0; next && i < 16; i++) __builtin_prefetch(next + (16 * group + i) * 64, 0, 2);
+  };
+  tile_load<5>(x, PANEL * 4);
+  tile_load<4>(w, bytes), tile_products<0, 4, 5>();
+  if (GROUPS_NOW == 1) return;
+  bring(0);
+  tile_load<6>(w + 16 * bytes, bytes), tile_products<1, 6, 5>(), bring(1);
+  tile_load<7>(w + 32 * bytes, bytes), tile_products<2, 7, 5>(), bring(2);
+  tile_load<4>(w + 48 * bytes, bytes), tile_products<3, 4, 5>(), bring(3);
+}
+
+// c[outputs][16] for outputs from o on: 64, or up to 16.
+template <int GROUPS_NOW> INLINE void turned_sums(const LinearCall &call, int64_t o, int outputs, const uint8_t *turned, const uint8_t *next, float *c) {
+  int64_t bytes = call.w_stride * (int64_t)sizeof(bf16), k = 0;
+  const uint8_t *w = (const uint8_t *)(call.w + o * call.w_stride);
+  tile_zero<0>();
+  if (GROUPS_NOW == 4) tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+  for (; k + 32 <= call.inputs; k += 32) {
+    turned_step<GROUPS_NOW>(w + 2 * k, bytes, turned + k / 128 * 16 * PANEL * 4 + k % 128 * 2, next);
+    if (next) next += PANEL * 64;
+  }
+  if (k < call.inputs) {
+    alignas(64) uint8_t rest[PANEL * 64];
+    for (int i = 0; i < outputs; i++) _mm512_store_si512(rest + 64 * i, (__m512i)some_pairs((const bf16 *)(w + i * bytes) + k, call.inputs - k));
+    turned_step<GROUPS_NOW>(rest, 64, turned + k / 128 * 16 * PANEL * 4 + k % 128 * 2, nullptr);
+  }
+  tile_store<0>(c, 64);
+  if (GROUPS_NOW == 4) tile_store<1>(c + 256, 64), tile_store<2>(c + 512, 64), tile_store<3>(c + 768, 64);
+}
+}  // namespace
+
+int64_t linear_tile_rows_bytes(int64_t inputs) { return (inputs + 127) / 128 * 16 * PANEL * 4; }
+
+void linear_tile_rows(const LinearCall &call, int64_t first, int64_t last, uint8_t *turned) {
+  alignas(64) float c[PANEL * 16], sums[16 * PANEL];
+  for (int64_t k = 0; k < call.inputs; k += 32)
+    turn((const uint8_t *)(call.x + k), call.x_stride * (int64_t)sizeof(bf16), call.rows, call.inputs - k, turned + k / 128 * 16 * PANEL * 4 + k % 128 * 2);
+  TileShapes shapes = {};
+  shapes.palette = 1;
+  for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64, shapes.rows[i] = 16;
+  tile_shapes(shapes);
+  for (int64_t o = first; o < last; o += PANEL) {
+    int count = last - o < PANEL ? (int)(last - o) : (int)PANEL;
+    if (count == PANEL) {
+      turned_sums<4>(call, o, count, turned, last - o >= 2 * PANEL && call.w_stride == call.inputs ? (const uint8_t *)(call.w + (o + PANEL) * call.w_stride) : nullptr, c);
+    } else {
+      for (int at = 0; at < count; at += 16) {
+        int outputs = count - at < 16 ? count - at : 16;
+        shapes.rows[0] = shapes.rows[4] = (uint8_t)outputs;
+        tile_shapes(shapes);
+        turned_sums<1>(call, o + at, outputs, turned, nullptr, c + 16 * at);
+      }
+    }
+    for (int group = 0; group < 4; group++) transpose((const uint8_t *)(c + 256 * group), 64, (uint8_t *)(sums + 16 * group));
+    deliver(call, sums, 0, call.rows, o, count);
+  }
+  tile_release();
+}
+
+namespace {
 // All rows times outputs from o on. The tiles share the work of bringing the outputs after them nearer.
 template <int MR>
 INLINE void some_rows(const LinearCall &call, int64_t o, int outputs, int64_t m, int lines, const bf16 *next) {
@@ -167,6 +243,8 @@ template <int MR> static void rows_from(const LinearCall &call, int64_t first, i
   for (int64_t o = first; o < last; o += OUTPUTS)
     tile<MR, OUTPUTS>(call, o, last - o < OUTPUTS ? (int)(last - o) : (int)OUTPUTS, 0, call.w + (o + OUTPUTS) * call.w_stride);
 }
+
+}  // namespace
 
 void linear_few_rows(const LinearCall &call, int64_t first, int64_t last) {
   if (call.rows == 1) return rows_from<1>(call, first, last);

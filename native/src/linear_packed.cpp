@@ -15,7 +15,7 @@ struct PackedCall {
   Multiplier by;
   const uint8_t *packed, *x, *bias;
   uint8_t *y;
-  int64_t x_stride, y_stride, rows, inputs, outputs, panel_bytes, wide_bytes;
+  int64_t x_stride, y_stride, rows, inputs, outputs, panel_bytes;
 
   void add_bias(float *c, int64_t rows_here, int64_t first, int columns) const {
     for (int64_t m = 0; m < rows_here; m++)
@@ -27,16 +27,17 @@ struct PackedCall {
       }
   }
 
-  void panel(int64_t n, const uint8_t *next, uint8_t *wide) const {
-    int columns = (int)(outputs - n * PANEL < PANEL ? outputs - n * PANEL : PANEL);
-    by.panel(packed + n * panel_bytes, inputs, next, wide, 0, rows,
-             [&](int64_t row) { return x + row * x_stride * by.item(); },
-             [&](float *c, int64_t first, int count) {
-               void *to[MAX_BAND];
-               for (int64_t i = 0; i < count; i++) to[i] = y + ((first + i) * y_stride + n * PANEL) * by.item();
-               if (bias) add_bias(c, count, n * PANEL, columns);
-               by.ops->store(c, PANEL, count, to, columns);
-             });
+  // Panels low to high.
+  void multiply(int64_t low, int64_t high, uint8_t *work) const {
+    auto panel_at = [&](int64_t n) { return n < high ? packed + n * panel_bytes : nullptr; };
+    by.panels({x, x_stride * by.item(), nullptr, false}, 0, rows, inputs, low, high, panel_at, work, [&](int64_t n, float *c, int64_t first, int count) {
+      int columns = (int)(outputs - n * PANEL < PANEL ? outputs - n * PANEL : PANEL);
+      void *to[MAX_BAND];
+      for (int64_t i = 0; i < count; i++) to[i] = y + ((first + i) * y_stride + n * PANEL) * by.item();
+      if (bias) add_bias(c, count, n * PANEL, columns);
+      by.ops->store(c, PANEL, count, to, columns);
+    });
+    if (by.bands) by.bands->release();
   }
 };
 
@@ -48,14 +49,14 @@ NATIVE_API void linear_packed(int64_t x_type, int64_t format, const uint8_t *pac
   tape_note(linear_packed, x_type, format, packed, x, x_stride, bias, y, y_stride, rows, inputs, outputs, threads);
   if (rows == 0) return;
   int64_t panels = (outputs + PANEL - 1) / PANEL;
-  Multiplier by = {experts_ops(x_type), x_type, format};
+  Multiplier by = {experts_ops(x_type), experts_bands(x_type), x_type, format};
   PackedCall call = {by, packed, (const uint8_t *)x, (const uint8_t *)bias, (uint8_t *)y, x_stride, y_stride,
-                     rows, inputs, outputs, by.panel_bytes(inputs), by.wide_bytes()};
+                     rows, inputs, outputs, by.panel_bytes(inputs)};
   if (inputs * outputs <= SMALL && rows < FEW_ROWS) threads = 1;
-  uint8_t *wide = scratch(threads * call.wide_bytes);
+  int64_t work_bytes = by.work_bytes(inputs, rows);
+  uint8_t *work = scratch(threads * work_bytes);
   int64_t pieces = team_pieces(threads, panels);
   team(threads, pieces, [&](int64_t piece, int worker) {
-    for (int64_t n = panels * piece / pieces, end = panels * (piece + 1) / pieces; n < end; n++)
-      call.panel(n, n + 1 < end ? packed + (n + 1) * call.panel_bytes : packed + n * call.panel_bytes, wide + worker * call.wide_bytes);
+    call.multiply(panels * piece / pieces, panels * (piece + 1) / pieces, work + worker * work_bytes);
   });
 }

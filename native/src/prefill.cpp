@@ -20,8 +20,7 @@ struct Tables {
 
 Tables tables_for(int64_t x_type) {
 #if defined(__x86_64__)
-  int isa = native_isa();
-  switch (isa ? isa : native_best_isa()) {
+  switch (vector_isa()) {
     case ISA_AVX512_BF16:
       if (x_type == X_BF16) return {experts_avx512_bf16, prefill_avx512_bf16, attention_avx512_bf16};
       [[fallthrough]];
@@ -42,15 +41,20 @@ struct Item {
 struct Job {
   const PrefillCall *c;
   Tables use;
-  int64_t item_bytes, group, key_depth, key_panel, value_panels, chunk, value_panel, acc_stride, queries_each;
+  const BandOps *bands;  // or null
+  int64_t tall, strip_rows;  // rows that are multiplied at once; that go through the panels together
+  int64_t item_bytes, group, key_depth, key_panel, value_panels, chunk, value_panel, acc_stride, queries_each, q_stride;
 
-  Job(const PrefillCall *call) : c(call), use(tables_for(call->x_type)) {
+  Job(const PrefillCall *call) : c(call), use(tables_for(call->x_type)), bands(experts_bands(call->x_type)) {
+    tall = bands ? 2 * (int64_t)TILE_ROWS : (int64_t)MAX_ROWS;
+    strip_rows = bands ? tall : (int64_t)STRIP;
     item_bytes = c->x_type == X_F32 ? 4 : 2;
     group = c->num_heads / c->num_kv_heads;
     key_depth = c->key_dim + c->shared_dim;
     value_panels = (c->value_dim + PANEL - 1) / PANEL;
     chunk = key_depth + c->value_dim <= 512 ? 256 : 128;  // keys whose panels stay near
     key_panel = key_depth * PANEL * item_bytes;
+    q_stride = up_to(key_depth, TILE_K) * item_bytes + 64;
     value_panel = chunk * PANEL * item_bytes;
     acc_stride = value_panels * PANEL;
     int64_t most = MOST_SUMS / acc_stride < QUERY_ROWS ? MOST_SUMS / acc_stride : (int64_t)QUERY_ROWS;
@@ -65,7 +69,7 @@ struct Job {
 
   // What a thread works in.
   struct Work {
-    uint8_t *keys, *values, *p;
+    uint8_t *keys, *values, *p, *q;  // q: for matrix tiles, an item's rows one after another
     float *scores, *acc, *largest, *sum;
   };
   int64_t rows() const { return queries_each * group; }
@@ -74,7 +78,8 @@ struct Job {
     int64_t at = 0;
     auto take = [&](int64_t bytes) { return at += up_to(bytes, 64), base ? base + at - up_to(bytes, 64) : nullptr; };
     work->keys = take(chunk / PANEL * key_panel), work->values = take(value_panels * value_panel);
-    work->p = take(STRIP * chunk * item_bytes), work->scores = (float *)take(STRIP * chunk * 4);
+    work->p = take(strip_rows * chunk * item_bytes), work->scores = (float *)take(strip_rows * chunk * 4);
+    work->q = take(bands ? rows() * q_stride : 0);
     work->acc = (float *)take(rows() * acc_stride * 4), work->largest = (float *)take(rows() * 4), work->sum = (float *)take(rows() * 4);
     return at;
   }
@@ -86,11 +91,12 @@ struct Job {
     memset(work.sum, 0, num * 4);
     for (int64_t r = 0; r < num; r++) work.largest[r] = -INFINITY;
     int64_t longest = first_seen + item.queries - 1;
+    if (bands) collect(item, num, work);
     for (int64_t key = 0; key < longest; key += chunk) {
       int64_t n = longest - key < chunk ? longest - key : chunk;
       pack(item, key, n, work);
-      for (int64_t r = 0; r < num; r += STRIP) {
-        int64_t rows_here = num - r < STRIP ? num - r : (int64_t)STRIP;
+      for (int64_t r = 0; r < num; r += strip_rows) {
+        int64_t rows_here = num - r < strip_rows ? num - r : strip_rows;
         strip(item, r, rows_here, first_seen - key, n, work);
       }
     }
@@ -98,6 +104,19 @@ struct Job {
       int64_t token = start + item.first + r / group, head = item.kv_head * group + r % group;
       use.single->finish(work.acc + r * acc_stride, c->value_dim, 1 / work.sum[r],
                          (uint8_t *)c->out + (token * c->out_stride + head * c->value_dim) * item_bytes);
+    }
+    if (bands) bands->release();
+  }
+
+  const uint8_t *query(const Item &item, int64_t r) const {
+    int64_t token = c->starts[item.sequence] + item.first + r / group, head = item.kv_head * group + r % group;
+    return (const uint8_t *)c->q + (token * c->q_stride + head * key_depth) * item_bytes;
+  }
+
+  void collect(const Item &item, int64_t num, const Work &work) const {
+    for (int64_t r = 0; r < num; r++) {
+      memcpy(work.q + r * q_stride, query(item, r), key_depth * item_bytes);
+      memset(work.q + r * q_stride + key_depth * item_bytes, 0, q_stride - key_depth * item_bytes);
     }
   }
 
@@ -123,43 +142,52 @@ struct Job {
       if (c->shared_dim) use.ops->pack_keys(shared, (int)at + 1, c->shared_dim * item_bytes / 4, panel + c->key_dim * PANEL * item_bytes);
     }
     use.ops->pack_values(value, n, c->value_dim, work.values, value_panel);
+    int64_t packed = up_to(n, 2) * PANEL * item_bytes, read = up_to(n, TILE_K) * PANEL * item_bytes;
+    for (int64_t panel = 0; bands && packed < read && panel < value_panels; panel++) memset(work.values + panel * value_panel + packed, 0, read - packed);
+  }
+
+  // c [height, 64] = rows of `stride` bytes, or those that row_at tells, times a panel.
+  template <class RowAt> void multiply(const RowAt &row_at, int64_t stride, int64_t height, const uint8_t *panel, int64_t depth, float *out) const {
+    if (bands) {
+      Ahead nothing = {};
+      bands->plain(row_at(0), stride, height, panel, depth, &nothing, out);
+      return;
+    }
+    const void *a[MAX_ROWS];
+    for (int64_t i = 0; i < height; i++) a[i] = row_at(i);
+    use.tiles->plain[height](a, {panel, 0, depth, nullptr, 0, 0}, out);
   }
 
   // Rows r to r + count against a chunk of n keys, of which the item's first query sees `seen`.
   void strip(const Item &item, int64_t r, int64_t count, int64_t seen, int64_t n, const Work &work) const {
-    alignas(64) float c_tile[MAX_ROWS * PANEL];
+    alignas(64) float c_tile[MOST_STRIP * PANEL];
     auto visible = [&](int64_t row) {
       int64_t keys = seen + row / group;
       return keys < 0 ? 0 : keys < n ? keys : n;
     };
     int64_t most = visible(r + count - 1);
     if (most == 0) return;
-    int64_t token = c->starts[item.sequence] + item.first;
-    const uint8_t *q = (const uint8_t *)c->q + (token * c->q_stride + item.kv_head * group * key_depth) * item_bytes;
     for (int64_t panel = 0; panel * PANEL < most; panel++)
-      for (int64_t m = 0; m < count; m += MAX_ROWS) {
-        int64_t height = count - m < MAX_ROWS ? count - m : (int64_t)MAX_ROWS;
+      for (int64_t m = 0; m < count; m += tall) {
+        int64_t height = count - m < tall ? count - m : tall;
         if (visible(r + m + height - 1) <= panel * PANEL) continue;
-        const void *a[MAX_ROWS];
-        for (int64_t i = 0; i < height; i++) a[i] = q + ((r + m + i) / group * c->q_stride + (r + m + i) % group * key_depth) * item_bytes;
-        use.tiles->plain[height](a, {work.keys + panel * key_panel, 0, key_depth, nullptr, 0, 0}, work.scores + (panel * STRIP + m) * PANEL);
+        multiply([&](int64_t i) { return bands ? work.q + (r + m + i) * q_stride : query(item, r + m + i); }, q_stride, height,
+                 work.keys + panel * key_panel, key_depth, work.scores + (panel * strip_rows + m) * PANEL);
       }
-    float factor[STRIP];
-    int64_t depth[STRIP];
-    for (int64_t m = 0; m < count; m += MAX_ROWS) {
-      int64_t height = count - m < MAX_ROWS ? count - m : (int64_t)MAX_ROWS;
-      depth[m] = up_to(visible(r + m + height - 1), c->x_type == X_F32 ? 1 : 2);  // pairs
+    float factor[MOST_STRIP];
+    int64_t depth[MOST_STRIP], together = bands ? TILE_K : c->x_type == X_F32 ? 1 : 2, p_bytes = chunk * item_bytes;  // k that are multiplied together
+    for (int64_t m = 0; m < count; m += tall) {
+      int64_t height = count - m < tall ? count - m : tall;
+      depth[m] = up_to(visible(r + m + height - 1), together);
       for (int64_t i = m; i < m + height; i++)
-        factor[i] = use.ops->softmax(work.scores + i * PANEL, STRIP * PANEL, visible(r + i), depth[m], c->scale, work.largest + r + i,
-                                     work.sum + r + i, work.p + i * chunk * item_bytes);
+        factor[i] = use.ops->softmax(work.scores + i * PANEL, strip_rows * PANEL, visible(r + i), depth[m], c->scale, work.largest + r + i,
+                                     work.sum + r + i, work.p + i * p_bytes);
     }
     for (int64_t panel = 0; panel < value_panels; panel++)
-      for (int64_t m = 0; m < count; m += MAX_ROWS) {
-        int64_t height = count - m < MAX_ROWS ? count - m : (int64_t)MAX_ROWS;
+      for (int64_t m = 0; m < count; m += tall) {
+        int64_t height = count - m < tall ? count - m : tall;
         if (depth[m] == 0) continue;
-        const void *a[MAX_ROWS];
-        for (int64_t i = 0; i < height; i++) a[i] = work.p + (m + i) * chunk * item_bytes;
-        use.tiles->plain[height](a, {work.values + panel * value_panel, 0, depth[m], nullptr, 0, 0}, c_tile);
+        multiply([&](int64_t i) { return work.p + (m + i) * p_bytes; }, p_bytes, height, work.values + panel * value_panel, depth[m], c_tile);
         use.ops->fold(c_tile, (int)height, factor + m, work.acc + (r + m) * acc_stride + panel * PANEL, acc_stride);
       }
   }
@@ -176,7 +204,7 @@ NATIVE_API void attention_prefill(const PrefillCall *call, int threads) {
   if (num_items == 0) return;
   if (pairs * call->num_heads * (job.key_depth + call->value_dim) < 65536) threads = 1;
   // Smaller pieces where there would be too few for all threads.
-  for (; num_items < 4 * threads && job.rows() > 4 * STRIP && job.queries_each > 1; num_items = job.count()) job.queries_each /= 2;
+  for (; num_items < 4 * threads && job.rows() > 4 * job.strip_rows && job.queries_each > 1; num_items = job.count()) job.queries_each /= 2;
   Job::Work work = {};
   int64_t each = job.lay_out(nullptr, &work), items_at = threads * each;
   uint8_t *start = scratch(items_at + num_items * (int64_t)sizeof(Item));

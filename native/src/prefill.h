@@ -6,8 +6,8 @@
 #pragma once
 #include "native.h"
 
-// Rows (a query of a head) that go through the panels together; rows of a piece of work, and numbers that it may have in its sums.
-enum { STRIP = 24, QUERY_ROWS = 768, MOST_SUMS = 98304 };
+// Rows (a query of a head) that go through the panels together, without matrix tiles and at most; rows of a piece of work, and numbers that it may have in its sums.
+enum { STRIP = 24, MOST_STRIP = 32, QUERY_ROWS = 768, MOST_SUMS = 98304 };
 
 // What ctypes passes. Strides are in numbers of x's type, from one token or cache row to the next.
 struct PrefillCall {

@@ -9,8 +9,7 @@
 
 static const RowOps *ops_for(int64_t x_type) {
 #if defined(__x86_64__)
-  int isa = native_isa();
-  return (isa ? isa : native_best_isa()) >= ISA_AVX512 ? rows_avx512[x_type] : rows_avx2[x_type];
+  return vector_isa() >= ISA_AVX512 ? rows_avx512[x_type] : rows_avx2[x_type];
 #else
   (void)x_type;
   return nullptr;

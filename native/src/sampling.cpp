@@ -12,8 +12,7 @@
 
 static const SampleOps *ops_for(int64_t logit_type) {
 #if defined(__x86_64__)
-  int isa = native_isa();
-  switch (isa ? isa : native_best_isa()) {
+  switch (vector_isa()) {
     case ISA_AVX512_BF16:
     case ISA_AVX512: return sampling_avx512[logit_type];
     case ISA_AVX2: return sampling_avx2[logit_type];

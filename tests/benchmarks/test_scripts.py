@@ -70,7 +70,9 @@ LONG = {
         "--models {made} --only tiny-qwen3moe --repeats 1 --max-foreign 1000 --json", ("model", "case", "ours")
     ),
     "bench_serving.py": Small("--cases overhead --models {made} --repeats 1 --json", ("case", "start_s")),
-    "bench_tapes.py": Small("--model {model} --streams 1 --json --context 8", ("written_ms", "played_ms", "ratio")),
+    "bench_tapes.py": Small(
+        "--model {model} --streams 1 --json --context 8", ("eager_ms", "replayed_ms", "ratio", "layout_ms")
+    ),
     "bench_throughput.py": Small("--repeats 1 --prompts 1 --no-hf --json", ("decode_tok_s", "ttft_ms", "startup_s")),
     "bench_hostile.py": Small(
         "--json --ranks 1 --streams 1 --seconds 0.1 --bodies 1 --bytes 50000 --cases none",

@@ -12,6 +12,7 @@ import torch
 
 from configs.eplb import EplbConfig
 from engine.rank import Rank
+from engine.rebalance.follower import Balance
 from eplb.placement import Placement
 from front.messages import BalanceCommand, BalanceReply, BalanceReport, BalanceStatus, RankToFront
 
@@ -38,6 +39,10 @@ def status(rank: Rank) -> BalanceStatus:
 
 def reports(news: Iterable[RankToFront]) -> list[BalanceStatus]:
     return [one.status for one in news if isinstance(one, BalanceReport)]
+
+
+def balance_of(rank: Rank) -> Balance:
+    return next(one for one in rank._companions.members if isinstance(one, Balance))
 
 
 def placement_of(rank: Rank) -> Placement:

@@ -115,6 +115,6 @@ def drive(ranks: Sequence[Rank], jobs: Sequence[Job], max_steps: int = 2000) -> 
                 got[output.request_id].finish_reason = output.finish_reason
                 got[output.request_id].outputs.append(output)
         last = max((max(job.arrive, job.abort or 0) for job in jobs), default=0)
-        if step >= last and all(rank.asleep and not rank.has_work for rank in ranks):
+        if step >= last and all(rank.idle and not rank.has_work for rank in ranks):
             return got
     raise AssertionError(f"not done after {max_steps} steps")

@@ -177,7 +177,7 @@ class Survivors:
     def finish(self, bound: int = 400) -> None:
         """Until every request has ended and all ranks sleep."""
         while len(self.finished) < len(self.requests) or not all(
-            rank.asleep and not rank.has_work for rank in self.ranks.values()
+            rank.idle and not rank.has_work for rank in self.ranks.values()
         ):
             self.round()
             bound -= 1

@@ -12,7 +12,7 @@ import hf_tiny
 import numpy as np
 import pytest
 import torch
-from balanced import RESTLESS, answer, ask, check_slots, placement_of, reports, status
+from balanced import RESTLESS, answer, ask, balance_of, check_slots, placement_of, reports, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped import OFTEN, SPLIT
@@ -122,7 +122,7 @@ def test_whatever_happens_tokens_are_the_same(
             answer(ranks[0], "rebalance")  # refused when nothing was counted
     assert status(ranks[0]).failures == 0
     check_slots(checkpoint, ranks)
-    assert all(rank.asleep and rank.stats.kv_blocks_used == 0 for rank in ranks)
+    assert all(rank.idle and rank.stats.kv_blocks_used == 0 for rank in ranks)
 
 
 def test_counts_are_those_of_every_token(expected: list[list[int]]) -> None:
@@ -178,7 +178,7 @@ def test_ranks_without_requests_finish_their_moves_and_sleep() -> None:
     assert ranks[0].has_work
     drive(ranks, [])
     assert status(ranks[0]).moving == 0 and status(ranks[0]).moves > 0
-    assert all(rank.asleep and not rank.has_work and rank.pause(9.0) == 9.0 for rank in ranks)
+    assert all(rank.idle and not rank.has_work and rank.pause(9.0) == 9.0 for rank in ranks)
     assert ranks[0].stats.steps == steps
     check_slots(CHECKPOINT, ranks)
 
@@ -209,7 +209,7 @@ def test_a_failing_balancer_says_so_and_serving_goes_on(
         raise ValueError("every load must be finite\nand so on")
 
     with caplog.at_level(logging.ERROR, "moesaic.eplb"), monkeypatch.context() as broken:
-        broken.setattr(ranks[0]._balance._lead._balancer, "observe", fail)
+        broken.setattr(balance_of(ranks[0])._coordinator._balancer, "observe", fail)
         assert tokens(drive(ranks, JOBS)) == expected
     failed = reports(ranks[0].take_news())
     assert failed[0].failures == 1 and failed[0].last_error == "ValueError: every load must be finite"
@@ -226,18 +226,18 @@ def test_a_placement_that_a_rank_cannot_take_is_given_up(expected: list[list[int
     ranks = mailbox_ranks(CHECKPOINT, 4, slots_per_rank=6, eplb=RESTLESS)
     drive(ranks, JOBS[:1])
     before = placement_of(ranks[0]).checksum()
-    storage = ranks[2]._balance._model.expert_storage
+    storage = balance_of(ranks[2])._model.expert_storage
 
     def fail(layer: int, slot: int) -> tuple[torch.Tensor, ...]:
         raise MemoryError("no room for the experts to come")
 
-    ranks[2]._balance._model.expert_storage = fail
+    balance_of(ranks[2])._model.expert_storage = fail
     ask(ranks[0], "rebalance")
     drive(ranks, [])
     now = status(ranks[0])
     assert now.failures > 0 and now.last_error and now.moving == 0
     assert {placement_of(rank).checksum() for rank in ranks} == {before}
-    ranks[2]._balance._model.expert_storage = storage
+    balance_of(ranks[2])._model.expert_storage = storage
     assert tokens(drive(ranks, JOBS)) == expected
     assert placement_of(ranks[0]).checksum() != before
     check_slots(CHECKPOINT, ranks)

@@ -11,7 +11,7 @@ import hf_tiny
 import numpy as np
 import pytest
 import torch
-from balanced import RESTLESS, answer, check_slots, placement_of, status
+from balanced import RESTLESS, answer, balance_of, check_slots, placement_of, status
 from rank_parts import Job
 from survivors import Survivors, undisturbed
 
@@ -51,14 +51,16 @@ def test_a_rank_dies_while_experts_move(
         cluster.round()
     answer(cluster.ranks[0], "rebalance")
     bound = 30
-    while not any((change := rank._balance._change) and change.received > 0 for rank in cluster.ranks.values()):
+    while not any((change := balance_of(rank)._change) and change.received > 0 for rank in cluster.ranks.values()):
         cluster.round()
         bound -= 1
         assert bound, "nothing moves"
     before = {rank: placement_of(cluster.ranks[rank]) for rank in cluster.ranks}
     cluster.round(victim=victim, turns=4)
     for rank, alive in cluster.ranks.items():
-        assert alive._balance._change is None and alive._balance._hands.parcels is None, "the move is forgotten"
+        assert balance_of(alive)._change is None and balance_of(alive)._exchange.parcels is None, (
+            "the move is forgotten"
+        )
         assert placement_of(alive) is before[rank]
     cluster.tell_all()
     cluster.replay()

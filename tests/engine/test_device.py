@@ -1,4 +1,4 @@
-"""What goes to a device, without one: the packed upload on the CPU's memory, with fake events."""
+"""What goes to a device, without one: uploads on the CPU's memory, with fake events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from rank_parts import Job, drive, make_plan
 
 from engine import build
-from engine.device import LateReadback, PackedUpload, make_feedback, make_readback, make_upload, open_device, ran_out
+from engine.device import LateReadback, PinnedUpload, make_readback, make_upload, open_device, ran_out
+from engine.step_memory import StepMemory
 from native import Isa, isa, limit_isa
 
 CPU = torch.device("cpu")
@@ -42,28 +43,27 @@ class FakeEvents:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=5), min_size=1, max_size=6))
-def test_every_array_of_every_step_arrives(steps: list[list[list[int]]]) -> None:
-    """Steps of any size, also larger than the memory that was taken at first; a later one overwrites nothing."""
-    upload = PackedUpload(CPU, 8, FakeEvents().new, pinned=False)
-    sent = []
-    for arrays in steps:
-        host = [np.array(array, dtype=np.int64) for array in arrays]
-        sent.append((host, [upload.tensor(array) for array in host]))
-        upload.send()
-    for host, found in sent:
-        for array, tensor in zip(host, found, strict=True):
-            assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
+@given(st.lists(st.lists(st.integers(0, 99), max_size=40), min_size=1, max_size=6))
+def test_every_number_of_every_step_arrives(steps: list[list[int]]) -> None:
+    """Steps of any size; what the host writes to its array afterwards does not."""
+    upload = PinnedUpload(FakeEvents().new, pinned=False)
+    target = torch.full((40,), -1)
+    for numbers in steps:
+        before = target.tolist()
+        host = np.array(numbers, dtype=np.int64)
+        upload.send(host, target)
+        host[:] = 777
+        assert target.tolist() == numbers + before[len(numbers) :]
 
 
 def test_memory_is_written_again_only_when_its_copy_is_over() -> None:
     events = FakeEvents()
-    upload = PackedUpload(CPU, 8, events.new, pinned=False)
+    upload, target = PinnedUpload(events.new, pinned=False), torch.zeros(8, dtype=torch.int64)
     for _ in range(4):
-        upload.tensor(np.arange(6).reshape(2, 3))
-        upload.send()
+        upload.send(np.arange(6), target)
     assert events.log == ["record", "record", "synchronize", "record", "synchronize", "record"]
-    upload.send()  # nothing was given
+    upload.send(np.arange(0), target)  # nothing was given
+    assert len(events.log) == 6
 
 
 def test_a_readback_waits_until_its_event_says_so() -> None:
@@ -75,7 +75,7 @@ def test_a_readback_waits_until_its_event_says_so() -> None:
     assert events.made[0].num_looks == 4 and arrival.done()
     assert numbers.tolist() == [0, 1, 2] and ones.sum() == 4
     assert arrival.take()[0] is numbers
-    assert not make_readback(CPU, 1.0).late and make_feedback(CPU, 4) is None
+    assert not make_readback(CPU, 1.0).late
 
 
 def test_a_capture_that_ran_out_of_memory_is_told_by_what_came_first() -> None:
@@ -89,10 +89,38 @@ def test_a_capture_that_ran_out_of_memory_is_told_by_what_came_first() -> None:
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
-    array = np.arange(5)
-    tensor = make_upload(CPU, 1).tensor(array)
-    array[0] = 9
-    assert tensor[0] == 9
+    assert make_upload(CPU) is None
+    memory = StepMemory((0, 0, 0), (1,), 8, 4, 2, 1, 0, CPU, None)
+    place = memory.place(2, 2)
+    place.tokens_FT[0] = 3, 4
+    assert place.token_tensors[0].tolist() == [3, 4]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=6))
+def test_steps_that_are_copied_equal_those_that_are_not(steps: list[tuple[int, int, int]]) -> None:
+    """Fields, tables and what else there is, of steps of any shape; padding too. Nothing is there before it is sent."""
+    upload = PinnedUpload(FakeEvents().new, pinned=False)
+    memories = [StepMemory((0, 0, 9), (1, 5), 16, 8, 4, 2, 3, CPU, way) for way in (None, upload)]
+    for number, (more_tokens, num_sequences, columns) in enumerate(steps):
+        found = []
+        for memory in memories:
+            num_tokens = num_sequences + more_tokens if num_sequences else 0
+            place = memory.place(num_tokens, num_sequences, rows=8 if num_tokens <= 8 else 0)
+            place.tokens_FT[:, :num_tokens] = 100 * number + np.arange(3 * num_tokens).reshape(3, num_tokens)
+            place.sequences_FB[:, :num_sequences] = np.arange(2 * num_sequences).reshape(2, num_sequences)
+            memory.pad(place)
+            table = np.arange(num_sequences * columns).reshape(num_sequences, columns)
+            views = [memory.write_table(index, place, table + index) for index in range(2)]
+            more = memory.more(np.arange(number))
+            memory.send()
+            tensors = *place.token_tensors, *place.sequence_tensors, *views, more
+            rest = max(0, 8 - num_tokens)
+            padding = [
+                x.as_strided((rest,), (1,), x.storage_offset() + num_tokens) for x in place.token_tensors if rest
+            ]
+            found.append([x.tolist() for x in (*tensors, *padding)])
+        assert found[0] == found[1]
 
 
 def test_a_gpu_that_is_not_there_is_an_error_of_one_line() -> None:

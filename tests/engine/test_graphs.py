@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import deepseek_tiny
 import drive
@@ -18,10 +17,12 @@ import pytest
 import torch
 from fake_cuda_graph import FakeCaptureError, FakeGraphLibrary
 from fake_padded_lane import FakePaddedLane
+from laid_out import LaidOut, Work
 from torch import Tensor
 
 from dbo.steps import Steps, drain
-from engine.graphs import Graphs, GraphSizes
+from engine.capture import Capture, GraphPolicy
+from engine.prepared import GraphSize
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
 from layers.step import StepInput
@@ -33,8 +34,8 @@ from native import Isa, isa, limit_isa
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40
 MAX_LEN = 32
-FULL = GraphSizes(full=(1, 2, 4, 8))
-PIECEWISE = GraphSizes(piecewise=(4, 8, 16, 32))
+FULL = GraphPolicy(full=(1, 2, 4, 8))
+PIECEWISE = GraphPolicy(piecewise=(4, 8, 16, 32))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,12 +75,13 @@ class Captured:
 
     model: CausalLM
     library: FakeGraphLibrary
-    graphs: Graphs
-    cache: drive.Cache
+    capture: Capture
+    laid_out: LaidOut
     eager: drive.Cache
+    scratch: int
 
     @staticmethod
-    def of(model: CausalLM, sizes: GraphSizes, **choices: Any) -> Captured:
+    def of(model: CausalLM, policy: GraphPolicy, context_cost: float = 0.0) -> Captured:
         cache, eager = (drive.Cache.for_model(model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
         library = FakeGraphLibrary()
         scratch = cache.free.pop()
@@ -88,44 +90,25 @@ class Captured:
         def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
             return model.steps(step, cache.kv, lane, breaks)
 
-        device = torch.device("cpu")
-        graphs = Graphs(forward, library, sizes, MAX_LEN, BLOCK_SIZE, scratch, device, **choices)
+        laid_out = LaidOut(cache, 8, MAX_LEN, scratch=scratch, context_cost=context_cost)
+        capture = Capture(forward, library, policy, laid_out.buffers)
         with torch.inference_mode():
-            graphs.capture()
-        return Captured(model, library, graphs, cache, eager)
+            capture.capture()
+        return Captured(model, library, capture, laid_out, eager, scratch)
 
-    def check(self, work: list[tuple[int, list[int], int]], middle: int = 0) -> int:
-        """The step gives what an eager one does, and leaves the same cache. Returns how many graphs were replayed. middle: it
-        is split there."""
+    def check(self, work: Work, num_parts: int = 1) -> int:
+        """The step gives what an eager one does, and leaves the same cache. Returns how many graphs were replayed."""
         before = self.library.num_replays
-        step, twin = drive.make_step(self.cache, work), drive.make_step(self.eager, work)
+        twin = drive.make_step(self.eager, work)
         with torch.inference_mode():
-            if middle:
-                found = self.graphs.woven([_part(step, 0, middle), _part(step, middle, step.num_tokens)])
-                assert found is not None
-                ours = found
-            else:
-                ours = drain(self.graphs.steps(step))
+            ours = drain(self.capture.steps(self.laid_out.fill(work, num_parts, self.capture.choose)))
             expected = drain(self.model.steps(twin, self.eager.kv))
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
         written = torch.tensor([slot for slot in range(NUM_BLOCKS * BLOCK_SIZE) if slot // BLOCK_SIZE != self.scratch])
-        for mine, other in zip(self.cache.kv.layers, self.eager.kv.layers, strict=True):
+        for mine, other in zip(self.laid_out.cache.kv.layers, self.eager.kv.layers, strict=True):
             for a, b in zip(mine, other, strict=True):
                 torch.testing.assert_close(a[written], b[written], atol=1e-5, rtol=1e-4)
         return self.library.num_replays - before
-
-    @property
-    def scratch(self) -> int:
-        return int(drive.Cache.for_model(self.model, NUM_BLOCKS, BLOCK_SIZE).free[-1])
-
-
-def _part(step: StepInput, first: int, last: int) -> StepInput:
-    rows = slice(first, last)
-    return StepInput(
-        step.token_ids_T[rows], step.positions_T[rows], step.slots_T[rows], tuple(range(last - first + 1)),
-        step.kv_lens[rows], step.kv_lens_B[rows], step.block_table_BN[rows], last - first, step.block_size,
-        step.logits_rows_P[:0],
-    )  # fmt: skip
 
 
 def prompts(captured: Captured, lengths: list[int], seed: int = 0) -> list[tuple[int, list[int], int]]:
@@ -135,52 +118,64 @@ def prompts(captured: Captured, lengths: list[int], seed: int = 0) -> list[tuple
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_full_decode_graphs_equal_eager(moe: CausalLM, num_parts: int) -> None:
-    """As sequences end the step shrinks: what stood in the rows of padding must not write to the cache any more."""
-    captured = Captured.of(moe, FULL, num_parts=num_parts)
-    lengths = [5, 1, 9, 3, 14, 2]
+    """As sequences end the step shrinks: what stood in the rows of padding must not write to the cache any more. Parts
+    are of equal work, so of unequal numbers of sequences."""
+    captured = Captured.of(moe, replace(FULL, num_parts=num_parts), context_cost=1.0)
+    lengths = [2, 1, 3, 5, 18, 2]
     work = sorted(prompts(captured, lengths), key=lambda item: len(item[1]) > 1)
     assert captured.check(work) == 0  # a prefill is none of theirs
-    for step, (living, middle) in enumerate([(6, 3), (6, 5), (3, 0), (5, 1), (1, 1), (2, 1)]):
+    parts = set()
+    for step, living in enumerate([6, 6, 3, 5, 5, 1, 1, 1, 2]):
         work = [(b, [7 * b + step], lengths[b]) for b in range(living)]
         for b in range(living):
             lengths[b] += 1
-        assert captured.check(work, middle if num_parts == 2 else 0) == 1
-    assert captured.graphs.captured == ([1, 2, 4, 8], [])
+        split = num_parts if step != 2 else 1
+        assert captured.check(work, split) == 1
+        last = captured.laid_out.last
+        parts.add(tuple(part.num_tokens for part in last.inputs))
+    if num_parts == 2:
+        assert any(abs(first - second) > 1 for first, second in (part for part in parts if len(part) == 2))
+    else:
+        assert captured.laid_out.num_advanced >= 4
+    assert captured.capture.captured(True) == [1, 2, 4, 8] and captured.capture.captured(False) == []
 
 
-@torch.inference_mode()
 def test_split_steps_that_no_graph_has(moe: CausalLM) -> None:
     """Prompts, too many rows, none at all, and parts that were not foreseen."""
-    captured = Captured.of(moe, GraphSizes((1, 2), (8,)), num_parts=2)
-    decodes = drive.make_step(captured.cache, [(b, [5], 3) for b in range(4)])
-    prompt = drive.make_step(captured.cache, [(5, [1, 2, 3], 0)])
-    one, none = _part(decodes, 0, 1), _part(decodes, 0, 0)
-    for parts in ([one, prompt], [one, _part(decodes, 1, 4)], [none, none], [one, one, one]):
-        assert captured.graphs.woven(parts) is None
-    assert captured.graphs.woven([one, none]) is not None
+    captured = Captured.of(moe, GraphPolicy((1, 2), (8,), num_parts=2))
+    prompts_and_decodes: Work = [(0, [5], 3), (5, [1, 2, 3], 0)]
+    for work, num_parts in (
+        (prompts_and_decodes, 2), ([(b, [5], 3) for b in range(5)], 2), ([], 2), ([(b, [5], 3) for b in range(3)], 3),
+    ):  # fmt: skip
+        prepared = captured.laid_out.fill(work, num_parts, captured.capture.choose)
+        assert list(prepared.graphs) == [None] * num_parts
+    (one, none) = captured.laid_out.fill([(0, [5], 3)], 2, captured.capture.choose).graphs
+    assert one == none == GraphSize(True, 1)
 
 
 def test_dense_models_too(dense: CausalLM) -> None:
-    captured = Captured.of(dense, GraphSizes((1, 4), (16,)))
+    captured = Captured.of(dense, GraphPolicy((1, 4), (16,)))
     captured.check(prompts(captured, [6, 9]))
     assert captured.check([(0, [3], 6), (1, [4], 9)]) == 1
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["attention cut", "experts cut too"])
+@pytest.mark.parametrize("cut", [False, True], ids=["operations left out", "exchanges too"])
 def test_piecewise_graphs_equal_eager(moe: CausalLM, cut: bool) -> None:
-    captured = Captured.of(moe, PIECEWISE, cut_experts=cut)
+    captured = Captured.of(moe, replace(PIECEWISE, break_exchanges=cut))
     mixed = [(0, [1, 2, 3, 4, 5, 6, 7], 0), (1, [8] * 12, 0)]
     assert captured.check(mixed) > 1
     assert captured.check([(0, [9], 7), (1, [10], 12), (2, [11, 12, 13], 0)]) > 1  # decodes beside a prefill
     assert captured.check([(0, [9], 8)]) > 1
-    assert captured.check([(3, list(range(33)), 0)]) == 0  # more tokens than any graph has room for
+    assert (
+        captured.check([(3, list(range(20)), 0), (4, list(range(13)), 0)]) == 0
+    )  # more tokens than any graph has room for
 
 
-def test_experts_that_count_on_the_host_are_cut_out(ragged: CausalLM) -> None:
+def test_experts_that_count_on_the_host_are_left_out(ragged: CausalLM) -> None:
     with pytest.raises(RuntimeError, match=r"a step of 8 rows cannot be captured .*--cudagraph-mode none") as error:
         Captured.of(ragged, FULL)
     assert isinstance(error.value.__cause__, FakeCaptureError)
-    captured = Captured.of(ragged, PIECEWISE, cut_experts=True)
+    captured = Captured.of(ragged, replace(PIECEWISE, break_exchanges=True))
     assert captured.check([(0, [1, 2, 3, 4, 5], 0), (1, [8] * 8, 0)]) > 1
     assert captured.check([(0, [5], 5), (1, [6], 8)]) > 1
 
@@ -188,45 +183,45 @@ def test_experts_that_count_on_the_host_are_cut_out(ragged: CausalLM) -> None:
 def test_deepseek_piecewise(tmp_path: Path) -> None:
     """Its attention in torch plans on the host; that is what the cut is for."""
     model = drive.load_ours(deepseek_tiny.make_v3(tmp_path).path)
-    captured = Captured.of(model, PIECEWISE, cut_experts=True)
+    captured = Captured.of(model, replace(PIECEWISE, break_exchanges=True))
     assert captured.check([(0, [1, 2, 3, 4, 5], 0), (1, [8] * 8, 0)]) > 1
     assert captured.check([(0, [5], 5), (1, [6], 8)]) > 1
 
 
-def test_a_step_without_tokens_runs_as_it_is_written(moe: CausalLM) -> None:
-    captured = Captured.of(moe, GraphSizes((1, 2), (4,)))
+def test_a_step_without_tokens_runs_eager(moe: CausalLM) -> None:
+    captured = Captured.of(moe, GraphPolicy((1, 2), (4,)))
     assert captured.check([]) == 0
 
 
-def test_what_is_too_large_runs_as_it_is_written(moe: CausalLM) -> None:
-    captured = Captured.of(moe, GraphSizes(full=(1, 2)))
+def test_what_is_too_large_runs_eager(moe: CausalLM) -> None:
+    captured = Captured.of(moe, GraphPolicy(full=(1, 2)))
     captured.check(prompts(captured, [3, 3, 3]))
     assert captured.check([(b, [5], 3) for b in range(3)]) == 0
     assert captured.check([(b, [5], 4) for b in range(2)]) == 1
 
 
 def test_forgotten_graphs_are_not_replayed(moe: CausalLM) -> None:
-    captured = Captured.of(moe, GraphSizes(full=(1, 2)))
-    captured.graphs.forget()
+    captured = Captured.of(moe, GraphPolicy(full=(1, 2)))
+    captured.capture.forget()
     captured.check(prompts(captured, [3]))
     assert captured.check([(0, [5], 3)]) == 0
     with torch.inference_mode():
-        captured.graphs.capture()
+        captured.capture.capture()
     assert captured.check([(0, [6], 4)]) == 1
     assert captured.library.num_sessions == 2
 
 
 def test_ranks_that_have_become_several_cut_out_the_experts(moe: CausalLM) -> None:
     """A server that began with one rank has grown: its plan has not asked whether the exchange can be captured."""
-    captured = Captured.of(moe, GraphSizes((1, 2), (4, 8)), together=False)
+    captured = Captured.of(moe, GraphPolicy((1, 2), (4, 8), together=False))
     with torch.inference_mode():
-        captured.graphs.capture(num_ranks=2)
-    assert captured.graphs.captured == ([], [4, 8])
+        captured.capture.capture(num_ranks=2)
+    assert captured.capture.captured(True) == [] and captured.capture.captured(False) == [4, 8]
     captured.check(prompts(captured, [3, 4]))
     assert captured.check([(0, [5], 3), (1, [6], 4)]) > 1
 
 
 def test_decodes_prefer_the_full_graph(moe: CausalLM) -> None:
-    captured = Captured.of(moe, GraphSizes((1, 2), (4, 8)))
+    captured = Captured.of(moe, GraphPolicy((1, 2), (4, 8)))
     captured.check(prompts(captured, [3, 4]))
     assert captured.check([(0, [5], 3), (1, [6], 4)]) == 1

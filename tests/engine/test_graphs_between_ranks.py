@@ -12,13 +12,14 @@ import hf_tiny
 import pytest
 import torch
 from fake_cuda_graph import FakeGraphLibrary
+from laid_out import LaidOut
 from puts_in_threads import fakes_for
 from rank_threads import on_ranks
 from torch import Tensor
 from use_fakes import use_fakes
 
-from dbo.steps import Steps, drain, weave
-from engine.graphs import Graphs, GraphSizes
+from dbo.steps import Steps, drain
+from engine.capture import Capture, GraphPolicy
 from ep.backends.dispatchers import StepState
 from ep.parallel import Parallel
 from ep.protocol import AllToAll, Routing
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.fakes
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 4, 48, 32
 FEW = 8  # tokens of a rank in a step, up to which it may be in a full graph
-SIZES = GraphSizes(full=(1, 4, FEW))
+POLICY = GraphPolicy(full=(1, 4, FEW), few_tokens=FEW, num_parts=2)
 BF16 = torch.bfloat16
 
 Work = list[tuple[int, list[int], int]]  # sequence, tokens, position of the first
@@ -97,11 +98,9 @@ class Ours:
         def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
             return self.model.steps(step, self.cache.kv, lane, breaks)
 
-        self.graphs = Graphs(
-            forward, self.library, SIZES, MAX_LEN, BLOCK_SIZE, scratch, drive.CPU, exchange=self.state, few_tokens=FEW,
-            num_parts=2,
-        )  # fmt: skip
-        self.graphs.capture(group.size)
+        self.laid_out = LaidOut(self.cache, 16, MAX_LEN, scratch=scratch)
+        self.capture = Capture(forward, self.library, POLICY, self.laid_out.buffers, self.state)
+        self.capture.capture(group.size)
 
     def work(self, step: Step) -> Work:
         count, new = step.counts[self.rank], step.new[self.rank]
@@ -120,26 +119,15 @@ class Ours:
     def run(self, work: Work, largest: int, split: bool) -> tuple[float, int]:
         """By how much the step differs from an eager one, and how many graphs were replayed."""
         before = self.library.num_replays
-        middle = len(work) // 2
-        halves = [work[:middle], work[middle:]] if split else [work]
         self.state.begin(largest)
-        ours = self.captured([drive.make_step(self.cache, half) for half in halves])
+        prepared = self.laid_out.fill(work, 1 + split, self.capture.choose)
+        ours = drain(self.capture.steps(prepared))
         self.state.confirm()
         self.state.begin(largest)
         expected = drain(self.model.steps(drive.make_step(self.eager, work), self.eager.kv))
         self.state.confirm()
         error = drive.relative_error(ours.float(), expected.float()) if len(expected) else 0.0
         return error, self.library.num_replays - before
-
-    def captured(self, parts: list[StepInput]) -> Tensor:
-        if len(parts) == 1:
-            return drain(self.graphs.steps(parts[0]))
-        found = self.graphs.woven(parts)
-        if found is not None:
-            return found
-        return torch.cat(
-            drain(weave(*(self.model.steps(part, self.cache.kv, lane) for lane, part in enumerate(parts))))
-        )
 
 
 def tokens_of(step: Step) -> list[int]:

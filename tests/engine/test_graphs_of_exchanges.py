@@ -89,11 +89,11 @@ class Ours:
         self.state.begin(FEW)
         self.run(FEW, num_lanes)
         graph = self.library.new()
-        graph.capture_begin()
+        graph.begin()
         try:
             return self.run(FEW, num_lanes)
         finally:
-            graph.capture_end()
+            graph.end()
 
     def step(self, number: int, what: int | str, largest: int, num_lanes: int) -> float:
         """By how much the result differs from what it should be, in parts of it."""
@@ -145,14 +145,14 @@ def test_an_exchange_that_the_host_counts_is_refused(tmp_path: Path) -> None:
         lane = make_lanes("deepep_v2", group, SLOTS, HIDDEN, BF16, max_tokens=32, few_tokens=4, state=state)[0]
         state.begin(FEW)
         graph = FakeGraphLibrary().new()
-        graph.capture_begin()
+        graph.begin()
         try:
             with pytest.raises(FakeCaptureError, match="not permitted when stream is capturing"):
                 lane.dispatch(
                     torch.zeros(FEW, HIDDEN, dtype=BF16), Routing(torch.zeros(FEW, 1).long(), torch.ones(FEW, 1))
                 )
         finally:
-            graph.capture_end()
+            graph.end()
         return "refused"
 
     with use_fakes():

@@ -23,9 +23,10 @@ import moe_kernels.backends
 import moe_kernels.choice
 import moe_kernels.token_sums
 from configs.presets import PRESETS
-from engine.device import PackedUpload
+from engine.device import PinnedUpload
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_table import LOGPROBS, MIN_P, RANDOM, TOP_K, TOP_P, SamplingBatch
+from engine.step_memory import StepMemory
 from ep.experts import WeightFormat
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
@@ -106,13 +107,17 @@ def test_sampling_stays_on_the_device(needs: int) -> None:
     assert not needs & LOGPROBS
 
 
-def test_uploads_are_views_of_one_copy() -> None:
+def test_a_step_lies_in_one_memory() -> None:
     class Event:
         def record(self) -> None: ...
         def synchronize(self) -> None: ...
+        def query(self) -> bool:
+            return True
 
-    upload = PackedUpload(META, 8, Event, pinned=False)
-    parts = [upload.tensor(np.arange(size)) for size in (3, 2)]
-    upload.send()
-    assert all(part.device == META for part in parts)
-    assert parts[0].untyped_storage()._cdata == parts[1].untyped_storage()._cdata
+    memory = StepMemory((0, 0, 0), (1,), 8, 4, 2, 1, 0, META, PinnedUpload(Event, pinned=False))
+    place = memory.place(3, 2)
+    parts = [*place.token_tensors, *place.sequence_tensors, memory.more(np.arange(2))]
+    table = memory.write_table(0, place, np.zeros((2, 1), dtype=np.int64))
+    memory.send()
+    assert all(part.device == META for part in (*parts, table))
+    assert len({part.untyped_storage()._cdata for part in parts}) == 1

@@ -43,7 +43,8 @@ def agree(proposals: list[Proposal], epochs: list[int], checksums: list[int]) ->
 def test_all_ranks_come_to_the_same_plan() -> None:
     plans = agree([IDLE, Proposal(5, True, False, 3), Proposal(0, True, True, 4)], [2, 2, 2], [9, 9, 9])
     assert plans[0] == plans[1] == plans[2]
-    assert plans[0] == StepPlan(0, busy=True, shutdown=True, num_tokens=(0, 5, 0), free_blocks=(10, 3, 4))
+    said = ((), (), ())
+    assert plans[0] == StepPlan(0, True, True, num_tokens=(0, 5, 0), free_blocks=(10, 3, 4), words=said, epoch=2)
     assert not plans[0].runs, "a step that is the last one computes nothing"
     (idle, _) = agree([IDLE, IDLE], [0, 0], [0, 0])
     assert not idle.busy and not idle.runs and not idle.shutdown
@@ -85,10 +86,10 @@ def test_all_sleep_together_and_one_wakes_all(checkpoint: Path) -> None:
     ranks = mailbox_ranks(checkpoint, 3)
     for _ in range(3):
         drive(ranks, [])
-        assert all(rank.asleep for rank in ranks)
+        assert all(rank.idle for rank in ranks)
         got = drive(ranks, [Job([5, 6, 7], 4)])  # for rank 0 alone
         assert len(got[0].tokens) == 4
-        assert all(rank.asleep for rank in ranks)
+        assert all(rank.idle for rank in ranks)
     assert all(rank.stats.steps > 0 for rank in ranks[:1])
 
 
@@ -99,7 +100,7 @@ def test_a_ring_for_an_earlier_sleep_wakes_nobody(checkpoint: Path) -> None:
     drive([rank], [Job([5, 6], 2)])
     bell.ring(0)  # it has slept twice by now
     rank.step()
-    assert rank.asleep
+    assert rank.idle
 
 
 def test_dense_ranks_do_not_wait_for_each_other(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_without_word_of_who_is_left_a_rank_gives_up(
 ) -> None:
     """After the exchange timeout; tests/engine/test_survival_processes.py has what happens with a front that says it."""
     plan = gloo_plan(checkpoint, asynchronous)
-    cluster = start(dataclasses.replace(plan, max_model_len=4096, num_kv_blocks=2048, exchange_timeout=5.0))
+    cluster = start(dataclasses.replace(plan, max_model_len=4096, num_kv_blocks=2048, exchange_timeout=2.0))
     cluster.wait_ready()
     cluster.send(0, Job([5, 6, 7], 4000).message(0))
     cluster.wait_for(lambda _: len(cluster.outputs.get(0, [])) > 3)

@@ -13,11 +13,11 @@ from rank_parts import Job
 from cache.memory import CacheMemory
 from cache.spec import CacheSizes
 from dbo.steps import drain
-from engine.batch import Batch
 from engine.runner import Runner, StepResult
 from engine.sampling.logprobs import prompt_logprobs
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow, Schedule
+from engine.step_buffers import Limits, StepBuffers
 from ep.backends.local import LocalAllToAll
 from ep.parallel import Parallel
 from ep.protocol import PeerLost
@@ -42,7 +42,9 @@ def model(path: Path) -> CausalLM:
 
 def make_runner(model: CausalLM, threaded: bool = False) -> Runner:
     kv = CacheMemory.allocate(model.cache_spec(), CacheSizes(4, 16), CPU)
-    return Runner(model, kv, Batch(4, 32, 4, CPU), SamplingTable(4, model.config.vocab_size), threaded=threaded)
+    return Runner(
+        model, kv, StepBuffers(Limits(4, 64, 32, 4), CPU), SamplingTable(4, model.config.vocab_size), threaded=threaded
+    )
 
 
 def first_step(count: int = len(PROMPT), **params: object) -> Schedule:

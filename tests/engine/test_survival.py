@@ -9,7 +9,7 @@ import hf_tiny
 import numpy as np
 import pytest
 import torch
-from balanced import RESTLESS, answer, check_slots, status
+from balanced import RESTLESS, answer, balance_of, check_slots, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped import OFTEN, SPLIT
@@ -140,7 +140,7 @@ def test_losses_and_returns_at_any_moment(
             cluster.start(min(set(range(size)) - set(cluster.ranks)))
         else:
             leader = cluster.ranks[min(cluster.ranks)]
-            if event == "rebalance" and leader._balance._formed:
+            if event == "rebalance" and balance_of(leader)._formed:
                 answer(leader, "rebalance")
             continue
         cluster.news(data)
@@ -154,7 +154,9 @@ def test_losses_and_returns_at_any_moment(
     if eplb is not None:
         cluster.rounds(4)  # ranks without requests have slept when they were told of the last change
         check_slots(checkpoint, list(cluster.ranks.values()))
-        assert all(rank._balance._lead is None or status(rank).failures == 0 for rank in cluster.ranks.values())
+        assert all(
+            balance_of(rank)._coordinator is None or status(rank).failures == 0 for rank in cluster.ranks.values()
+        )
 
 
 def test_too_few_ranks_wait_for_one_that_returns(checkpoint: Path, expected: dict[int, list[int]]) -> None:
@@ -209,7 +211,7 @@ def test_sleeping_ranks_change_over_at_once(checkpoint: Path) -> None:
     for _ in range(3):
         cluster.round()
     assert sorted(joined.rank for joined in cluster.joined) == [0, 1]
-    assert all(rank.asleep for rank in cluster.ranks.values())
+    assert all(rank.idle for rank in cluster.ranks.values())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -248,7 +250,7 @@ def test_a_returned_rank_hears_the_bell(checkpoint: Path) -> None:
     cluster.tell_all()
     for _ in range(5):
         cluster.round()
-    assert all(rank.asleep for rank in cluster.ranks.values())
+    assert all(rank.idle for rank in cluster.ranks.values())
     for index in range(10, 13):
         cluster.add(index, JOBS[1])
         cluster.finish()
@@ -317,7 +319,7 @@ def test_an_old_membership_changes_nothing(checkpoint: Path) -> None:
     for rank in cluster.ranks.values():
         rank.submit(Membership(0, [True] * 3))
     cluster.round()
-    assert not cluster.joined and all(rank.asleep for rank in cluster.ranks.values())
+    assert not cluster.joined and all(rank.idle for rank in cluster.ranks.values())
 
 
 def test_dense_ranks_only_take_note(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Decode steps that are played equal those that run as they are written, and leave the same cache."""
+"""Decode steps that are replayed on a CPU equal eager ones, and leave the same cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import drive
 import hf_tiny
 import pytest
 import torch
+from laid_out import LaidOut, Work
 from torch import Tensor
 
-from dbo.steps import Steps, drain, weave
-from engine.tapes import Tapes
+from dbo.steps import Steps, drain
+from engine.capture import Capture, GraphPolicy
 from ep.experts import WeightFormat
 from ep.protocol import PeerLost
 from layers.step import StepInput
@@ -24,6 +25,7 @@ from models.base import CausalLM
 from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
 from native import Isa, best_isa, isa, limit_isa
+from native.tape import CpuGraphs
 
 pytestmark = pytest.mark.skipif(best_isa() == Isa.NONE, reason="the native kernels were not built")
 BLOCK_SIZE = 4
@@ -38,30 +40,37 @@ MAKERS: dict[str, Callable[..., Any]] = {
 
 
 @dataclass
-class Taped:
-    """A model with tapes, and a twin of its cache that only steps as they are written touch."""
+class Captured:
+    """A model with graphs, and a twin of its cache that only eager steps touch."""
 
     model: CausalLM
-    tapes: Tapes
-    cache: drive.Cache
+    capture: Capture
+    laid_out: LaidOut
     twin: drive.Cache
 
     @staticmethod
-    def of(model: CausalLM, num_ranks: int = 1, **choices: Any) -> Taped:
+    def of(
+        model: CausalLM, num_ranks: int = 1, watched: Callable[[], bool] = lambda: False, **choices: Any
+    ) -> Captured:
         cache, twin = (drive.Cache.for_model(model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
 
         def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
             return model.steps(step, cache.kv, lane, breaks)
 
-        tapes = Tapes(forward, 4, 16, BLOCK_SIZE, **choices)
-        tapes.capture(num_ranks)
-        return Taped(model, tapes, cache, twin)
+        laid_out = LaidOut(cache, 8, 16 * BLOCK_SIZE)
+        policy = GraphPolicy(exact=4, **choices)
+        capture = Capture(forward, CpuGraphs(), policy, laid_out.buffers, watched=watched)
+        capture.capture(num_ranks)
+        return Captured(model, capture, laid_out, twin)
+
+    def step(self, work: Work, num_parts: int = 1) -> Tensor:
+        return drain(self.capture.steps(self.laid_out.fill(work, num_parts, self.capture.choose)))
 
     @torch.inference_mode()
-    def check(self, work: list[tuple[int, list[int], int]]) -> None:
-        ours = drain(self.tapes.steps(drive.make_step(self.cache, work)))
+    def check(self, work: Work, num_parts: int = 1) -> None:
+        ours = self.step(work, num_parts)
         assert torch.equal(ours, drain(self.model.steps(drive.make_step(self.twin, work), self.twin.kv)))
-        for mine, other in zip(self.cache.kv.layers, self.twin.kv.layers, strict=True):
+        for mine, other in zip(self.laid_out.cache.kv.layers, self.twin.kv.layers, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
 
     def run(self) -> None:
@@ -70,9 +79,10 @@ class Taped:
         self.check(
             [(b, [b + i for i in range(length)], 0) for b, length in sorted(enumerate(lengths), key=lambda x: x[1] > 1)]
         )
-        for step, living in enumerate([4, 4, 2, 3, 1, 2, 4, 1, 3]):
+        for step, living in enumerate([4, 4, 4, 2, 2, 3, 1, 2, 4, 1, 3]):
             self.check([(b, [7 * b + step], lengths[b]) for b in range(living)])
             lengths[:living] = [length + 1 for length in lengths[:living]]
+        assert self.laid_out.num_advanced == 3  # of the others the sequences were not those of the step before
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +90,19 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make(tmp_path_factory.mktemp(name)).path for name, make in MAKERS.items()}
 
 
-@pytest.mark.parametrize("cut_experts", [False, True], ids=["whole", "experts cut"])
+@pytest.mark.parametrize("break_exchanges", [False, True], ids=["whole", "exchanges left out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(MAKERS))
-def test_played_steps_equal_written_ones(
-    paths: dict[str, Path], name: str, dtype: torch.dtype, cut_experts: bool
+def test_replayed_steps_equal_eager_ones(
+    paths: dict[str, Path], name: str, dtype: torch.dtype, break_exchanges: bool
 ) -> None:
     if dtype is torch.bfloat16 and isa() < Isa.AVX512_BF16:
         pytest.skip("this CPU has no bfloat16 arithmetic: torch computes the linear layers")
-    taped = Taped.of(drive.load_ours(paths[name], dtype=dtype), cut_experts=cut_experts)
-    taped.run()
-    assert taped.tapes.recorded() == [1, 2, 3, 4] and not taped.tapes.refused()
-    taped.tapes.forget()
-    assert taped.tapes.recorded() == []
+    captured = Captured.of(drive.load_ours(paths[name], dtype=dtype), break_exchanges=break_exchanges)
+    captured.run()
+    assert captured.capture.captured(True) == [1, 2, 3, 4] and not captured.capture.refused
+    captured.capture.forget()
+    assert captured.capture.captured(True) == []
 
 
 @pytest.mark.parametrize("form", list(WeightFormat))
@@ -103,45 +113,45 @@ def test_weights_of_8_bits(paths: dict[str, Path], form: WeightFormat) -> None:
     model.keep_linears(form)
     with torch.inference_mode():
         model.load(Checkpoint(path))
-    taped = Taped.of(model)
-    taped.run()
-    assert taped.tapes.recorded() == [1, 2, 3, 4]
+    captured = Captured.of(model)
+    captured.run()
+    assert captured.capture.captured(True) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("level", [Isa.NONE, Isa.AVX2], ids=str)
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_what_cannot_be_recorded_runs_as_it_is_written(paths: dict[str, Path], name: str, level: Isa) -> None:
+def test_what_cannot_be_captured_runs_eager(paths: dict[str, Path], name: str, level: Isa) -> None:
     before = isa()
     try:
         limit_isa(level)  # torch computes linear layers of bfloat16 at least
-        taped = Taped.of(drive.load_ours(paths[name], dtype=torch.bfloat16))
-        taped.run()
-        assert taped.tapes.recorded() == [] and set(taped.tapes.refused()) == {1, 2, 3, 4}
-        assert taped.tapes.refused()[1].startswith("torch computes aten")
+        captured = Captured.of(drive.load_ours(paths[name], dtype=torch.bfloat16))
+        captured.run()
+        assert captured.capture.captured(True) == [] and set(captured.capture.refused) == {1, 2, 3, 4}
+        assert captured.capture.refused[1].startswith("torch computes aten")
     finally:
         limit_isa(before)
 
 
-def test_while_somebody_watches_nothing_is_played(paths: dict[str, Path]) -> None:
+def test_while_somebody_watches_nothing_is_replayed(paths: dict[str, Path]) -> None:
     watched: list[bool] = []
-    taped = Taped.of(drive.load_ours(paths["qwen3_moe"]), as_written=lambda: bool(watched))
-    taped.run()
+    captured = Captured.of(drive.load_ours(paths["qwen3_moe"]), watched=lambda: bool(watched))
+    captured.run()
     calls = []
-    taped.model.decoders[0].mixer.out.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[attr-defined]
-    taped.check([(0, [1], 14)])
+    captured.model.decoders[0].mixer.out.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[attr-defined]
+    captured.check([(0, [1], 14)])
     written = len(calls)  # by the twin
     watched.append(True)
-    taped.check([(0, [1], 15)])
+    captured.check([(0, [1], 15)])
     assert len(calls) == 3 * written
 
 
-def test_prompts_and_many_sequences_are_not_recorded(paths: dict[str, Path]) -> None:
-    taped = Taped.of(drive.load_ours(paths["qwen3"]))
-    taped.check([(b, [b], 0) for b in range(5)])
-    taped.check([(0, [3], 1), (5, [1, 2, 3], 0)])
+def test_prompts_and_many_sequences_are_not_captured(paths: dict[str, Path]) -> None:
+    captured = Captured.of(drive.load_ours(paths["qwen3"]))
+    captured.check([(b, [b], 0) for b in range(5)])
+    captured.check([(0, [3], 1), (5, [1, 2, 3], 0)])
     with torch.inference_mode():
-        assert drain(taped.tapes.steps(drive.make_step(taped.cache, []))).shape[0] == 0
-    assert taped.tapes.recorded() == []
+        assert captured.step([]).shape[0] == 0
+    assert captured.capture.captured(True) == []
 
 
 def test_parts_that_take_turns_have_memory_of_their_own(paths: dict[str, Path]) -> None:
@@ -149,25 +159,18 @@ def test_parts_that_take_turns_have_memory_of_their_own(paths: dict[str, Path]) 
     model = drive.load_ours(paths["qwen3_moe"])
     for _, moe in model.moe_layers:
         moe.lanes = (*moe.lanes, *moe.lanes)
-    taped = Taped.of(model, num_ranks=2, num_parts=2)
+    captured = Captured.of(model, num_ranks=2, num_parts=2)
     for turn in range(4):
-        decodes = [(b, [3 * b + turn], turn) for b in range(4)]
-        with torch.inference_mode():
-            parts = [drive.make_step(taped.cache, decodes[:2]), drive.make_step(taped.cache, decodes[2:])]
-            assert taped.tapes.woven(parts) is None
-            ours = torch.cat(drain(weave(*[taped.tapes.part(part, lane) for lane, part in enumerate(parts)])))
-            twins = [drive.make_step(taped.twin, part) for part in (decodes[:2], decodes[2:])]
-            wanted = torch.cat([drain(taped.model.steps(step, taped.twin.kv)) for step in twins])
-        assert torch.equal(ours, wanted)
-    assert taped.tapes.recorded(0) == taped.tapes.recorded(1) == [2]
+        captured.check([(b, [3 * b + turn], turn) for b in range(4)], num_parts=2)
+    assert captured.capture.captured(True, 0) == captured.capture.captured(True, 1) == [2]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_step_that_fails_leaves_nothing_behind(paths: dict[str, Path], num_ranks: int) -> None:
-    """The thread records no longer, and the next try is recorded like any other."""
+    """The thread records no longer, and the next try is captured like any other."""
     model = drive.load_ours(paths["qwen3_moe"])
-    taped = Taped.of(model, num_ranks)
-    taped.check([(0, [1, 2, 3], 0)])
+    captured = Captured.of(model, num_ranks)
+    captured.check([(0, [1, 2, 3], 0)])
     _, moe = model.moe_layers[1]
     failing = [True]
 
@@ -178,9 +181,9 @@ def test_a_step_that_fails_leaves_nothing_behind(paths: dict[str, Path], num_ran
 
     hook = moe.router.register_forward_hook(fail)
     with torch.inference_mode(), pytest.raises(PeerLost):
-        drain(taped.tapes.steps(drive.make_step(taped.cache, [(0, [4], 3)])))
-    assert torch.ones(2).add(1).sum() == 4 and taped.tapes.recorded() == [] and not taped.tapes.refused()
-    taped.check([(0, [4], 3)])
+        captured.step([(0, [4], 3)])
+    assert torch.ones(2).add(1).sum() == 4 and captured.capture.captured(True) == [] and not captured.capture.refused
+    captured.check([(0, [4], 3)])
     hook.remove()
-    taped.check([(0, [5], 4)])
-    assert taped.tapes.recorded() == [1]
+    captured.check([(0, [5], 4)])
+    assert captured.capture.captured(True) == [1]

@@ -22,12 +22,11 @@ from cache.memory import CacheMemory
 from cache.spec import CacheSizes
 from dbo.steps import drain
 from engine import build
-from engine.batch import Batch
 from engine.device import LateReadback, in_one_copy
-from engine.feedback import Feedback
 from engine.runner import Runner
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import NewRow, Schedule
+from engine.step_buffers import Limits, StepBuffers
 from ep.backends.dispatchers import StepState
 from ep.protocol import PeerLost
 from front.messages import SamplingParams
@@ -57,7 +56,7 @@ def model(path: Path) -> CausalLM:
 
 def plain_runner(model: CausalLM) -> Runner:
     kv = CacheMemory.allocate(model.cache_spec(), CacheSizes(4, 16), CPU)
-    return Runner(model, kv, Batch(4, 32, 4, CPU), SamplingTable(4, model.config.vocab_size))
+    return Runner(model, kv, StepBuffers(Limits(4, 64, 32, 4), CPU), SamplingTable(4, model.config.vocab_size))
 
 
 class Late:
@@ -68,7 +67,7 @@ class Late:
         self.runner = Runner(
             model,
             CacheMemory.allocate(model.cache_spec(), CacheSizes(4, 16), CPU),
-            Batch(4, 32, 4, CPU, feedback=Feedback(4, CPU)),
+            StepBuffers(Limits(4, 64, 32, 4), CPU, on_device=True),
             SamplingTable(4, model.config.vocab_size),
             threaded=True,
             exchange=exchange,
@@ -245,7 +244,6 @@ def late_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEvents]:
 
 
 def _use(patch: pytest.MonkeyPatch, events: FakeEvents) -> None:
-    patch.setattr(build, "make_feedback", lambda device, rows: Feedback(rows, device))
     patch.setattr(build, "make_readback", lambda device, timeout: LateReadback(events.new, timeout, pinned=False))
 
 
@@ -354,20 +352,20 @@ def test_replayed_steps_are_fed_from_the_device(mode: str, path: Path, monkeypat
 def test_parts_of_a_step_are_fed_too(model: CausalLM) -> None:
     """Decodes beside a prompt, in two parts: each part takes its own rows' tokens from the device."""
 
-    def tokens(feedback: Feedback | None) -> list[list[int]]:
-        batch, found = Batch(4, 32, 4, CPU, feedback=feedback), []
+    def tokens(on_device: bool) -> list[list[int]]:
+        buffers, found = StepBuffers(Limits(4, 64, 32, 4), CPU, on_device=on_device), []
         params = SamplingParams(temperature=0.0)
         rows = [NewRow(r, r, [20 + r] * (3 + r), 3 + r, params, 1, ()) for r in range(3)]
         blocks = [(r, [[2 * r, 2 * r + 1]]) for r in range(4)]
-        first = batch.apply(Schedule(0, [], rows, blocks, [0, 1, 2], [0, 0, 0], [3, 4, 5], [True] * 3))
-        batch.keep_sampled(first, torch.tensor([91, 92, 93]))
+        first = buffers.fill(Schedule(0, [], rows, blocks, [0, 1, 2], [0, 0, 0], [3, 4, 5], [True] * 3))
+        buffers.write_tokens(first, torch.tensor([91, 92, 93]))
         last = NewRow(3, 3, [1, 2, 3, 4], 4, params, 1, ())
         alone = NewRow(0, 0, [50], 1, params, 1, ())
         second = Schedule(1, [0], [last, alone], [(0, [[6]])], [1, 0, 2, 3], [4, 0, 5, 0], [1, 1, 1, 4], [True] * 4)
-        for part in batch.apply(second, 2).inputs:
+        for part in buffers.fill(second, 2).inputs:
             found.append(part.token_ids_T.tolist())
         return found
 
-    plain = tokens(None)
-    assert tokens(Feedback(4, CPU)) == plain
+    plain = tokens(False)
+    assert tokens(True) == plain
     assert [token for part in plain for token in part][:3] == [92, 50, 93]

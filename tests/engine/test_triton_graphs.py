@@ -15,11 +15,12 @@ import hf_tiny
 import pytest
 import torch
 from fake_cuda_graph import FakeGraphLibrary, FakeLaunch
+from laid_out import LaidOut
 from triton.runtime.interpreter import InterpretedFunction
 from triton_support import ROOT, as_on_gpu
 
 from dbo.steps import Steps, drain
-from engine.graphs import Graphs, GraphSizes
+from engine.capture import Capture, GraphPolicy
 from layers.step import StepInput
 from models.graph_breaks import GraphBreaks
 
@@ -78,15 +79,16 @@ def test_full_decode_graphs_equal_eager(name: str, tmp_path: Path) -> None:
         def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[torch.Tensor]:
             return model.steps(step, cache.kv, lane, breaks)
 
-        graphs = Graphs(forward, library, GraphSizes(full=(2,)), MAX_LEN, BLOCK_SIZE, scratch, drive.CPU)
-        graphs.capture()
+        laid_out = LaidOut(cache, 2, MAX_LEN, scratch=scratch)
+        capture = Capture(forward, library, GraphPolicy(full=(2,)), laid_out.buffers)
+        capture.capture()
         lengths = [5, 2]
         steps = [[(b, [b + 1] * length, 0) for b, length in enumerate(lengths)]]
         for living in (2, 1, 2):
             steps.append([(b, [7 * b + living], lengths[b]) for b in range(living)])
             lengths = [length + (b < living) for b, length in enumerate(lengths)]
         for work in steps:
-            ours = drain(graphs.steps(drive.make_step(cache, work)))
+            ours = drain(capture.steps(laid_out.fill(work, choose=capture.choose)))
             expected = drain(model.steps(drive.make_step(eager, work), eager.kv))
             torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-3)
     assert library.num_replays == 3

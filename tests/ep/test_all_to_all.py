@@ -60,7 +60,7 @@ def mailboxes(size: int, case: Case, layout: Layout) -> tuple[MailboxWorld, list
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
 def test_mailbox(case: Case, size: int, layout: Layout) -> None:
-    if case.name == "large" and size > 1:
+    if "large" in case.name and size > 1:
         pytest.skip("the size of a message means nothing to this backend")
     world, lanes = mailboxes(size, case, layout)
     for _ in range(2):

@@ -38,7 +38,7 @@ fakes = pytest.mark.fakes
 def test_what_all_of_them_can_serve(name: str) -> None:
     assert refusal(name, SERVED) == "" and missing(name, SERVED) == ""
     assert "no CUDA device" in refusal(name, replace(SERVED, device="cpu"))
-    assert "nobody to exchange with" in refusal(name, replace(SERVED, ranks=1))
+    assert "no other to exchange with" in refusal(name, replace(SERVED, ranks=1))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_waits_for_devices_end() -> None:
     with pytest.raises(PeerLost, match=r"nothing came for 0\.05 s") as late:
         await_true(never, 0.05, never, never, lambda: (1,))
     assert late.value.ranks == (1,)
-    with pytest.raises(PeerLost, match="somebody left"):
+    with pytest.raises(PeerLost, match="a rank left"):
         await_true(never, 60.0, never, lambda: True, lambda: (2,))
     with pytest.raises(PeerLost, match="left during an exchange"):
         await_true(never, 60.0, lambda: True, never, lambda: ())

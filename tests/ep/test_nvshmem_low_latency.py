@@ -269,11 +269,11 @@ def test_a_graph_holds_its_exchanges(rows: str, tmp_path: Path) -> None:
         x_TD, routing = cases[0].inputs(group.rank, group.size)
         out_TD = torch.empty_like(x_TD)
         graph = FakeGraphLibrary().new()
-        graph.capture_begin()
+        graph.begin()
         arrived = lane.dispatch(x_TD, routing).wait()
         captured = _Captured(arrived, lane.combine(given_back(arrived.batch), arrived.ticket, out_TD))
         captured.back.wait()
-        graph.capture_end()
+        graph.end()
         for case in (cases[1], cases[0], cases[1]):
             new_TD, new = case.inputs(group.rank, group.size)
             x_TD.copy_(new_TD)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.balance import balancedness, checked_load, placement_balance, rank_load, step_balance
+from eplb.balance import balancedness, checked_load, placement_balance, rank_load
 from eplb.bounds import balance_bound, lower_bound
 from eplb.placement import linear_placement
 from eplb.reference import min_max_loads
@@ -97,10 +97,6 @@ def test_balances() -> None:
     placement = linear_placement(2, 4, 2)
     load = np.array([[1.0, 1, 1, 1], [0, 0, 0, 0]])
     assert placement_balance(placement, load).tolist() == [1, 1]
-    counts = np.array([[[2, 0, 0, 0], [1, 0, 1, 0]], [[0, 0, 2, 0], [1, 0, 1, 0]]])
-    assert step_balance(placement, counts).tolist() == [0.5, 1]
     assert balancedness(np.array([[3.0, 1, 0]]), [True, True, False]).tolist() == [2 / 3]
-    with pytest.raises(ValueError, match=r"\[steps, layers, experts\]"):
-        step_balance(placement, load)
     with pytest.raises(ValueError, match="load has 4 experts; the placement has 5"):
         checked_load(load, 5)

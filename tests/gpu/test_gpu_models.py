@@ -13,8 +13,8 @@ from gpu_models import TINY, Driver, make_model
 from gpu_parts import ALL_EXPERTS, logits_of
 from gpu_rows import relative
 
+from engine.capture import GraphPolicy
 from engine.device import graph_library
-from engine.graphs import GraphSizes
 from ep.experts import WeightFormat
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -54,11 +54,12 @@ def test_experts_in_fp8() -> None:
 @pytest.mark.parametrize("kind", ["full", "piecewise"])
 def test_captured_steps_equal_eager_ones(family: str, kind: str) -> None:
     model = make_model({**TINY[family], **ALL_EXPERTS}, torch.bfloat16, GPU)
-    sizes = GraphSizes(full=(1, 2, 4, 8)) if kind == "full" else GraphSizes(piecewise=(4, 8, 64))
+    policy = GraphPolicy(full=(1, 2, 4, 8)) if kind == "full" else GraphPolicy(piecewise=(4, 8, 64))
     driver, eager = Driver(model, 7, 64, 16, GPU), Driver(model, 7, 64, 16, GPU)
-    captured = driver.graphs(graph_library(GPU), sizes)
+    captured = driver.capture(graph_library(GPU), policy)
     first = 0
     for count, living in ((9, 7), (1, 7), (1, 3), (1, 5), (4, 7), (1, 7)):
         step = eager.step(range(living), first, count)
-        assert relative(driver.logits(step, captured), eager.logits(step)) < 2e-2
+        ours = driver.logits(captured.run(captured.step(range(living), first, count, step.token_ids_T)))
+        assert relative(ours, eager.logits(eager.run(step))) < 2e-2
         first += count

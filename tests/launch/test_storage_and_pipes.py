@@ -78,7 +78,7 @@ def test_a_disk_that_is_full_from_the_start_is_named(tmp_path: Path, small_disk:
     assert f"no directory can be made in {small_disk}" in (tmp_path / "server.log").read_text()
 
 
-@pytest.mark.parametrize("reader", ["left", pytest.param("asleep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reader", ["left", pytest.param("idle", marks=pytest.mark.slow)])
 def test_a_pipe_that_is_not_read(tmp_path: Path, reader: str) -> None:
     """As in `moesaic serve 2>&1 | tee log`, when tee is gone or stopped before the server is ready."""
     read, write = os.pipe()

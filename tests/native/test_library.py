@@ -82,9 +82,10 @@ import sys, torch
 from native.tape import Memory, Recording
 before = set(sys.modules)
 recording = Recording(Memory())
-recording.begin()
+tape = recording.new()
+tape.begin()
 torch.empty(4, 4).view(2, 8)
-recording.end()
+tape.end()
 print(len(set(sys.modules) - before), repr(recording.refused))
 """
     assert python(script) == "0 ''"

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from isas import BF16_ISAS
 from rounding import assert_within, matmul_bound
 
-from native import Isa, best_isa, limit_isa
+from native import Isa, limit_isa
 from native.linear import MAX_DOT_ROWS, best_output, linear
 
-pytestmark = pytest.mark.skipif(best_isa() < Isa.AVX512_BF16, reason="this CPU has no bfloat16 arithmetic")
 ROWS = [0, 1, 2, 3, 4, 5, 7, 12, 16, 23, 24, 25, 31, 64, 97, 300]
 
 
-@pytest.fixture(autouse=True)
-def bf16_arithmetic() -> Iterator[None]:
-    limit_isa(Isa.AVX512_BF16)
+@pytest.fixture(autouse=True, params=BF16_ISAS)
+def bf16_arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+    limit_isa(request.param)
     yield
     torch.set_num_threads(1)
 

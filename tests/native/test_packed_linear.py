@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from isas import EVERY_ISA, ISAS
+from isas import BF16_ISAS, EVERY_ISA, ISAS
 from rounding import assert_within, matmul_bound
 
 from moe_kernels.matrix import SCALE_ROWS, WeightFormat, dequantize, quantize
-from native import Isa, best_isa, isa, limit_isa
+from native import Isa, isa, limit_isa
 from native.packed_linear import PackedLinear, is_faster_packed
 
 ROWS = [0, 1, 2, 3, 4, 5, 9, 12, 13, 24, 31, 300]
@@ -55,10 +55,13 @@ def test_equals_torch(
             assert_within(ours, wanted, matmul_bound(x, weight, b))
 
 
-@pytest.mark.skipif(best_isa() < Isa.AVX512_BF16, reason="this CPU has no bfloat16 arithmetic")
+@pytest.mark.parametrize("bf16_level", BF16_ISAS)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("sizes", [(64, 64), (2, 1), (34, 7), (130, 200), (1000, 515)])
-def test_bfloat16_equals_torch_whatever_the_number_of_rows(sizes: tuple[int, int], threads: int) -> None:
+def test_bfloat16_equals_torch_whatever_the_number_of_rows(
+    bf16_level: Isa, sizes: tuple[int, int], threads: int
+) -> None:
+    limit_isa(bf16_level)
     num_inputs, num_outputs = sizes
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What was recorded and is played gives what it gave, with the inputs of now."""
+"""What was recorded and is replayed gives what it gave, with the inputs of now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from native import Isa, best_isa, rows
-from native.tape import Memory, Recording
+from native.tape import CpuGraphs, Memory, Recording, Tape
 
 pytestmark = pytest.mark.skipif(best_isa() == Isa.NONE, reason="the native kernels were not built")
 SOURCES = Path(__file__).parents[2] / "native" / "src"
@@ -37,11 +37,13 @@ def layer(x_TD: Tensor, weight_D: Tensor) -> Tensor:
     return rows.add(out_TD, normed_TD)
 
 
-def record(memory: Memory, x_TD: Tensor, weight_D: Tensor) -> tuple[Recording, Tensor, object]:
+def record(memory: Memory, x_TD: Tensor, weight_D: Tensor) -> tuple[Recording, Tensor, Tape]:
     recording = Recording(memory)
-    recording.begin()
+    tape = recording.new()
+    tape.begin()
     out_TD = layer(x_TD, weight_D)
-    return recording, out_TD, recording.end()
+    tape.end()
+    return recording, out_TD, tape
 
 
 def test_it_gives_what_python_gives() -> None:
@@ -52,7 +54,7 @@ def test_it_gives_what_python_gives() -> None:
     for seed in range(5):
         x_TD.copy_(torch.randn(x_TD.shape, generator=torch.Generator().manual_seed(seed)))
         expected_TD = layer(x_TD, weight_D)
-        tape.play()  # type: ignore[attr-defined]
+        tape.replay()
         assert torch.equal(out_TD, expected_TD)
 
 
@@ -62,13 +64,13 @@ def test_recordings_share_memory_and_freed_places_are_used_again() -> None:
     made = [record(memory, x_TD, weight_D) for _ in range(20)]
     once = memory.num_bytes
     assert len({out_TD.data_ptr() for _, out_TD, _ in made}) == 1
-    recording = Recording(memory)
-    recording.begin()
+    tape = Recording(memory).new()
+    tape.begin()
     places = {torch.empty(1000).data_ptr() for _ in range(1000)}  # each dies before the next one is made
     kept = [torch.empty(1000) for _ in range(4)]
-    recording.end()
+    tape.end()
     assert len(places) == 1 and len({tensor.data_ptr() for tensor in kept}) == 4 and memory.num_bytes == once
-    large = Recording(memory)
+    large = Recording(memory).new()
     large.begin()
     first, second = torch.empty(1 << 20), torch.empty(0, 4)
     large.end()
@@ -78,41 +80,59 @@ def test_recordings_share_memory_and_freed_places_are_used_again() -> None:
 def test_what_torch_computes_is_refused_and_views_are_not() -> None:
     x_TD = torch.randn(4, 8)
     recording = Recording(Memory())
-    recording.begin()
+    tape = recording.new()
+    tape.begin()
     x_TD[1:].view(-1, 4)[:, None].transpose(0, 1).unbind(0)
     torch.empty(3, dtype=torch.bfloat16), x_TD.new_empty(2), torch.empty_like(x_TD.t())
-    recording.end()
+    tape.end()
     assert recording.refused == ""
     for compute in (lambda: x_TD + 1, lambda: x_TD.add_(1), lambda: x_TD.t().contiguous(), lambda: x_TD[0, 0].item()):
         recording = Recording(Memory())
-        recording.begin()
+        tape = recording.new()
+        tape.begin()
         compute()
-        recording.end()
+        tape.end()
         assert recording.refused.startswith("torch computes aten")
 
 
 def test_a_thread_records_only_what_it_does_itself() -> None:
     x_TD, weight_D = torch.randn(4, 8), torch.rand(8)
     recording = Recording(Memory())
-    recording.begin()
+    tape = recording.new()
+    tape.begin()
     other = threading.Thread(target=lambda: (torch.randn(3).exp(), x_TD.mul_(1)))
     other.start()
     other.join(10)
     out_TD = rows.rms_norm(x_TD, weight_D, 1e-6)
-    tape = recording.end()
+    tape.end()
     assert recording.refused == ""
     x_TD.neg_()
-    tape.play()
+    tape.replay()
     assert torch.equal(out_TD, rows.rms_norm(x_TD, weight_D, 1e-6))
 
 
-def test_who_leaves_records_no_longer() -> None:
-    recording = Recording(Memory())
-    recording.begin()
-    recording.abandon()
-    recording.abandon()
-    assert torch.ones(2).add(1).tolist() == [2, 2]
-    assert recording.refused == ""
+def test_one_recording_has_several_tapes() -> None:
+    """What is done between them is not on them, and their tensors do not share their places."""
+    graphs = CpuGraphs()
+    x_TD, weight_D = torch.randn(4, 8), torch.rand(8)
+    recording = graphs.series(0)
+    first, second = recording.new(), recording.new()
+    first.begin()
+    normed_TD = rows.rms_norm(x_TD, weight_D, 1e-6)
+    first.end()
+    doubled_TD = normed_TD * 2
+    second.begin()
+    out_TD = rows.rms_norm(doubled_TD, weight_D, 1e-6)
+    second.end()
+    assert recording.refused == "" and out_TD.data_ptr() != normed_TD.data_ptr()
+    x_TD.copy_(torch.randn(4, 8))
+    first.replay()
+    assert torch.equal(normed_TD, rows.rms_norm(x_TD, weight_D, 1e-6))
+    doubled_TD.copy_(normed_TD * 3)
+    second.replay()
+    assert torch.equal(out_TD, rows.rms_norm(doubled_TD, weight_D, 1e-6))
+    again, other = graphs.series(0), graphs.series(1)
+    assert again.empty_like(x_TD).data_ptr() == normed_TD.data_ptr() != other.empty_like(x_TD).data_ptr()
 
 
 def test_every_kernel_is_recorded_or_refuses(threads: int) -> None:

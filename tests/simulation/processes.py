@@ -197,7 +197,7 @@ class RankProcess:
         """Other ranks wait for it now, or will in a moment."""
         team = self.team
         alone = team is None or not team.working or len(team.living) < 2
-        return not alone and self.rank is not None and not self.rank.asleep
+        return not alone and self.rank is not None and not self.rank.idle
 
     def cut(self) -> None:
         """What it sends in exchanges of this epoch reaches none of the others."""
@@ -400,9 +400,9 @@ class RankProcess:
             self.send(joined)
         for news in rank.take_news():
             self.send(news)
-        if outputs or rank.asleep != self._was_asleep:
+        if outputs or rank.idle != self._was_asleep:
             self.send(Outputs(self.rank_id, list(outputs), rank.stats, self.world.now))
-        self._was_asleep = rank.asleep
+        self._was_asleep = rank.idle
         for news in rank.take_news():
             self.send(news)
         if rank.done:

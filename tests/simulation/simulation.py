@@ -360,7 +360,7 @@ class Simulation:
                 process is not None
                 and process.gets_on
                 and process.rank is not None
-                and process.rank.asleep
+                and process.rank.idle
                 and not process.rank.has_work
                 and not process.inbox
                 and process.team is not None
@@ -395,8 +395,8 @@ class Simulation:
                 if process.hung
                 else "busy"
                 if process.busy
-                else "asleep"
-                if process.rank.asleep
+                else "idle"
+                if process.rank.idle
                 else "awake"
             )
             what += " working" if process.team.working else " opening" if process.team.opening else " out"

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from dbo.steps import Steps
-from engine.runner import Chores, Runner, StepResult
+from engine.hooks import StepHook
+from engine.runner import Runner, StepResult
 from engine.schedule import Schedule
 from ep.parallel import Parallel
 from eplb.placement import Placement
@@ -188,7 +189,7 @@ class StandIn:
 
 
 class StandInRunner(Runner):
-    """Keeps rows and cache as engine/batch.py and cache/memory.py do, in lists."""
+    """Keeps rows and cache as engine/step_buffers.py and cache/memory.py do, in lists."""
 
     def __init__(self, model: StandIn, num_blocks: int, block_size: int) -> None:
         super().__init__(cast(Any, model), cast(Any, None), cast(Any, None), cast(Any, None))
@@ -197,8 +198,8 @@ class StandInRunner(Runner):
         self._cache: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
 
-    def steps(self, schedule: Schedule, chores: Chores | None = None, num_parts: int = 1) -> Steps[StepResult]:
-        assert chores is None and num_parts == 1, "nothing is balanced or split here"
+    def steps(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_parts: int = 1) -> Steps[StepResult]:
+        assert num_parts == 1, "nothing is split here"
         rows = self._rows
         for row in schedule.freed_rows:
             rows.pop(row, None)

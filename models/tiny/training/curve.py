@@ -8,17 +8,9 @@ import json
 from pathlib import Path
 
 COLUMNS = [
-    "step",
-    "tokens",
-    "seconds",
-    "loss",
-    "mtp_loss",
-    "val_loss",
-    "val_mtp_loss",
-    "load_max_over_mean",
-    "lr_factor",
+    "step", "tokens", "seconds", "loss", "mtp_loss", "val_loss", "val_mtp_loss", "load_max_over_mean", "lr_factor",
     "tokens_per_second",
-]
+]  # fmt: skip
 WIDTH, HEIGHT, MARGIN = 720, 360, 48
 TOP_LOSS, LOW_LOSS = 5.0, 1.0
 

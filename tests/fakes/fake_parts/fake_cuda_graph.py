@@ -1,6 +1,6 @@
 """A fake of torch.cuda.CUDAGraph on the CPU: it records the operations of torch and repeats them on the same memory.
 
-It follows the real one's rules: nothing between capture_begin and capture_end may read a tensor on the host, make one of the
+It follows the real one's rules: nothing between begin and end may read a tensor on the host, make one of the
 host's numbers, or have a shape that depends on values; a replay computes nothing but what was recorded, from what its inputs hold then, and leaves its results
 where the captured ones lay. Unlike the real one it runs the operations while it captures, and undoes them at the end: memory that was
 there before is as it was, what they made is poisoned.
@@ -98,21 +98,21 @@ class FakeLaunch:
 
 @dataclass
 class FakeGraph:
-    """Implements engine.graphs.Graph."""
+    """Implements engine.capture.Graph."""
 
     calls: list[tuple[Any, Any, Any, Any]] = field(default_factory=list)
     num_replays: int = 0
     _open: contextlib.ExitStack | None = None
     _before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def capture_begin(self) -> None:
+    def begin(self) -> None:
         assert self._open is None and not self.calls and _CAPTURING.graph is None
         _CAPTURING.graph = self
         self._open = contextlib.ExitStack()
         self._open.enter_context(_Functions())
         self._open.enter_context(_Operations(self.calls, self._before))
 
-    def capture_end(self) -> None:
+    def end(self) -> None:
         assert self._open is not None
         self._open.close()
         self._open = None
@@ -162,10 +162,15 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @dataclass
 class FakeGraphLibrary:
-    """Implements engine.graphs.GraphLibrary."""
+    """Implements engine.capture.GraphLibrary and GraphSeries."""
 
     graphs: list[FakeGraph] = field(default_factory=list)
     num_sessions: int = 0
+
+    refused = ""
+
+    def series(self, lane: int) -> FakeGraphLibrary:
+        return self
 
     def new(self) -> FakeGraph:
         self.graphs.append(FakeGraph())

@@ -1,4 +1,4 @@
-"""The persistent batch against the slow, obvious construction of a step."""
+"""Step buffers against the slow, obvious construction of a step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Batch
 from engine.prepared import PreparedStep
 from engine.schedule import NewRow, Schedule
+from engine.step_buffers import Limits, StepBuffers
 from front.messages import SamplingParams
 from layers.step import StepInput
 
 BLOCK = 4
 MAX_LEN = 24
 MAX_SEQS = 4
+LIMITS = Limits(MAX_SEQS, MAX_SEQS * 12, MAX_LEN, BLOCK)
 
 
 @dataclass
@@ -137,8 +138,8 @@ def check_parts(whole: PreparedStep, split: PreparedStep, num_parts: int) -> Non
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_equals_the_obvious_construction(data: st.DataObject) -> None:
-    batch = Batch(MAX_SEQS, MAX_LEN, BLOCK, torch.device("cpu"))
-    other = Batch(MAX_SEQS, MAX_LEN, BLOCK, torch.device("cpu"))  # lays the same steps out in parts
+    buffers = StepBuffers(LIMITS, torch.device("cpu"))
+    other = StepBuffers(LIMITS, torch.device("cpu"))  # lays the same steps out in parts
     rows: dict[int, Sequence] = {}
     next_block, next_token = 1, 1
     for step_id in range(data.draw(st.integers(1, 8))):
@@ -170,25 +171,25 @@ def test_equals_the_obvious_construction(data: st.DataObject) -> None:
             schedule.counts.append(count)
             schedule.samples.append(end == len(sequence.tokens))
             sequence.computed = end
-        prepared = batch.apply(schedule)
+        prepared = buffers.fill(schedule)
         check(prepared, schedule, rows)
         num_parts = data.draw(st.integers(2, 4))
-        split = other.apply(schedule, num_parts)
+        split = other.fill(schedule, num_parts)
         check_parts(prepared, split, num_parts)
         tokens = np.arange(next_token, next_token + prepared.num_sampled, dtype=np.int64)
         next_token += prepared.num_sampled
-        batch.note_sampled(prepared, tokens)
+        buffers.write_tokens(prepared, torch.from_numpy(tokens))
         by_row = dict(zip(prepared.rows_S.tolist(), tokens.tolist(), strict=True))
-        other.note_sampled(split, np.array([by_row[row] for row in split.rows_S.tolist()], dtype=np.int64))
+        other.write_tokens(split, torch.tensor([by_row[row] for row in split.rows_S.tolist()], dtype=torch.int64))
         for row, token in zip(prepared.rows_S.tolist(), tokens.tolist(), strict=True):
             rows[row].tokens.append(token)
         for row, sequence in rows.items():
-            assert batch.token_ids[row, : batch.known[row]].tolist() == sequence.tokens
+            assert buffers.rows.token_ids[row, : buffers.rows.known[row]].tolist() == sequence.tokens
 
 
 def test_a_step_without_work_has_zero_tokens() -> None:
-    batch = Batch(MAX_SEQS, MAX_LEN, BLOCK, torch.device("cpu"))
-    (step,) = batch.apply(Schedule(0)).inputs
+    buffers = StepBuffers(LIMITS, torch.device("cpu"))
+    (step,) = buffers.fill(Schedule(0)).inputs
     assert step.num_tokens == 0 and step.num_sequences == 0 and step.num_decodes == 0
     assert step.token_ids_T.shape == (0,) and step.logits_rows_P.shape == (0,)
     assert step.block_table_BN.shape[0] == 0
@@ -196,28 +197,28 @@ def test_a_step_without_work_has_zero_tokens() -> None:
 
 
 def test_a_full_sequence_still_notes_its_last_token() -> None:
-    batch = Batch(1, MAX_LEN, BLOCK, torch.device("cpu"))
+    buffers = StepBuffers(LIMITS, torch.device("cpu"))
     schedule = Schedule(0, new_rows=[new_row(0, list(range(MAX_LEN)))], new_blocks=[(0, [list(range(6))])])
     schedule.rows, schedule.starts, schedule.counts, schedule.samples = [0], [0], [MAX_LEN], [True]
-    batch.note_sampled(batch.apply(schedule), np.array([7]))
-    assert batch.token_ids[0, MAX_LEN] == 7
+    buffers.write_tokens(buffers.fill(schedule), torch.tensor([7]))
+    assert buffers.rows.token_ids[0, MAX_LEN] == 7
 
 
 def test_256_decodes_are_laid_out_fast() -> None:
     """A guard against per-row Python; the usual figure is 0.1 ms."""
     num = 256
-    batch = Batch(num, 512, 16, torch.device("cpu"))
+    buffers = StepBuffers(Limits(num, num, 512, 16), torch.device("cpu"))
     schedule = Schedule(0)
     for row in range(num):
         schedule.new_rows.append(new_row(row, [1] * 64))
         schedule.new_blocks.append((row, [[row * 4 + i for i in range(5)]]))
-    batch.apply(schedule)
+    buffers.fill(schedule)
     decode = Schedule(1, rows=list(range(num)), starts=[63] * num, counts=[1] * num, samples=[True] * num)
     seconds = []
     for _ in range(20):
         began = time.perf_counter()
-        prepared = batch.apply(decode)
-        batch.note_sampled(prepared, np.zeros(num, dtype=np.int64))
+        prepared = buffers.fill(decode)
+        buffers.write_tokens(prepared, torch.zeros(num, dtype=torch.int64))
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < 1e-3
     print(f"{min(seconds) * 1e6:.0f} us")

@@ -1,8 +1,9 @@
-"""The balancer's numbers for /metrics. The label `layer` counts the layers with experts from 0."""
+"""How a metric is put together for /metrics, and the balancer's numbers. The label `layer` counts the layers with
+experts from 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -26,14 +27,15 @@ _LAYERS: tuple[tuple[str, str, Callable[[BalanceStatus], list[float]]], ...] = (
         lambda status: status.lower_bound,
     ),
 )
-_GAUGES: tuple[tuple[str, str, Callable[[BalanceStatus], float]], ...] = (
+Numbers = tuple[tuple[str, str, Callable[[BalanceStatus], float]], ...]
+_GAUGES: Numbers = (
     ("moesaic:eplb_placement_age_steps", "Steps since experts last moved.", lambda status: status.age_steps),
     ("moesaic:eplb_moving", "Experts that wait to be moved.", lambda status: status.moving),
     ("moesaic:eplb_failing", "1 while the balancer fails; serving goes on.", lambda status: bool(status.last_error)),
     ("moesaic:eplb_recording", "1 while loads are recorded.", lambda status: bool(status.recording)),
     ("moesaic:eplb_leader", "The rank that leads the balancing; the counters are its own.", lambda status: status.rank),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[BalanceStatus], float]], ...] = (
+_COUNTERS: Numbers = (
     ("moesaic:eplb_steps", "Steps observed.", lambda status: status.steps),
     ("moesaic:eplb_reweights", "Times that replicas got new shares.", lambda status: status.reweights),
     ("moesaic:eplb_moves", "Experts brought to a slot.", lambda status: status.moves),
@@ -41,18 +43,27 @@ _COUNTERS: tuple[tuple[str, str, Callable[[BalanceStatus], float]], ...] = (
     ("moesaic:eplb_failures", "Failures of the balancer.", lambda status: status.failures),
 )
 
+Samples = Iterable[tuple[Sequence[str], float]]  # the labels' values, and the number
+
+
+def gauge(name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
+    return _family(GaugeMetricFamily(name, text, labels=labels), samples)
+
+
+def counter(name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
+    return _family(CounterMetricFamily(name, text, labels=labels), samples)
+
+
+def _family(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+    for values, number in samples:
+        family.add_metric(values, number)
+    return family
+
 
 def balance_families(status: BalanceStatus, model_name: str) -> Iterator[Metric]:
     for name, text, values in _LAYERS:
-        family = GaugeMetricFamily(name, text, labels=["model_name", "layer"])
-        for layer, balance in enumerate(values(status)):
-            family.add_metric([model_name, str(layer)], balance)
-        yield family
-    for name, text, value in _GAUGES:
-        gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-        gauge.add_metric([model_name], value(status))
-        yield gauge
-    for name, text, value in _COUNTERS:
-        counter = CounterMetricFamily(name, text, labels=["model_name"])
-        counter.add_metric([model_name], value(status))
-        yield counter
+        layers = enumerate(values(status))
+        yield gauge(name, text, ["model_name", "layer"], (((model_name, str(at)), value) for at, value in layers))
+    for make, numbers in ((gauge, _GAUGES), (counter, _COUNTERS)):
+        for name, text, number in numbers:
+            yield make(name, text, ["model_name"], [([model_name], number(status))])

@@ -1,0 +1,133 @@
+"""Hooks: what goes with the steps of a rank beside its requests. They are a list, and none of them knows of another.
+
+A companion (`StepCompanion`) lives as long as the rank, on the rank's thread. It may add words to the record of every
+step, by which the ranks agree (engine/agreement.py), and may send a `StepHook` with a step that is computed: that one
+acts on the device thread, around the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dbo.steps import Steps
+from engine.agreement import StepPlan
+from engine.schedule import Schedule
+from ep.recorder import Kind
+from front.messages import FrontToRank, RankToFront
+
+LOOK_SECONDS = 0.005  # how soon a rank that sleeps looks again what a busy companion has done
+
+
+class StepHook:
+    """Of one step or of several, on the thread that computes them. What it does not do is left as it is here.
+
+    needed: there is to be a step for it, though no rank has tokens; the same on all ranks. watches: it only looks on.
+    """
+
+    needed = False
+    watches = False
+
+    def begin(self, schedule: Schedule) -> None:
+        """The step begins."""
+
+    def before(self) -> None:
+        """Its inputs are laid out, and nothing is computed yet."""
+
+    def after(self) -> Steps[None]:
+        """The forward pass is made. Yields where bytes are in flight, equally often on all ranks. Raises PeerLost."""
+        yield from ()
+
+    def ended(self, kind: Kind, num_tokens: int) -> None:
+        """A part of the step is over: PREPARING, FORWARD, BALANCING (`after` of all hooks, if any does more than watch)
+        or SAMPLING."""
+
+
+class StepCompanion:
+    """num_words: that it adds to the record, equally many on all ranks."""
+
+    num_words = 0
+
+    @property
+    def has_work(self) -> bool:
+        """The ranks are to stay awake for it."""
+        return False
+
+    @property
+    def busy(self) -> bool:
+        """It thinks about something, or has something for the front: a rank that sleeps looks again soon."""
+        return False
+
+    def formed(self) -> None:
+        """The ranks of an epoch have met."""
+
+    def dropped(self) -> None:
+        """The epoch is over; no step runs any more."""
+
+    def close(self) -> None:
+        """The rank ends."""
+
+    def scheduling(self) -> None:
+        """A schedule is about to be made."""
+
+    def propose(self, schedule: Schedule) -> Sequence[int]:
+        """The words of the next record; the schedule is made."""
+        return ()
+
+    def agreed(self, plan: StepPlan) -> None:
+        """The ranks have agreed on what they do next."""
+
+    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
+        """A step follows. said: the words of every rank. What goes with it."""
+        return None
+
+    def take(self, message: FrontToRank) -> bool:
+        """Whether the message was for this one."""
+        return False
+
+    def take_news(self) -> Sequence[RankToFront]:
+        """What is to be told to the front."""
+        return ()
+
+
+class Companions:
+    """All of one rank. muted: their words are zeros, and they go with no step."""
+
+    def __init__(self, members: Sequence[StepCompanion]) -> None:
+        self.members = members
+        self.muted = False
+        self._num_words = sum(member.num_words for member in members)
+
+    @property
+    def has_work(self) -> bool:
+        return not self.muted and any(member.has_work for member in self.members)
+
+    @property
+    def busy(self) -> bool:
+        return not self.muted and any(member.busy for member in self.members)
+
+    def scheduling(self) -> None:
+        for member in self.members:
+            member.scheduling()
+
+    def agreed(self, plan: StepPlan) -> None:
+        for member in self.members:
+            member.agreed(plan)
+
+    def propose(self, schedule: Schedule) -> list[int]:
+        """All their words, one after another."""
+        if self.muted:
+            return [0] * self._num_words
+        words = [word for member in self.members for word in member.propose(schedule)]
+        assert len(words) == self._num_words
+        return words
+
+    def join(self, plan: StepPlan) -> list[StepHook]:
+        hooks: list[StepHook] = []
+        first = 0
+        for member in () if self.muted else self.members:
+            last = first + member.num_words
+            hook = member.join(plan, [words[first:last] for words in plan.words])
+            if hook is not None:
+                hooks.append(hook)
+            first = last
+        return hooks

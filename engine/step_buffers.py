@@ -1,0 +1,398 @@
+"""The inputs of steps: the only place where a schedule's lists become tensors.
+
+The buffers keep, for every row, the tokens of its sequence and the tables of its KV blocks (engine/batch_table.py).
+`fill` lays a schedule out in the memory that steps are read from (engine/step_memory.py), or, where the same sequences
+go on, only counts on what lies there. Only the device thread touches them, so the token that a row samples in step n
+(`write_tokens`) stands here when step n+1 is laid out, though the scheduler, which made step n+1 in the meantime, has
+not seen it. With `on_device` it stands on the device, and the host does not know it: what the host then lacks is one
+token of each row that sampled, which is never computed together with others, so it is enough to keep the last one of
+each row there.
+
+A step may be laid out in parts, which the device computes in turn (dbo/split.py says where it is cut).
+
+A new input of a step is a field of StepInput (layers/step.py) and one here: its padding in `lane`, its numbers in
+`_part`, its tensor in `_input`.
+
+Legend: T tokens of the step, B sequences, N blocks per sequence, P rows whose logits are wanted, S sequences sampled,
+R rows of the batch, F rows whose token comes from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dbo.split import Cut, cut
+from engine.batch_table import BatchTable
+from engine.device import make_upload
+from engine.drafts import num_new
+from engine.prepared import Asked, GraphSize, Ints, PreparedStep, Work, prompt_parts, runs, sampled, spread
+from engine.schedule import Schedule
+from engine.step_memory import Place, StepMemory
+from layers.step import StateInput, StepInput, TableInput
+
+TOKEN_IDS, POSITIONS, SLOTS = 0, 1, 2  # fields per token; slots: one for each token group of the cache
+KV_LENS, READS, WRITES = 0, 1, 2  # fields per sequence; records: where a model has a state
+
+
+class Limits(NamedTuple):
+    """Of the steps of one rank. num_tables, has_state: token groups of the cache, and whether there are state groups;
+    scratch_block: where rows of padding write."""
+
+    max_num_seqs: int
+    max_num_tokens: int  # of one step, padding included
+    max_model_len: int  # of a sequence, its sampled tokens included
+    block_size: int
+    num_tables: int = 1
+    has_state: bool = False
+    scratch_block: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+
+Graphs = Sequence[GraphSize | None]
+
+
+class Chooser(Protocol):
+    def __call__(self, counts: Sequence[int], decodes: Sequence[bool]) -> Graphs:
+        """Of each part the graph that is to have it. counts: its tokens; decodes: whether each is of another
+        sequence."""
+        ...
+
+
+class _Part(NamedTuple):
+    """One part of a step. logits_P: `step.logits_rows_P` on the host."""
+
+    step: StepInput
+    place: Place
+    entries_S: Ints
+    rows_S: Ints
+    positions_S: Ints
+    logits_P: Ints
+    asked: list[Asked]
+    tables: Sequence[Tensor]
+
+
+@dataclass(slots=True)
+class _Run:
+    """The last step, if it decoded all of its sequences: the next one may follow from it."""
+
+    prepared: PreparedStep
+    place: Place
+    tables: Sequence[Tensor]
+    rows: list[int]  # as in a schedule
+    ends: list[int]  # where the next step starts
+    left: int = 0  # steps before a sequence comes to its next block; not known at first
+    written: bool = False  # its tokens are there
+
+
+class StepBuffers:
+    """Memory on the host: 4 bytes per row and position."""
+
+    def __init__(
+        self, limits: Limits, device: torch.device, context_cost: float = 0.0, on_device: bool = False
+    ) -> None:
+        """context_cost: of a token's work, for cutting steps (dbo/split.py). on_device: sampled tokens stay on the
+        device; else the host has each before the next step is laid out."""
+        self.limits = limits
+        self.device = device
+        self._context_cost = context_cost
+        self._block_size = limits.block_size
+        self.rows = BatchTable(limits.max_num_seqs, limits.max_model_len, limits.columns, limits.num_tables)
+        self._last_R: Tensor | None = None
+        if on_device:
+            self._last_R = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self._lanes: list[StepMemory] = []
+        self._fed: list[tuple[Tensor, Tensor, Tensor]] = []  # token ids, rows whose last ones, and their places
+        self._run: _Run | None = None
+
+    def lane(self, index: int) -> StepMemory:
+        """What the parts of that number are read from."""
+        limits = self.limits
+        while len(self._lanes) <= index:
+            scratch_slot = limits.scratch_block * self._block_size
+            self._lanes.append(
+                StepMemory(
+                    (0, 0, *[scratch_slot] * limits.num_tables),
+                    (1, *[0, 0] * limits.has_state),
+                    limits.max_num_tokens,
+                    limits.max_num_seqs,
+                    limits.columns,
+                    limits.num_tables,
+                    limits.scratch_block,
+                    self.device,
+                    make_upload(self.device),
+                )
+            )
+        return self._lanes[index]
+
+    # ---- steps ----
+
+    def fill(self, schedule: Schedule, num_parts: int = 1, choose: Chooser | None = None) -> PreparedStep:
+        """Take over the schedule's rows and blocks, and lay its work out, in so many parts (zero tokens are fine). What
+        it returns may be read until the next call. choose: says which graphs parts are laid out for."""
+        run = self._run
+        if run is not None and num_parts == 1 and self._goes_on(run, schedule):
+            graphs = _chosen(choose, [len(run.rows)], [True])
+            if graphs == run.prepared.graphs:
+                return self._advance(run, schedule)
+        self._run = None
+        self.rows.take_over(schedule)
+        prepared = self._lay_out(schedule, num_parts, choose)
+        for lane in self._lanes[:num_parts]:
+            lane.send()
+        self._feed()
+        return prepared
+
+    def write_tokens(self, prepared: PreparedStep, token_ids_S: Tensor) -> None:
+        """The sampled tokens (int64 [S], on the device) are where the next step finds them."""
+        rows_S, positions_S = prepared.rows_S, prepared.positions_S
+        run = self._run if self._run is not None and self._run.prepared is prepared else None
+        if self._last_R is not None:
+            assert prepared.device_rows_S is not None
+            self._last_R.index_copy_(0, prepared.device_rows_S, token_ids_S)
+        else:
+            tokens_S = token_ids_S.numpy()
+            self.rows.token_ids[rows_S, positions_S] = tokens_S
+            if run is not None:
+                run.place.tokens_FT[TOKEN_IDS, : len(tokens_S)] = tokens_S
+        if run is not None:
+            run.written = True
+        if prepared.drafts is None:
+            self.rows.known[rows_S] = positions_S + 1
+            return
+        for first, drawn, drafts in runs(prepared, token_ids_S.tolist()):
+            self.rows.known[rows_S[first]] = positions_S[first] + num_new(drawn, drafts)
+
+    # ---- the same sequences go on ----
+
+    def _goes_on(self, run: _Run, schedule: Schedule) -> bool:
+        """Whether that schedule computes the next token of each, and nothing else."""
+        same = run.written and schedule.rows == run.rows and schedule.starts == run.ends
+        return same and not (schedule.freed_rows or schedule.new_rows or schedule.drafts)
+
+    def _advance(self, run: _Run, schedule: Schedule) -> PreparedStep:
+        """Most steps are such steps, and to lay one out in full takes thirty operations on small arrays. Each comes
+        from memory anew, because the forward pass has just swept every cache with weights."""
+        last, place, memory = run.prepared, run.place, self.lane(0)
+        (step,) = last.inputs
+        num = len(run.rows)
+        np.add(place.counters_FB, 1, out=place.counters_FB)
+        ends_B = place.sequences_FB[KV_LENS, :num].copy()
+        run.ends = ends_B.tolist()
+        self.rows.take_blocks(schedule.new_blocks)
+        run.left -= 1
+        if run.left < 0:
+            self._enter_blocks(run)
+        # Blocks may have come long before the first of their tokens.
+        if schedule.new_blocks or run.tables[0].shape[1] * self._block_size < max(run.ends):
+            run.tables = self._write_tables(memory, place, last.rows_S, max(run.ends))
+        if self.limits.has_state:
+            place.sequences_FB[[READS, WRITES], :num] = schedule.state_reads, schedule.state_writes
+        memory.send()
+        if self._last_R is not None:
+            assert last.device_rows_S is not None
+            torch.index_select(self._last_R, 0, last.device_rows_S, out=place.token_tensors[TOKEN_IDS])
+        following = self._input(place, run.tables, step.query_starts, run.ends, num, step.logits_rows_P)
+        run.written = False
+        run.prepared = PreparedStep(
+            (following,),
+            last.graphs,
+            step.logits_rows_P,
+            num,
+            last.entries_S,
+            last.rows_S,
+            ends_B,
+            (),
+            last.device_rows_S,
+        )
+        return run.prepared
+
+    def _enter_blocks(self, run: _Run) -> None:
+        """The slots of sequences that have come to their next block do not follow from the last ones."""
+        num = len(run.rows)
+        tokens_FT, rows_B = run.place.tokens_FT[:, :num], run.prepared.rows_S
+        columns_B, offsets_B = np.divmod(tokens_FT[POSITIONS], self._block_size)
+        for index, table in enumerate(self.rows.tables):
+            tokens_FT[SLOTS + index] = table[rows_B, columns_B] * self._block_size + offsets_B
+        run.left = self._block_size - 1 - int(offsets_B.max())
+
+    # ---- what graphs are captured with ----
+
+    def widened(self, step: StepInput, lane: int) -> StepInput:
+        """A step of that lane with tables of all columns, as later steps of its size may have."""
+        first, *more = [table[: step.num_sequences] for table in self.lane(lane).tables]
+        tables = [TableInput(old.slots_T, table) for old, table in zip(step.more_tables, more, strict=True)]
+        return replace(step, block_table_BN=first, more_tables=tuple(tables))
+
+    def scratch_step(self, lane: int, rows: int, full: bool) -> StepInput:
+        """As many decodes that see nothing but the scratch block. full: kv_lens on the host are the most that may
+        come: kernels take them as a bound, and the truth from kv_lens_B. Else the pass is captured without what reads
+        sequences."""
+        memory, limits = self.lane(lane), self.limits
+        place = memory.scratch(rows, rows if full else 0)
+        if full:
+            tables = [table[:rows] for table in memory.tables]
+            lens, lens_B = (limits.max_model_len,) * rows, place.sequence_tensors[KV_LENS]
+        else:
+            lens, lens_B = (1,) * rows, torch.ones(rows, dtype=torch.int64, device=self.device)
+            tables = [lens_B[:, None] * limits.scratch_block] * limits.num_tables
+        starts = tuple(range(rows + 1))
+        step = self._input(place, tables, starts, lens, rows, place.token_tensors[POSITIONS][:0])
+        return replace(step, kv_lens_B=lens_B)
+
+    # ---- a step in full ----
+
+    def _lay_out(self, schedule: Schedule, num_parts: int, choose: Chooser | None) -> PreparedStep:
+        num_entries = len(schedule.rows)
+        whole = Work(
+            np.arange(num_entries),
+            np.array(schedule.rows, dtype=np.int64),
+            np.array(schedule.starts, dtype=np.int64),
+            np.array(schedule.counts, dtype=np.int64),
+            np.array(schedule.samples, dtype=bool),
+            np.ones(num_entries, dtype=bool),
+        )
+        self._drafts_E = np.array([len(drafts) for drafts in schedule.drafts], dtype=np.int64)
+        for entry, drafts in enumerate(schedule.drafts):
+            first = schedule.starts[entry] + 1
+            self.rows.token_ids[schedule.rows[entry], first : first + len(drafts)] = drafts
+        self._records_2E = np.array([schedule.state_reads, schedule.state_writes], dtype=np.int64)
+        works = [whole]
+        if num_parts > 1:
+            cuts = cut(schedule.starts, schedule.counts, num_parts, self._context_cost)
+            if schedule.drafts:  # they are sampled together
+                cuts = [Cut(one.entry, 0) if one.tokens and schedule.drafts[one.entry] else one for one in cuts]
+            bounds = [Cut(0, 0), *cuts, Cut(num_entries, 0)]
+            works = [whole.between(first, last) for first, last in pairwise(bounds)]
+        counts = [int(work.counts_B.sum()) for work in works]
+        graphs = _chosen(choose, counts, [len(w.counts_B) == count for w, count in zip(works, counts, strict=True)])
+        self._fed.clear()
+        parts = [
+            self._part(self.lane(index), work, graph)
+            for index, (work, graph) in enumerate(zip(works, graphs, strict=True))
+        ]
+        prepared = self._join(parts, graphs, schedule)
+        if prepared.num_sampled and prepared.samples_all and not prepared.prompt_parts and prepared.drafts is None:
+            self._run = _Run(prepared, parts[0].place, parts[0].tables, schedule.rows, list(parts[0].step.kv_lens))
+        return prepared
+
+    def _join(self, parts: list[_Part], graphs: Graphs, schedule: Schedule) -> PreparedStep:
+        memory = self.lane(0)
+        if len(parts) == 1:
+            (part,) = parts
+            entries_S, rows_S, positions_S, logits_rows_P = part[2], part[3], part[4], part.step.logits_rows_P
+        else:
+            first_T = np.cumsum([0, *(part.step.num_tokens for part in parts[:-1])])
+            logits = [part.logits_P + first for part, first in zip(parts, first_T, strict=True)]
+            drawn = [rows_P[: len(part.rows_S)] for part, rows_P in zip(parts, logits, strict=True)]
+            prompts = [rows_P[len(part.rows_S) :] for part, rows_P in zip(parts, logits, strict=True)]
+            logits_rows_P = memory.more(np.concatenate(drawn + prompts))
+            entries_S, rows_S, positions_S = (np.concatenate([part[i] for part in parts]) for i in (2, 3, 4))
+        return PreparedStep(
+            tuple(part.step for part in parts),
+            graphs,
+            logits_rows_P,
+            len(schedule.rows),
+            entries_S.tolist(),
+            rows_S,
+            positions_S,
+            prompt_parts([one for part in parts for one in part.asked], len(entries_S)),
+            None if self._last_R is None else memory.more(rows_S),
+            {entry: drafts for entry, drafts in enumerate(schedule.drafts) if drafts} or None,
+        )
+
+    def _part(self, memory: StepMemory, work: Work, graph: GraphSize | None) -> _Part:
+        work, num_decodes = work.ordered()
+        rows_B, starts_B = work.rows_B, work.starts_B
+        ends_B = starts_B + work.counts_B
+        guessed_B = self._drafts_E[work.entry_B] if len(self._drafts_E) else 0
+        assert (ends_B <= self.rows.known[rows_B] + guessed_B).all(), (
+            "a schedule computes tokens that are not known yet"
+        )
+        row_T, position_T, query_ends_B = spread(work, num_decodes)
+        num_tokens, num_sequences = len(row_T), len(rows_B)
+        place = memory.place(num_tokens, num_sequences, 0 if graph is None else graph.rows)
+        tokens_FT, sequences_FB = place.tokens_FT[:, :num_tokens], place.sequences_FB[:, :num_sequences]
+        columns_T, offsets_T = np.divmod(position_T, self._block_size)
+        tokens_FT[TOKEN_IDS] = self.rows.token_ids[row_T, position_T]
+        tokens_FT[POSITIONS] = position_T
+        for index, table in enumerate(self.rows.tables):
+            tokens_FT[SLOTS + index] = table[row_T, columns_T] * self._block_size + offsets_T
+        sequences_FB[KV_LENS] = ends_B
+        if self.limits.has_state:
+            # A sequence that is cut begins its second part with what the first has left in the record that it writes.
+            reads_B, writes_B = self._records_2E[:, work.entry_B]
+            sequences_FB[READS], sequences_FB[WRITES] = np.where(work.begins_B, reads_B, writes_B), writes_B
+        memory.pad(place)
+        ends = ends_B.tolist()
+        tables = self._write_tables(memory, place, rows_B, max(ends, default=0))
+        sampled_S, behind_S = sampled(work, self._drafts_E)
+        last_S = query_ends_B[sampled_S] - 1 - behind_S
+        asked, logits_P = self.rows.ask(work, query_ends_B, last_S)
+        starts = (0, *query_ends_B.tolist())
+        step = self._input(place, tables, starts, ends, num_decodes, memory.more(logits_P))
+        if self._last_R is not None:
+            self._note_fed(memory, step.token_ids_T, rows_B[:num_decodes], starts_B[:num_decodes])
+        entries_S = work.entry_B[sampled_S]
+        return _Part(step, place, entries_S, rows_B[sampled_S], ends_B[sampled_S] - behind_S, logits_P, asked, tables)
+
+    def _input(
+        self,
+        place: Place,
+        tables: Sequence[Tensor],
+        query_starts: tuple[int, ...],
+        ends: Sequence[int],
+        num_decodes: int,
+        logits_rows_P: Tensor,
+    ) -> StepInput:
+        tokens, sequences = place.token_tensors, place.sequence_tensors
+        return StepInput(
+            tokens[TOKEN_IDS],
+            tokens[POSITIONS],
+            tokens[SLOTS],
+            query_starts,
+            tuple(ends),
+            sequences[KV_LENS],
+            tables[0],
+            num_decodes,
+            self._block_size,
+            logits_rows_P,
+            tuple(map(TableInput, tokens[SLOTS + 1 :], tables[1:])),
+            StateInput(sequences[READS], sequences[WRITES]) if self.limits.has_state else None,
+        )
+
+    def _write_tables(self, memory: StepMemory, place: Place, rows_B: Ints, longest: int) -> Sequence[Tensor]:
+        """Of each token group; a block behind a window is 0."""
+        num_columns = -(-longest // self._block_size)
+        return [
+            memory.write_table(index, place, np.maximum(table[rows_B, :num_columns], 0))
+            for index, table in enumerate(self.rows.tables)
+        ]
+
+    def _note_fed(self, memory: StepMemory, token_ids_T: Tensor, rows_B: Ints, starts_B: Ints) -> None:
+        """Of the entries of one token, those that no NewRow has stated come from the device: what is sampled is
+        computed alone."""
+        places_F = np.flatnonzero(starts_B >= self.rows.stated[rows_B])
+        if len(places_F):
+            self._fed.append((token_ids_T, memory.more(rows_B[places_F]), memory.more(places_F)))
+
+    def _feed(self) -> None:
+        """Queued on the device, in the order of the calls."""
+        for token_ids_T, rows_F, places_F in self._fed:
+            assert self._last_R is not None
+            last_F = self._last_R.index_select(0, rows_F)
+            token_ids_T.index_copy_(0, places_F, last_F)
+
+
+def _chosen(choose: Chooser | None, counts: list[int], decodes: list[bool]) -> Graphs:
+    return [None] * len(counts) if choose is None else choose(counts, decodes)

@@ -1,0 +1,64 @@
+"""Steps made by hand, laid out as the engine lays them out: for tests of what runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import drive
+import torch
+
+from engine.prepared import PreparedStep
+from engine.schedule import NewRow, Schedule
+from engine.step_buffers import Chooser, Limits, StepBuffers
+from front.messages import SamplingParams
+
+Work = Sequence[tuple[int, Sequence[int], int]]  # sequence, tokens, position of the first; one token each comes first
+
+
+class LaidOut:
+    """Sequences of a drive.Cache as rows of step buffers. Decodes that follow the step before count on it."""
+
+    def __init__(
+        self,
+        cache: drive.Cache,
+        max_num_seqs: int,
+        max_len: int,
+        max_tokens: int = 64,
+        scratch: int = 0,
+        context_cost: float = 0.0,
+    ) -> None:
+        self.cache = cache
+        limits = Limits(max_num_seqs, max_tokens, max_len, cache.kv.block_size, scratch_block=scratch)
+        self.buffers = StepBuffers(limits, drive.CPU, context_cost)
+        self.num_advanced = 0
+        self._last: PreparedStep | None = None
+        self._ends: list[tuple[int, int]] = []  # of the last step: (sequence, its length)
+
+    @property
+    def last(self) -> PreparedStep:
+        assert self._last is not None
+        return self._last
+
+    def fill(self, work: Work, num_parts: int = 1, choose: Chooser | None = None) -> PreparedStep:
+        last, schedule = self._last, Schedule(0)
+        follows = last is not None and all(len(tokens) == 1 for _, tokens, _ in work)
+        follows = follows and [(sequence, first) for sequence, _, first in work] == self._ends
+        if follows and last is not None and work:
+            self.buffers.write_tokens(last, torch.tensor([tokens[0] for _, tokens, _ in work]))
+            self.num_advanced += 1
+        for sequence, tokens, first in work:
+            end = first + len(tokens)
+            had = 0 if not follows else -(-first // self.cache.kv.block_size)
+            blocks = self.cache.blocks_for(sequence, end)[: -(-end // self.cache.kv.block_size)]
+            if not follows:
+                known = [*[0] * first, *tokens]
+                schedule.new_rows.append(NewRow(sequence, sequence, known, end, SamplingParams(), 1, ()))
+            if blocks[had:]:
+                schedule.new_blocks.append((sequence, [blocks[had:]]))
+            schedule.rows.append(sequence)
+            schedule.starts.append(first)
+            schedule.counts.append(len(tokens))
+            schedule.samples.append(True)
+        self._last = self.buffers.fill(schedule, num_parts, choose)
+        self._ends = [(sequence, first + len(tokens)) for sequence, tokens, first in work]
+        return self._last

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,61 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3moe-small": qwen3_moe(1024, 16, 16, 4, 64, 64, 8, 384),
     "deepseek-small": deepseek_v3(1024, 12, 16, 384, 128, 64, 128, 64, 6, 8, 4, 384, 3072),
     "qwen3-0.6b-like": qwen3(1024, 28, 16, 8, 128, 3072, vocab_size=151936, tie_word_embeddings=True),
+    "qwen3moe-11g": {**qwen3_moe(2048, 8, 32, 4, 128, 128, 8, 768), "vocab_size": 151936},
     "tiny-qwen3moe": qwen3_moe(64, 4, 4, 2, 32, 16, 4, 32),
     "tiny-deepseek": deepseek_v3(64, 4, 4, 32, 32, 64, 32, 16, 4, 4, 2, 32, 128),
     "tiny-dense": qwen3(64, 4, 4, 2, 32, 128),
 }
 
 
+IN_PARTS = ("qwen3moe-11g",)  # those that are written without being in memory as a whole
+PART_BYTES = 1 << 30
+
+
+def write_in_parts(model: Any, folder: Path, seed: int) -> None:
+    """model: on the meta device. Its weights in files of about PART_BYTES, experts one by one, as they are published."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    random = torch.Generator().manual_seed(seed)
+    pool = torch.empty(1 << 24, dtype=torch.bfloat16).normal_(0, 0.02, generator=random)
+    part: dict[str, Any] = {}
+    index: dict[str, str] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(index.values())) + 1:05}.safetensors"
+        save_file(part, folder / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(part, name))
+        part.clear()
+
+    def add(key: str, shape: tuple[int, ...]) -> None:
+        count = math.prod(shape)
+        start = int(torch.randint(len(pool), (1,), generator=random))
+        values = pool.roll(-start).repeat(-(-count // len(pool)))[:count] if "norm" not in key else torch.ones(count)
+        part[key] = values.to(torch.bfloat16).view(shape).contiguous()
+        if sum(tensor.nbytes for tensor in part.values()) > PART_BYTES:
+            flush()
+
+    for key, tensor in model.state_dict().items():
+        prefix, _, last = key.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj"):
+            add(key, tuple(tensor.shape))
+            continue
+        rows, columns = tensor.shape[1:]
+        for expert in range(tensor.shape[0]):
+            names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+            for name in names:
+                add(f"{prefix}.{expert}.{name}.weight", (rows // len(names), columns))
+    flush()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
 def make(name: str, out: Path, seed: int = 0) -> Path:
-    """Write shape `name` under `out` unless it is there already; bfloat16, weights N(0, 0.02), norms 1."""
+    """Write shape `name` under `out` unless it is there already; bfloat16, weights N(0, 0.02), norms 1. The largest have
+    the same numbers again and again, from different places on."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -75,9 +123,22 @@ def make(name: str, out: Path, seed: int = 0) -> Path:
     config.dtype = "bfloat16"
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = AutoModelForCausalLM.from_config(config)
+        with torch.device("meta" if name in IN_PARTS else "cpu"):
+            model = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(torch.float32)
+    if name in IN_PARTS:
+        write_in_parts(model, folder, seed)
+    else:
+        _write_whole(model, folder)
+    words = {f"w{token_id}": token_id for token_id in range(shape["vocab_size"])}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _write_whole(model: Any, folder: Path) -> None:
+    import torch
+
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.fill_(1.0) if "norm" in key else parameter.normal_(0, 0.02)
@@ -85,15 +146,12 @@ def make(name: str, out: Path, seed: int = 0) -> Path:
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.05)
     model.save_pretrained(folder)
-    words = {f"w{token_id}": token_id for token_id in range(shape["vocab_size"])}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", choices=sorted(SHAPES), default=sorted(SHAPES))
+    parser.add_argument("--only", nargs="*", choices=sorted(SHAPES), default=sorted(set(SHAPES) - set(IN_PARTS)))
     arguments = parser.parse_args()
     for name in arguments.only:
         folder = make(name, arguments.out)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tree.md"
 # From the bottom up, as docs/design.md has the floors.
 ROOMS = (
-    "configs", "native", "cache", "dbo", "layers", "moe_kernels", "eplb", "mla", "ep", "models", "front", "engine", "server", "launch",
+    "configs", "native", "cache", "store", "dbo", "layers", "moe_kernels", "eplb", "mla", "ep", "models", "front", "engine", "server", "launch",
     "moesaic",
 )  # fmt: skip
 HEAD = """# The tree

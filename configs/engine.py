@@ -62,6 +62,7 @@ class EngineConfig:
     cudagraph_mode: Literal["auto", "none", "piecewise", "full", "full_and_piecewise", "tapes"] = "auto"
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows; (): decided
     quantization: Literal["fp8", "int8"] | None = None  # of all large matrices, when they are loaded
+    weight_cache: str | None = None  # a directory for packed weights, or "off"; None: the user's, of large models
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
@@ -99,7 +100,11 @@ class Plan:
     exchange_timeout: float
     data_parallel_size_local: int = 0  # ranks on this machine; 0: all
     max_ranks: int = MAX_RANKS  # to which a running server may grow
-    rank_bytes: int = 0  # what the weights and the cache of one rank take
+    rank_bytes: int = 0  # what the weights and the cache of one rank take; those of a store are none of its own
+    weight_store: bool = False  # weights lie in memory that the supervisor holds, and the machine's ranks map
+    store_bytes: int = 0  # what they take there
+    weight_key: str = ""  # of these weights as they are kept: whatever their bytes depend on
+    weight_cache: str = ""  # the directory where packed weights are kept on disk; "": they are not
     graph_bytes: int = 0  # kept free for its captured graphs
     eplb: EplbConfig | None = None  # how experts are balanced at run time; None: they are not
     dbo: DboPlan | None = None  # whether and when steps are split; None: never

@@ -17,6 +17,7 @@ from configs.formats import linear_format
 from configs.gpu import GPU_MEMORY_PART, Gpu, gpu_expert_format, with_graphs
 from configs.graph_memory import with_graph_memory
 from configs.machine import Machine, ModelNumbers
+from configs.store import plan_store, with_bytes
 from configs.threads import pin_ranks, spin_threads
 
 MEBI = 1 << 20
@@ -41,8 +42,8 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
-    slots = _slots(config, model, machine, dtype, why)
-    max_model_len, num_blocks = _cache(config, model, machine, dtype, spec, block_size, max_num_seqs, slots, why)
+    slots = _slots(config, model, machine, dtype, store := plan_store(config, model, machine, alone, why), why)
+    max_model_len, num_blocks = _cache(config, model, machine, dtype, spec, block_size, max_num_seqs, slots, store, why)
     threads = _threads(config, model, machine, alone and dtype == "bfloat16", why)
     dbo = config.enable_dbo, config.ubatch_size, config.dbo_decode_token_threshold, config.dbo_prefill_token_threshold
     eplb, why["eplb"] = plan_eplb(config.eplb, config.enable_eplb, model.num_experts, ranks, slots)
@@ -76,7 +77,6 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         max_logprobs=config.max_logprobs,
         exchange_timeout=config.exchange_timeout,
         max_ranks=_max_ranks(config, machine, why),
-        rank_bytes=_weights(model, dtype, ranks, slots) // ranks,
         ranks_per_machine=0 if machine.gpu is None else machine.gpu.count,
         pin_ranks=pin,
         spin_threads=spin,
@@ -89,12 +89,13 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         moe_backend=config.moe_backend,
         reasons=why,
     )
-    plan = replace(plan, rank_bytes=plan.rank_bytes + sum(cache_bytes(plan, spec).values()))
+    weights = _weights(model, dtype, ranks, slots, store)
+    plan = with_bytes(plan, store, weights, sum(cache_bytes(plan, spec).values()))
     return with_graph_memory(with_graphs(with_dispatch(plan, config), config, machine.exchange), config, model, machine)
 
 
 def _max_ranks(config: EngineConfig, machine: Machine, why: dict[str, str]) -> int:
-    why["rank_bytes"] = "its weights and its cache"
+    why.setdefault("rank_bytes", "its weights and its cache")
     why["graph_bytes"] = "nothing is captured"
     if machine.gpu is not None:
         why["max_ranks"] = why["ranks_per_machine"] = (
@@ -215,6 +216,7 @@ def _cache(
     block_size: int,
     num_seqs: int,
     slots: int,
+    store: bool,
     why: dict[str, str],
 ) -> tuple[int, int]:
     """max_model_len and the number of KV blocks of a rank, which depend on each other."""
@@ -232,7 +234,7 @@ def _cache(
     else:
         part = config.gpu_memory_utilization or _memory_part(machine)
         ranks = config.data_parallel_size
-        weights = _weights(model, dtype, ranks, slots)
+        weights = _weights(model, dtype, ranks, slots, store)
         free = max(0, max(0, int(machine.free_memory * part) - weights) // ranks - beside)
         blocks = min(free // bytes_per_block, full_blocks * num_seqs)
         source = (
@@ -315,20 +317,27 @@ def _backend(config: EngineConfig, model: ModelNumbers, machine: Machine, why: d
     return "gloo"
 
 
-def _weights(model: ModelNumbers, dtype: Dtype, ranks: int, slots: int) -> int:
+def _weights(model: ModelNumbers, dtype: Dtype, ranks: int, slots: int, store: bool) -> int:
     """Bytes of the weights of all ranks together."""
     scale = _item_size(dtype) / _item_size(model.dtype)
+    if store:
+        return int(model.weight_bytes * scale)
     copies = ranks * slots / model.num_experts if model.num_experts else 1.0
     return int(((model.weight_bytes - model.expert_bytes) * ranks + model.expert_bytes * copies) * scale)
 
 
-def _slots(config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: Dtype, why: dict[str, str]) -> int:
+def _slots(
+    config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: Dtype, store: bool, why: dict[str, str]
+) -> int:
     """Enough that the ranks which are left can hold every expert when one is lost, unless told otherwise."""
     if not model.num_experts:
         why["slots_per_rank"] = "a dense model"
         return 0
     ranks, experts = config.data_parallel_size, model.num_experts
     fewest = -(-experts // ranks)
+    if store:
+        why["slots_per_rank"] = "a slot is a mapping of the store: every rank has every expert at hand"
+        return experts
     if config.num_redundant_experts is not None:
         why["slots_per_rank"] = f"{experts} experts + {config.num_redundant_experts} redundant over {ranks} rank(s)"
         return -(-(experts + config.num_redundant_experts) // ranks)
@@ -336,14 +345,14 @@ def _slots(config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: D
         why["slots_per_rank"] = "one rank holds every expert"
         return fewest
     spare = -(-experts // (ranks - 1))
-    needed = _weights(model, dtype, ranks, spare)
+    needed = _weights(model, dtype, ranks, spare, store)
     room = int(machine.free_memory * (config.gpu_memory_utilization or _memory_part(machine)) * WEIGHTS_PART)
     if needed > room:
         why["slots_per_rank"] = (
             f"{experts} experts over {ranks} ranks; that one rank may be lost would take {spare} slots and "
             f"{needed // MEBI} MiB of weights, more than the {room // MEBI} MiB that leave room for the cache"
         )
-        if config.enable_eplb and _weights(model, dtype, ranks, fewest + 1) <= room:
+        if config.enable_eplb and _weights(model, dtype, ranks, fewest + 1, store) <= room:
             why["slots_per_rank"] += "; one spare slot per rank, so that the load of hot experts can be shared"
             return fewest + 1
         return fewest

@@ -24,7 +24,7 @@ from engine.doorbell import Doorbell, SharedDoorbell
 from engine.overlap.measure import Measure
 from engine.overlap.policy import Overlap
 from engine.rank import Rank
-from engine.reading import reader
+from engine.reading import Unread, reader
 from engine.rebalance.follower import Balance
 from engine.rebalance.start import start_placement
 from engine.runner import Runner
@@ -53,10 +53,13 @@ from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
 from native import Isa, choose, isa, limit_isa, parse
 from native.tape import CpuGraphs
+from store.memory import Store
 
 # Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more
 # than the weights take.
 PREPARED_BYTES = 1 << 30
+# Of a rank that comes back to a store: more would read most of a large model's experts before it serves.
+MAPPED_PRACTICE_TOKENS = 4
 PRACTICE_TOKENS = 32  # on a CPU; on a GPU kernels are compiled for the largest step
 MAX_EXACT = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
 
@@ -70,13 +73,14 @@ def build_rank(
     bell: Doorbell | None = None,
     progress: Callable[[int, int], None] | None = None,
     join: bool = False,
+    store: Store | None = None,
 ) -> Rank:
     """Read the config, build and load the model, allocate the cache; the ranks of epoch 0 begin to meet before they
     load.
 
     meet: opens the groups of an epoch; None: there are no others. progress(bytes_done, bytes_total). join: the others
-    are at work already, so a Membership is waited for instead of epoch 0. Raises ValueError, one line, for a checkpoint
-    or a plan that cannot run.
+    are at work already, so a Membership is waited for instead of epoch 0. store: where all ranks have their weights.
+    Raises ValueError, one line, for a checkpoint or a plan that cannot run.
     """
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
@@ -84,7 +88,8 @@ def build_rank(
     choose(parse(plan.native_choice))
     device = open_device(plan.device, rank, plan.ranks_per_machine)
     check_room(device, plan.rank_bytes, plan.graph_bytes)
-    if plan.checkpoint:
+    mapped = store is not None and store.complete
+    if plan.checkpoint and not mapped:
         check(plan.model_path, plan.checkpoint)
     facts = read_config(plan.model_path, plan.hf_overrides)
     size = plan.data_parallel_size
@@ -94,18 +99,17 @@ def build_rank(
     model = build(facts, parallel, DTYPES[plan.dtype], device, *kernels)
     model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
     model.keep_linears(WeightFormat(plan.linear_format))
-    exchange = StepState()
-    times = ExchangeTimes()
+    exchange, times = StepState(), ExchangeTimes()
     lanes = partial(_lanes, plan, exchange, times)
-    checkpoint = Checkpoint(plan.model_path, progress, plan.checkpoint, facts.key_names)
+    checkpoint = Unread() if mapped else Checkpoint(plan.model_path, progress, plan.checkpoint, facts.key_names)
     read = reader(model, checkpoint)
     team = Team(rank, size, placement, model, _fingerprint(plan, facts), meet or _nobody, lanes, read)
     if not join:
         team.begin(0, (True,) * size)
-    model.load(checkpoint)
+    model.load(checkpoint, store)
     checkpoint.finish()
     scheduler = _scheduler(plan, model.cache_spec())
-    ready = _ready(plan, rank, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read)
+    ready = _ready(plan, rank, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
     timeline = Timeline(rank, model)
     kv = _cache(plan, model, device)
     runner = _runner(plan, model, kv, facts, device, exchange, timeline)
@@ -120,8 +124,8 @@ def build_rank(
         companions=() if balance is None else (balance, balance.counter),
         overlap=_overlap(plan, model, times, exchange, runner, device),
         timeline=timeline,
-        preparation=kv.prefault(min(checkpoint.bytes_read, PREPARED_BYTES)),
-        practice_tokens=PRACTICE_TOKENS if device.type == "cpu" else plan.max_num_batched_tokens,
+        preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
+        practice_tokens=_practice_tokens(plan, mapped and join),
     )
 
 
@@ -131,8 +135,21 @@ def _fingerprint(plan: Plan, facts: ModelFacts) -> int:
     return zlib.crc32(f"{plan.dtype} {facts} {files}".encode())
 
 
+def _practice_tokens(plan: Plan, mapped: bool) -> int:
+    """mapped: it comes back to a store."""
+    if plan.device == "cpu":
+        return MAPPED_PRACTICE_TOKENS if mapped else PRACTICE_TOKENS
+    return plan.max_num_batched_tokens
+
+
 def _ready(
-    plan: Plan, rank: int, scheduler: Scheduler, facts: ModelFacts, load_seconds: float, bytes_read: int
+    plan: Plan,
+    rank: int,
+    scheduler: Scheduler,
+    facts: ModelFacts,
+    load_seconds: float,
+    bytes_read: int,
+    store: Store | None,
 ) -> RankReady:
     return RankReady(
         rank=rank,
@@ -142,6 +159,7 @@ def _ready(
         vocab_size=facts.vocab_size,
         load_seconds=load_seconds,
         bytes_read=bytes_read,
+        mapped_bytes=0 if store is None else store.used,
         reasons=plan.reasons,
     )
 

@@ -15,6 +15,7 @@ from configs.gpu import Exchange, Gpu, chosen_device, find_gpus, find_rdma
 from configs.hosts import Hosts, as_one
 from configs.machine import Machine, ModelNumbers, this_machine
 from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
+from configs.store import with_cache
 from engine.overlap.memory import with_memory
 from ep.requirements import (
     DEVICE_NAMES,
@@ -32,6 +33,8 @@ from models.facts import ModelFacts
 from models.registry import read_config
 from models.tiny import CHECKPOINT
 from native import Isa, best_isa, measured, why_absent
+from native.library import library_path
+from store.key import weights_key
 
 EMBEDDED_NAME = "moesaic-tiny"
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
@@ -57,6 +60,7 @@ def make_plan(
         plan = resolve(config, numbers, as_one(alike, hosts))
         why = {"all2all_backend": "ranks of several machines", "data_parallel_size_local": "as asked"}
         reasons = {**plan.reasons, **why}
+        plan = _with_weights(plan, config)
         plan = replace(plan, data_parallel_size_local=hosts.local, checkpoint=files, reasons=reasons)
         return with_memory(_with_unserved(plan, facts), read_env().cache_root)
     if machine.gpu is not None and config.data_parallel_size > machine.gpu.count:
@@ -64,7 +68,19 @@ def make_plan(
             f"data_parallel_size {config.data_parallel_size} exceeds the {machine.gpu.count} GPU(s) of this machine"
         )
     plan = replace(resolve(config, numbers, machine, alone), checkpoint=files)
-    return with_memory(_with_unserved(plan, facts), read_env().cache_root)
+    plan = _with_weights(_with_unserved(plan, facts), config)
+    return with_memory(plan, read_env().cache_root)
+
+
+def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
+    """The plan with where packed weights are kept on disk, and their key (store/key.py)."""
+    plan = with_cache(plan, config.weight_cache, read_env().cache_root / "weights")
+    if not plan.weight_store:
+        return plan
+    names = ("architecture", "dtype", "expert_format", "linear_format", "moe_backend", "native_kernels", "num_experts")
+    choices: dict[str, object] = {name: getattr(plan, name) for name in names}
+    key = weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
+    return replace(plan, weight_key=key)
 
 
 def _with_unserved(plan: Plan, facts: ModelFacts) -> Plan:

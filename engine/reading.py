@@ -11,13 +11,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from eplb.repair import Load
 from layers.identity import CheckpointError, Identities, check
-from layers.weights import Checkpoint
+from layers.weights import Checkpoint, StoredWeight
 from models.base import CausalLM, ExpertSource
 
 log = logging.getLogger("moesaic.weights")
@@ -132,10 +134,39 @@ class ReadingThread:
         return None
 
 
-def reader(model: CausalLM, checkpoint: Checkpoint) -> Read:
+class Unread:
+    """Implements models.base.WeightSource: a checkpoint of which nothing is read, as all weights are in a store."""
+
+    bytes_read = 0
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def is_scaled(self, name: str) -> bool:
+        return False
+
+    def names(self) -> Iterable[str]:
+        return ()
+
+    def finish(self) -> None:
+        """There is nothing that could be left over."""
+
+    def skip(self, name: str) -> None: ...
+
+    def give_back(self, name: str) -> None: ...
+
+    def read(self, name: str, out: Tensor, index: int | None = None) -> None:
+        raise AssertionError(f"{name} is in the store")
+
+    def borrow(self, name: str, shape: tuple[int, ...], index: int | None = None) -> StoredWeight:
+        raise AssertionError(f"{name} is in the store")
+
+
+def reader(model: CausalLM, checkpoint: Checkpoint | Unread) -> Read:
     """How a rank reads experts of its own checkpoint."""
 
     def stage(load: Load) -> Piece:
+        assert not isinstance(checkpoint, Unread), f"{load} is in the store"
         source, bytes_read = checkpoint.stage(model.expert_keys(checkpoint, load.layer, load.expert))
         return Piece(load, source, bytes_read)
 

@@ -5,12 +5,16 @@ Legend: S slots of this rank, R rows arrived, C rows per padded slot, T tokens, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from moe_kernels import ExpertBatch, ExpertWeights, ScaledMatrix, TokenBatch, WeightFormat, expert_weights
 from moe_kernels.backends import choose_experts, facts_of
 from moe_kernels.matrix import SCALE_ROWS, quantize
+from moe_kernels.packed import PackedExperts
+from moe_kernels.weights import PlainExperts
 
 __all__ = ["SCALE_ROWS", "Experts", "ScaledMatrix", "WeightFormat", "quantize"]
 
@@ -81,6 +85,20 @@ class Experts(nn.Module):
     def read_slot(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
         """(gate [F, D], up [F, D], down [D, F]) of one slot, in the rows' dtype."""
         return self.weights.read(slot)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """Of all slots, on a CPU: tensors whose first dimension is S."""
+        return self._in_memory().whole()
+
+    def lie_in(self, memory: Sequence[Tensor]) -> None:
+        """Have the slots in other memory of the same form, with what it holds."""
+        self._in_memory().lie_in(memory)
+
+    def _in_memory(self) -> PackedExperts | PlainExperts:
+        weights = self.weights
+        assert isinstance(weights, PackedExperts | PlainExperts)
+        return weights
 
     def slot_storage(self, slot: int) -> tuple[Tensor, ...]:
         """Every tensor that makes up the expert of one slot, as contiguous views in the form in which it is kept: what

@@ -149,6 +149,8 @@ class Balancer:
         return max(self._config.min_gain * price, _NOISE * noise, _CHANCE * noise * noise)
 
     def _move(self) -> Decision | None:
+        if self.placement.everywhere:
+            return None
         config = self._config
         gain = self._least_gain()
         better = improve(

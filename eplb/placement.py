@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +113,12 @@ class Placement:
     def slots_per_rank(self) -> int:
         return int(self.slot_to_expert.shape[2])
 
+    @property
+    def everywhere(self) -> bool:
+        """Every living rank has every expert, in order: only the shares can be better or worse."""
+        living = self.slot_to_expert[:, np.array(self.alive, dtype=bool)]
+        return self.slots_per_rank == self.num_experts and bool((living == np.arange(self.num_experts)).all())
+
     def experts_of(self, layer: int, rank: int) -> tuple[int, ...]:
         """The logical expert in each slot of `rank` (-1 unused)."""
         return tuple(int(e) for e in self.slot_to_expert[layer, rank])
@@ -200,6 +206,8 @@ def linear_placement(
 ) -> Placement:
     """Rank 0 has the first experts, rank 1 the next ones and so on, the same in every layer; all ranks alive, epoch 0.
 
+    With slots_per_rank = E every rank has every expert, and slot s has expert s.
+
     Where E is no multiple of G, the first E % G ranks have one expert more. slots_per_rank None: ceil(E / G) slots, and
     the slots left over stay unused (-1). Given: the slots left over hold replicas: always of the expert that has fewest
     slots, not yet on that rank and not yet in its failure domain where that can be. They are spares, with share 0: as
@@ -217,7 +225,9 @@ def linear_placement(
     ids = np.full((num_ranks, slots), -1, dtype=np.int32)
     for rank, experts in enumerate(np.array_split(np.arange(num_experts, dtype=np.int32), num_ranks)):
         ids[rank, : experts.size] = experts
-    if slots_per_rank is not None:
+    if slots_per_rank == num_experts:
+        ids[:] = np.arange(num_experts)
+    elif slots_per_rank is not None:
         _fill_with_replicas(ids, num_experts, tuple(failure_domains) or tuple(range(num_ranks)))
     share = owner_shares(ids[None], num_experts)[0]
     return Placement(
@@ -228,6 +238,17 @@ def linear_placement(
         alive=(True,) * num_ranks,
         failure_domains=tuple(failure_domains),
     )
+
+
+def at_hand_everywhere(placement: Placement) -> Placement:
+    """The same shares of work where every rank has every expert: slot s has expert s."""
+    layers, ranks, _ = placement.slot_to_expert.shape
+    share_LGE = np.zeros((layers, ranks, placement.num_experts), dtype=np.float32)
+    layer_N, rank_N, slot_N = np.nonzero(placement.slot_to_expert >= 0)
+    expert_N = placement.slot_to_expert[layer_N, rank_N, slot_N]
+    np.add.at(share_LGE, (layer_N, rank_N, expert_N), placement.share[layer_N, rank_N, slot_N])
+    ids = np.where(np.array(placement.alive)[:, None], np.arange(placement.num_experts, dtype=np.int32), -1)
+    return replace(placement, slot_to_expert=np.broadcast_to(ids, share_LGE.shape), share=share_LGE)
 
 
 def owner_shares(slot_to_expert: npt.NDArray[np.int32], num_experts: int) -> npt.NDArray[np.float32]:

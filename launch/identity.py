@@ -20,6 +20,8 @@ OWN = frozenset(
         "pin_ranks",
         "spin_threads",
         "rank_bytes",
+        "weight_cache",
+        "weight_key",
         "max_ranks",
         "data_parallel_size_local",
         "checkpoint",  # `other_weights` compares it

@@ -21,6 +21,7 @@ from engine.process.heartbeat import last_beat
 from front.messages import EXIT_WEIGHTS, RankLost
 from launch.processes import Child, Children, RuntimeDir
 from launch.signs import WINDOW_SECONDS, Look, Window, signs_of
+from launch.weights import WeightsKept
 
 HANG_SECONDS = 2.0  # a heartbeat that is older means a hung rank, unless its process is at work ...
 SUSPECT_SECONDS = 1.0  # ... which is asked from this age on (launch/signs.py)
@@ -97,6 +98,7 @@ class RankMonitor:
         self._runtime = runtime
         self._plan = plan
         self._plan_path = runtime.write("plan.json", plan)
+        self._weights = WeightsKept(plan, runtime)
         self._environment = child_environment(plan.threads_per_rank, plan.spin_threads, plan.device == "cuda")
         self._startup_timeout = startup_timeout
         self._module = module
@@ -164,6 +166,8 @@ class RankMonitor:
         if now - self._looked > STALL_SECONDS:
             self._awake_since = now
         self._looked = now
+        if self.restarts:
+            self._weights.look()
         lost = []
         for place in self._places:
             if place.child is not None and place.child in dead:

@@ -70,6 +70,10 @@ class RuntimeDir:
         """As every process of this machine finds it."""
         return _path_of(self._files[name])
 
+    def keep(self, name: str, file: int) -> None:
+        """A descriptor of this process that the others find under this name; closed with the rest."""
+        self._files[name] = file
+
     def clear(self, name: str) -> None:
         """A file of fixed size with nothing but zeros."""
         os.pwrite(self._file(name), bytes(FILE_BYTES), 0)

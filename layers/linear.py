@@ -53,7 +53,15 @@ class Linear(nn.Module):
     def pack(self, weight_OI: Tensor, scale: Tensor | None = None, scale_rows: int = 1) -> None:
         """Keep these weights (PackedLinear: 8 bits with their scales, or `weight` itself) instead of `weight`, whose
         memory is given back or used again."""
-        self.packed = PackedLinear(weight_OI, scale, scale_rows, in_place=True)
+        self._keep(PackedLinear(weight_OI, scale, scale_rows, in_place=True))
+
+    def take_packed(self, packed_B: Tensor, dtype: torch.dtype) -> None:
+        """The same with the bytes that a layer like this one has packed, of weights in this dtype."""
+        num_outputs = self.weight.shape[0] if self.packed is None else self.packed.num_outputs
+        self._keep(PackedLinear.over(packed_B, dtype, num_outputs, self.weight.shape[1]))
+
+    def _keep(self, packed: PackedLinear) -> None:
+        self.packed = packed
         self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 
 

@@ -21,6 +21,7 @@ from layers.step import StepInput
 from layers.weights import Key, StoredWeight
 from models.facts import ModelFacts
 from models.graph_breaks import EAGER, GraphBreaks
+from store.memory import Store
 
 Observer = Callable[[Tensor], None]
 
@@ -60,8 +61,9 @@ class CausalLM(Protocol):
         """How the matrices outside the experts are kept in memory; before `load`."""
         ...
 
-    def load(self, source: WeightSource) -> None:
-        """Fill every parameter from the checkpoint; reads only the experts that this rank owns."""
+    def load(self, source: WeightSource, store: Store | None = None) -> None:
+        """Fill every parameter from the checkpoint; reads only the experts that this rank owns. Or have them in a
+        store, which the ranks of a machine fill together (models/parts.py)."""
         ...
 
     def update_group(self, parallel: Parallel) -> None:

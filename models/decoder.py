@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -29,7 +30,9 @@ from layers.step import StepInput
 from models.base import WeightSource
 from models.expert_parallel import ExpertParallelMixin
 from models.graph_breaks import EAGER, GraphBreaks, Operation
-from models.loading import read_embedding_norm_head
+from models.loading import read_head
+from models.parts import Part
+from store.memory import Store
 
 
 class DecoderConfig(Protocol):
@@ -41,6 +44,8 @@ class DecoderConfig(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def num_layers(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
     @property
@@ -154,7 +159,20 @@ class Decoder(ExpertParallelMixin, Generic[A]):
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
         return self.head.greedy_tokens(hidden_PD, num_valid_tokens)
 
-    def load_ends(self, source: WeightSource) -> None:
-        """Embedding, last norm and head."""
-        read_embedding_norm_head(source, self.embed.weight, self.norm, self.head.matrix, self._tied)
-        self.pack_linears(self.head)
+    def load(self, source: WeightSource, store: Store | None = None) -> None:
+        """Fill every parameter, and the experts that this rank hosts."""
+        ends = [
+            Part(self.embed, lambda source: source.read("model.embed_tokens.weight", self.embed.weight)),
+            Part(self.norm, lambda source: source.read("model.norm.weight", self.norm.weight)),
+            Part(self.head, lambda source: read_head(source, self.head.matrix, self._tied)),
+        ]
+        layers = [Part(layer, partial(self.read_layer, index)) for index, layer in enumerate(self.decoders)]
+        self.load_parts([*ends, *layers], source, self.config.num_experts, store)
+        self.skip_rest(source)
+
+    def read_layer(self, index: int, source: WeightSource) -> None:
+        """Fill the parameters of one layer; its experts are none."""
+        raise NotImplementedError
+
+    def skip_rest(self, source: WeightSource) -> None:
+        """Skip the keys that the model does not use."""

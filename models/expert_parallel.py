@@ -13,8 +13,11 @@ from ep.parallel import Parallel
 from ep.place import SlotTable, slot_tables
 from layers.linear import Linear
 from layers.weights import Key
-from models.base import ExpertSource, Observer
-from models.loading import expert_keys, read_expert
+from models.base import ExpertSource, Observer, WeightSource
+from models.loading import expert_keys, read_expert, read_experts
+from models.parts import Part, expert_units, whole
+from store.filling import Piece, take_all
+from store.memory import Store
 
 
 class ExpertParallelMixin(nn.Module):
@@ -56,6 +59,22 @@ class ExpertParallelMixin(nn.Module):
             elif module.can_pack:
                 scaled = quantize(module.weight, self._linear_form)
                 module.pack(scaled.weight_OI, scaled.scale, SCALE_ROWS[self._linear_form])
+
+    def load_parts(self, parts: Sequence[Part], source: WeightSource, num_experts: int, store: Store | None) -> None:
+        """Fill them and the experts of this rank: from `source` alone, or together with the other ranks of a store,
+        where all ranks have all experts: slot s has expert s."""
+        if store is not None:
+            pieces: list[Piece] = [whole(part, source, self.pack_linears) for part in parts]
+            pieces += [expert_units(source, prefix, moe.experts) for prefix, moe in self._hosts]
+            take_all(store, pieces)
+            return
+        for part in parts:
+            part.read(source)
+            self.pack_linears(part.module)
+        for layer, (prefix, moe) in enumerate(self._hosts):
+            assert self.parallel.placement is not None
+            hosted = self.parallel.placement.experts_of(layer, self.parallel.rank)
+            read_experts(source, prefix, moe.experts, hosted, num_experts)
 
     def update_group(self, parallel: Parallel) -> None:
         """Exchange in the ranks and by the placement of `parallel` from now on; between steps only.

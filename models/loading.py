@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ep.experts import Experts, ScaledMatrix, WeightFormat
 from layers.linear import Linear, MergedLinear
 from layers.mlp import GatedMLP, WeightedMLP
-from layers.norm import RMSNorm
 from layers.weights import BLOCK, Key, StoredWeight
 from models.base import ExpertSource, WeightSource
 
@@ -55,12 +54,8 @@ def skip_mtp(source: WeightSource, num_layers: int, num_mtp_layers: int) -> None
         source.skip(name)
 
 
-def read_embedding_norm_head(
-    source: WeightSource, embedding_VD: Tensor, norm: RMSNorm, head_VD: Tensor, tied: bool
-) -> None:
-    """Embedding, last norm and head. A tied head has no key of its own, or one that repeats the embedding."""
-    source.read("model.embed_tokens.weight", embedding_VD)
-    source.read("model.norm.weight", norm.weight)
+def read_head(source: WeightSource, head_VD: Tensor, tied: bool) -> None:
+    """A tied head has no key of its own, or one that repeats the embedding."""
     if not tied:
         source.read("lm_head.weight", head_VD)
     elif source.has("lm_head.weight"):
@@ -107,6 +102,14 @@ def _halves(gate_up: StoredWeight) -> tuple[StoredWeight, StoredWeight]:
     return StoredWeight(gate, gate_scale), StoredWeight(up, up_scale)
 
 
+def keep_scaled(source: WeightSource, prefix: str, experts: Experts) -> None:
+    """Experts that the checkpoint has in FP8 stay in FP8, unless a format was chosen for them."""
+    fused = source.has(f"{prefix}gate_up_proj")
+    first = f"{prefix}gate_up_proj" if fused else f"{prefix}0.gate_proj.weight"
+    if source.is_scaled(first) and experts.format is WeightFormat.PLAIN:
+        experts.keep_as(WeightFormat.FP8)
+
+
 def read_experts(
     source: WeightSource, prefix: str, experts: Experts, slot_to_expert: tuple[int, ...], num_experts: int
 ) -> None:
@@ -115,16 +118,13 @@ def read_experts(
     Only hosted experts are read. Accepts one key per expert and projection, or transformers' fused tensors
     `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F]. Experts that the checkpoint has in FP8 stay in FP8.
     """
-    fused = source.has(f"{prefix}gate_up_proj")
-    first = f"{prefix}gate_up_proj" if fused else f"{prefix}0.gate_proj.weight"
-    if source.is_scaled(first) and experts.format is WeightFormat.PLAIN:
-        experts.keep_as(WeightFormat.FP8)
+    keep_scaled(source, prefix, experts)
     for slot, expert in enumerate(slot_to_expert):
         if expert >= 0:
             read_expert(source, prefix, experts, slot, expert)
         else:
             experts.clear_slot(slot)
-    if not fused:
+    if not source.has(f"{prefix}gate_up_proj"):
         hosted = set(slot_to_expert)
         for expert in range(num_experts):
             if expert not in hosted:

@@ -45,8 +45,11 @@ def quantize(weight_OI: Tensor, form: WeightFormat) -> ScaledMatrix:
     rows, largest = SCALE_ROWS[form], LARGEST[form]
     num_rows, num_columns = weight_OI.shape
     num_row_blocks, num_blocks = -(-num_rows // rows), -(-num_columns // BLOCK)
-    room = torch.zeros(num_row_blocks * rows, num_blocks * BLOCK, device=weight_OI.device)
-    room[:num_rows, :num_columns] = weight_OI
+    if (num_rows, num_columns) == (num_row_blocks * rows, num_blocks * BLOCK):
+        room = weight_OI.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    else:
+        room = torch.zeros(num_row_blocks * rows, num_blocks * BLOCK, device=weight_OI.device)
+        room[:num_rows, :num_columns] = weight_OI
     blocks = room.view(num_row_blocks, rows, num_blocks, BLOCK)
     scale = blocks.abs().amax((1, 3)).div_(largest).clamp_(min=1e-30)
     blocks.div_(scale[:, None, :, None])

@@ -6,6 +6,7 @@ Legend: S slots, D hidden size, F expert width, B bytes of a slot, T tokens, R r
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,15 @@ class PackedExperts:
 
     def storage(self, slot: int) -> tuple[Tensor, ...]:
         return (self.packed_SB[slot],)
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """The memory of all slots."""
+        return (self.packed_SB,)
+
+    def lie_in(self, memory: Sequence[Tensor]) -> None:
+        """Have the slots in `memory` from now on: like `whole`, and with what it holds."""
+        (self.packed_SB,) = memory
+        self._num_touched = self.num_slots  # whoever made it has brought it in
 
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
         matrices = (gate_FD, up_FD, down_DF)

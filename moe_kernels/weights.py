@@ -6,7 +6,7 @@ Legend: S slots, D hidden size, F expert width, T tokens, R rows arrived, C rows
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -109,6 +109,14 @@ class PlainExperts:
 
     def storage(self, slot: int) -> tuple[Tensor, ...]:
         return self.gate_up_S2FD[slot], self.down_SDF[slot]
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """The memory of all slots."""
+        return self.gate_up_S2FD, self.down_SDF
+
+    def lie_in(self, memory: Sequence[Tensor]) -> None:
+        """Have the slots in `memory` from now on: like `whole`, and with what it holds."""
+        self.gate_up_S2FD, self.down_SDF = memory
 
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
         for ours, given in zip(self.read(slot), (gate_FD, up_FD, down_DF), strict=True):

@@ -91,6 +91,21 @@ def _show(plan: Plan, as_json: bool) -> None:
         default = "from the model" if name in ("model_path", "architecture") else "the default or as asked"
         table.add_row(name, escape(_shown(value)), escape(reasons.get(name, default)))
     Console().print(table)
+    if plan.device == "cpu":
+        _show_memory(plan)
+
+
+def _show_memory(plan: Plan) -> None:
+    """What the weights and the cache take, on the machine and in each rank (docs/memory.md)."""
+    ranks = plan.data_parallel_size_local or plan.data_parallel_size
+    table = Table("memory", "of a rank, MiB", "of the machine, MiB", title="Memory", title_justify="left")
+    if plan.weight_store:
+        table.add_row("weights in the store, mapped by each rank", "0", f"{plan.store_bytes // MEBI}")
+        table.add_row("cache", f"{plan.rank_bytes // MEBI}", f"{ranks * plan.rank_bytes // MEBI}")
+    else:
+        table.add_row("weights and cache", f"{plan.rank_bytes // MEBI}", f"{ranks * plan.rank_bytes // MEBI}")
+    table.add_row("together", "", f"{(plan.store_bytes + ranks * plan.rank_bytes) // MEBI}")
+    Console().print(table)
 
 
 def _shown(value: object) -> str:

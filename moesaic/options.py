@@ -98,7 +98,12 @@ OPTIONS = [
     ),
     _of("all2all_backend", "How tokens reach their experts; a+b: a in steps with many tokens, b in those with few."),
     _of("dispatch_dtype", "How rows travel to their experts; fp8: in half the bytes, bf16: as they are."),
-    _of("num_redundant_experts", "Extra expert slots in all; default: enough to lose one rank."),
+    _of("num_redundant_experts",
+        "Extra expert slots in all, of experts that each rank has for itself; default: ranks of one machine share all "
+        "experts, others have enough to lose one rank."),
+    _of("weight_cache",
+        "Where packed weights are kept for the next start; default: the user's cache, of models from 512 MiB on.",
+        metavar="DIR|off"),
     _of("enable_eplb",
         "Balance the experts' load while serving: shares of the replicas follow it, and few experts move."),
     click.option(

@@ -32,6 +32,12 @@ def why_absent() -> str:
     return _open().why_absent
 
 
+def library_path() -> str:
+    """Its file; "" without one."""
+    kernels = library()
+    return "" if kernels is None else kernels._name
+
+
 def function(name: str, *argument_types: type) -> Callable[..., None]:
     """A kernel that returns nothing, by its name in the library. It may be called only where `isa()` is not NONE."""
     kernels = library()

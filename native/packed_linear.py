@@ -49,25 +49,35 @@ class PackedLinear:
     def __init__(
         self, weight_OI: Tensor, scale: Tensor | None = None, scale_rows: int = 1, in_place: bool = False
     ) -> None:
-        self._outputs, self._inputs = weight_OI.shape
+        self.num_outputs, self._inputs = weight_OI.shape
         self._format = FORMATS[weight_OI.dtype]
+        self.weight_dtype = weight_OI.dtype
         assert weight_OI.is_contiguous() and self._inputs % 2 == 0 and (scale is None) == (self._format == 0)
         num_blocks = -(-self._inputs // BLOCK)
         if scale is None:
             panel_bytes = self._inputs * PANEL * 2
         else:
             assert scale.is_contiguous() and scale.dtype is torch.float32
-            assert scale.shape == (-(-self._outputs // scale_rows), num_blocks)
+            assert scale.shape == (-(-self.num_outputs // scale_rows), num_blocks)
             panel_bytes = num_blocks * PANEL * 4 + self._inputs * PANEL
-        if in_place and scale is None and self._outputs % PANEL == 0:
+        if in_place and scale is None and self.num_outputs % PANEL == 0:
             self.packed_B = weight_OI.detach().view(torch.uint8).flatten()
         else:
-            self.packed_B = torch.empty(-(-self._outputs // PANEL) * panel_bytes, dtype=torch.uint8)
+            self.packed_B = torch.empty(-(-self.num_outputs // PANEL) * panel_bytes, dtype=torch.uint8)
             use_large_pages(self.packed_B)
         _fill(
             self._format, self.packed_B.data_ptr(), weight_OI.data_ptr(), None if scale is None else scale.data_ptr(),
-            scale_rows, self._inputs, self._outputs, torch.get_num_threads(),
+            scale_rows, self._inputs, self.num_outputs, torch.get_num_threads(),
         )  # fmt: skip
+
+    @classmethod
+    def over(cls, packed_B: Tensor, dtype: torch.dtype, num_outputs: int, num_inputs: int) -> PackedLinear:
+        """With the bytes that another one of this size, made of weights of this dtype, has packed."""
+        layer = cls.__new__(cls)
+        layer.num_outputs, layer._inputs, layer._format = num_outputs, num_inputs, FORMATS[dtype]
+        layer.weight_dtype = dtype
+        layer.packed_B = packed_B
+        return layer
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """[T, I] float32 or bfloat16 (of bfloat16 weights: bfloat16) -> [T, O] in the same; bias_O in the same."""
@@ -76,10 +86,10 @@ class PackedLinear:
         num_rows = x_TI.shape[0]
         assert self._format or x_TI.dtype is torch.bfloat16
         assert x_TI.shape[1] == self._inputs and (bias_O is None or bias_O.dtype is x_TI.dtype)
-        y_TO = x_TI.new_empty(num_rows, self._outputs)
+        y_TO = x_TI.new_empty(num_rows, self.num_outputs)
         _multiply(
             X_TYPES[x_TI.dtype], self._format, self.packed_B.data_ptr(), x_TI.data_ptr(), x_TI.stride(0),
-            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), self._outputs, num_rows, self._inputs,
-            self._outputs, torch.get_num_threads(),
+            None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), self.num_outputs, num_rows, self._inputs,
+            self.num_outputs, torch.get_num_threads(),
         )  # fmt: skip
         return y_TO

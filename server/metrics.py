@@ -157,12 +157,24 @@ class Metrics(Collector):
         yield counter("vllm:admission_rejections", "Requests refused with 503.", [*labels, "reason"], refused)
         yield counter("http_requests", "HTTP requests.", ["method", "handler", "status"], self._http.items())
 
+    def _stored(self, name: str) -> Iterator[Metric]:
+        """The weights that ranks share (docs/memory.md)."""
+        members = self._engine.members
+        serving = [rank for rank, state in enumerate(members.states[: members.count]) if state is State.UP]
+        sizes = [ready.mapped_bytes for rank in serving if (ready := members.ready.get(rank)) is not None]
+        for metric, text, value in (
+            ("moesaic:weight_store_bytes", "Weights that the ranks of the machine share.", max(sizes, default=0)),
+            ("moesaic:weight_store_mappings", "Ranks that map them.", sum(size > 0 for size in sizes)),
+        ):
+            yield gauge(metric, text, ["model_name"], [([name], value)])
+
     def _surviving(self, name: str, labels: list[str]) -> Iterator[Metric]:
         members = self._engine.members
         states = enumerate(members.states[: members.count])
         up = (((name, str(rank)), float(state is State.UP)) for rank, state in states)
         yield gauge("moesaic:rank_up", "1 for a rank that serves.", labels, up)
         yield gauge("moesaic:ranks", "Ranks that are to serve.", ["model_name"], [([name], members.count)])
+        yield from self._stored(name)
         replayed = "Requests moved from a rank that was lost or left."
         for metric, text, value in (
             ("moesaic:rank_losses", "Ranks lost.", members.num_losses),

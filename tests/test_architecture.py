@@ -27,11 +27,12 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"native"},
     "mla": {"layers", "native"},
     "ep": {"moe_kernels", "eplb", "dbo", "layers"},
-    "models": {"cache", "configs", "mla", "ep", "layers", "dbo"},
+    "store": set(),
+    "models": {"cache", "configs", "mla", "ep", "layers", "dbo", "store"},
     "front": {"configs", "dbo", "ep"},
-    "engine": {"cache", "configs", "front", "models", "layers", "dbo", "ep", "eplb", "native"},
+    "engine": {"cache", "configs", "front", "models", "layers", "dbo", "ep", "eplb", "native", "store"},
     "server": {"configs", "front", "engine"},
-    "launch": {"configs", "front", "server", "engine"},
+    "launch": {"configs", "front", "server", "engine", "store"},
     "moesaic": {"configs", "front", "launch", "server", "engine", "eplb"},
 }
 ROOMS = sorted(room for room in ALLOWED if (ROOT / room).is_dir())
@@ -46,7 +47,7 @@ ONLY_PARTS = {
 # Modules that must be importable without torch: the front process and the command line start in a moment.
 WITHOUT_TORCH = ["configs", "front", "server", "launch"]
 TOP_LEVEL = {
-    "pyproject.toml", "cache", "ep", "front", "eplb", "dbo", "moe_kernels", "mla", "layers", "native", "engine", "models", "server", "launch", "configs",
+    "pyproject.toml", "cache", "store", "ep", "front", "eplb", "dbo", "moe_kernels", "mla", "layers", "native", "engine", "models", "server", "launch", "configs",
     "moesaic", "tests", "benchmarks", "docs", "README.md", "Makefile", "LICENSE", "CONTRIBUTING.md", "constraints-cpu.txt", ".ci",
     ".pre-commit-config.yaml", ".gitignore",
 }  # fmt: skip

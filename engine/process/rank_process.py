@@ -39,7 +39,7 @@ from engine.process.cores import keep_to_cores
 from engine.process.heartbeat import Heartbeat, LoopBeat
 from engine.process.malloc import tune_malloc
 from engine.process.orphan import die_with_parent, life_of
-from engine.process.places import Places
+from engine.process.places import STORE, Places
 from engine.process.progress import LoadProgress
 from engine.process.warm_up import practise, warm_up
 from engine.reading import await_checkpoint
@@ -50,10 +50,12 @@ from ep.transport.remote import remote_groups
 from front.messages import EXIT_WEIGHTS, Membership, Outputs, RankFailed, Waiting
 from front.wire import RankSocket, ZmqDoorbell, sleep_until_called
 from layers.identity import CheckpointError
+from store.memory import Store
 
 log = logging.getLogger("moesaic.rank")
 
 EXIT_ERROR = 3
+MOST_WIDENED = 4  # times: FP8 to float32
 EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
@@ -131,10 +133,11 @@ def _serve(start: Start, socket: RankSocket) -> None:
         sys.setswitchinterval(THINKING_SECONDS)
     # One bar is enough; every rank says in the end what it has read.
     progress = LoadProgress(f"rank {rank_id}", sys.stderr, leads=rank_id == 0)
-    if start.join and plan.checkpoint:
+    store = _store(plan, places)
+    if start.join and plan.checkpoint and not (store is not None and store.complete):
         await_checkpoint(plan.model_path, plan.checkpoint, WEIGHTS_SECONDS, partial(_say_waiting, socket, rank_id))
     meet = _meet_in(plan, rank_id, places.meetings) if network is None else _meet_at(plan, network, rank_id)
-    rank = build_rank(plan, rank_id, meet, bell, progress, start.join)
+    rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store)
     progress.finish(rank.ready.bytes_read)
     if start.join or network is not None:
         practise(rank, alone=True)
@@ -167,6 +170,14 @@ def _serve(start: Start, socket: RankSocket) -> None:
     rank.close()
     heartbeat.close()
     bell.close()
+
+
+def _store(plan: Plan, places: Places) -> Store | None:
+    """Where this machine's ranks have their weights."""
+    if not plan.weight_store:
+        return None
+    capacity = MOST_WIDENED * sum(size for size, *_ in plan.checkpoint.values()) + (1 << 30)
+    return Store(places.file(STORE), plan.weight_key, capacity)
 
 
 def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -288,15 +288,7 @@ class Coordinator:
         if not load_LE.any():
             raise ValueError("no tokens have been counted yet: there is nothing to plan from")
         current = self._current
-        whole = plan(
-            load_LE,
-            current.num_ranks,
-            current.slots_per_rank,
-            alive=current.alive,
-            failure_domains=current.failure_domains,
-            epoch=current.epoch,
-            current=current,
-        ).placement
+        whole = self._best(current, load_LE)
         moved = diff(current, whole)
         if take:
             self._target = whole.slot_to_expert
@@ -314,6 +306,19 @@ class Coordinator:
                 **({} if take else {"moved": [load._asdict() for load in moved]}),
             }
         )
+
+    def _best(self, current: Placement, load_LE: Ints) -> Placement:
+        if current.everywhere:
+            return replace(current, share=reweight(current.slot_to_expert, load_LE, current.alive))
+        return plan(
+            load_LE,
+            current.num_ranks,
+            current.slots_per_rank,
+            alive=current.alive,
+            failure_domains=current.failure_domains,
+            epoch=current.epoch,
+            current=current,
+        ).placement
 
     def _start_recording(self, path: str | None) -> bytes:
         was = self._recording_path

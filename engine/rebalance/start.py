@@ -5,15 +5,17 @@ Legend: L MoE layers, G ranks, S slots of a rank.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from eplb.offline.placement_file import read_placement
-from eplb.placement import Placement
+from eplb.placement import Placement, at_hand_everywhere
 
 
 def start_placement(path: str, num_experts: int, shape: tuple[int, int, int]) -> Placement:
     """Read a file of `moesaic eplb plan` for a model and ranks of this shape (L, G, S). Slots that the file leaves over
-    stay unused.
+    stay unused; where every rank has every expert, the file's shares are what counts.
 
     Raises ValueError, one line that names the file and what does not fit.
     """
@@ -35,6 +37,8 @@ def start_placement(path: str, num_experts: int, shape: tuple[int, int, int]) ->
         raise ValueError(
             f"{path}: alive: rank {found.alive.index(False)} is dead in it; a server starts with all ranks"
         )
+    if slots == num_experts:
+        return at_hand_everywhere(dataclasses.replace(found, epoch=0))
     room = ((0, 0), (0, 0), (0, slots - found.slots_per_rank))
     return Placement(
         epoch=0,

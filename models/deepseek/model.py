@@ -49,21 +49,16 @@ class DeepseekForCausalLM(Decoder[Attention]):
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
         return (breaks.operation(self.mla.prepare, step, 2),)
 
-    def load(self, source: WeightSource) -> None:
-        """Fill every parameter; of the experts only those that this rank hosts are read."""
-        self.load_ends(source)
-        for index, layer in enumerate(self.decoders):
-            prefix = f"model.layers.{index}."
-            weights.load_attention(source, prefix, layer.mixer, self.config)
-            weights.load_norms(source, prefix, layer.input_norm, layer.post_norm)
-            if isinstance(layer.mlp, GatedMLP):
-                read_mlp(source, f"{prefix}mlp.", layer.mlp)
-            else:
-                placement = self.parallel.placement
-                assert placement is not None
-                hosted = placement.experts_of(index - self.config.first_moe_layer, self.parallel.rank)
-                weights.load_moe(source, prefix, layer.mlp, hosted, self.config.num_experts)
-            self.pack_linears(layer)
+    def read_layer(self, index: int, source: WeightSource) -> None:
+        layer, prefix = self.decoders[index], f"model.layers.{index}."
+        weights.load_attention(source, prefix, layer.mixer, self.config)
+        weights.load_norms(source, prefix, layer.input_norm, layer.post_norm)
+        if isinstance(layer.mlp, GatedMLP):
+            read_mlp(source, f"{prefix}mlp.", layer.mlp)
+        else:
+            weights.load_moe(source, prefix, layer.mlp)
+
+    def skip_rest(self, source: WeightSource) -> None:
         skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
 
 

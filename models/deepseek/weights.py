@@ -13,7 +13,7 @@ from layers.norm import RMSNorm
 from models.base import WeightSource
 from models.deepseek.attention import Attention
 from models.deepseek.config import DeepseekConfig
-from models.loading import read_experts, read_linear, read_merged, read_shared
+from models.loading import read_linear, read_merged, read_shared
 from models.routers import read_router
 
 
@@ -68,9 +68,8 @@ def split_pairs(rows_HPA: Tensor) -> None:
     rows_HPA.copy_(torch.cat([rows_HPA[:, 0:num_rows:2], rows_HPA[:, 1:num_rows:2]], dim=1))
 
 
-def load_moe(source: WeightSource, prefix: str, moe: MoE, hosted: tuple[int, ...], num_experts: int) -> None:
-    """hosted: the expert in each slot of this rank, -1 unused (its weights become zero). Other experts are skipped."""
+def load_moe(source: WeightSource, prefix: str, moe: MoE) -> None:
+    """Its router and its shared expert."""
     prefix = f"{prefix}mlp."
     read_router(source, f"{prefix}gate.", moe.router)
     read_shared(source, prefix, moe.shared)
-    read_experts(source, f"{prefix}experts.", moe.experts, hosted, num_experts)

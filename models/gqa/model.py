@@ -21,7 +21,7 @@ from models.decoder import Decoder, LayerContext
 from models.gqa import weights
 from models.gqa.config import GqaConfig
 from models.graph_breaks import GraphBreaks, Operation
-from models.loading import read_experts, read_mlp, read_shared, skip_mtp
+from models.loading import read_mlp, read_shared, skip_mtp
 from models.routers import make_router, read_router
 
 
@@ -88,31 +88,22 @@ class GqaForCausalLM(Decoder[Attention]):
         plan = AttentionPlan(step, self.heads, self.dtype)
         return lambda q_THD, k_cache, v_cache, scale: paged_attention(q_THD, k_cache, v_cache, plan, scale)
 
-    def load(self, source: WeightSource) -> None:
-        """Fill every parameter; of the experts only those that this rank hosts are read."""
-        self.load_ends(source)
-        moe_layer = 0
-        for index, layer in enumerate(self.decoders):
-            prefix = f"model.layers.{index}."
-            source.read(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
-            source.read(f"{prefix}post_attention_layernorm.weight", layer.post_norm.weight)
-            attention = layer.mixer
-            weights.read_attention(
-                source, f"{prefix}self_attn.", self.config, attention.qkv, attention.out, attention.qk_norm
-            )
-            mlp, prefix = layer.mlp, f"{prefix}mlp."
-            if isinstance(mlp, GatedMLP):
-                read_mlp(source, prefix, mlp)
-                self.pack_linears(layer)
-                continue
-            placement = self.parallel.placement
-            assert placement is not None
-            read_router(source, f"{prefix}gate.", mlp.router)
-            read_shared(source, prefix, mlp.shared)
-            hosted = placement.experts_of(moe_layer, self.parallel.rank)
-            read_experts(source, f"{prefix}experts.", mlp.experts, hosted, self.config.num_experts)
-            self.pack_linears(layer)
-            moe_layer += 1
+    def read_layer(self, index: int, source: WeightSource) -> None:
+        layer, prefix = self.decoders[index], f"model.layers.{index}."
+        source.read(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
+        source.read(f"{prefix}post_attention_layernorm.weight", layer.post_norm.weight)
+        attention = layer.mixer
+        weights.read_attention(
+            source, f"{prefix}self_attn.", self.config, attention.qkv, attention.out, attention.qk_norm
+        )
+        mlp, prefix = layer.mlp, f"{prefix}mlp."
+        if isinstance(mlp, GatedMLP):
+            read_mlp(source, prefix, mlp)
+            return
+        read_router(source, f"{prefix}gate.", mlp.router)
+        read_shared(source, prefix, mlp.shared)
+
+    def skip_rest(self, source: WeightSource) -> None:
         skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
 
 

@@ -122,7 +122,8 @@ def test_a_spare_slot_per_rank_where_memory_allows_no_more(free: int, enable_epl
     """A third of the free memory may be weights: 1637 MiB with room for a loss, 1356 with a spare slot, 1300 without."""
     model = dataclasses.replace(MODEL, expert_bytes=900 * MEBI)
     config = EngineConfig(data_parallel_size=4, enable_eplb=enable_eplb, num_kv_blocks=1000)
-    plan = resolve(config, model, dataclasses.replace(MACHINE, free_memory=free * MEBI))
+    machine = dataclasses.replace(MACHINE, free_memory=free * MEBI, shared_memory=False)
+    plan = resolve(config, model, machine)
     assert plan.slots_per_rank == slots
     assert ("hot experts" in plan.reasons["slots_per_rank"]) == (slots == 17)
 

@@ -35,8 +35,10 @@ def test_defaults() -> None:
     assert (plan.dtype, plan.threads_per_rank, plan.all2all_backend, plan.slots_per_rank) == ("bfloat16", 2, "shm", 64)
     assert plan.num_experts == 64
     assert plan.max_model_len == 4096
-    # half of the memory, less the weights (all of them twice), over two ranks, in 256 KiB blocks
-    assert plan.num_kv_blocks == (4096 * MEBI - 2000 * MEBI) // 2 // (8192 * 2 * 16)
+    # half of the memory, less the weights, which the ranks share, over two ranks, in 256 KiB blocks
+    assert plan.num_kv_blocks == (4096 * MEBI - 1000 * MEBI) // 2 // (8192 * 2 * 16)
+    assert (plan.weight_store, plan.store_bytes) == (True, 1000 * MEBI)
+    assert plan.rank_bytes == plan.num_kv_blocks * 8192 * 2 * 16
     for field in (
         "dtype",
         "max_model_len",
@@ -116,8 +118,9 @@ def test_redundant_experts_round_up() -> None:
     ],
 )
 def test_slots_for_a_lost_rank(options: dict[str, Any], free: int, slots: int, reason: str) -> None:
-    plan = resolve(EngineConfig(**options), MODEL, dataclasses.replace(MACHINE, free_memory=free * MEBI))
-    assert plan.slots_per_rank == slots
+    machine = dataclasses.replace(MACHINE, free_memory=free * MEBI, shared_memory=False)
+    plan = resolve(EngineConfig(**options), MODEL, machine)
+    assert plan.slots_per_rank == slots and not plan.weight_store
     assert reason in plan.reasons["slots_per_rank"]
 
 
@@ -191,6 +194,28 @@ def test_every_backend_exists() -> None:
 def test_gloo_where_shared_memory_is_not_sure() -> None:
     machine = dataclasses.replace(MACHINE, shared_memory=False)
     assert resolve(EngineConfig(data_parallel_size=2), MODEL, machine).all2all_backend == "gloo"
+
+
+@pytest.mark.store
+@pytest.mark.parametrize("ranks", [1, 2, 4, 9])
+def test_with_a_store_every_rank_has_every_expert(ranks: int) -> None:
+    plan = resolve(EngineConfig(data_parallel_size=ranks), MODEL, MACHINE)
+    assert (plan.weight_store, plan.slots_per_rank, plan.store_bytes) == (True, MODEL.num_experts, 1000 * MEBI)
+
+
+@pytest.mark.store
+@pytest.mark.parametrize(
+    ("options", "machine", "alone", "reason"),
+    [
+        ({"num_redundant_experts": 4}, {}, False, "each rank's own"),
+        ({}, {"shared_memory": False}, False, "one machine"),
+        ({}, {}, True, "one process"),
+    ],
+)
+def test_when_there_is_no_store(options: dict[str, Any], machine: dict[str, Any], alone: bool, reason: str) -> None:
+    config = EngineConfig(data_parallel_size=1 if alone else 2, **options)
+    plan = resolve(config, MODEL, dataclasses.replace(MACHINE, **machine), alone)
+    assert not plan.weight_store and reason in plan.reasons["weight_store"]
 
 
 def test_local_exchange_is_for_one_rank() -> None:

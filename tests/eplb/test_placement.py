@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.placement import Placement, linear_placement, slots_needed
+from eplb.placement import Placement, at_hand_everywhere, linear_placement, slots_needed
+from eplb.repair import diff, repair
 
 
 def two_ranks(**changes: Any) -> Placement:
@@ -129,13 +130,30 @@ def test_linear_placement_properties(num_layers: int, num_experts: int, num_rank
         counts = np.bincount(filled.slot_to_expert[layer].ravel(), minlength=num_experts)
         assert counts.sum() == slots * num_ranks
         kept = filled.slot_to_expert[layer][:, : plain.slots_per_rank]
-        assert (kept[plain.slot_to_expert[layer] >= 0] == ids[ids >= 0]).all()
+        assert (kept[plain.slot_to_expert[layer] >= 0] == ids[ids >= 0]).all() or filled.everywhere
         work = filled.share[layer] > 0  # one slot of each expert works, and the work is spread over the ranks
         assert sorted(filled.slot_to_expert[layer][work].tolist()) == list(range(num_experts))
         assert work.sum(1).max() <= slots_needed(num_experts, num_ranks) + 1
         if slots <= num_experts:
             for rank in range(num_ranks):
                 assert len(set(filled.experts_of(layer, rank))) == slots  # never the same expert twice on a rank
+
+
+@pytest.mark.store
+def test_every_expert_at_hand_everywhere() -> None:
+    """The shares of work stay what they were; without a rank the others have them all."""
+    linear = linear_placement(2, 6, 3, slots_per_rank=3)
+    everywhere = at_hand_everywhere(linear)
+    assert everywhere.everywhere and not linear.everywhere
+    for layer in range(2):
+        for rank in range(3):
+            shares = np.zeros(6, dtype=np.float32)
+            shares[linear.slot_to_expert[layer, rank]] = linear.share[layer, rank]
+            assert (everywhere.share[layer, rank] == shares).all()
+    left = repair(everywhere, (False, True, False), 1)
+    assert left.everywhere and left.experts_of(0, 1) == tuple(range(6)) and left.experts_of(0, 0) == (-1,) * 6
+    back = repair(left, (True, True, False, True), 2)
+    assert back.everywhere and not [load for load in diff(everywhere, back) if load.rank < 3]
 
 
 def test_replicas_go_to_other_failure_domains() -> None:

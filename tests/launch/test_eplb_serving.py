@@ -90,7 +90,7 @@ def test_a_rebalance_under_load_changes_no_token(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_the_next_rank_leads_when_the_leader_is_lost(tmp_path: Path, backend: str) -> None:
-    with balanced(tmp_path, 4, RESTLESS, "--all2all-backend", backend) as server:
+    with balanced(tmp_path, 4, RESTLESS, "--all2all-backend", backend, "--num-redundant-experts", "8") as server:
         expected = asyncio.run(wave(server))
         assert server.get("/eplb/status")["moves"] > 0
 

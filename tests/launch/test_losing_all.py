@@ -139,7 +139,8 @@ def test_weights_that_are_not_there_or_others(tmp_path: Path, way: str) -> None:
     """Rank 2 of 4 has the only copies of some experts. Those who have the file open read on what it was; who reads what it is
     now refuses it by name, and goes on when it is what it was."""
     weights, kept = copied(tmp_path), tmp_path / "kept"
-    with served(tmp_path, "-dp", "4", "--enable-dbo", "off", "--model", str(tmp_path / "model")) as server:
+    own_experts = ("-dp", "4", "--num-redundant-experts", "8")
+    with served(tmp_path, *own_experts, "--enable-dbo", "off", "--model", str(tmp_path / "model")) as server:
         expected = asyncio.run(wave(server))
         said = "cannot be read" if way == "away" else "changed since the start"
 
@@ -167,7 +168,8 @@ def test_weights_that_are_not_there_or_others(tmp_path: Path, way: str) -> None:
 @pytest.mark.slow
 def test_all_ranks_killed_while_the_weights_are_away(tmp_path: Path) -> None:
     weights, kept = copied(tmp_path), tmp_path / "kept"
-    with served(tmp_path, "-dp", "2", "--enable-dbo", "off", "--model", str(tmp_path / "model")) as server:
+    own_experts = ("-dp", "2", "--num-redundant-experts", "16")
+    with served(tmp_path, *own_experts, "--enable-dbo", "off", "--model", str(tmp_path / "model")) as server:
         expected = asyncio.run(wave(server))
 
         def during() -> None:

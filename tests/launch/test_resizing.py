@@ -141,7 +141,7 @@ def test_from_one_rank_to_two_and_back(tmp_path: Path, model: str) -> None:
 
 
 def test_the_command_and_what_it_refuses(tmp_path: Path) -> None:
-    with served(tmp_path, "--admin-api-key", KEY, "-dp", "3") as server:
+    with served(tmp_path, "--admin-api-key", KEY, "-dp", "3", "--num-redundant-experts", "8") as server:
 
         def ranks(*options: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
             command = [sys.executable, "-m", "moesaic", "ranks", "--url", server.url, "--admin-api-key", key, *options]

@@ -1,0 +1,52 @@
+"""Where weights lie: in memory of each rank's own, or in the store of the machine. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from configs.engine import EngineConfig, Plan
+from configs.machine import Machine, ModelNumbers
+
+CACHED_BYTES = 512 << 20  # weights that take less are not kept on disk unless that is asked for
+OFF = "off"
+
+
+def plan_store(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool, why: dict[str, str]) -> bool:
+    """Whether weights lie in one store of the machine."""
+    why["store_bytes"] = "each rank has weights of its own"
+    if machine.device != "cpu" or not machine.shared_memory:
+        why["weight_store"] = "only ranks of one machine without a GPU share weights"
+    elif alone:
+        why["weight_store"] = "there is one process"
+    elif model.num_experts and config.num_redundant_experts is not None:
+        why["weight_store"] = "num_redundant_experts asks for experts of each rank's own"
+    else:
+        why["weight_store"] = "filled once by all ranks of the machine, and mapped by each"
+        why["store_bytes"] = "all weights, once"
+        why["rank_bytes"] = "its cache; its weights are the store's"
+        return True
+    return False
+
+
+def with_cache(plan: Plan, asked: str | None, folder: Path) -> Plan:
+    """The plan with the directory for packed weights; `folder` unless another one or none was asked for."""
+    cache, reason = "", "as asked"
+    if not plan.weight_store:
+        reason = "there is no store of weights to keep"
+        if asked not in (None, OFF):
+            raise ValueError(f"weight_cache {asked!r}: {reason}: {plan.reasons['weight_store']}")
+    elif asked is None and plan.store_bytes < CACHED_BYTES:
+        reason = f"weights of less than {CACHED_BYTES >> 20} MiB are packed in a moment"
+    elif asked is None:
+        cache, reason = str(folder), "packed weights are mapped at the next start"
+    elif asked != OFF:
+        cache = str(Path(asked).absolute())
+    return replace(plan, weight_cache=cache, reasons={**plan.reasons, "weight_cache": reason})
+
+
+def with_bytes(plan: Plan, store: bool, weights: int, cache: int) -> Plan:
+    """The plan with what its memory is for. weights: bytes of all ranks' together; cache: of one rank's cache."""
+    if store:
+        return replace(plan, weight_store=True, store_bytes=weights, rank_bytes=cache)
+    return replace(plan, rank_bytes=weights // plan.data_parallel_size + cache)

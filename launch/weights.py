@@ -1,0 +1,43 @@
+"""The store of weights of one machine, in the process that starts its ranks: it makes the memory, or takes a file of
+the cache on disk, holds it as long as it lives, and has a full one written to the cache once the ranks serve."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from configs.engine import Plan
+from engine.process.places import STORE
+from launch.processes import RuntimeDir
+from store.cache import WeightCache
+from store.memory import complete_key, make_store
+
+
+class WeightsKept:
+    """cached: the weights come from the cache on disk."""
+
+    def __init__(self, plan: Plan, runtime: RuntimeDir) -> None:
+        self.cached = False
+        self._directory = plan.weight_cache
+        self._key = ""
+        self._file = -1
+        self._runtime = runtime
+        self._writer: subprocess.Popen[bytes] | None = None
+        if not plan.weight_store:
+            return
+        self._key = plan.weight_key
+        found = WeightCache(Path(plan.weight_cache)).find(self._key) if plan.weight_cache else None
+        self.cached = found is not None
+        self._file = make_store(STORE) if found is None else found
+        runtime.keep(STORE, self._file)
+
+    def look(self) -> None:
+        """Call it now and then while the ranks serve."""
+        if self._writer is not None:
+            self._writer.poll()
+        elif self._directory and not self.cached and self._file >= 0 and complete_key(self._file) == self._key:
+            arguments = ["--store", str(self._runtime.file(STORE)), "--key", self._key, "--directory", self._directory]
+            command = [sys.executable, "-m", "engine.process.cache_process", *arguments, "--parent", str(os.getpid())]
+            self._writer = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)

@@ -1,0 +1,112 @@
+"""Packed weights on disk: files of full stores (store/memory.py), by their key. The next server maps such a file
+instead of reading and packing a checkpoint.
+
+A file appears under its name when it is whole (rename(2)), is never written to again, and is used only when it and its
+directory are this user's and nobody else may write to them. All files together take at most half of what would be free
+without them: the least recently used ones make room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from store.memory import complete_key
+
+SUFFIX = ".weights"
+DRAFT = ".draft"
+CHUNK = 8 << 20
+
+
+class WeightCache:
+    """The cache in `directory`, which is made when something is written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def find(self, key: str) -> int | None:
+        """A descriptor of the whole file with this key, for reading; None: there is none that can be trusted. It counts
+        as used now, and the system begins to bring it into memory."""
+        path = self._path(key)
+        try:
+            if not _is_ours(self.directory.stat()):
+                return None
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        if not _is_ours(os.fstat(file)) or complete_key(file) != key:
+            os.close(file)
+            return None
+        with contextlib.suppress(OSError):  # a disk that cannot be written to
+            os.utime(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+        return file
+
+    def write(self, source: int, key: str) -> bool:
+        """Copy a full store. False: it is larger than the cache may be. Raises OSError."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        assert complete_key(source) == key
+        size = os.fstat(source).st_size
+        self._sweep()
+        if not self._make_room(size):
+            return False
+        draft = self.directory / f"{key}-{os.getpid()}{DRAFT}"
+        file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)  # as long as this process lives: others leave the draft alone
+            done = 0
+            while done < size:
+                done += os.sendfile(file, source, done, min(CHUNK, size - done))
+            os.fsync(file)
+            os.fchmod(file, 0o400)
+            draft.replace(self._path(key))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+        finally:
+            os.close(file)
+        return True
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{key}{SUFFIX}"
+
+    def _sweep(self) -> None:
+        """Remove the drafts of processes that have ended."""
+        for draft in self.directory.glob(f"*{DRAFT}"):
+            with contextlib.suppress(OSError), _opened(draft) as file:  # also BlockingIOError: somebody writes it
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                draft.unlink()
+
+    def _make_room(self, size: int) -> bool:
+        """Whether there is room, after the least recently used files have gone."""
+        files = sorted(self.directory.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        sizes = [path.stat().st_size for path in files]
+        own = sum(sizes)
+        most = (shutil.disk_usage(self.directory).free + own) // 2
+        if size > most:
+            return False
+        for path, freed in zip(files, sizes, strict=True):
+            if own + size <= most:
+                break
+            path.unlink(missing_ok=True)
+            own -= freed
+        return True
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o022
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield file
+    finally:
+        os.close(file)

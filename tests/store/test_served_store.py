@@ -1,0 +1,126 @@
+"""Real servers whose ranks share their weights: what a loss costs, and what is left of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import streams
+from served import Server, served, starting, until
+from streams import mode, wave
+from test_losing_all import all_serve, copied, kill_all, ranks_of
+
+from engine.process.places import STORE
+
+pytestmark = pytest.mark.store
+
+RESTLESS = {"window_size": 20, "memory_steps": 5, "reweight_interval": 2, "move_interval": 4, "min_gain": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "NUM_STREAMS", 8)
+    monkeypatch.setattr(streams, "NUM_TOKENS", 120)
+
+
+def store_of(server: Server) -> int:
+    """The inode of its memory."""
+    for file in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        if os.readlink(file).startswith(f"/memfd:{STORE} "):
+            return file.stat().st_ino
+    raise AssertionError("the supervisor holds no store")
+
+
+def mappings(inode: int) -> dict[int, set[str]]:
+    """Of each process that maps it, with which rights."""
+    found: dict[int, set[str]] = {}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:
+            continue
+        rights = {line.split()[1] for line in lines if line.split()[4] == str(inode) and f"/memfd:{STORE}" in line}
+        if rights:
+            found[int(maps.parent.name)] = rights
+    return found
+
+
+def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
+    """All of them, twice; and one is enough for every expert."""
+    weights = copied(tmp_path)
+    with served(tmp_path, "-dp", "3", "--enable-dbo", "off", "--model", str(tmp_path / "model")) as server:
+        expected = asyncio.run(wave(server))
+        inode = store_of(server)
+        assert mappings(inode) == {pid: {"r--s"} for pid in ranks_of(server).values()}
+        assert 'weight_store_mappings{model_name="moesaic-tiny"} 3.0' in server.get("/metrics").replace(
+            str(tmp_path / "model"), "moesaic-tiny"
+        )
+        weights.unlink()
+
+        def all_but_one() -> None:
+            for name in ("rank 0", "rank 2"):
+                os.kill(ranks_of(server)[name], signal.SIGKILL)
+            until(lambda: mode(server) == "degraded", 30, "one serves alone")
+            all_serve(server)
+
+        assert asyncio.run(wave(server, all_but_one)) == expected
+        assert asyncio.run(wave(server, lambda: kill_all(server))) == expected
+        all_serve(server)
+        assert mappings(inode) == {pid: {"r--s"} for pid in ranks_of(server).values()}
+    assert not mappings(inode), "memory is left"
+    log = (tmp_path / "server.log").read_text()
+    assert "Traceback" not in log and "experts_reloaded" not in log
+
+
+def test_nothing_is_left_of_a_killed_supervisor(tmp_path: Path) -> None:
+    with served(tmp_path, "-dp", "2") as server:
+        inode, children = store_of(server), server.children()
+        server.process.kill()
+        server.process.wait(30)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children.values()), 30, "all have ended")
+        assert not mappings(inode)
+
+
+def test_a_rank_killed_while_it_fills(tmp_path: Path) -> None:
+    """Before a server is ready it ends with the first rank that is lost; no process and no memory stays behind."""
+    with starting(tmp_path, "-dp", "2") as server:
+        until(lambda: ranks_of(server), 60, "a rank has been started")
+        inode, children = store_of(server), server.children()
+        os.kill(min(ranks_of(server).values()), signal.SIGKILL)
+        assert server.wait(60) == 3
+    assert "before the server was ready" in (tmp_path / "server.log").read_text()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children.values()) and not mappings(inode)
+
+
+def test_two_servers_do_not_meet(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    with served(first, "-dp", "2") as one, served(second, "-dp", "2", "--dtype", "float32") as other:
+        inodes = store_of(one), store_of(other)
+        assert inodes[0] != inodes[1]
+        assert set(mappings(inodes[0])) == set(ranks_of(one).values())
+        assert set(mappings(inodes[1])) == set(ranks_of(other).values())
+
+
+def test_the_balancer_moves_work_and_no_weights(tmp_path: Path) -> None:
+    words = ["-dp", "2", "--dtype", "float32", "--enable-eplb", "--eplb-config", json.dumps(RESTLESS)]
+    with served(tmp_path, *words, "--admin-api-key", "boss") as server:
+        expected = asyncio.run(wave(server))
+
+        def rebalance() -> Any:
+            headers = {"Content-Type": "application/json", "Authorization": "Bearer boss"}
+            request = urllib.request.Request(f"{server.url}/eplb/rebalance", b"{}", headers)
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return json.loads(answer.read())
+
+        assert asyncio.run(wave(server, rebalance)) == expected
+        status = server.get("/eplb/status")
+        assert status["reweights"] > 0 and (status["moves"], status["bytes_moved"]) == (0, 0)
+        assert (status["failures"], status["last_error"]) == (0, "")

@@ -1,0 +1,127 @@
+"""Packed weights on disk: found only whole and when they can be trusted, bounded, and mapped at the next start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import streams
+from served import served, until
+from streams import wave
+from test_losing_all import copied, ranks_of
+
+from store.cache import WeightCache
+from store.key import weights_key
+from store.memory import Store, make_store
+
+pytestmark = pytest.mark.store
+
+KEY = "k" * 64
+FILES = {"model.safetensors": (1, 2, 3, "digest")}
+
+
+def full_store(key: str, text: bytes) -> int:
+    file = make_store("test")
+    store = Store(Path(f"/proc/{os.getpid()}/fd/{file}"), key, 64 << 20)
+    store.begin(1)
+    assert store.claim(0)
+    store.write(store.room(0, len(text)), text)
+    store.fill(0)
+    store.finish()
+    store.close()
+    return file
+
+
+def test_what_is_written_is_found(tmp_path: Path) -> None:
+    cache = WeightCache(tmp_path / "cache")
+    assert cache.find(KEY) is None
+    assert cache.write(full_store(KEY, b"weights"), KEY)
+    assert cache.find("other") is None
+    found = cache.find(KEY)
+    assert found is not None
+    store = Store(Path(f"/proc/{os.getpid()}/fd/{found}"), KEY, 0)
+    assert store.complete and store.read(store.offset(0), 7) == b"weights"
+    assert [path.name for path in cache.directory.iterdir()] == [f"{KEY}.weights"]
+    with pytest.raises(OSError):
+        os.write(found, b"x")
+    store.close()
+
+
+def test_what_cannot_be_trusted_is_not_found(tmp_path: Path) -> None:
+    cache = WeightCache(tmp_path / "cache")
+    cache.write(full_store(KEY, b"weights"), KEY)
+    path = cache.directory / f"{KEY}.weights"
+    path.chmod(0o666)
+    assert cache.find(KEY) is None, "others may write to it"
+    path.chmod(0o600)
+    assert cache.find(KEY) is not None
+    cache.directory.chmod(0o777)
+    assert cache.find(KEY) is None, "others may replace it"
+    cache.directory.chmod(0o700)
+    path.rename(cache.directory / f"{'x' * 64}.weights")
+    assert cache.find("x" * 64) is None, "it says itself what it is"
+    os.truncate(cache.directory / f"{'x' * 64}.weights", 5000)
+    (cache.directory / f"{'x' * 64}.weights").rename(path)
+    assert cache.find(KEY) is None, "it was cut"
+
+
+def test_it_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used go first; what is too large is not written."""
+    free = 10 << 20
+
+    def disk_usage(path: Path) -> object:
+        used = sum(file.stat().st_size for file in path.iterdir())
+        return shutil._ntuple_diskusage(free, used, free - used)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    cache = WeightCache(tmp_path)
+    size = os.fstat(full_store("a", b"1")).st_size
+    assert size == 4 << 20
+    for index, key in enumerate("ab"):
+        assert cache.write(full_store(key, b"1"), key)
+        if cache.find(key) is not None:
+            os.utime(tmp_path / f"{key}.weights", (index, index))
+    assert [path.name for path in tmp_path.iterdir()] == ["b.weights"]
+    free = 6 << 20
+    assert not cache.write(full_store("c", b"1"), "c")
+
+
+def test_drafts_of_the_dead_are_removed(tmp_path: Path) -> None:
+    (tmp_path / f"{KEY}-1.draft").write_bytes(b"half")
+    assert WeightCache(tmp_path).write(full_store(KEY, b"weights"), KEY)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.weights"]
+
+
+def test_the_key_is_of_whatever_the_bytes_depend_on(tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    library.write_bytes(b"kernels")
+    first = weights_key(FILES, {"dtype": "float32"}, str(library))
+    assert first == weights_key(dict(FILES), {"dtype": "float32"}, str(library)) and len(first) == 64
+    others = [
+        weights_key({"model.safetensors": (1, 2, 4, "digest")}, {"dtype": "float32"}, str(library)),
+        weights_key(FILES, {"dtype": "bfloat16"}, str(library)),
+        weights_key(FILES, {"dtype": "float32"}, ""),
+    ]
+    library.write_bytes(b"other kernels")
+    others.append(weights_key(FILES, {"dtype": "float32"}, str(library)))
+    assert len({first, *others}) == 5
+
+
+def test_the_next_server_maps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "NUM_STREAMS", 4)
+    monkeypatch.setattr(streams, "NUM_TOKENS", 60)
+    copied(tmp_path)
+    cache, words = tmp_path / "cache", ["-dp", "2", "--model", str(tmp_path / "model")]
+    with served(tmp_path, *words, "--weight-cache", str(cache)) as server:
+        expected = asyncio.run(wave(server))
+        (file,) = until(lambda: list(cache.glob("*.weights")), 60, "it has been written")
+    with served(tmp_path, *words, "--weight-cache", str(cache)) as server:
+        assert asyncio.run(wave(server)) == expected
+        for pid in ranks_of(server).values():
+            lines = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if line.endswith(str(file))]
+            assert [line.split()[1] for line in lines] == ["r--s"]
+    log = (tmp_path / "server.log").read_text()
+    assert "read 0.0 of" in log and "weight_cache_written" not in log

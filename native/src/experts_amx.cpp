@@ -11,7 +11,7 @@ enum { LANES = 16 };
 #include "tiles.h"
 #include "vector.h"
 
-enum { STEP = TILE_K * PANEL * 2, PAIR = PANEL * 4, NEAR_K = 512 };  // bytes of 32 k and of a pair of them; k that stay near
+enum { STEP = TILE_K * PANEL * 2, PAIR = PANEL * 4, NEAR_K = 1024 };  // bytes of 32 k and of a pair of them; k that stay near
 
 // Tiles 0 to 3 are sums. Up to 16 rows: all four of a panel's groups of columns by the rows in tile 4, the panel in 5 to 7. More: two
 // groups (0 and 1 of the first 16 rows, 2 and 3 of the others) by the rows in 4 and 5, the panel in 6 and 7.

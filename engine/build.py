@@ -95,10 +95,7 @@ def build_rank(
     size = plan.data_parallel_size
     placement = _placement(plan, facts, join) if facts.num_moe_layers else None
     parallel = Parallel(rank, size, placement, _no_lanes)
-    kernels = plan.mla_prefill, plan.attention_backend, plan.kv_cache_dtype == "fp8"
-    model = build(facts, parallel, DTYPES[plan.dtype], device, *kernels)
-    model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
-    model.keep_linears(WeightFormat(plan.linear_format))
+    model = _model(plan, facts, parallel, device)
     exchange, times = StepState(), ExchangeTimes()
     lanes = partial(_lanes, plan, exchange, times)
     checkpoint = Unread() if mapped else Checkpoint(plan.model_path, progress, plan.checkpoint, facts.key_names)
@@ -127,6 +124,15 @@ def build_rank(
         preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
         practice_tokens=_practice_tokens(plan, mapped and join),
     )
+
+
+def _model(plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.device) -> CausalLM:
+    """With uninitialised weights."""
+    kernels = plan.mla_prefill, plan.attention_backend, plan.kv_cache_dtype == "fp8"
+    model = build(facts, parallel, DTYPES[plan.dtype], device, *kernels)
+    model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
+    model.keep_linears(WeightFormat(plan.linear_format))
+    return model
 
 
 def _fingerprint(plan: Plan, facts: ModelFacts) -> int:

@@ -120,6 +120,7 @@ class Fake:
             write=lambda name, value: path / name,
             file=lambda name: path / name,
             clear=lambda name: (path / name).unlink(missing_ok=True),
+            keep=lambda name, file: None,
         )
         self.monitor = RankMonitor(
             cast(Any, children),

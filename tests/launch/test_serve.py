@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 from openai import OpenAI
 from served import Server, command_line, descendants, free_port, served, starting, until
 
@@ -101,6 +102,7 @@ def resident_megabytes(server: Server) -> float:
     return total / 1024
 
 
+@pytest.mark.slow
 def test_two_hundred_streams(tmp_path: Path) -> None:
     """200 concurrent streams, 50 of them left early: the rest complete, every block comes back, memory returns to its level."""
     arguments = ("--data-parallel-size", "2", "--no-enable-prefix-caching", "--max-num-seqs", "256")

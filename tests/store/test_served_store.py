@@ -98,6 +98,7 @@ def test_a_rank_killed_while_it_fills(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in children.values()) and not mappings(inode)
 
 
+@pytest.mark.slow
 def test_two_servers_do_not_meet(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()

@@ -200,8 +200,9 @@ class RankProcess:
         return not alone and self.rank is not None and not self.rank.idle
 
     def cut(self) -> None:
-        """What it sends in exchanges of this epoch reaches none of the others."""
-        assert self.team is not None and self.team._groups is not None
+        """What it sends in exchanges of this epoch reaches none of the others; one that is in no epoch sends nothing."""
+        if self.team is None or self.team._groups is None:
+            return
         for group in self.team._groups:
             cast(SimGroup, group).net.cut.add(cast(SimGroup, group).rank)
 

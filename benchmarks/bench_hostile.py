@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench_faults import Server, command_line, descendants
+from server_process import Server, command_line, descendants
 
 from moesaic.http_client import Client
 

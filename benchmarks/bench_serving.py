@@ -33,9 +33,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import uvloop
-from bench_faults import Server, command_line, descendants
 from make_models import SHAPES, make
 from quiet import Bandwidth, Watch, await_rest
+from server_process import Server, command_line, descendants
 from vllm_server import SERVED_NAME, VllmServer
 
 READ_SECONDS = 120.0

@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_faults import BACK_SECONDS, Killer, Load, Server, at
+from bench_faults import BACK_SECONDS, Killer, Load, at
+from server_process import Server
 
 from moesaic.http_client import Client
 

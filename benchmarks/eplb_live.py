@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_faults import Load, Server
+from bench_faults import Load
+from server_process import Server
 from torch import nn
 
 from configs.engine import EngineConfig

@@ -6,6 +6,7 @@ Legend: T tokens, D hidden size, P rows sampled, V vocabulary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +98,7 @@ class DecoderLayer(nn.Module, Generic[A]):
         return self.mlp.steps(x_TD, context.lane)
 
 
-class Decoder(ExpertParallelMixin, Generic[A]):
+class Decoder(ExpertParallelMixin, ABC, Generic[A]):
     """Implements the forward pass of models.base.CausalLM."""
 
     config: DecoderConfig
@@ -132,9 +133,9 @@ class Decoder(ExpertParallelMixin, Generic[A]):
         """In the model's dtype, or in FP8 where the family's class has been told so."""
         return self.config.cache_spec(str(self.dtype).removeprefix("torch."), self.fp8_cache)
 
+    @abstractmethod
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
         """What this family's sublayers do by the lengths of the step's sequences, prepared once for all layers."""
-        raise NotImplementedError
 
     def steps(self, step: StepInput, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER) -> Steps[Tensor]:
         """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
@@ -170,9 +171,9 @@ class Decoder(ExpertParallelMixin, Generic[A]):
         self.load_parts([*ends, *layers], source, self.config.num_experts, store)
         self.skip_rest(source)
 
+    @abstractmethod
     def read_layer(self, index: int, source: WeightSource) -> None:
         """Fill the parameters of one layer; its experts are none."""
-        raise NotImplementedError
 
     def skip_rest(self, source: WeightSource) -> None:
         """Skip the keys that the model does not use."""

@@ -9,6 +9,7 @@ without them: the least recently used ones make room.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -48,8 +49,11 @@ class WeightCache:
         return file
 
     def write(self, source: int, key: str) -> bool:
-        """Copy a full store. False: it is larger than the cache may be. Raises OSError."""
+        """Copy a full store. False: it is larger than the cache may be. Raises OSError, also where others may write to
+        the directory: `find` would not trust it."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_ours(self.directory.stat()):
+            raise PermissionError(errno.EPERM, "the directory is another user's, or others may write to it")
         assert complete_key(source) == key
         size = os.fstat(source).st_size
         self._sweep()
@@ -79,7 +83,10 @@ class WeightCache:
     def _sweep(self) -> None:
         """Remove the drafts of processes that have ended."""
         for draft in self.directory.glob(f"*{DRAFT}"):
-            with contextlib.suppress(OSError), _opened(draft) as file:  # also BlockingIOError: somebody writes it
+            with (
+                contextlib.suppress(OSError),
+                _opened(draft) as file,
+            ):  # also BlockingIOError: another process writes it
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 draft.unlink()
 

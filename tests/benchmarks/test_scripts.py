@@ -119,6 +119,7 @@ PARTS = {
     "op_clock.py": "bench_ops.py",
     "prompt_ops.py": "bench_ops.py",
     "quiet.py": "bench_peers.py",
+    "server_process.py": "bench_faults.py",
     "vllm_server.py": "bench_serving.py",
     "wait_clock.py": "bench_dbo.py",
 }

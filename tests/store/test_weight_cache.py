@@ -60,6 +60,8 @@ def test_what_cannot_be_trusted_is_not_found(tmp_path: Path) -> None:
     assert cache.find(KEY) is not None
     cache.directory.chmod(0o777)
     assert cache.find(KEY) is None, "others may replace it"
+    with pytest.raises(PermissionError, match="others may write to it"):
+        cache.write(full_store(KEY, b"weights"), KEY)
     cache.directory.chmod(0o700)
     path.rename(cache.directory / f"{'x' * 64}.weights")
     assert cache.find("x" * 64) is None, "it says itself what it is"

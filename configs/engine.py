@@ -63,6 +63,7 @@ class EngineConfig:
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows; (): decided
     quantization: Literal["fp8", "int8"] | None = None  # of all large matrices, when they are loaded
     weight_cache: str | None = None  # a directory for packed weights, or "off"; None: the user's, of large models
+    deterministic: bool = False  # tokens and logprobs do not depend on company, ranks, chunks or threads
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
@@ -98,6 +99,7 @@ class Plan:
     logprobs_mode: LogprobsMode
     max_logprobs: int
     exchange_timeout: float
+    deterministic: bool = False  # kernels add up in an order that depends on nothing but the row
     data_parallel_size_local: int = 0  # ranks on this machine; 0: all
     max_ranks: int = MAX_RANKS  # to which a running server may grow
     rank_bytes: int = 0  # what the weights and the cache of one rank take; those of a store are none of its own

@@ -10,6 +10,7 @@ from dataclasses import replace
 from cache.spec import CacheSpec
 from configs.cache import block_bytes, bytes_beside_blocks, cache_bytes, kept_cache
 from configs.dbo import plan_dbo
+from configs.deterministic import fixed_order
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
 from configs.eplb import EplbConfig, check_eplb, plan_eplb
 from configs.exchange import check_host_backend, with_dispatch
@@ -35,7 +36,7 @@ QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as 
 
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool = False) -> Plan:
     """ValueError names field and limit when a wish cannot be met. alone: in the caller's process, without a front."""
-    _check(config, model, machine.gpu)
+    config = fixed_order(_checked(config, model, machine.gpu), machine, machine.reasons)
     why, ranks = machine.reasons, config.data_parallel_size
     dtype = _dtype(config, model, machine, why)
     model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
@@ -73,6 +74,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         dbo=plan_dbo(*dbo, model.num_experts, ranks, why),
         threads_per_rank=threads,
         mla_prefill=config.mla_prefill,
+        deterministic=config.deterministic,
         logprobs_mode=config.logprobs_mode,
         max_logprobs=config.max_logprobs,
         exchange_timeout=config.exchange_timeout,
@@ -111,7 +113,7 @@ def _item_size(dtype: Dtype) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def _check(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> None:
+def _checked(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> EngineConfig:
     positive = {
         "data_parallel_size": config.data_parallel_size,
         "max_model_len": config.max_model_len,
@@ -150,6 +152,7 @@ def _check(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> None:
         raise ValueError(
             f"max_model_len {config.max_model_len} exceeds the model's limit of {limit} tokens: {model.context_reason}"
         )
+    return config
 
 
 def _choose(why: dict[str, str], name: str, asked: int | None, default: int, reason: str) -> int:

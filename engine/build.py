@@ -85,7 +85,7 @@ def build_rank(
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
     limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
-    choose(parse(plan.native_choice))
+    choose(parse(plan.native_choice), plan.deterministic)
     device = open_device(plan.device, rank, plan.ranks_per_machine)
     check_room(device, plan.rank_bytes, plan.graph_bytes)
     mapped = store is not None and store.complete

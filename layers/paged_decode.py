@@ -12,8 +12,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from layers.paged_prefill import PagedPrefill
 from layers.step import StepInput
-from native import Isa, function, isa
+from native import Isa, fixed_order, function, isa
 
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FIELDS = (
@@ -76,6 +77,10 @@ class PagedDecode:
             self._table_BN.shape[1],
         )
         self._shape_pointer = ctypes.byref(self._shape)
+        self._as_prompts: PagedPrefill | None = None
+        if fixed_order():
+            num = step.num_decodes
+            self._as_prompts = PagedPrefill.of_decodes(self._lens_B[:num], self._table_BN[:num], step.block_size)
 
     def __call__(self, q_BHK: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
         """[B, H, V]. k_cache [rows, Hkv, K] and v_cache [rows, Hkv, V] may be views of one memory (MLA: values are the
@@ -85,6 +90,9 @@ class PagedDecode:
             q_BHK = q_BHK.contiguous()
         self._shape.key_stride, self._shape.value_stride = k_cache.stride(0), v_cache.stride(0)
         out_BHV = torch.empty(self._out_shape, dtype=self._dtype)
+        if self._as_prompts is not None:
+            self._as_prompts(q_BHK, k_cache, v_cache, scale, out_BHV)
+            return out_BHV
         _attention_decode(
             self._shape_pointer,
             q_BHK.data_ptr(),

@@ -31,6 +31,7 @@ class _Call(ctypes.Structure):
 
 
 _attention_prefill = function("attention_prefill", ctypes.POINTER(_Call), ctypes.c_int)
+_attention_fixed_order = function("attention_fixed_order", ctypes.POINTER(_Call), ctypes.c_int)
 
 
 def can_prefill(dtype: torch.dtype, device: torch.device, key_dim: int, shared_dim: int = 0) -> bool:
@@ -51,13 +52,26 @@ class PagedPrefill:
     ) -> None:
         """queries: of each sequence its first query among the tokens, and the place behind its last. lens: tokens of
         each sequence. table: int64, its blocks."""
-        assert table_BN.dtype is torch.int64 and len(queries) == len(lens) == table_BN.shape[0]
+        assert len(queries) == len(lens) == table_BN.shape[0]
         assert all(0 <= first <= last for first, last in queries)
-        self.num_sequences = len(lens)
+        starts_ends = torch.tensor(queries, dtype=torch.int64).T.contiguous()
+        self._keep(starts_ends, torch.tensor(lens, dtype=torch.int64), table_BN.contiguous(), block_size)
+
+    def _keep(self, starts_ends: Tensor | None, lens_B: Tensor, table_BN: Tensor, block_size: int) -> None:
+        assert table_BN.dtype is lens_B.dtype is torch.int64
+        self.num_sequences = len(lens_B)
         self.block_size = block_size
-        self._starts_ends = torch.tensor(queries, dtype=torch.int64).T.contiguous()
-        self._lens_B = torch.tensor(lens, dtype=torch.int64)
-        self._table_BN = table_BN.contiguous()
+        self._starts_ends, self._lens_B, self._table_BN = starts_ends, lens_B, table_BN
+        self._attend = _attention_prefill
+
+    @classmethod
+    def of_decodes(cls, lens_B: Tensor, table_BN: Tensor, block_size: int) -> PagedPrefill:
+        """Sequences with one query each, one after another. lens and table (contiguous) are read where they are, at
+        every call: a graph can hold it."""
+        decodes = cls.__new__(cls)
+        decodes._keep(None, lens_B, table_BN, block_size)
+        decodes._attend = _attention_fixed_order
+        return decodes
 
     @staticmethod
     def behind_decodes(step: StepInput) -> PagedPrefill:
@@ -102,8 +116,8 @@ class PagedPrefill:
             0 if shared_cache is None else shared_cache.stride(0),
             v_cache.stride(0),
             out_THV.stride(0),
-            self._starts_ends[0].data_ptr(),
-            self._starts_ends[1].data_ptr(),
+            0 if self._starts_ends is None else self._starts_ends[0].data_ptr(),
+            0 if self._starts_ends is None else self._starts_ends[1].data_ptr(),
             self._lens_B.data_ptr(),
             self._table_BN.data_ptr(),
             self._table_BN.shape[1],
@@ -114,7 +128,7 @@ class PagedPrefill:
             out_THV.data_ptr(),
             scale,
         )
-        _attention_prefill(ctypes.byref(call), torch.get_num_threads())
+        self._attend(ctypes.byref(call), torch.get_num_threads())
 
 
 def _rows_are_whole(x_RHK: Tensor) -> bool:

@@ -125,6 +125,7 @@ OPTIONS = [
     _of("cudagraph_capture_sizes", "Rows of the graphs, e.g. 1,2,4,8; default: decided.", **_TEXT),
     _of("threads_per_rank", "CPU threads of each rank."),
     _of("mla_prefill"),
+    _of("deterministic", "Bit-equal tokens and log-probabilities alone and in any batch, on any number of ranks."),
     _of("logprobs_mode"),
     _of("max_logprobs", "-1: no limit."),
     _of("exchange_timeout", "Bound of waits between ranks, s."),

@@ -61,9 +61,12 @@ struct Job {
     queries_each = most > group ? most / group : 1;
   }
 
+  int64_t first_of(int64_t sequence) const { return c->starts ? c->starts[sequence] : sequence; }
+  int64_t queries_of(int64_t sequence) const { return c->starts ? c->ends[sequence] - c->starts[sequence] : 1; }
+
   int64_t count() const {
     int64_t items = 0;
-    for (int64_t b = 0; b < c->num_sequences; b++) items += (c->ends[b] - c->starts[b] + queries_each - 1) / queries_each * c->num_kv_heads;
+    for (int64_t b = 0; b < c->num_sequences; b++) items += (queries_of(b) + queries_each - 1) / queries_each * c->num_kv_heads;
     return items;
   }
 
@@ -85,7 +88,7 @@ struct Job {
   }
 
   void run(const Item &item, const Work &work) const {
-    int64_t len = c->lens[item.sequence], start = c->starts[item.sequence], total = c->ends[item.sequence] - start;
+    int64_t len = c->lens[item.sequence], start = first_of(item.sequence), total = queries_of(item.sequence);
     int64_t num = item.queries * group, first_seen = len - total + item.first + 1;  // keys that the first query sees
     memset(work.acc, 0, num * acc_stride * 4);
     memset(work.sum, 0, num * 4);
@@ -109,7 +112,7 @@ struct Job {
   }
 
   const uint8_t *query(const Item &item, int64_t r) const {
-    int64_t token = c->starts[item.sequence] + item.first + r / group, head = item.kv_head * group + r % group;
+    int64_t token = first_of(item.sequence) + item.first + r / group, head = item.kv_head * group + r % group;
     return (const uint8_t *)c->q + (token * c->q_stride + head * key_depth) * item_bytes;
   }
 
@@ -195,12 +198,11 @@ struct Job {
 
 }  // namespace
 
-// out[t] = attention of query t over the keys of its sequence up to its own. key_dim and shared_dim are even for bfloat16.
-NATIVE_API void attention_prefill(const PrefillCall *call, int threads) {
-  tape_refuse("attention_prefill");
+namespace {
+void attend(const PrefillCall *call, int threads) {
   Job job(call);
   int64_t pairs = 0, num_items = job.count();
-  for (int64_t b = 0; b < call->num_sequences; b++) pairs += (call->ends[b] - call->starts[b]) * call->lens[b];
+  for (int64_t b = 0; b < call->num_sequences; b++) pairs += job.queries_of(b) * call->lens[b];
   if (num_items == 0) return;
   if (pairs * call->num_heads * (job.key_depth + call->value_dim) < 65536) threads = 1;
   // Smaller pieces where there would be too few for all threads.
@@ -212,7 +214,7 @@ NATIVE_API void attention_prefill(const PrefillCall *call, int threads) {
   num_items = 0;
   // The last queries of a sequence see most keys: they come first, so that all end at about the same time.
   for (int64_t b = 0; b < call->num_sequences; b++) {
-    int64_t queries = call->ends[b] - call->starts[b];
+    int64_t queries = job.queries_of(b);
     for (int64_t end = queries; end > 0; end -= job.queries_each)
       for (int64_t kv = 0; kv < call->num_kv_heads; kv++) {
         int64_t first = end < job.queries_each ? 0 : end - job.queries_each;
@@ -224,4 +226,17 @@ NATIVE_API void attention_prefill(const PrefillCall *call, int threads) {
     job.lay_out(start + worker * each, &own);
     job.run(items[i], own);
   });
+}
+}  // namespace
+
+// out[t] = attention of query t over the keys of its sequence up to its own. key_dim and shared_dim are even for bfloat16.
+NATIVE_API void attention_prefill(const PrefillCall *call, int threads) {
+  tape_refuse("attention_prefill");
+  attend(call, threads);
+}
+
+// The same for a query of each sequence, call->starts null; lens and table are kept where they are.
+NATIVE_API void attention_fixed_order(const PrefillCall *call, int threads) {
+  tape_note(attention_fixed_order, call, threads);
+  attend(call, threads);
 }

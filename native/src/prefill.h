@@ -13,7 +13,7 @@ enum { STRIP = 24, MOST_STRIP = 32, QUERY_ROWS = 768, MOST_SUMS = 98304 };
 struct PrefillCall {
   int64_t x_type, num_sequences, num_heads, num_kv_heads, key_dim, shared_dim, value_dim, block_size;
   int64_t q_stride, key_stride, shared_stride, value_stride, out_stride;
-  const int64_t *starts, *ends;  // [num_sequences] each one's first query in q and out, and the place behind its last
+  const int64_t *starts, *ends;  // [num_sequences] each one's first query in q and out, and the place behind its last; null: one query each, one after another
   const int64_t *lens;   // [num_sequences] keys of each, its queries' included
   const int64_t *table;  // [num_sequences, table_stride] block numbers
   int64_t table_stride;

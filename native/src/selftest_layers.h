@@ -13,7 +13,7 @@ NATIVE_API void linear_bf16(const void *x, int64_t x_stride, const void *w, int6
                             int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int threads);
 NATIVE_API void linear_bf16_best(const void *x, int64_t x_stride, const void *w, int64_t w_stride, int64_t *place, int64_t rows,
                                  int64_t inputs, int64_t outputs, int threads);
-NATIVE_API void linear_packed_fill(int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
+NATIVE_API void linear_packed_fill(int64_t x_type, int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
                                    int64_t inputs, int64_t outputs, int threads);
 NATIVE_API void linear_packed(int64_t x_type, int64_t format, const uint8_t *packed, const void *x, int64_t x_stride, const void *bias,
                               void *y, int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int threads);
@@ -106,10 +106,10 @@ void test_linear(int64_t rows, int64_t inputs, int64_t outputs, int threads) {
 void test_linear_packed(int x_type, int format, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
   const int64_t blocks = (inputs + 127) / 128, scale_rows = format == W_INT8 ? 1 : 128;
   Rows x(x_type, rows, inputs, inputs), bias(x_type, 1, outputs, outputs), scale(X_F32, (outputs + scale_rows - 1) / scale_rows, blocks, blocks);
-  const int64_t column_bytes = format == W_PLAIN ? 2 * inputs : blocks * 4 + inputs;
-  std::vector<uint8_t> weight(outputs * inputs * (format == W_PLAIN ? 2 : 1), 3), y(rows * outputs * (x_type == X_F32 ? 4 : 2));
+  const int64_t item = x_type == X_F32 ? 4 : 2, column_bytes = format == W_PLAIN ? item * inputs : blocks * 4 + inputs;
+  std::vector<uint8_t> weight(outputs * inputs * (format == W_PLAIN ? item : 1), 3), y(rows * outputs * item);
   std::vector<uint8_t> packed((outputs + 63) / 64 * 64 * column_bytes);
-  linear_packed_fill(format, packed.data(), weight.data(), (const float *)scale.bytes.data(), scale_rows, inputs, outputs, threads);
+  linear_packed_fill(x_type, format, packed.data(), weight.data(), (const float *)scale.bytes.data(), scale_rows, inputs, outputs, threads);
   linear_packed(x_type, format, packed.data(), x.bytes.data(), inputs, bias.bytes.data(), y.data(), outputs, rows, inputs, outputs, threads);
 }
 
@@ -166,7 +166,7 @@ int test_layers(int isa) {
         for (int64_t rows : {0, 1, 5, 13, 40, 100})
           for (int64_t inputs : {2, 130, 256})
             for (int64_t outputs : {1, 64, 150})
-              if (format != W_PLAIN || x_type == X_BF16) test_linear_packed(x_type, format, rows, inputs, outputs, threads), count++;
+              test_linear_packed(x_type, format, rows, inputs, outputs, threads), count++;
     if (isa < ISA_AVX512_BF16) continue;
     for (int64_t rows : {0, 1, 2, 3, 4, 6, 23, 24, 31, 60})
       for (int64_t inputs : {1, 2, 31, 64, 130})

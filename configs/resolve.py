@@ -36,8 +36,8 @@ QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as 
 
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool = False) -> Plan:
     """ValueError names field and limit when a wish cannot be met. alone: in the caller's process, without a front."""
-    config = fixed_order(_checked(config, model, machine.gpu), machine, machine.reasons)
     why, ranks = machine.reasons, config.data_parallel_size
+    config = fixed_order(_checked(config, model, machine.gpu), machine, why)
     dtype = _dtype(config, model, machine, why)
     model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)

@@ -17,11 +17,10 @@ def fixed_order(config: EngineConfig, machine: Machine, why: dict[str, str]) -> 
         raise ValueError("deterministic works on a CPU; the kernels for a GPU split sums by the number of sequences")
     if machine.native_kernels == "none":
         raise ValueError("deterministic needs the native kernels, which are not there: torch adds up as it likes")
-    if config.dispatch_dtype == "fp8":
-        raise ValueError("deterministic and dispatch_dtype 'fp8' exclude each other: only rows that travel are rounded")
     if config.kv_cache_dtype == "fp8":
         raise ValueError("deterministic and kv_cache_dtype 'fp8' exclude each other: torch attends to such a cache")
     if config.mla_prefill == "naive":
         raise ValueError("deterministic and mla_prefill 'naive' exclude each other: decodes are absorbed")
     why["deterministic"] = "asked for: prompts attend as decodes do, weights are packed, sums have one order"
-    return replace(config, mla_prefill="absorbed", dispatch_dtype="bf16")
+    travel = "bf16" if config.dispatch_dtype == "auto" else config.dispatch_dtype
+    return replace(config, mla_prefill="absorbed", dispatch_dtype=travel)

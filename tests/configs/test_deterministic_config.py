@@ -26,7 +26,6 @@ def test_prompts_and_rows_take_the_ways_of_decodes() -> None:
     [
         ({}, {"device": "cuda"}, "deterministic works on a CPU"),
         ({}, {"native_kernels": "none"}, "deterministic needs the native kernels"),
-        ({"dispatch_dtype": "fp8"}, {}, "dispatch_dtype 'fp8'"),
         ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype 'fp8'"),
         ({"mla_prefill": "naive"}, {}, "mla_prefill 'naive'"),
     ],

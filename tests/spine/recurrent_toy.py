@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cache.memory import CacheMemory
+from cache.records import ZEROS
 from cache.spec import CacheGroup, CacheSizes, CacheSpec, Field
 from dbo.steps import Steps, drain
 from layers.attention import qk_norm_rope_cache
@@ -104,6 +106,22 @@ class Recurrence(Attention):
             states[written] = h
             tails[written] = inputs[-TAIL:]
         return out_TD
+
+
+def in_place(steps: Callable[..., Steps[Tensor]]) -> Callable[..., Steps[Tensor]]:
+    """Recurrence.steps with an error: the records that a step has read hold the new state afterwards. (Those of new sequences
+    are left as they are: all of them share record 0.)"""
+
+    def changed(self: Recurrence, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
+        out_TD = yield from steps(self, x_TD, context, cache)
+        records = context.step.state
+        assert records is not None
+        begun = records.reads_B != ZEROS
+        for tensor in cache:
+            tensor[records.reads_B[begun]] = tensor[records.writes_B[begun]]
+        return out_TD
+
+    return changed
 
 
 class RecurrentToyForCausalLM(GqaForCausalLM):

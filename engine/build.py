@@ -232,11 +232,11 @@ def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
 
 
 def _cache(plan: Plan, model: CausalLM, device: torch.device) -> CacheMemory:
-    """With graphs there is one block more, to which they write what is padding."""
+    """With padded graphs there is one block more, to which they write what is padding."""
     spec = model.cache_spec()
     check_spec(spec, model.config.num_layers)
     sizes = planned_sizes(plan, spec)
-    scratch = plan.cudagraph_mode not in ("none", "tapes")
+    scratch = bool(plan.cudagraph_capture_sizes)
     return CacheMemory.allocate(spec, sizes._replace(num_blocks=sizes.num_blocks + scratch), device)
 
 
@@ -292,7 +292,7 @@ def _capture(
     def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
         return model.steps(step, kv, lane, breaks)
 
-    if plan.cudagraph_mode == "tapes":  # they do not see what a profile wants to see of the layers
+    if not plan.cudagraph_capture_sizes:  # they do not see what a profile wants to see of the layers
         return Capture(forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
     return Capture(forward, graph_library(kv.device), policy, buffers, exchange)
 
@@ -307,8 +307,8 @@ def graph_policy(plan: Plan, spec: CacheSpec) -> GraphPolicy:
     no record that rows of padding may write, so a model that keeps any has graphs of exact sizes only."""
     rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
     num_parts, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_parts, plan.eplb is not None
-    if mode in ("none", "tapes") or state_groups(spec):
-        exact = min(plan.max_num_seqs, MAX_EXACT) if mode == "tapes" else 0
+    if not rows or state_groups(spec):
+        exact = 0 if rows or mode == "none" else min(plan.max_num_seqs, MAX_EXACT)
         return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)

@@ -230,11 +230,11 @@ def _next_window(trace: Trace, records: int, layout: Layout, slots_L: tuple[int,
 def coverage_facts(placement: Placement, slots_L: tuple[int, ...]) -> dict[str, Any]:
     """Experts that the worst rank and the worst node would take along, mean over layers, and what no placement can
     be under."""
-    living = sum(placement.alive)
+    live = sum(placement.alive)
     return {
         "uncovered_by_worst_rank": float(worst_rank(placement)[1].mean()),
         "uncovered_at_least": float(
-            np.mean([fewest_uncovered(placement.num_experts, slots * living, living) for slots in slots_L])
+            np.mean([fewest_uncovered(placement.num_experts, slots * live, live) for slots in slots_L])
         ),
         "uncovered_by_worst_node": float(worst_node(placement)[1].mean()),
         "nodes": len(set(domains_of(placement))),

@@ -37,7 +37,7 @@ def expected(checkpoint: Path) -> dict[int, list[int]]:
 
 
 class BalancedFront(Front):
-    """Asks the lowest living rank."""
+    """Asks the lowest live rank."""
 
     def ask(self, kind: Any, path: str | None = None) -> Any:
         number = time.monotonic_ns()

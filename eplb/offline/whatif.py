@@ -25,6 +25,7 @@ from eplb.repair import diff, lost_experts, ranks_needed, repair
 from eplb.shares import reweight
 
 MAX_SETS = 2000  # of k ranks that are looked at; more are sampled
+EXTRA_MOVES = 3  # a layer, after a repair
 Bools = npt.NDArray[np.bool_]
 
 
@@ -108,14 +109,13 @@ def loss(
     slots_L: Sequence[int],
     expert_bytes: float,
     read_gbps: float,
-    extra_moves: int = 3,
     predict: Callable[[Floats], dict[str, float]] | None = None,
 ) -> dict[str, Any]:
     """One scenario in full.
 
     uncovered: experts per layer; load_part: what of a layer's tokens they take; reload_gb, reload_s: what is read again
     and for how long the busiest survivor reads at read_gbps; balance before, after the repair (even and re-solved
-    shares) and after at most `extra_moves` moves a layer, and what `predict` (loads of the live ranks' slots -> a
+    shares) and after at most EXTRA_MOVES moves a layer, and what `predict` (loads of the live ranks' slots -> a
     step's cost) says of the last. feasible False: the survivors have too few slots, smallest_slots is what they would
     need.
     """
@@ -144,7 +144,7 @@ def loss(
     loads = diff(placement, after)
     brought = [step.rank for step in loads]
     share = reweight(after.slot_to_expert, load, after.alive)
-    moved = improve(after, load, max_moves=extra_moves * placement.num_layers, max_moves_per_layer=max(1, extra_moves))
+    moved = improve(after, load, max_moves=EXTRA_MOVES * placement.num_layers, max_moves_per_layer=EXTRA_MOVES)
     busiest = max((brought.count(rank) for rank in set(brought)), default=0)
     last = after if moved is None else moved
     last_share = share if moved is None else moved.share

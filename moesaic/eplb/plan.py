@@ -174,7 +174,13 @@ def _made(load_LE: Floats, layout: Layout, slots_L: tuple[int, ...], moves: _Mov
     budget = moves.budget()
     if old is None or budget is None or moves.full or _num_moved(old, full.placement) <= budget:
         return full.placement, full.method
-    better = improve(old, load_LE, max_moves=budget, max_moves_per_layer=max(slots_L) * layout.num_ranks)
+    better = improve(
+        old,
+        load_LE,
+        max_moves=budget,
+        max_moves_per_layer=max(slots_L) * layout.num_ranks,
+        min_copies=layout.min_copies,
+    )
     kept = old if better is None else better
     share = (
         even_shares(kept.slot_to_expert, kept.num_experts)

@@ -6,23 +6,28 @@ requests that were never moved go wrong. Versions of the state are what prevents
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import hf_tiny
 import pytest
 import torch
+from fake_cuda_graph import FakeGraphLibrary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped import OFTEN, SPLIT
 from rank_parts import Job, drive, mailbox_ranks, make_plan
-from recurrent_toy import Recurrence, greedy, in_place, make_toy
+from recurrent_toy import RECURRENT, UNWINDOWED, Recurrence, greedy, in_place, make_toy
 from survivors import Survivors
 
+from cache.records import ZEROS
 from configs.dbo import DboPlan
+from engine import build
 from engine.build import build_rank
 from engine.rank import Rank
 from models.registry import read_config
+from native import Isa, isa, limit_isa
 
 pytestmark = pytest.mark.spine
 torch.set_num_threads(1)
@@ -176,6 +181,32 @@ def test_kills_at_any_moment(toy: Path, expected: dict[int, list[int]], data: st
             cluster.tell_all()
     cluster.finish()
     assert cluster.released == expected
+
+
+def test_padded_graphs_leave_every_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps captured ahead, over the fake of CUDA graphs: rows of padding go on from no state, and write to a record that
+    no sequence has."""
+    library = FakeGraphLibrary()
+    monkeypatch.setattr(build, "graph_library", lambda device: library)
+    monkeypatch.setattr(build, "limit_isa", lambda level: None)
+    path = make_toy(hf_tiny.make_qwen3(tmp_path / "dense", num_hidden_layers=3).path, tmp_path / "toy", UNWINDOWED)
+    plan = make_plan(path, max_model_len=36, max_num_seqs=4, num_kv_blocks=20)
+    graphs = {"cudagraph_mode": "full_decode_only", "cudagraph_capture_sizes": (4,)}
+    jobs = [dataclasses.replace(job, arrive=2 * index) for index, job in enumerate(JOBS)]
+    before = isa()
+    limit_isa(Isa.NONE)  # native kernels are no operations of torch: the fake does not see them
+    try:
+        expected = [got.tokens for got in drive([build_rank(plan)], jobs)]
+        rank = build_rank(dataclasses.replace(plan, **graphs))
+        states = rank._runner._kv.layers[RECURRENT]
+        assert [got.tokens for got in drive([rank], jobs)] == expected
+        assert library.num_replays > 10
+        for state in states:
+            assert not state[ZEROS].any() and state[-1].any(), "padding has written to the last record, and to no other"
+        clean(rank)
+        rank.close()
+    finally:
+        limit_isa(before)
 
 
 def test_explain_prices_it(toy: Path) -> None:

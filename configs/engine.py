@@ -19,7 +19,7 @@ Dtype = Literal["float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8"]
 ExpertFormat = Literal["plain", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
-GraphMode = Literal["none", "piecewise", "full", "full_and_piecewise", "tapes"]
+GraphMode = Literal["none", "piecewise", "full_decode_only", "full_and_piecewise"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -59,7 +59,7 @@ class EngineConfig:
     kv_cache_dtype: KvCacheDtype = "auto"  # fp8: latents in 8 bits
     attention_backend: str = "auto"  # of latent attention: a name of mla/requirements.py
     moe_backend: str = "auto"  # a name of moe_kernels/backends.py
-    cudagraph_mode: Literal["auto", "none", "piecewise", "full", "full_and_piecewise", "tapes"] = "auto"
+    cudagraph_mode: Literal["auto", "none", "piecewise", "full_decode_only", "full_and_piecewise"] = "auto"
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows; (): decided
     quantization: Literal["fp8", "int8"] | None = None  # of all large matrices, when they are loaded
     weight_cache: str | None = None  # a directory for packed weights, or "off"; None: the user's, of large models
@@ -121,7 +121,7 @@ class Plan:
     pin_ranks: bool = False  # each rank keeps to threads_per_rank cores of its own
     spin_threads: bool = False  # a rank's threads look for work for some microseconds before they sleep
     cudagraph_mode: GraphMode = "none"
-    cudagraph_capture_sizes: tuple[int, ...] = ()  # rows of the graphs, ascending
+    cudagraph_capture_sizes: tuple[int, ...] = ()  # rows of the graphs, ascending; (): every size as it comes, on a CPU
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     ranks_per_machine: int = 0  # GPUs of one machine; 0: on CPUs
     # What the checkpoint's files were at the start (layers/identity.py): size, time of change, inode, digest. Empty:

@@ -232,12 +232,13 @@ def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
 
 
 def _cache(plan: Plan, model: CausalLM, device: torch.device) -> CacheMemory:
-    """With graphs there is one block more, to which they write what is padding."""
+    """With padded graphs there is one block and one record more, to which they write what is padding."""
     spec = model.cache_spec()
     check_spec(spec, model.config.num_layers)
     sizes = planned_sizes(plan, spec)
-    scratch = plan.cudagraph_mode not in ("none", "tapes")
-    return CacheMemory.allocate(spec, sizes._replace(num_blocks=sizes.num_blocks + scratch), device)
+    scratch = bool(plan.cudagraph_capture_sizes)
+    sizes = sizes._replace(num_blocks=sizes.num_blocks + scratch, num_records=sizes.num_records + scratch)
+    return CacheMemory.allocate(spec, sizes, device)
 
 
 def _runner(
@@ -250,7 +251,7 @@ def _runner(
     timeline: Timeline,
 ) -> Runner:
     spec = model.cache_spec()
-    policy = graph_policy(plan, spec)
+    policy = graph_policy(plan)
     readback = make_readback(device, plan.exchange_timeout)
     limits = Limits(
         plan.max_num_seqs,
@@ -260,6 +261,7 @@ def _runner(
         len(token_groups(spec)),
         bool(state_groups(spec)),
         kv.num_blocks - 1,
+        kv.sizes.num_records - 1,
     )
     buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
     return Runner(
@@ -292,7 +294,7 @@ def _capture(
     def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
         return model.steps(step, kv, lane, breaks)
 
-    if plan.cudagraph_mode == "tapes":  # they do not see what a profile wants to see of the layers
+    if not plan.cudagraph_capture_sizes:  # they do not see what a profile wants to see of the layers
         return Capture(forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
     return Capture(forward, graph_library(kv.device), policy, buffers, exchange)
 
@@ -302,13 +304,12 @@ def _few_tokens(plan: Plan) -> int:
     return min(plan.max_num_seqs, plan.max_num_batched_tokens, FEW_TOKENS)
 
 
-def graph_policy(plan: Plan, spec: CacheSpec) -> GraphPolicy:
-    """What the plan wants captured. A rank whose experts are balanced counts their tokens as the layers go. States have
-    no record that rows of padding may write, so a model that keeps any has graphs of exact sizes only."""
+def graph_policy(plan: Plan) -> GraphPolicy:
+    """What the plan wants captured. A rank whose experts are balanced counts their tokens as the layers go."""
     rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
     num_parts, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_parts, plan.eplb is not None
-    if mode in ("none", "tapes") or state_groups(spec):
-        exact = min(plan.max_num_seqs, MAX_EXACT) if mode == "tapes" else 0
+    if not rows:
+        exact = 0 if mode == "none" else min(plan.max_num_seqs, MAX_EXACT)
         return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)

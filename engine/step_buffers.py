@@ -120,7 +120,7 @@ class StepBuffers:
         """What the parts of that number are read from."""
         limits = self.limits
         tokens = 0, 0, *[limits.scratch_block * self._block_size] * limits.num_tables
-        sequences = 1, *[0, 0] * limits.has_state
+        sequences = 1, *[0, limits.scratch_record] * limits.has_state
         while len(self._lanes) <= index:
             self._lanes.append(StepMemory(limits, tokens, sequences, POSITIONS, self.device, make_upload(self.device)))
         return self._lanes[index]

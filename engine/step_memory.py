@@ -28,7 +28,7 @@ _ALIGNED = 8  # numbers, to a multiple of which fields begin: kernels are compil
 
 class Limits(NamedTuple):
     """Of the steps of one rank. num_tables, has_state: token groups of the cache, and whether there are state groups;
-    scratch_block: where rows of padding write."""
+    scratch_block, scratch_record: where rows of padding write."""
 
     max_num_seqs: int
     max_num_tokens: int  # of one step, padding included
@@ -37,6 +37,7 @@ class Limits(NamedTuple):
     num_tables: int = 1
     has_state: bool = False
     scratch_block: int = 0
+    scratch_record: int = 0
 
     @property
     def columns(self) -> int:

@@ -223,11 +223,11 @@ def make_groups(
     """The two groups of a rank: where the ranks agree, and where tokens travel to experts (make_lanes wants that one).
 
     Two, because the next step is agreed on while the last one's tokens still travel. backend: one that joins processes,
-    or a pair; with size 1 any name gives LocalGroups. rank: 0 to size - 1, that is among the living. place: a directory
-    or a file that exists, on this machine (ep/transport/shm_rendezvous.py). epoch: new for every membership. timeout:
-    seconds, the bound of every wait of the groups, joining included. stop: asked every few milliseconds while others
-    have not come yet; True (this membership is out of date) ends that. Raises PeerLost when others do not come, have
-    ended, or `stop` said so; ValueError for numbers out of range.
+    or a pair; with size 1 any name gives LocalGroups. rank: 0 to size - 1, that is among the live ones. place: a
+    directory or a file that exists, on this machine (ep/transport/shm_rendezvous.py). epoch: new for every membership.
+    timeout: seconds, the bound of every wait of the groups, joining included. stop: asked every few milliseconds while
+    others have not come yet; True (this membership is out of date) ends that. Raises PeerLost when others do not come,
+    have ended, or `stop` said so; ValueError for numbers out of range.
     """
     if size == 1:
         return LocalGroup(), LocalGroup()

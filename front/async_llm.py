@@ -310,10 +310,10 @@ class AsyncLLM(Driver[AsyncRanks]):
             recovery.total,
         )
 
-    def _on_news(self, message: RankToFront) -> None:
+    def _on_event(self, message: RankToFront) -> None:
         """Something about the ranks themselves: those that wait for a state look again, and the log says so."""
         self._changed.set()
-        self.balancing.on_news(message)
+        self.balancing.on_event(message)
         members = self.front.members
         if isinstance(message, RankLost) and members.states[message.rank] not in _NO_MEMBERS:
             log.info("event=rank_lost rank=%d epoch=%d reason=%r", message.rank, members.epoch, message.reason)

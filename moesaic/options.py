@@ -119,8 +119,7 @@ OPTIONS = [
     _of("kv_cache_dtype", "fp8: latents in 8 bits, a scale for 128 of them (DeepSeek)."),
     _of("attention_backend", "Of latent attention, on a GPU."),
     _of("moe_backend", "What multiplies by the experts' weights."),
-    _of("cudagraph_mode", "Which steps are captured as CUDA graphs: whole decode steps, all steps in pieces, or both; "
-        "tapes: decode steps, on a CPU."),
+    _of("cudagraph_mode", "Which steps are captured: whole decode steps (on a CPU too), all steps in pieces, or both."),
     click.option("--enforce-eager", is_flag=True, help="The same as --cudagraph-mode none."),
     _of("cudagraph_capture_sizes", "Rows of the graphs, e.g. 1,2,4,8; default: decided.", **_TEXT),
     _of("threads_per_rank", "CPU threads of each rank."),

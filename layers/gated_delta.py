@@ -1,10 +1,10 @@
-"""Linear attention with a state of fixed size: a short convolution, the gated delta rule, and a gated norm. Gated DeltaNet
-(Qwen3-Next) has a decay for each head, KDA (Kimi-Linear) one for each channel of a key.
+"""Linear attention with a state of fixed size: a short convolution, the gated delta rule, and a gated norm. Gated
+DeltaNet (Qwen3-Next) has a decay for each head, KDA (Kimi-Linear) one for each channel of a key.
 
-A sequence's record (cache/spec.py) has the last inputs of the convolution and the state of each head. layers/reference.py
-has the recurrence, which is the specification. Here it is computed in chunks of tokens: within a chunk the values that
-the state lacks follow from a triangular system, and the state moves once. Where the native kernels are there, they
-compute all of it (native/gated_delta.py).
+A sequence's record (cache/spec.py) has the last inputs of the convolution and the state of each head. The recurrence of
+layers/reference.py is the specification. Here it is computed in chunks of tokens: within a chunk the values that the
+state lacks follow from a triangular system, and the state moves once. Where the native kernels are there, they compute
+all of it (native/gated_delta.py).
 
 Legend: T tokens of the step, B sequences, N tokens of one of them, J of a chunk; Hk key heads, H value heads (each key
 head serves H / Hk in a row), K width of a key, V of a value; W taps, C channels: queries, keys and values.
@@ -57,8 +57,8 @@ class DeltaShape:
 
 
 class DeltaInputs(NamedTuple):
-    """What a layer projects of its tokens; rows may lie apart, their numbers do not. qkv: queries, keys, values; gate: of
-    the output; beta, decay: before their functions."""
+    """What a layer projects of its tokens; rows may lie apart, their numbers do not. qkv: queries, keys, values; gate:
+    of the output; beta, decay: before their functions."""
 
     qkv_TC: Tensor
     gate_T: Tensor  # [T, H * V]
@@ -136,8 +136,9 @@ class _Run:
         chunk = CHANNEL_CHUNK if shape.channel_decay else CHUNK
         for first in range(0, count, chunk):
             some = slice(first, min(count, first + chunk))
-            operands = [x[:, :, some] for x in (q, k, v, decay, beta_BHN1)]
-            out_BHNV[:, :, some], self._states_BHKV = chunk_rule(*operands, self._states_BHKV)
+            out_BHNV[:, :, some], self._states_BHKV = chunk_rule(
+                q[:, :, some], k[:, :, some], v[:, :, some], decay[:, :, some], beta_BHN1[:, :, some], self._states_BHKV
+            )
         return self._gated(out_BHNV.transpose(1, 2), inputs.gate_T)
 
     def _convolved(self, qkv_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Qwen3-Next, Qwen3.5 and 3.6 (text): layers of gated delta nets, every fourth with gated attention, behind each a dense
-feed-forward layer or routed experts and a shared one.
+"""Qwen3-Next, Qwen3.5 and 3.6 (text): layers of gated delta nets, every fourth with gated attention, behind each a
+dense feed-forward layer or routed experts and a shared one.
 
 Legend: T tokens, D hidden size, C channels of a convolution.
 """

@@ -40,14 +40,14 @@ def read_delta_net(
 
 
 def _read_grouped(source: WeightSource, prefix: str, config: Qwen3NextConfig, down: MergedLinear) -> None:
-    """Qwen3-Next has the rows of each key head side by side: its query, its key, and the values and gates of its G value
-    heads; and their betas and decays likewise."""
+    """Qwen3-Next has the rows of each key head side by side: its query, its key, and the values and gates of its G
+    value heads; and their betas and decays likewise."""
     key_heads, key_dim = config.linear_key_heads, config.linear_key_dim
     group = config.linear_value_heads // key_heads
     values = group * config.linear_value_dim
     for name, parts, sizes in (
-        ("in_proj_qkvz", ("q", "k", "v", "z"), (key_dim, key_dim, values, values)),
-        ("in_proj_ba", ("b", "a"), (group, group)),
+        ("in_proj_qkvz", ("q", "k", "v", "z"), [key_dim, key_dim, values, values]),
+        ("in_proj_ba", ("b", "a"), [group, group]),
     ):
         rows = down.weight.new_empty((key_heads * sum(sizes), down.weight.shape[1]))
         source.read(f"{prefix}{name}.weight", rows)

@@ -12,7 +12,7 @@ head serves H / Hk in a row), K width of a key, V of a value; W taps, C channels
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from layers.linear import parameter
 from layers.step import StateInput, StepInput
+from native import gated_delta as native
 
 CHUNK, CHANNEL_CHUNK = 64, 16  # tokens of a chunk, with a decay for each head and for each channel
 PIECE = 1024  # tokens of a sequence whose numbers are in float32 at the same time
@@ -30,7 +31,7 @@ L2_EPS = 1e-6
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
     """channel_decay: there is a decay for each channel of a key, else one for each head. num_heads is a multiple of
-    num_key_heads."""
+    num_key_heads. In the order of native.gated_delta's sizes."""
 
     num_key_heads: int
     num_heads: int
@@ -97,25 +98,40 @@ class GatedDelta(nn.Module):
         return -rate_H1 * F.softplus(x_TH)
 
 
-def gated_delta(inputs: DeltaInputs, weights: GatedDelta, step: StepInput, cache: tuple[Tensor, ...]) -> Tensor:
-    """[T, H * V], in the dtype of the inputs. cache: the layer's tails [records, W - 1, C] and states float32
-    [records, H, K, V]; reads and writes the records of step.state, which may be the same."""
-    assert step.state is not None
-    qkv_TC = inputs.qkv_TC
-    out_TV = qkv_TC.new_empty((qkv_TC.shape[0], weights.shape.value_size))
-    decodes = step.num_decodes
-    if decodes:
-        run = _Run(weights, step.state, slice(0, decodes), cache)
-        out_TV[:decodes] = run(DeltaInputs(*(x[:decodes, None] for x in inputs)))[:, 0]
-        run.keep()
-    for sequence in range(decodes, step.num_sequences):
-        first, last = step.query_starts[sequence : sequence + 2]
-        run = _Run(weights, step.state, slice(sequence, sequence + 1), cache)
-        for start in range(first, last, PIECE):
-            piece = slice(start, min(last, start + PIECE))
-            out_TV[piece] = run(DeltaInputs(*(x[None, piece] for x in inputs)))[0]
-        run.keep()
-    return out_TV
+class GatedDeltaStep:
+    """The sequences of a step, prepared once for all layers."""
+
+    def __init__(self, step: StepInput) -> None:
+        assert step.state is not None
+        self._step, self._state = step, step.state
+        self._starts: Tensor | None = None  # on the host: of a step in which a sequence has several tokens
+        if step.num_decodes < step.num_sequences:
+            self._starts = torch.tensor(step.query_starts, dtype=torch.int64)
+
+    def __call__(self, inputs: DeltaInputs, weights: GatedDelta, cache: tuple[Tensor, ...]) -> Tensor:
+        """[T, H * V], in the dtype of the inputs. cache: the layer's tails [records, W - 1, C] and states float32
+        [records, H, K, V]; reads and writes the records of the step, which may be the same."""
+        shape = weights.shape
+        if native.can_run(inputs.qkv_TC, shape.taps):
+            sizes = (*astuple(shape), weights.sigmoid_gate)
+            parameters = (weights.conv, weights.rate, weights.dt_bias, weights.norm)
+            return native.gated_delta(
+                inputs, parameters, sizes, self._starts, self._state, cache, weights.eps, weights.lower_bound
+            )
+        out_TV = inputs.qkv_TC.new_empty((inputs.qkv_TC.shape[0], shape.value_size))
+        decodes, starts = self._step.num_decodes, self._step.query_starts
+        if decodes:
+            run = _Run(weights, self._state, slice(0, decodes), cache)
+            out_TV[:decodes] = run(DeltaInputs(*(x[:decodes, None] for x in inputs)))[:, 0]
+            run.keep()
+        for sequence in range(decodes, self._step.num_sequences):
+            first, last = starts[sequence : sequence + 2]
+            run = _Run(weights, self._state, slice(sequence, sequence + 1), cache)
+            for start in range(first, last, PIECE):
+                piece = slice(start, min(last, start + PIECE))
+                out_TV[piece] = run(DeltaInputs(*(x[None, piece] for x in inputs)))[0]
+            run.keep()
+        return out_TV
 
 
 class _Run:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dbo.steps import Steps
 from ep.parallel import Parallel
 from layers.attention import AttentionPlan, HeadCounts, paged_attention
-from layers.gated_delta import DeltaInputs, DeltaShape, GatedDelta, gated_delta
+from layers.gated_delta import DeltaInputs, DeltaShape, GatedDelta, GatedDeltaStep
 from layers.linear import Linear, MergedLinear
 from layers.step import StepInput
 from models.base import WeightSource
@@ -91,14 +91,6 @@ class Qwen3NextForCausalLM(Decoder[Attention | GatedDeltaNet]):
 
 
 def delta_operation(step: StepInput) -> Operation:
-    def run(
-        qkv_TC: Tensor,
-        gate_T: Tensor,
-        beta_TH: Tensor,
-        decay_T: Tensor,
-        delta: GatedDelta,
-        cache: tuple[Tensor, ...],
-    ) -> Tensor:
-        return gated_delta(DeltaInputs(qkv_TC, gate_T, beta_TH, decay_T), delta, step, cache)
-
-    return run
+    """Takes qkv, gate, beta and decay, then the layer's parameters and its cache."""
+    delta = GatedDeltaStep(step)
+    return lambda *operands: delta(DeltaInputs(*operands[:4]), *operands[4:])

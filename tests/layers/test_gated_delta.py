@@ -3,16 +3,20 @@ writes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isas import EVERY_ISA, ISAS, TORCH_AND_ISAS
 from torch import Tensor
 
 from layers import reference
-from layers.gated_delta import L2_EPS, DeltaInputs, DeltaShape, GatedDelta, chunk_rule, gated_delta
+from layers.gated_delta import L2_EPS, DeltaInputs, DeltaShape, GatedDelta, GatedDeltaStep, chunk_rule
 from layers.step import StateInput, StepInput
+from native import Isa, best_isa, limit_isa
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -22,6 +26,12 @@ SHAPES = [
     DeltaShape(1, 1, 40, 70, 3, True),
     DeltaShape(1, 2, 128, 128, 4, False),
 ]
+
+
+@pytest.fixture(autouse=True)
+def natively() -> Iterator[None]:
+    yield
+    limit_isa(best_isa())
 
 
 def make_delta(
@@ -46,7 +56,7 @@ def step_of(counts: list[int], reads: list[int], writes: list[int]) -> StepInput
     for count in counts:
         starts.append(starts[-1] + count)
     none = torch.zeros(starts[-1], dtype=torch.int64)
-    state = StateInput(torch.tensor(reads), torch.tensor(writes))
+    state = StateInput(*(torch.tensor(records, dtype=torch.int64) for records in (reads, writes)))
     table = torch.zeros((len(counts), 1), dtype=torch.int64)
     return StepInput(none, none, none, tuple(starts), tuple(counts), none, table, counts.count(1), 4, none, state=state)
 
@@ -85,7 +95,7 @@ def check(
     tails = torch.randn(2 * num + 2, shape.taps - 1, shape.channels, generator=generator).to(dtype)
     states = torch.randn(2 * num + 2, shape.num_heads, shape.key_dim, shape.value_dim, generator=generator) * 0.3
     cache = (tails.clone(), states.clone())
-    out = gated_delta(inputs, delta, step_of(counts, reads, writes), cache)
+    out = GatedDeltaStep(step_of(counts, reads, writes))(inputs, delta, cache)
     written = torch.zeros(len(tails), dtype=torch.bool)
     written[writes] = True
     assert torch.equal(cache[0][~written], tails[~written]) and torch.equal(cache[1][~written], states[~written])
@@ -103,19 +113,46 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_recurrence(shape: DeltaShape, dtype: torch.dtype) -> None:
-    for counts in ([1], [1, 1, 1], [2], [3, 17], [1, 1, 65, 130], []):
-        check(shape, counts, dtype)
+@pytest.mark.parametrize("level", TORCH_AND_ISAS)
+def test_equals_the_recurrence(level: Isa, dtype: torch.dtype) -> None:
+    limit_isa(level)
+    for shape in SHAPES:
+        for counts in ([1], [1, 1, 1], [2], [3, 17], [1, 1, 65, 130], []):
+            check(shape, counts, dtype)
 
 
-def test_gates_of_either_kind_and_a_decay_with_a_bound() -> None:
+@pytest.mark.parametrize("level", EVERY_ISA)
+def test_a_result_does_not_depend_on_company_or_threads(level: Isa) -> None:
+    limit_isa(level)
+    shape, generator = DeltaShape(2, 4, 64, 64, 4, False), torch.Generator().manual_seed(0)
+    delta = make_delta(shape, generator)
+    inputs, states = make_inputs(shape, 80, torch.float32, generator), torch.randn(9, 4, 64, 64, generator=generator)
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        cache = (torch.zeros(9, 3, shape.channels), states.clone())
+        results.append(
+            (GatedDeltaStep(step_of([1, 1, 70, 8], [1, 2, 3, 4], [5, 6, 7, 8]))(inputs, delta, cache), cache[1])
+        )
+    torch.set_num_threads(1)
+    for result in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
+    cache = (torch.zeros(9, 3, shape.channels), states.clone())
+    alone = GatedDeltaStep(step_of([70], [3], [7]))(DeltaInputs(*(x[2:72] for x in inputs)), delta, cache)
+    assert torch.equal(alone, results[0][0][2:72]) and torch.equal(cache[1][7], results[0][1][7])
+
+
+@pytest.mark.parametrize("level", TORCH_AND_ISAS)
+def test_gates_of_either_kind_and_a_decay_with_a_bound(level: Isa) -> None:
+    limit_isa(level)
     check(SHAPES[2], [1, 40], torch.float32, sigmoid_gate=True)
     check(SHAPES[2], [1, 40], torch.float32, sigmoid_gate=True, lower_bound=-5.0)
 
 
-def test_a_record_may_be_read_and_written() -> None:
+@pytest.mark.parametrize("level", TORCH_AND_ISAS)
+def test_a_record_may_be_read_and_written(level: Isa) -> None:
     """The second part of a sequence that is cut goes on from what the first has left."""
+    limit_isa(level)
     for shape in SHAPES:
         check(shape, [1, 1, 9, 70], torch.float32, in_place=True)
 
@@ -128,8 +165,10 @@ def test_a_record_may_be_read_and_written() -> None:
     ),
     counts=st.lists(st.integers(1, 40), min_size=1, max_size=4).map(lambda counts: sorted(counts, key=lambda count: count > 1)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    level=st.sampled_from([Isa.NONE, *ISAS]),
 )  # fmt: skip
-def test_any_sizes(shape: DeltaShape, counts: list[int], dtype: torch.dtype) -> None:
+def test_any_sizes(shape: DeltaShape, counts: list[int], dtype: torch.dtype, level: Isa) -> None:
+    limit_isa(level)
     check(shape, counts, dtype)
 
 

@@ -15,10 +15,14 @@ NATIVE_API void delta_run(const DeltaCall *call, int threads) {
   if (tokens * call->heads * call->key_dim * call->value_dim < 1 << 16) threads = 1;
   int64_t each = (ops->room(*call) * (int64_t)sizeof(float) + 63) / 64 * 64;
   uint8_t *work = scratch(threads * each);
-  // The last sequences have most tokens: they come first, so that all end at about the same time.
-  team(threads, items, [&](int64_t i, int worker) {
-    int64_t item = items - 1 - i;
-    ops->run(*call, item / call->key_heads, item % call->key_heads, (float *)(work + worker * each));
+  // Of prompts the last sequences have most tokens: they come first, so that all end at about the same time. Of decodes a thread has heads
+  // that lie one behind the other.
+  int64_t pieces = call->starts ? items : team_pieces(threads, items);
+  team(threads, pieces, [&](int64_t piece, int worker) {
+    for (int64_t i = items * piece / pieces; i < items * (piece + 1) / pieces; i++) {
+      int64_t item = call->starts ? items - 1 - i : i;
+      ops->run(*call, item / call->key_heads, item % call->key_heads, (float *)(work + worker * each));
+    }
   });
 #endif
 }

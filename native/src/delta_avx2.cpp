@@ -4,6 +4,7 @@
 #include "delta.h"
 namespace {
 enum { LANES = 8 };
+#define STREAM __builtin_ia32_movntps256
 #include "delta_vector.h"
 }  // namespace
 const DeltaOps *const delta_avx2[2] = {&Ops<float>::table, &Ops<bf16>::table};

@@ -4,6 +4,7 @@
 #include "delta.h"
 namespace {
 enum { LANES = 16 };
+#define STREAM __builtin_ia32_movntps512
 #include "delta_vector.h"
 }  // namespace
 const DeltaOps *const delta_avx512[2] = {&Ops<float>::table, &Ops<bf16>::table};

@@ -1,11 +1,19 @@
-// Linear attention in GCC's vector types. Included inside a namespace of one instruction set, after `enum { LANES = ... }`.
+// Linear attention in GCC's vector types. Included inside a namespace of one instruction set, after `enum { LANES = ... }`
+// and the macro STREAM, which stores a register past the caches.
 //
 // For m tokens whose decays are d_1 .. m, with D_i their product up to i, and a state S: what S holds under the keys is read at once,
 // R_i = (k_i D_i)^T S, and so is (q_i D_i)^T S; then, token by token, x_i = beta_i (v_i - R_i - sum_{j<i} (k_i . k_j D_i / D_j) x_j); then
 // S becomes D_m S + sum_i (k_i D_m / D_i) x_i^T. Quotients of decays are products of those between, so nothing overflows.
 #include "vector.h"
 
-enum { TOGETHER = 4, SLAB = 16, WIDE = LANES == 16 ? 2 : 1 };  // tokens; of a slab; registers of a state's row for several tokens
+enum { TOGETHER = 4, SLAB = 16, WIDE = LANES == 16 ? 2 : 1, ROW = LANES == 16 ? 8 : 4 };
+// Tokens; of a slab; registers of a state's row that are taken at once with several tokens, and with one.
+
+// Past the caches: a state is not read before the next step, and to write it there its old bytes would have to be fetched first.
+INLINE void store_far(float *p, vf x) {
+  typedef float plain __attribute__((vector_size(4 * LANES)));
+  STREAM(p, (plain)x);
+}
 
 INLINE vf sigmoid_of(vf x) { return 1.f / (1.f + exp_of(-x)); }
 INLINE vf log_of(vf x) {  // x is at least 1
@@ -70,7 +78,7 @@ struct Pairs {
   const float *read_key, *read_query, *moved_key, *kept;  // k D_i, q D_i, k D_m / D_i; D_m
 };
 
-template <int M, int NB>
+template <int M, int NB, bool FAR>
 INLINE void columns(const Pairs &p, int64_t key_dim, int64_t key_pad, const float *from, float *to, int64_t stride, const float *v,
                     int64_t v_stride, float *out, int64_t out_stride) {
   vf x[M][NB] = {}, y[M][NB] = {};
@@ -92,10 +100,13 @@ INLINE void columns(const Pairs &p, int64_t key_dim, int64_t key_pad, const floa
     }
   for (int64_t k = 0; k < key_dim; k++) {
     vf kept = splat(p.kept[k]);
+    if (FAR)  // the next head's state; while this one is written nothing would be read
+      for (int j = 0; j < NB * LANES; j += 16) __builtin_prefetch(from + (key_dim + k) * stride + j, 0, 2);
     for (int j = 0; j < NB; j++) {
       vf s = kept * load(from + k * stride + j * LANES);
       for (int i = 0; i < M; i++) s += splat(p.moved_key[i * key_pad + k]) * x[i][j];
-      store(to + k * stride + j * LANES, s);
+      if (FAR) store_far(to + k * stride + j * LANES, s);
+      else store(to + k * stride + j * LANES, s);
     }
   }
 }
@@ -104,10 +115,10 @@ template <int NB>
 INLINE void some_tokens(int count, const Pairs &p, int64_t key_dim, int64_t key_pad, const float *from, float *to, int64_t stride, const float *v,
                         int64_t v_stride, float *out, int64_t out_stride) {
   switch (count) {
-    case 1: return columns<1, NB>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
-    case 2: return columns<2, NB>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
-    case 3: return columns<3, NB>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
-    default: return columns<4, NB>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
+    case 1: return columns<1, NB, false>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
+    case 2: return columns<2, NB, false>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
+    case 3: return columns<3, NB, false>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
+    default: return columns<4, NB, false>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
   }
 }
 
@@ -243,15 +254,20 @@ template <class X> struct Run {
           tokens(n - t < TOGETHER ? (int)(n - t) : (int)TOGETHER, pairs[t / TOGETHER], c.key_dim, size.key_pad, (t ? to : from) + at, to + at, stride,
                  v + t * size.mixed + at, size.mixed, heads_out + t * size.value_pad + at, size.value_pad);
     };
-    if (n == 1) stretch(4 * LANES, columns_of_one<4>);
+    if (n == 1 && is_far(from, to, stride)) stretch(ROW * LANES, columns_of_one<ROW, true>), __builtin_ia32_sfence();
+    else if (n == 1) stretch(ROW * LANES, columns_of_one<ROW, false>);
     stretch(WIDE * LANES, some_tokens<WIDE>);
     stretch(LANES, some_tokens<1>);
     for (int64_t t = 0; t < n; t++) gated_norm(token + t, head, heads_out + t * size.value_pad);
   }
-  template <int NB>
+  template <int NB, bool FAR>
   static void columns_of_one(int, const Pairs &p, int64_t key_dim, int64_t key_pad, const float *from, float *to, int64_t stride, const float *v,
                              int64_t v_stride, float *out, int64_t out_stride) {
-    columns<1, NB>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
+    columns<1, NB, FAR>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
+  }
+
+  bool is_far(const float *from, const float *to, int64_t stride) const {
+    return from != to && ((uintptr_t)to | (uintptr_t)(4 * stride)) % (4 * LANES) == 0;
   }
 
   void slab(int64_t token, int64_t n) const {

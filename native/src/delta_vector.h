@@ -48,7 +48,8 @@ struct Sizes {
 
 static int64_t room(const DeltaCall &c) {
   Sizes s(c);
-  return SLAB * (s.mixed + 4 * s.key_pad + s.value_pad) + SLAB / TOGETHER * s.key_pad + (c.value_dim % LANES ? c.key_dim * s.value_pad : 0);
+  return SLAB * (s.mixed + 4 * s.key_pad + s.value_pad) + SLAB / TOGETHER * s.key_pad +
+         (c.starts || c.value_dim % LANES ? s.group * c.key_dim * s.value_pad : 0);
 }
 
 // y = silu of a stretch of channels' weighted inputs; zeros behind it.
@@ -78,41 +79,50 @@ struct Pairs {
   const float *read_key, *read_query, *moved_key, *kept;  // k D_i, q D_i, k D_m / D_i; D_m
 };
 
+// A call of its own for each size: inside a larger function the compiler runs out of registers.
 template <int M, int NB, bool FAR>
-INLINE void columns(const Pairs &p, int64_t key_dim, int64_t key_pad, const float *from, float *to, int64_t stride, const float *v,
-                    int64_t v_stride, float *out, int64_t out_stride) {
+__attribute__((noinline)) static void columns(const Pairs &p, int64_t key_dim, int64_t key_pad, const float *from, float *to, int64_t stride,
+                                              const float *v, int64_t v_stride, float *out, int64_t out_stride) {
+  const float *read_key = p.read_key, *read_query = p.read_query, *moved_key = p.moved_key, *all_kept = p.kept;
   vf x[M][NB] = {}, y[M][NB] = {};
   for (int64_t k = 0; k < key_dim; k++) {
     vf s[NB];
     for (int j = 0; j < NB; j++) s[j] = load(from + k * stride + j * LANES);
     for (int i = 0; i < M; i++) {
-      vf key = splat(p.read_key[i * key_pad + k]), query = splat(p.read_query[i * key_pad + k]);
+      vf key = splat(read_key[i * key_pad + k]), query = splat(read_query[i * key_pad + k]);
       for (int j = 0; j < NB; j++) x[i][j] += key * s[j], y[i][j] += query * s[j];
     }
   }
+#pragma GCC unroll 4
   for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
     for (int j = 0; j < NB; j++) {
       vf missing = load(v + i * v_stride + j * LANES) - x[i][j];
+#pragma GCC unroll 4
       for (int h = 0; h < i; h++) missing -= p.key[i][h] * x[h][j];
       x[i][j] = p.beta[i] * missing;
+#pragma GCC unroll 4
       for (int h = 0; h <= i; h++) y[i][j] += p.query[i][h] * x[h][j];
       store(out + i * out_stride + j * LANES, y[i][j]);
     }
   for (int64_t k = 0; k < key_dim; k++) {
-    vf kept = splat(p.kept[k]);
+    vf s[NB], kept = splat(all_kept[k]);
     if (FAR)  // the next head's state; while this one is written nothing would be read
       for (int j = 0; j < NB * LANES; j += 16) __builtin_prefetch(from + (key_dim + k) * stride + j, 0, 2);
+    for (int j = 0; j < NB; j++) s[j] = kept * load(from + k * stride + j * LANES);
+    for (int i = 0; i < M; i++) {
+      vf key = splat(moved_key[i * key_pad + k]);
+      for (int j = 0; j < NB; j++) s[j] += key * x[i][j];
+    }
     for (int j = 0; j < NB; j++) {
-      vf s = kept * load(from + k * stride + j * LANES);
-      for (int i = 0; i < M; i++) s += splat(p.moved_key[i * key_pad + k]) * x[i][j];
-      if (FAR) store_far(to + k * stride + j * LANES, s);
-      else store(to + k * stride + j * LANES, s);
+      if (FAR) store_far(to + k * stride + j * LANES, s[j]);
+      else store(to + k * stride + j * LANES, s[j]);
     }
   }
 }
 
 template <int NB>
-INLINE void some_tokens(int count, const Pairs &p, int64_t key_dim, int64_t key_pad, const float *from, float *to, int64_t stride, const float *v,
+static void some_tokens(int count, const Pairs &p, int64_t key_dim, int64_t key_pad, const float *from, float *to, int64_t stride, const float *v,
                         int64_t v_stride, float *out, int64_t out_stride) {
   switch (count) {
     case 1: return columns<1, NB, false>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
@@ -126,7 +136,7 @@ template <class X> struct Run {
   const DeltaCall &c;
   Sizes size;
   int64_t sequence, key_head, first, count, key_size, channels;
-  float *mixed, *read_key, *read_query, *moved_key, *decays, *kept, *heads_out, *padded;
+  float *mixed, *read_key, *read_query, *moved_key, *decays, *kept, *heads_out, *copies;
 
   Run(const DeltaCall &call, int64_t of_sequence, int64_t of_key_head, float *work) : c(call), size(call), sequence(of_sequence), key_head(of_key_head) {
     first = c.starts ? c.starts[sequence] : sequence;
@@ -135,7 +145,7 @@ template <class X> struct Run {
     mixed = work;
     read_key = mixed + SLAB * size.mixed, read_query = read_key + SLAB * size.key_pad, moved_key = read_query + SLAB * size.key_pad;
     decays = moved_key + SLAB * size.key_pad, heads_out = decays + SLAB * size.key_pad;
-    kept = heads_out + SLAB * size.value_pad, padded = kept + SLAB / TOGETHER * size.key_pad;
+    kept = heads_out + SLAB * size.value_pad, copies = kept + SLAB / TOGETHER * size.key_pad;
   }
 
   const X *row_of(int64_t token) const {  // of the sequence's tokens of this step; those before them are in its tail
@@ -186,7 +196,7 @@ template <class X> struct Run {
 
   // Of m tokens, the t-th of the slab first.
   void pair(int64_t t, int64_t m, Pairs *p) const {
-    int64_t width = size.key_pad, last = t + m - 1;
+    int64_t width = size.key_pad;
     p->read_key = read_key + t * width, p->read_query = read_query + t * width, p->moved_key = moved_key + t * width;
     float *all = kept + t / TOGETHER * width;
     p->kept = all;
@@ -211,7 +221,6 @@ template <class X> struct Run {
     }
     for (int64_t a = 0; a < m; a++)
       for (int64_t b = 0; b <= a; b++) p->key[a][b] = total(key[a][b]), p->query[a][b] = total(query[a][b]);
-    (void)last;
   }
 
   void gated_norm(int64_t token, int64_t head, const float *o) const {
@@ -235,8 +244,8 @@ template <class X> struct Run {
     }
   }
 
-  // n tokens from `token` on, for one head. from: its state before them; to: where it goes.
-  void head_slab(int64_t token, int64_t n, int64_t group, const float *from, float *to, int64_t stride) const {
+  // Of n tokens from `token` on, all that one head needs; what it gives goes through the norm. each(what its tokens need, its values) moves the state.
+  template <class Each> void head_slab(int64_t token, int64_t n, int64_t group, const Each &each) const {
     int64_t head = key_head * size.group + group;
     find_decays(token, n, head);
     Pairs pairs[SLAB / TOGETHER];
@@ -246,53 +255,73 @@ template <class X> struct Run {
       pair(t, m, p);
       for (int64_t a = 0; a < m; a++) p->beta[a] = sigmoid_of(splat(number((const X *)c.beta + (first + token + t + a) * c.beta_stride + head)))[0];
     }
-    const float *v = mixed + 2 * size.key_pad + group * size.value_pad;
-    int64_t at = 0;
-    auto stretch = [&](int64_t width, auto tokens) {
-      for (; at + width <= size.value_pad; at += width)
-        for (int64_t t = 0; t < n; t += TOGETHER)
-          tokens(n - t < TOGETHER ? (int)(n - t) : (int)TOGETHER, pairs[t / TOGETHER], c.key_dim, size.key_pad, (t ? to : from) + at, to + at, stride,
-                 v + t * size.mixed + at, size.mixed, heads_out + t * size.value_pad + at, size.value_pad);
-    };
-    if (n == 1 && is_far(from, to, stride)) stretch(ROW * LANES, columns_of_one<ROW, true>), __builtin_ia32_sfence();
-    else if (n == 1) stretch(ROW * LANES, columns_of_one<ROW, false>);
-    stretch(WIDE * LANES, some_tokens<WIDE>);
-    stretch(LANES, some_tokens<1>);
+    each(pairs, mixed + 2 * size.key_pad + group * size.value_pad);
     for (int64_t t = 0; t < n; t++) gated_norm(token + t, head, heads_out + t * size.value_pad);
   }
-  template <int NB, bool FAR>
-  static void columns_of_one(int, const Pairs &p, int64_t key_dim, int64_t key_pad, const float *from, float *to, int64_t stride, const float *v,
-                             int64_t v_stride, float *out, int64_t out_stride) {
-    columns<1, NB, FAR>(p, key_dim, key_pad, from, to, stride, v, v_stride, out, out_stride);
-  }
 
-  bool is_far(const float *from, const float *to, int64_t stride) const {
-    return from != to && ((uintptr_t)to | (uintptr_t)(4 * stride)) % (4 * LANES) == 0;
-  }
-
-  void slab(int64_t token, int64_t n) const {
-    convolve_slab(token, n);
-    int64_t numbers = c.key_dim * c.value_dim;
+  // A decode reads one record and writes another.
+  void decode() const {
+    int64_t numbers = c.key_dim * c.value_dim, stride = c.value_dim;
+    convolve_slab(0, 1);
     for (int64_t g = 0; g < size.group; g++) {
       int64_t head = key_head * size.group + g;
       const float *from = c.states + (c.reads[sequence] * c.heads + head) * numbers;
       float *to = c.states + (c.writes[sequence] * c.heads + head) * numbers;
-      if (token) from = to;
-      if (c.value_dim % LANES == 0) {
-        head_slab(token, n, g, from, to, c.value_dim);
-        continue;
-      }
-      for (int64_t k = 0; k < c.key_dim; k++) {
-        memcpy(padded + k * size.value_pad, from + k * c.value_dim, c.value_dim * 4);
-        memset(padded + k * size.value_pad + c.value_dim, 0, (size.value_pad - c.value_dim) * 4);
-      }
-      head_slab(token, n, g, padded, padded, size.value_pad);
-      for (int64_t k = 0; k < c.key_dim; k++) memcpy(to + k * c.value_dim, padded + k * size.value_pad, c.value_dim * 4);
+      bool far = from != to && ((uintptr_t)to | (uintptr_t)(4 * stride)) % (4 * LANES) == 0;
+      head_slab(0, 1, g, [&](const Pairs *p, const float *v) {
+        int64_t at = 0;
+        auto stretch = [&](int64_t width, auto tokens) {
+          for (; at + width <= c.value_dim; at += width)
+            tokens(*p, c.key_dim, size.key_pad, from + at, to + at, stride, v + at, size.mixed, heads_out + at, size.value_pad);
+        };
+        if (far) stretch(ROW * LANES, columns<1, ROW, true>), stretch(LANES, columns<1, 1, true>), __builtin_ia32_sfence();
+        else stretch(ROW * LANES, columns<1, ROW, false>), stretch(LANES, columns<1, 1, false>);
+      });
     }
   }
 
+  // Several tokens work on a copy of the state, in which the columns that are taken together lie together: in the state itself they
+  // would compete for a few lines of the nearest cache.
+  template <class Block> void blocks(const Block &block) const {
+    int64_t at = 0;
+    for (; at + WIDE * LANES <= size.value_pad; at += WIDE * LANES) block(at, (int64_t)WIDE * LANES);
+    for (; at < size.value_pad; at += LANES) block(at, (int64_t)LANES);
+  }
+  template <bool IN> void copy(float *state, float *own) const {
+    blocks([&](int64_t at, int64_t width) {
+      int64_t count = c.value_dim - at < width ? c.value_dim - at : width;
+      for (int64_t k = 0; k < c.key_dim; k++) {
+        float *far = state + k * c.value_dim + at, *near = own + at * c.key_dim + k * width;
+        memcpy(IN ? near : far, IN ? far : near, count * 4);
+        if (IN) memset(near + count, 0, (width - count) * 4);
+      }
+    });
+  }
+
+  void prompt() const {
+    int64_t numbers = c.key_dim * c.value_dim, padded = c.key_dim * size.value_pad;
+    auto state = [&](const int64_t *record, int64_t g) { return c.states + (record[sequence] * c.heads + key_head * size.group + g) * numbers; };
+    for (int64_t g = 0; g < size.group; g++) copy<true>(state(c.reads, g), copies + g * padded);
+    for (int64_t token = 0; token < count; token += SLAB) {
+      int64_t n = count - token < SLAB ? count - token : (int64_t)SLAB;
+      convolve_slab(token, n);
+      for (int64_t g = 0; g < size.group; g++)
+        head_slab(token, n, g, [&](const Pairs *pairs, const float *v) {
+          blocks([&](int64_t at, int64_t width) {
+            float *own = copies + g * padded + at * c.key_dim;
+            for (int64_t t = 0; t < n; t += TOGETHER)
+              (width == LANES ? some_tokens<1> : some_tokens<WIDE>)(n - t < TOGETHER ? (int)(n - t) : (int)TOGETHER, pairs[t / TOGETHER], c.key_dim,
+                                                                     size.key_pad, own, own, width, v + t * size.mixed + at, size.mixed,
+                                                                     heads_out + t * size.value_pad + at, size.value_pad);
+          });
+        });
+    }
+    for (int64_t g = 0; g < size.group; g++) copy<false>(state(c.writes, g), copies + g * padded);
+  }
+
   void all() const {
-    for (int64_t token = 0; token < count; token += SLAB) slab(token, count - token < SLAB ? count - token : (int64_t)SLAB);
+    if (count == 1 && c.value_dim % LANES == 0) decode();
+    else prompt();
     X *tail = (X *)c.tails + c.writes[sequence] * (c.taps - 1) * channels;
     for (int64_t w = 0; w < c.taps - 1; w++) {  // in this order the record may be the one that was read
       const X *row = row_of(count - c.taps + 1 + w);
@@ -302,7 +331,10 @@ template <class X> struct Run {
 };
 
 template <class X> static void run(const DeltaCall &call, int64_t sequence, int64_t key_head, float *work) {
+  uint32_t state = __builtin_ia32_stmxcsr();
+  __builtin_ia32_ldmxcsr(state | 0x8040);  // what has decayed to a denormal number is 0: arithmetic with those is a hundred times slower
   Run<X>(call, sequence, key_head, work).all();
+  __builtin_ia32_ldmxcsr(state);
 }
 
 template <class X> struct Ops {

@@ -27,6 +27,11 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return F.silu(gate_TF).mul_(up_TF)
 
 
+def sigmoid_gate(x_TF: Tensor, gate_T: Tensor) -> Tensor:
+    """x * sigmoid(gate), in place; x. gate [T, F], or [T, 1]: a number for each token."""
+    return x_TF.mul_(torch.sigmoid(gate_T))
+
+
 class GatedMLP(nn.Module):
     """gate_up: rows of gate_proj, then of up_proj, [2F, D]; down [D, F]."""
 
@@ -61,4 +66,4 @@ class WeightedMLP(GatedMLP):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD = super().forward(x_TD)
-        return out_TD.mul_(torch.sigmoid(F.linear(x_TD, self.gate)))
+        return sigmoid_gate(out_TD, F.linear(x_TD, self.gate))

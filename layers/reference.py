@@ -1,11 +1,13 @@
 """What the fast layers must equal, written as plainly as possible.
 
-Legend: T tokens, H query heads, Hkv key/value heads, D head size, Q queries of a sequence, L its tokens so far.
+Legend: T tokens, H query heads, Hkv key/value heads, D head size, Q queries of a sequence, L its tokens so far; of the
+gated delta rule K the width of a key, V that of a value, W the taps of its convolution, C its channels.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from layers.step import StepInput
@@ -41,3 +43,31 @@ def apply_rope(x_THD: Tensor, angle_TR: Tensor) -> Tensor:
     plane = torch.complex(x_THD[..., :half].contiguous(), x_THD[..., half:].contiguous())
     turned = plane * torch.polar(torch.ones_like(angle_TR), angle_TR)[:, None]
     return torch.cat((turned.real, turned.imag), -1)
+
+
+def causal_convolution(x_TC: Tensor, tail: Tensor, weight_WC: Tensor) -> tuple[Tensor, Tensor]:
+    """silu of the sum of each channel's last W inputs, its own included, each times its weight; float32. tail
+    [W - 1, C]: the inputs before the first. Returns it too for what follows."""
+    inputs = torch.cat([tail, x_TC])
+    taps = weight_WC.shape[0]
+    rows = [(inputs[token : token + taps].float() * weight_WC).sum(0) for token in range(x_TC.shape[0])]
+    return F.silu(torch.stack(rows)), inputs[x_TC.shape[0] :]
+
+
+def gated_delta_rule(
+    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_THK: Tensor, beta_TH: Tensor, state_HKV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recurrence (arXiv 2412.06464, and 2510.26692 with a decay for each channel of a key), one token after another
+    in float32: the state decays, what it holds under the key moves towards the value, and the query reads it.
+
+    decay: what rows of the state are multiplied by, [T, H, K] or [T, H, 1]; beta: how far it moves. Queries and keys
+    are as they are multiplied. Returns ([T, H, V], the state behind the last token).
+    """
+    state, out_THV = state_HKV.float().clone(), torch.empty_like(v_THV, dtype=torch.float32)
+    for token in range(q_THK.shape[0]):
+        q_HK, k_HK, v_HV = (x[token].float() for x in (q_THK, k_THK, v_THV))
+        state *= decay_THK[token][..., None]
+        missing_HV = v_HV - torch.einsum("hk,hkv->hv", k_HK, state)
+        state += torch.einsum("hk,hv->hkv", k_HK, missing_HV * beta_TH[token][:, None])
+        out_THV[token] = torch.einsum("hk,hkv->hv", q_HK, state)
+    return out_THV, state

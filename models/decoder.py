@@ -164,12 +164,16 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         """Fill every parameter, and the experts that this rank hosts."""
         ends = [
             Part(self.embed, lambda source: source.read("model.embed_tokens.weight", self.embed.weight)),
-            Part(self.norm, lambda source: source.read("model.norm.weight", self.norm.weight)),
+            Part(self.norm, self.read_norm),
             Part(self.head, lambda source: read_head(source, self.head.matrix, self._tied)),
         ]
         layers = [Part(layer, partial(self.read_layer, index)) for index, layer in enumerate(self.decoders)]
         self.load_parts([*ends, *layers], source, self.config.num_experts, store)
         self.skip_rest(source)
+
+    def read_norm(self, source: WeightSource) -> None:
+        """Fill the last norm."""
+        source.read("model.norm.weight", self.norm.weight)
 
     @abstractmethod
     def read_layer(self, index: int, source: WeightSource) -> None:

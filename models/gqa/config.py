@@ -50,6 +50,7 @@ class GqaConfig:
     num_mtp_layers: int = 0
     window: int | None = None  # tokens that attention looks back; None: all
     key_names: KeyNames = PLAIN
+    output_gate: bool = False  # of attention: the sigmoid of a projection of its own
 
     @property
     def context_limit(self) -> int:
@@ -76,15 +77,15 @@ class GqaConfig:
         return (CacheGroup("paged", tuple(range(self.num_layers)), fields),)
 
 
-def parse(raw: dict[str, Any], source: str) -> GqaConfig:
-    """config.json of a supported architecture -> GqaConfig.
+def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> GqaConfig:
+    """config.json of a supported architecture -> GqaConfig. family: of an architecture that is not here.
 
     Raises ConfigError (one line: file, field, what was expected) for a missing or wrong field, and for fields that ask
     for arithmetic that is not implemented. Defaults of absent fields are those of transformers.
     """
     fields = Fields(raw, source)
     architecture = fields.first_of("architectures")
-    family = ARCHITECTURES[architecture]
+    family = family or ARCHITECTURES[architecture]
     _refuse_unsupported(fields, architecture)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")

@@ -232,12 +232,13 @@ def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
 
 
 def _cache(plan: Plan, model: CausalLM, device: torch.device) -> CacheMemory:
-    """With graphs there is one block more, to which they write what is padding."""
+    """With graphs there is one block more of every group, to which they write what is padding."""
     spec = model.cache_spec()
     check_spec(spec, model.config.num_layers)
     sizes = planned_sizes(plan, spec)
     scratch = plan.cudagraph_mode not in ("none", "tapes")
-    return CacheMemory.allocate(spec, sizes._replace(num_blocks=sizes.num_blocks + scratch), device)
+    more = {"num_blocks": sizes.num_blocks + scratch, "num_window_blocks": sizes.num_window_blocks + scratch}
+    return CacheMemory.allocate(spec, sizes._replace(**more), device)
 
 
 def _runner(
@@ -259,7 +260,7 @@ def _runner(
         plan.block_size,
         len(token_groups(spec)),
         bool(state_groups(spec)),
-        kv.num_blocks - 1,
+        tuple(kv.sizes.blocks_of(group) - 1 for group in token_groups(spec)),
     )
     buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
     return Runner(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cache.spec import CacheSpec
-from configs.cache import block_bytes, bytes_beside_blocks, cache_bytes, kept_cache
+from cache.spec import CacheSpec, bytes_per_token
+from configs.cache import block_bytes, blocks_within, cache_bytes, kept_cache
 from configs.dbo import plan_dbo
 from configs.deterministic import fixed_order
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
@@ -224,26 +224,28 @@ def _cache(
 ) -> tuple[int, int]:
     """max_model_len and the number of KV blocks of a rank, which depend on each other."""
     bytes_per_block = block_bytes(spec, block_size)
-    beside = bytes_beside_blocks(spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS)
+    limits = spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
     wanted_len = config.max_model_len or model.usual_len
     full_blocks = -(-wanted_len // block_size)
     if config.num_kv_blocks is not None:
         blocks, source = config.num_kv_blocks, "as asked"
     elif config.kv_cache_memory_bytes is not None:
         blocks, source = (
-            max(0, config.kv_cache_memory_bytes - beside) // bytes_per_block,
+            blocks_within(config.kv_cache_memory_bytes, *limits),
             f"{config.kv_cache_memory_bytes} bytes as asked",
         )
     else:
         part = config.gpu_memory_utilization or _memory_part(machine)
         ranks = config.data_parallel_size
         weights = _weights(model, dtype, ranks, slots, store)
-        free = max(0, max(0, int(machine.free_memory * part) - weights) // ranks - beside)
-        blocks = min(free // bytes_per_block, full_blocks * num_seqs)
+        free = max(0, int(machine.free_memory * part) - weights) // ranks
+        blocks = min(blocks_within(free, *limits), full_blocks * num_seqs)
         source = (
             f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of weights, over "
             f"{ranks} rank(s), and no more than {num_seqs} full sequences"
         )
+    if not bytes_per_token(spec):  # windows alone: nothing grows with the number of blocks
+        blocks = min(blocks, full_blocks * num_seqs)
     if blocks < 1:
         raise ValueError(
             f"no room for a KV block of {bytes_per_block} bytes: {source}; set kv_cache_memory_bytes or num_kv_blocks"

@@ -232,13 +232,13 @@ def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
 
 
 def _cache(plan: Plan, model: CausalLM, device: torch.device) -> CacheMemory:
-    """With padded graphs there is one block and one record more, to which they write what is padding."""
+    """With padded graphs there is one block more of every group, and one record, to which they write what is padding."""
     spec = model.cache_spec()
     check_spec(spec, model.config.num_layers)
     sizes = planned_sizes(plan, spec)
     scratch = bool(plan.cudagraph_capture_sizes)
-    sizes = sizes._replace(num_blocks=sizes.num_blocks + scratch, num_records=sizes.num_records + scratch)
-    return CacheMemory.allocate(spec, sizes, device)
+    more = {name: getattr(sizes, name) + scratch for name in ("num_blocks", "num_window_blocks", "num_records")}
+    return CacheMemory.allocate(spec, sizes._replace(**more), device)
 
 
 def _runner(
@@ -260,7 +260,7 @@ def _runner(
         plan.block_size,
         len(token_groups(spec)),
         bool(state_groups(spec)),
-        kv.num_blocks - 1,
+        tuple(kv.sizes.blocks_of(group) - 1 for group in token_groups(spec)),
         kv.sizes.num_records - 1,
     )
     buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)

@@ -56,14 +56,17 @@ class GatedMLP(nn.Module):
 
 
 class WeightedMLP(GatedMLP):
-    """The same, times sigmoid(gate(x)), a number for each token. gate [1, D]."""
+    """The same, times sigmoid(gate(x)), a number for each token. gate [1, D], float32 whatever the model's dtype:
+    converting once is exact."""
 
     def __init__(
         self, hidden_size: int, width: int, dtype: torch.dtype, device: torch.device, bias: bool = False
     ) -> None:
         super().__init__(hidden_size, width, dtype, device, bias)
-        self.gate = parameter((1, hidden_size), dtype, device)
+        self.gate = parameter((1, hidden_size), torch.float32, device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD = super().forward(x_TD)
-        return sigmoid_gate(out_TD, F.linear(x_TD, self.gate))
+        if rows.can_run(x_TD) and x_TD.stride(1) == 1 and out_TD.is_contiguous():
+            return rows.gate(out_TD, rows.dots(x_TD, self.gate).view(-1))
+        return sigmoid_gate(out_TD, F.linear(x_TD.float(), self.gate))

@@ -14,7 +14,7 @@ from ep.parallel import Parallel
 from layers.attention import AttentionPlan, HeadCounts, paged_attention, qk_norm_rope_cache
 from layers.linear import Linear, MergedLinear, parameter
 from layers.mlp import GatedMLP, WeightedMLP, sigmoid_gate
-from layers.norm import rms_norm
+from layers.norm import rms_norm_in_place
 from layers.step import StepInput
 from models.base import WeightSource
 from models.decoder import Decoder, LayerContext
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         for heads in (slice(0, self.num_heads), slice(self.num_heads, None)):
             weight = self.qk_norm[heads].flatten()
             part = qkv[:, start : start + weight.shape[0]]
-            part.copy_(rms_norm(part, weight, self.eps))
+            rms_norm_in_place(part, weight, self.eps)
             start += weight.shape[0]
 
 

@@ -62,6 +62,7 @@ struct RowOps {
   void (*rope)(int64_t position, const float *frequency, float scale, void *cos, void *sin, int64_t planes);
   // y[o] = x . w[o], for o < outputs.
   void (*dots)(const void *x, const float *w, int64_t inputs, int64_t outputs, float *y);
+  void (*scale)(void *y, float factor, int64_t dim);  // y *= factor
 };
 
 extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType

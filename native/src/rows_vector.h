@@ -214,6 +214,13 @@ template <class X> static void dots(const void *xv, const float *w, int64_t inpu
   for (; o < outputs; o++) some_dots<1>(x, w + o * inputs, inputs, y + o);
 }
 
+template <class X> static void scale(void *yv, float factor, int64_t dim) {
+  X *y = (X *)yv;
+  int64_t i = 0;
+  for (; i + LANES <= dim; i += LANES) store(y + i, load(y + i) * factor);
+  for (; i < dim; i++) put(y + i, number(y + i) * factor);
+}
+
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, silu_mul<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, silu_mul<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>, scale<X>};
 };

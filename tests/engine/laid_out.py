@@ -29,7 +29,7 @@ class LaidOut:
         context_cost: float = 0.0,
     ) -> None:
         self.cache = cache
-        limits = Limits(max_num_seqs, max_tokens, max_len, cache.kv.block_size, scratch_block=scratch)
+        limits = Limits(max_num_seqs, max_tokens, max_len, cache.kv.block_size, scratch_blocks=(scratch,))
         self.buffers = StepBuffers(limits, drive.CPU, context_cost)
         self.num_advanced = 0
         self._last: PreparedStep | None = None

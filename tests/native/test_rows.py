@@ -177,4 +177,25 @@ def test_dots(level: Isa, dtype: torch.dtype, sizes: tuple[int, int, int], threa
     x[:] = normal(num_rows, num_inputs).to(dtype)
     weight = normal(num_outputs, num_inputs, seed=1)
     assert_within(rows.dots(x, weight), x.float() @ weight.T, matmul_bound(x, weight))
+    bias = normal(num_outputs, seed=2)
+    assert_within(rows.dots(x, weight, bias), x.float() @ weight.T + bias, matmul_bound(x, weight, bias))
     torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 37), (600, 128)])
+def test_gate(level: Isa, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    limit_isa(level)
+    x, logit = normal(*shape).to(dtype), 3 * normal(shape[0], seed=1)
+    wanted = x.double() * logit.double().sigmoid()[:, None]
+    assert_within(rows.gate(x.clone(), logit), wanted, 4 * unit(torch.float32) * wanted.abs())
+
+
+@pytest.mark.parametrize("size", [1, 24, 200])
+def test_norm_in_place(level: Isa, dtype: torch.dtype, size: int) -> None:
+    """Of a part of wider rows, whose other parts stay."""
+    limit_isa(level)
+    wide, weight = normal(5, size + 9).to(dtype), normal(size, seed=1).to(dtype)
+    wanted, before = rows.rms_norm(wide[:, 4 : 4 + size], weight, 1e-5), wide.clone()
+    rows.rms_norm_in_place(wide[:, 4 : 4 + size], weight, 1e-5)
+    assert torch.equal(wide[:, 4 : 4 + size], wanted)
+    assert torch.equal(wide[:, :4], before[:, :4]) and torch.equal(wide[:, 4 + size :], before[:, 4 + size :])

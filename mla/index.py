@@ -23,6 +23,7 @@ from torch import Tensor
 
 from layers.rope import apply_rope
 from mla import index_keys, latent_kv
+from native import index as native_index
 from native import rows
 
 NORM_EPS = 1e-6  # of the norm of index keys
@@ -53,26 +54,32 @@ class IndexQueries:
 
 
 class Chosen(NamedTuple):
-    """rows: of the cache, in the order of positions, int64 [U, K]; counts: how many of them count, int64 [U]."""
+    """rows: of the cache, in the order of positions, then zeros, int64 [U, K]; counts: how many of them count, int64 [U]."""
 
     rows_UK: Tensor
     counts_U: Tensor
 
 
-def place_keys(
-    key_TI: Tensor, weight_I: Tensor, bias_I: Tensor, rope: tuple[Tensor, Tensor], cache: Tensor, slots_T: Tensor
+def place(
+    key_TI: Tensor,
+    norm: tuple[Tensor, Tensor],
+    rope: tuple[Tensor, Tensor],
+    cache: Tensor,
+    slots_T: Tensor,
+    q_THI: Tensor | None,
 ) -> None:
-    """Norm and rotate the index keys of a step, as projected, and store them. cache: [R, I], or uint8 [R, I + 4] in
-    FP8."""
-    key_TI = F.layer_norm(key_TI, key_TI.shape[1:], weight_I, bias_I, NORM_EPS)
-    rotate(key_TI[:, None], rope)
+    """Norm and rotate the index keys of a step, as projected, and store them; rotate its index queries in place.
+
+    norm: weight and bias of a layer norm, [I] each. cache: [R, I], or uint8 [R, I + 4] in FP8.
+    """
+    if rows.can_run(key_TI):
+        native_index.place(key_TI, (*norm, NORM_EPS), rope, cache, slots_T, q_THI)
+        return
+    key_TI = F.layer_norm(key_TI, key_TI.shape[1:], *norm, NORM_EPS)
+    for x_THI in (key_TI[:, None],) if q_THI is None else (key_TI[:, None], q_THI):
+        rotated = x_THI[..., : rope[0].shape[-1]]
+        rotated.copy_(apply_rope(rotated, *rope))
     latent_kv.write(cache, index_keys.pack(key_TI) if cache.dtype == torch.uint8 else key_TI, slots_T)
-
-
-def rotate(x_THI: Tensor, rope: tuple[Tensor, Tensor]) -> None:
-    """The first P dimensions, in place."""
-    rotated = x_THI[..., : rope[0].shape[-1]]
-    rotated.copy_(apply_rope(rotated, *rope))
 
 
 def head_weights(x_TD: Tensor, weight_HD: Tensor) -> Tensor:
@@ -84,6 +91,9 @@ def head_weights(x_TD: Tensor, weight_HD: Tensor) -> Tensor:
 
 def choose_keys(q_UHI: Tensor, weight_UH: Tensor, cache: Tensor, queries: IndexQueries, topk: int) -> Chosen:
     """Of each query its topk keys."""
+    if rows.can_run(q_UHI) and (q_UHI.dtype is torch.float32 or q_UHI.shape[2] % 2 == 0):
+        where = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size
+        return Chosen(*native_index.choose(q_UHI, weight_UH, cache, *where, topk))
     counts_U = queries.lens_U.clamp(max=topk)
     rows_UK = torch.zeros(q_UHI.shape[0], topk, dtype=torch.int64, device=q_UHI.device)
     for first, last, sequence, length in queries.parts:
@@ -97,7 +107,8 @@ def choose_keys(q_UHI: Tensor, weight_UH: Tensor, cache: Tensor, queries: IndexQ
             scores_qS = index_scores(q_UHI[here], weight_UH[here], keys_SI)
             hidden_qS = torch.arange(length, device=blocks.device) >= queries.lens_U[here, None]
             position = largest(scores_qS.masked_fill_(hidden_qS, -torch.inf), topk)
-            rows_UK[here, : position.shape[1]] = rows_S[position]
+            counted = torch.arange(position.shape[1], device=blocks.device) < counts_U[here, None]
+            rows_UK[here, : position.shape[1]] = rows_S[position] * counted
     return Chosen(rows_UK, counts_U)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _LARGEST = 448.0  # of float8_e4m3fn
-_LEAST = 1e-30  # a key of zeros has some scale
+_LEAST = 2.0**-100  # a key of zeros has some scale
 
 
 def pack(key_TI: Tensor) -> Tensor:
@@ -20,7 +20,8 @@ def pack(key_TI: Tensor) -> Tensor:
     num_tokens, width = key_TI.shape
     row_TW = key_TI.new_empty(num_tokens, width + 4, dtype=torch.uint8)
     key_TI = key_TI.float()
-    scale_T1 = (key_TI.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_LEAST).log2().ceil().exp2()
+    mantissa_T1, exponent_T1 = (key_TI.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_LEAST).frexp()
+    scale_T1 = torch.ldexp(torch.ones_like(mantissa_T1), exponent_T1 - (mantissa_T1 == 0.5).to(exponent_T1.dtype))
     row_TW[:, :width] = (key_TI / scale_T1).to(torch.float8_e4m3fn).view(torch.uint8)
     row_TW.view(torch.float32)[:, width // 4 :] = scale_T1
     return row_TW

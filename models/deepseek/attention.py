@@ -86,8 +86,8 @@ class Attention(nn.Module):
         """Writes the step's index keys; queries of the index and weights of its heads, of no heads where there is
         nothing to choose: there is no indexer, or every key is attended to."""
         if self.indexer is not None:
-            self.indexer.write(x_TD, context, index_cache[0])
-            captured = context.breaks is not EAGER
-            if captured or chooses(context.step, self.topk, captured):
-                return self.indexer.queries(q_latent_TA, x_TD, context)
+            wanted = context.breaks is not EAGER or chooses(context.step, self.topk, captured=False)
+            found = self.indexer(x_TD, q_latent_TA if wanted else None, context, index_cache[0])
+            if found is not None:
+                return found  # type: ignore[no-any-return]
         return x_TD.new_empty(x_TD.shape[0], 0, 1), x_TD.new_empty(x_TD.shape[0], 0)

@@ -32,13 +32,14 @@ class Indexer(nn.Module):
         self.k_norm_bias = parameter((dim,), dtype, device)
         self.weights_proj = parameter((heads, hidden_size), torch.float32, device)
 
-    def write(self, x_TD: Tensor, context: LayerContext, cache: Tensor) -> None:
-        """The step's keys to the cache."""
-        slots_T = context.step.slots_T
-        index.place_keys(self.wk(x_TD), self.k_norm, self.k_norm_bias, context.rope, cache, slots_T)
-
-    def queries(self, q_TA: Tensor, x_TD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """(rotated queries [T, H, I], weights of the heads float32 [T, H]). q: the normed latent of the queries."""
-        q_THI = self.wq_b(q_TA).view(-1, self.shape.num_heads, self.shape.head_dim)
-        index.rotate(q_THI, context.rope)
-        return q_THI, index.head_weights(x_TD, self.weights_proj)
+    def forward(
+        self, x_TD: Tensor, q_latent_TA: Tensor | None, context: LayerContext, cache: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """The step's keys to the cache; returns (rotated queries [T, H, I], weights of the heads float32 [T, H]), or
+        None without q_latent, the normed latent of the queries."""
+        key_TI, q_THI = self.wk(x_TD), None
+        if q_latent_TA is not None:
+            q_THI = self.wq_b(q_latent_TA).view(-1, self.shape.num_heads, self.shape.head_dim)
+        norm = self.k_norm, self.k_norm_bias
+        index.place(key_TI, norm, context.rope, cache, context.step.slots_T, q_THI)
+        return None if q_THI is None else (q_THI, index.head_weights(x_TD, self.weights_proj))

@@ -78,9 +78,11 @@ struct Job {
     uint8_t *panel = work, *wide = panel + up_to(panel_bytes, 64), *queries = wide + up_to(c->fp8 ? panel_bytes : 0, 64);
     int64_t longest_seen = longest(piece.first, piece.count), end = piece.key + INDEX_KEYS;
     if (end > longest_seen) end = longest_seen;
+    const uint8_t *row[INDEX_KEYS];
+    find(sequence(piece.first), piece.key, end, row);
     if (copies()) copy_queries(piece, queries);
     for (int64_t key = piece.key; key < end; key += PANEL) {
-      pack(sequence(piece.first), key, end - key < PANEL ? end - key : (int64_t)PANEL, panel, wide);
+      pack(row + (key - piece.key), end - key, panel, wide);
       for (int64_t i = 0; i < piece.count; i++) {
         int64_t query = piece.first + i;
         if (!chooses(query) || c->lens[query] <= key) continue;
@@ -121,25 +123,31 @@ struct Job {
       }
   }
 
-  // n keys from `key` on.
-  void pack(int64_t sequence, int64_t key, int64_t n, uint8_t *panel, uint8_t *wide) const {
-    const int64_t *blocks = c->table + sequence * c->table_stride;
-    const uint8_t *row[PANEL];
-    for (int64_t i = 0; i < n; i++) {
-      row[i] = c->keys + (blocks[(key + i) / c->block_size] * c->block_size + (key + i) % c->block_size) * c->key_bytes;
-      for (int64_t at = 0; at < c->key_bytes; at += 64) __builtin_prefetch(row[i] + at, 0, 2);
+  // Where keys first to end of a sequence lie.
+  void find(int64_t sequence, int64_t first, int64_t end, const uint8_t **row) const {
+    const int64_t *block = c->table + sequence * c->table_stride + first / c->block_size;
+    for (int64_t inside = first % c->block_size, i = first; i < end; inside = 0, block++) {
+      const uint8_t *at = c->keys + (*block * c->block_size + inside) * c->key_bytes;
+      for (; inside < c->block_size && i < end; inside++, i++, at += c->key_bytes) *row++ = at;
     }
-    for (int64_t i = 0; c->fp8 && i < n; i++) {
+  }
+
+  // Up to 64 of n keys. Those after them are brought nearer meanwhile.
+  void pack(const uint8_t **row, int64_t n, uint8_t *panel, uint8_t *wide) const {
+    int64_t here = n < PANEL ? n : (int64_t)PANEL;
+    for (int64_t i = here; i < n && i < 2 * PANEL; i++)
+      for (int64_t at = 0; at < c->key_bytes; at += 64) __builtin_prefetch(row[i] + at, 0, 2);
+    for (int64_t i = 0; c->fp8 && i < here; i++) {
       uint8_t *to = wide + i * c->dim * item_bytes;
       use.ops->widen(row[i], c->dim, to);
       row[i] = to;
     }
-    use.pack->pack_keys(row, (int)n, c->dim * item_bytes / 4, panel);
+    use.pack->pack_keys(row, (int)here, c->dim * item_bytes / 4, panel);
   }
 
   // The topk largest of its scores, or all it sees.
   void choose(int64_t query, const float *scores) const {
-    int64_t len = c->lens[query], count = len < c->topk ? len : c->topk, *to = c->rows + query * c->topk;
+    int64_t len = c->lens[query], count = chooses(query) ? c->topk : len, *to = c->rows + query * c->topk;
     const int64_t *blocks = c->table + sequence(query) * c->table_stride;
     uint32_t least = 0;
     int64_t equal = chooses(query) ? threshold(scores, len, count, &least) : 0, chosen = 0;
@@ -149,9 +157,11 @@ struct Job {
         for (int64_t i = 0; i < inside; i++) to[start + i] = row + i;
         continue;
       }
-      for (int64_t i = 0; i < inside; i++) {
+      for (int64_t i = 0; i < inside && chosen < count; i++) {  // without branches that could not be foreseen
         uint32_t x = ordered(scores[start + i]);
-        if (x > least || (x == least && equal-- > 0)) to[chosen++] = row + i;
+        bool same = x == least;
+        to[chosen] = row + i;
+        chosen += (x > least) | (same & (equal > 0)), equal -= same;
       }
     }
     memset(to + count, 0, (c->topk - count) * sizeof(int64_t));
@@ -168,14 +178,16 @@ struct Job {
   // The count-th largest; returns how many that are equal to it are among the count. Its bits are found from the highest on.
   static int64_t threshold(const float *scores, int64_t n, int64_t count, uint32_t *least) {
     static const int shifts[3] = {21, 10, 0}, widths[3] = {11, 11, 10};
-    uint32_t found = 0, mask = 0, histogram[2048];
+    uint32_t found = 0, mask = 0, histogram[2048], twin[2048];  // neighbours are often alike, and wait for each other in one place
     for (int pass = 0; pass < 3; pass++) {
       uint32_t last = (1u << widths[pass]) - 1;
       memset(histogram, 0, sizeof histogram);
+      memset(twin, 0, sizeof twin);
       for (int64_t i = 0; i < n; i++) {
         uint32_t x = ordered(scores[i]);
-        histogram[x >> shifts[pass] & last] += (x & mask) == found;
+        if ((x & mask) == found) (i & 1 ? twin : histogram)[x >> shifts[pass] & last]++;
       }
+      for (uint32_t i = 0; i <= last; i++) histogram[i] += twin[i];
       uint32_t bin = last;
       for (; histogram[bin] < count; bin--) count -= histogram[bin];
       found |= bin << shifts[pass], mask |= last << shifts[pass];

@@ -53,6 +53,16 @@ NATIVE_API void rows_latent(const LatentCall *call, int64_t rows, int threads) {
   each_row(rows, call->num_heads * call->rope_dim + call->latent_dim, threads, [&](int64_t i, int) { ops->latent(*call, i); });
 }
 
+// The indexer's keys are normed, rotated and stored; its queries, where there are any, are rotated.
+NATIVE_API void rows_index(const IndexKeyCall *call, int64_t rows, int threads) {
+  tape_note(rows_index, call, rows, threads);
+  const RowOps *ops = ops_for(call->x_type);
+  int64_t room = (call->dim * 4 + 63) / 64 * 64;
+  uint8_t *work = scratch(threads * room);
+  each_row(rows, call->num_heads * call->rope_dim + 4 * call->dim, threads,
+           [&](int64_t i, int worker) { ops->index_key(*call, i, work + worker * room); });
+}
+
 // gate_up [rows, 2 * width] -> y [rows, width].
 NATIVE_API void rows_silu_mul(int x_type, const void *gate_up, void *y, int64_t rows, int64_t width, int threads) {
   tape_note(rows_silu_mul, x_type, gate_up, y, rows, width, threads);

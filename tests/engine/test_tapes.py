@@ -36,6 +36,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "llama": hf_tiny.make_llama,
     "deepseek_v2": deepseek_tiny.make_v2,
     "deepseek_v3": deepseek_tiny.make_v3,
+    "deepseek_v3.2": deepseek_tiny.make_v32,
+    "glm5": deepseek_tiny.make_glm5,
 }
 
 

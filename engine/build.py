@@ -30,6 +30,7 @@ from engine.rebalance.start import start_placement
 from engine.runner import Runner
 from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
+from engine.speculation.build import make_speculation
 from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
 from engine.team import Meet, Opening, Team
@@ -228,6 +229,7 @@ def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
         enable_chunked_prefill=plan.enable_chunked_prefill,
         policy=plan.scheduling_policy,
         async_depth=int(plan.async_scheduling),
+        speculation=make_speculation(plan),
     )
 
 
@@ -260,6 +262,7 @@ def _runner(
         len(token_groups(spec)),
         bool(state_groups(spec)),
         kv.num_blocks - 1,
+        _most_drafts(plan),
     )
     buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
     return Runner(
@@ -308,7 +311,7 @@ def graph_policy(plan: Plan, spec: CacheSpec) -> GraphPolicy:
     rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
     num_parts, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_parts, plan.eplb is not None
     if mode in ("none", "tapes") or state_groups(spec):
-        exact = min(plan.max_num_seqs, MAX_EXACT) if mode == "tapes" else 0
+        exact = min(plan.max_num_seqs + _most_drafts(plan), MAX_EXACT) if mode == "tapes" else 0
         return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)
@@ -320,6 +323,10 @@ def graph_policy(plan: Plan, spec: CacheSpec) -> GraphPolicy:
         break_exchanges=break_exchanges,
         together=not alone,  # alone: the plan has not asked whether an exchange could be captured
     )
+
+
+def _most_drafts(plan: Plan) -> int:
+    return 0 if plan.speculation is None else plan.speculation.most_drafts(plan.max_num_seqs)
 
 
 def _no_lanes(num_slots: int, hidden_size: int) -> Sequence[AllToAll]:

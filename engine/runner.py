@@ -19,13 +19,13 @@ from cache.memory import CacheMemory
 from dbo.steps import Steps, drain, weave
 from engine.capture import Capture
 from engine.device import Arrival, AtOnce, Readback, use_device
-from engine.drafts import num_new
 from engine.hooks import StepHook
-from engine.prepared import PreparedStep, runs
+from engine.prepared import PreparedStep, drafts_before, runs
 from engine.sampling.logprobs import prompt_logprobs
 from engine.sampling.sampler import Sampled, reads_on_the_host, sample
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import Schedule
+from engine.speculation.drafter import num_new
 from engine.step_buffers import StepBuffers
 from ep.backends.dispatchers import Confirm, StepState
 from ep.protocol import PeerLost
@@ -65,10 +65,12 @@ class Landing:
         self._prompt_logprobs = prompt_logprobs
         self._result: StepResult | None = None
 
-    def token_ids(self) -> Tensor:
-        """int64 [S] on the host. Raises PeerLost."""
+    def drawn(self) -> tuple[list[int], list[list[int]]]:
+        """The rows of the batch that have sampled, and the new tokens of each. Raises PeerLost."""
         self._confirm()
-        return self.arrival.take()[0]
+        prepared, tokens = self.prepared, self.arrival.take()[0].tolist()
+        parts = [(first, new[: num_new(new, drafts)]) for first, new, drafts in runs(prepared, tokens)]
+        return prepared.rows_S[[first for first, _ in parts]].tolist(), [new for _, new in parts]
 
     def result(self) -> StepResult:
         """Raises PeerLost; RuntimeError when the device does not come to the step's end. Kept: it is asked for by
@@ -268,7 +270,8 @@ class Runner:
             self._buffers.write_tokens(prepared, sampled.token_ids_P)
             return sampled
         self._note()
-        sampling = self._table.gather(prepared.rows_S.tolist(), prepared.positions_S.tolist())
+        drafts = [] if prepared.drafts is None or not self._table.has_history else drafts_before(prepared)
+        sampling = self._table.gather(prepared.rows_S.tolist(), prepared.positions_S.tolist(), drafts)
         if sampling.needs:
             if reads_on_the_host(sampling, self._logprobs_mode):
                 confirm()
@@ -282,7 +285,7 @@ class Runner:
         """Histories learn the tokens of the last step that sampled; only rows that have one wait for them."""
         landing, self._unnoted = self._unnoted, None
         if landing is not None and self._table.has_history:
-            self._table.note(landing.prepared.rows_S.tolist(), landing.token_ids())
+            self._table.note(*landing.drawn())
 
     def _prompt_logprobs(self, prepared: PreparedStep, hidden_TD: Tensor) -> list[list[Logprobs] | None] | None:
         if not prepared.prompt_parts:

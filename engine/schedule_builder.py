@@ -14,6 +14,7 @@ class Draft:
 
     __slots__ = (
         "budget",
+        "budget_of_drafts",
         "chunk_counts",
         "chunk_drafts",
         "chunk_samples",
@@ -29,9 +30,10 @@ class Draft:
         "step_id",
     )
 
-    def __init__(self, step_id: int, budget: int) -> None:
+    def __init__(self, step_id: int, budget: int, budget_of_drafts: int) -> None:
         self.step_id = step_id
         self.budget = budget
+        self.budget_of_drafts = budget_of_drafts
         self.ones: list[Request] = []
         self.one_rows: list[int] = []
         self.one_starts: list[int] = []
@@ -77,6 +79,7 @@ class Draft:
         request.length += 1
         request.last_step = self.step_id
         self.budget -= 1 + len(drafts)
+        self.budget_of_drafts -= len(drafts)
 
     def remove(self, request: Request) -> None:
         """Take a request that was scheduled in this very step out again (it is about to be preempted)."""
@@ -89,6 +92,7 @@ class Draft:
             return
         index = self.chunks.index(request)
         self.budget += self.chunk_counts[index]
+        self.budget_of_drafts += len(self.chunk_drafts[index])
         request.length -= self.chunk_samples[index]
         del self.chunks[index], self.chunk_starts[index], self.chunk_counts[index], self.chunk_samples[index]
         del self.chunk_drafts[index]

@@ -31,7 +31,6 @@ from torch import Tensor
 from dbo.split import Cut, cut
 from engine.batch_table import BatchTable
 from engine.device import make_upload
-from engine.drafts import num_new
 from engine.prepared import (
     Asked,
     Chooser,
@@ -42,10 +41,10 @@ from engine.prepared import (
     Work,
     prompt_parts,
     runs,
-    sampled,
     spread,
 )
 from engine.schedule import Schedule
+from engine.speculation.drafter import num_new
 from engine.step_memory import Limits, Place, StepMemory
 from layers.step import StateInput, StepInput, TableInput
 
@@ -270,6 +269,7 @@ class StepBuffers:
                 cuts = [Cut(one.entry, 0) if one.tokens and schedule.drafts[one.entry] else one for one in cuts]
             bounds = [Cut(0, 0), *cuts, Cut(num_entries, 0)]
             works = [whole.between(first, last) for first, last in pairwise(bounds)]
+        works = [work.verified(self._drafts_E) for work in works]
         counts = [int(work.counts_B.sum()) for work in works]
         graphs = _chosen(choose, counts, [len(w.counts_B) == count for w, count in zip(works, counts, strict=True)])
         self._fed.clear()
@@ -311,7 +311,7 @@ class StepBuffers:
         work, num_decodes = work.ordered()
         rows_B, starts_B = work.rows_B, work.starts_B
         ends_B = starts_B + work.counts_B
-        guessed_B = self._drafts_E[work.entry_B] if len(self._drafts_E) else 0
+        guessed_B = self._drafts_E[work.entry_B] if len(self._drafts_E) else 0  # tokens that are drafts
         assert (ends_B <= self._rows.known[rows_B] + guessed_B).all(), (
             "a schedule computes tokens that are not known yet"
         )
@@ -332,15 +332,14 @@ class StepBuffers:
         memory.pad(place)
         ends = ends_B.tolist()
         tables = self._write_tables(memory, place, rows_B, max(ends, default=0))
-        sampled_S, behind_S = sampled(work, self._drafts_E)
-        last_S = query_ends_B[sampled_S] - 1 - behind_S
-        asked, logits_P = self._rows.ask(work, query_ends_B, last_S)
+        sampled_S = np.flatnonzero(work.samples_B)
+        asked, logits_P = self._rows.ask(work, query_ends_B, query_ends_B[sampled_S] - 1)
         starts = (0, *query_ends_B.tolist())
         step = self._input(place, tables, starts, ends, num_decodes, memory.more(logits_P))
         if self._last_R is not None:
             self._note_fed(memory, step.token_ids_T, rows_B[:num_decodes], starts_B[:num_decodes])
         entries_S = work.entry_B[sampled_S]
-        return _Part(step, place, entries_S, rows_B[sampled_S], ends_B[sampled_S] - behind_S, logits_P, asked, tables)
+        return _Part(step, place, entries_S, rows_B[sampled_S], ends_B[sampled_S], logits_P, asked, tables)
 
     def _input(
         self,

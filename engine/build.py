@@ -19,7 +19,7 @@ from configs.engine import Plan
 from dbo.split import context_cost
 from dbo.steps import Steps
 from engine.capture import MANY, Capture, GraphPolicy
-from engine.device import check_room, graph_library, make_readback, open_device
+from engine.device import AtOnce, check_room, graph_library, make_readback, open_device
 from engine.doorbell import Doorbell, SharedDoorbell
 from engine.overlap.measure import Measure
 from engine.overlap.policy import Overlap
@@ -30,7 +30,8 @@ from engine.rebalance.start import start_placement
 from engine.runner import Runner
 from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
-from engine.speculation.build import make_speculation
+from engine.speculation.build import Gate, make_speculation
+from engine.speculation.mtp import MtpPasses
 from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
 from engine.team import Meet, Opening, Team
@@ -49,7 +50,7 @@ from layers.identity import check
 from layers.step import StepInput
 from layers.weights import Checkpoint
 from models.base import CausalLM
-from models.facts import ModelFacts
+from models.facts import ModelFacts, with_drafts
 from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
 from native import Isa, choose, isa, limit_isa, parse
@@ -93,6 +94,8 @@ def build_rank(
     if plan.checkpoint and not mapped:
         check(plan.model_path, plan.checkpoint)
     facts = read_config(plan.model_path, plan.hf_overrides)
+    if plan.speculation is not None and plan.speculation.method == "mtp":
+        facts = with_drafts(facts)
     size = plan.data_parallel_size
     placement = _placement(plan, facts, join) if facts.num_moe_layers else None
     parallel = Parallel(rank, size, placement, _no_lanes)
@@ -119,7 +122,7 @@ def build_rank(
         bell or SharedDoorbell(),
         ready,
         plan.exchange_timeout,
-        companions=() if balance is None else (balance, balance.counter),
+        companions=[*([] if balance is None else [balance, balance.counter]), Gate(scheduler.speculation)],
         overlap=_overlap(plan, model, times, exchange, runner, device),
         timeline=timeline,
         preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
@@ -236,7 +239,7 @@ def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
 def _cache(plan: Plan, model: CausalLM, device: torch.device) -> CacheMemory:
     """With graphs there is one block more, to which they write what is padding."""
     spec = model.cache_spec()
-    check_spec(spec, model.config.num_layers)
+    check_spec(spec, model.config.num_layers + 1)
     sizes = planned_sizes(plan, spec)
     scratch = plan.cudagraph_mode not in ("none", "tapes")
     return CacheMemory.allocate(spec, sizes._replace(num_blocks=sizes.num_blocks + scratch), device)
@@ -253,7 +256,8 @@ def _runner(
 ) -> Runner:
     spec = model.cache_spec()
     policy = graph_policy(plan, spec)
-    readback = make_readback(device, plan.exchange_timeout)
+    # Drafts are made of tokens that the host has seen.
+    readback = make_readback(device, plan.exchange_timeout) if plan.speculation is None else AtOnce()
     limits = Limits(
         plan.max_num_seqs,
         max((plan.max_num_batched_tokens, *policy.piecewise)),
@@ -265,6 +269,11 @@ def _runner(
         _most_drafts(plan),
     )
     buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
+    passes = None
+    if plan.speculation is not None and plan.speculation.method == "mtp":
+        passes = MtpPasses(model, kv, buffers, facts.vocab_size)
+        if plan.cudagraph_mode == "tapes":
+            passes.capture = Capture(passes.forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
     return Runner(
         model,
         kv,
@@ -276,6 +285,7 @@ def _runner(
         capture=_capture(plan, policy, model, kv, buffers, exchange, timeline),
         exchange=exchange,
         readback=readback,
+        passes=passes,
     )
 
 

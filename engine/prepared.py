@@ -168,6 +168,7 @@ class PreparedStep:
     device_rows_S: torch.Tensor | None = None  # rows_S on the device, where it is wanted there
     # Of the entries that have any, each of which is sampled once more than it has drafts.
     drafts: dict[int, list[int]] | None = None
+    rows_B: tuple[Ints, ...] = ()  # of each part the rows of the batch; not of a step that only counts on
 
     @property
     def num_sampled(self) -> int:

@@ -46,6 +46,8 @@ class Schedule:
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)  # behind the last known token; [] where no entry has any
+    warm: list[bool] = field(default_factory=list)  # whether the layer that drafts knows the tokens before; []: all
+    draft_depth: int = 0  # drafts that follow the step, as the ranks have agreed; 0: the layer that drafts is left out
     state_reads: list[int] = field(default_factory=list)  # records (cache/records.py); [] where a model has no state
     state_writes: list[int] = field(default_factory=list)
     most_tokens: int = 0  # of any rank in this step, as the ranks have agreed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cache.manager import CacheManager
 from engine.request import Request, Status
@@ -119,7 +119,7 @@ class Draft:
             self.place(request)
         self.new_blocks = [(request.row, [table.copy() for table in request.held.tables]) for request in running]
 
-    def finish(self, freed_rows: list[int], cache: CacheManager) -> Schedule:
+    def finish(self, freed_rows: list[int], cache: CacheManager, warm: Callable[[Request], bool]) -> Schedule:
         num_ones = len(self.ones)
         reads: list[int] = []
         writes: list[int] = []
@@ -128,7 +128,9 @@ class Draft:
                 read, written = cache.schedule_state(request)
                 reads.append(read)
                 writes.append(written)
+        warms = [warm(request) for request in (*self.ones, *self.chunks)]
         return Schedule(
+            warm=[] if all(warms) else warms,
             drafts=[[] for _ in self.ones] + self.chunk_drafts if any(self.chunk_drafts) else [],
             state_reads=reads,
             state_writes=writes,

@@ -159,7 +159,7 @@ class Scheduler:
             return Schedule(draft.step_id)  # freed rows are kept for a schedule that is applied
         if self._restates:
             draft.restate(self._running)
-        schedule = draft.finish(self.rows.take_freed(self._restates), self.kv)
+        schedule = draft.finish(self.rows.take_freed(self._restates), self.kv, self.speculation.warm)
         self._restates = False
         self._num_steps += 1
         self._in_flight.append((schedule, draft.ones + draft.chunks))
@@ -226,9 +226,7 @@ class Scheduler:
 
         A request alone always succeeds (max_length is bounded by the cache), so the first in order always advances.
         """
-        if request.speculates:  # what no other request has to make room for
-            ahead = min(num_tokens + self.speculation.lookahead, self.kv.room(request), request.max_length - 1)
-            num_tokens = max(num_tokens, ahead)
+        num_tokens = self.speculation.ahead(request, num_tokens, self.kv)
         while (new := self.kv.allocate(request, num_tokens)) is None:
             victim = self._running.pop()
             self._preempt(victim, draft)
@@ -268,7 +266,8 @@ class Scheduler:
             if not kv.can_admit(request, prefix):
                 break
             kv.admit(request, prefix)
-            new = kv.allocate(request, num_cached + count)
+            self.speculation.admit(request)
+            new = kv.allocate(request, self.speculation.ahead(request, num_cached + count, kv))
             assert new is not None
             self._take_row(request, num_cached, draft)
             draft.new_blocks.append((request.row, [table.copy() for table in request.held.tables]))
@@ -297,12 +296,14 @@ class Scheduler:
         token_ids: list[list[int]],
         logprobs: list[list[Logprobs] | None] | None = None,
         prompt_logprobs: list[list[Logprobs] | None] | None = None,
+        next_drafts: list[list[int]] | None = None,
     ) -> list[TokenOutput]:
         """What step `schedule` sampled; schedules are updated in the order they were made.
 
         All lists have one entry per entry of schedule.rows. token_ids: the new tokens, [] where samples is False.
         logprobs: one per new token, None where not asked for. prompt_logprobs: for entry i those of the prompt
         tokens starts[i] + 1 .. min(starts[i] + counts[i], prompt_len - 1), each from the logits of the token before it.
+        next_drafts: what the model has drafted behind the new tokens.
         """
         step, requests = self._in_flight.popleft()
         assert step is schedule and len(token_ids) == len(requests)
@@ -310,6 +311,7 @@ class Scheduler:
         if prompt_logprobs is not None:
             for request, start, chunk in zip(requests, step.starts, prompt_logprobs, strict=True):
                 request.keep_prompt_logprobs(start, chunk)
+        self.speculation.settle(step, requests, token_ids, next_drafts)
         outputs: list[TokenOutput] = []
         block_size, stateful, num_finished, num_tokens = self.kv.block_size, self.kv.has_state, 0, 0
         for index, (request, start, count, new) in enumerate(

@@ -6,16 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from cache.spec import state_groups
-from configs.engine import Plan
+from configs.engine import EngineConfig, Plan
 from configs.speculation import Method, SpeculativeConfig, parse_speculative_config
-from models.facts import ModelFacts
-
-ASYNC_WAITS = "; a request with drafts waits until its last tokens are known, so its steps do not overlap"
+from models.facts import ModelFacts, mtp_layers
 
 
 def default_method(model: str | None, facts: ModelFacts) -> Method:
     """What drafts where nothing is asked for. model: None: the embedded one."""
-    return "prediction"
+    return "mtp" if model is None and mtp_layers(facts) else "prediction"
 
 
 def plan_speculation(
@@ -31,12 +29,26 @@ def plan_speculation(
                 f"speculative_config: {facts.architecture} keeps states, which drafts cannot be taken from"
             )
         return None, "the model keeps states, which drafts cannot be taken back from"
+    if config.method == "mtp" and not mtp_layers(facts):
+        raise ValueError("speculative_config: method mtp needs an MTP layer in the checkpoint; this one has none")
     if asked is not None:
         return config, "as asked"
+    if config.method == "mtp":
+        return config, "its own MTP layer drafts"
     return config, "requests may bring a prediction of their output"
 
 
-def with_speculation(plan: Plan, speculation: SpeculativeConfig | None, reason: str) -> Plan:
-    if speculation is not None and plan.async_scheduling:
-        reason += ASYNC_WAITS
-    return replace(plan, speculation=speculation, reasons={**plan.reasons, "speculation": reason})
+def with_speculation(plan: Plan, config: EngineConfig, speculation: SpeculativeConfig | None, reason: str) -> Plan:
+    """The plan with what was decided, and with what follows from it."""
+    if speculation is not None and plan.device == "cuda" and config.speculative_config is None:
+        speculation, reason = None, "on a GPU only if asked for: a step would wait for the tokens of the last one"
+    more = {"speculation": reason}
+    if speculation is not None and speculation.method != "prediction" and plan.async_scheduling:
+        if config.async_scheduling is None:
+            plan = replace(plan, async_scheduling=False)
+            more["async_scheduling"] = (
+                "drafts follow tokens that are known: a step cannot be scheduled beside the last one"
+            )
+        else:
+            more["speculation"] += "; a step of a request with drafts is not scheduled beside the last one"
+    return replace(plan, speculation=speculation, reasons={**plan.reasons, **more})

@@ -29,7 +29,7 @@ class DeepseekConfig:
     """q_lora_rank 0: queries come from one projection. router None and num_experts 0: a dense model.
 
     Layers from first_moe_layer on have routed experts. num_mtp_layers: extra layers in the checkpoint, numbered after
-    the last, that predict further tokens; they are not part of the forward pass.
+    the last, that predict further tokens. drafts: the first of them is served (models/mtp.py).
     """
 
     architecture: str
@@ -56,6 +56,7 @@ class DeepseekConfig:
     num_shared_experts: int
     router: RouterConfig | None
     key_names: KeyNames = PLAIN
+    drafts: bool = False
 
     @property
     def context_limit(self) -> int:
@@ -67,7 +68,7 @@ class DeepseekConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return self.num_layers - self.first_moe_layer if self.num_experts else 0
+        return self.num_layers + self.drafts - self.first_moe_layer if self.num_experts else 0
 
     @property
     def mla_dims(self) -> tuple[int, int, int, int, int]:
@@ -92,7 +93,7 @@ class DeepseekConfig:
             latent = Field("latent", (width,), "uint8")
         else:
             latent = Field("latent", (self.kv_lora_rank + self.qk_rope_head_dim,), dtype)
-        return (CacheGroup("paged", tuple(range(self.num_layers)), (latent,)),)
+        return (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), (latent,)),)
 
 
 def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:

@@ -203,6 +203,11 @@ class CacheManager:
             table += blocks
         return new
 
+    def room(self, sequence: Sequence) -> int:
+        """Tokens that the sequence can hold without taking blocks from others."""
+        tables = sequence.held.tables
+        return (len(tables[0]) + self.num_free_blocks) * self.block_size if tables else self.capacity
+
     def chunk(self, start: int, count: int, length: int) -> int:
         """How many of the `count` tokens behind `start` a step should compute, of a sequence of `length`. A state can
         only be kept as it is after a step, so steps end with a block where they can."""

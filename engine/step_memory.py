@@ -38,6 +38,12 @@ class Limits(NamedTuple):
     has_state: bool = False
     scratch_blocks: tuple[int, ...] = ()
     scratch_record: int = 0
+    max_drafts: int = 0  # of a step
+
+    @property
+    def max_decodes(self) -> int:
+        """Tokens of a step that each attend for themselves: a sequence's last one, and the drafts behind it."""
+        return max(self.max_num_seqs, min(self.max_num_seqs + self.max_drafts, self.max_num_tokens))
 
     @property
     def columns(self) -> int:
@@ -76,7 +82,7 @@ class StepMemory:
         device: torch.device,
         upload: Upload | None,
     ) -> None:
-        max_tokens, max_sequences, columns = limits.max_num_tokens, limits.max_num_seqs, limits.columns
+        max_tokens, max_sequences, columns = limits.max_num_tokens, limits.max_decodes, limits.columns
         num_tables = limits.num_tables
         self._token_padding_F1 = np.array(token_fields, dtype=np.int64)[:, None]
         self._sequence_padding_F1 = np.array(sequence_fields, dtype=np.int64)[:, None]

@@ -62,9 +62,7 @@ class PagedPrefill:
         starts_ends = torch.tensor(queries, dtype=torch.int64).T.contiguous()
         self._keep(starts_ends, torch.tensor(lens, dtype=torch.int64), table_BN.contiguous(), block_size, window)
 
-    def _keep(
-        self, starts_ends: Tensor | None, lens_B: Tensor, table_BN: Tensor, block_size: int, window: int
-    ) -> None:
+    def _keep(self, starts_ends: Tensor | None, lens_B: Tensor, table_BN: Tensor, block_size: int, window: int) -> None:
         assert table_BN.dtype is lens_B.dtype is torch.int64
         self.num_sequences = len(lens_B)
         self.block_size, self.window = block_size, window

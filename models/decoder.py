@@ -32,6 +32,7 @@ from models.base import WeightSource
 from models.expert_parallel import ExpertParallelMixin
 from models.graph_breaks import EAGER, GraphBreaks, Operation
 from models.loading import read_head
+from models.mtp import MtpLayer
 from models.parts import Part
 from store.memory import Store
 
@@ -112,7 +113,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """make_mixer(layer): the one of that layer. mlps: of each layer."""
+        """make_mixer(layer): the one of that layer. mlps: of each layer, and of one that drafts behind them."""
         super().__init__(parallel, config.hidden_size, device)
         self.dtype = dtype
         self.config = config
@@ -121,9 +122,11 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.embed = Embedding(config.vocab_size, size, dtype, device)
         self.register_moe_layers(mlps)
-        self.decoders = [
-            DecoderLayer(make_mixer(layer), mlp, size, eps, dtype, device) for layer, mlp in enumerate(mlps)
-        ]
+        layers = [DecoderLayer(make_mixer(layer), mlp, size, eps, dtype, device) for layer, mlp in enumerate(mlps)]
+        self.decoders = layers[: config.num_layers]
+        self.mtp: MtpLayer[A] | None = None
+        if len(layers) > config.num_layers:
+            self.mtp = MtpLayer(layers[-1], config.num_layers, size, eps, dtype, device)
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(size, eps, dtype, device)
         self.head = LMHead(size, config.vocab_size, self.embed.weight if self._tied else None, dtype, device)
@@ -151,6 +154,14 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             x_TD = following.add(mlp_TD, residual_TD)
         return x_TD
 
+    def draft_steps(
+        self, step: StepInput, hidden_TD: Tensor, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER
+    ) -> Steps[Tensor]:
+        """A pass of the layer that drafts (models/mtp.py), behind one of `steps` or of its own."""
+        assert self.mtp is not None
+        context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
+        return (yield from self.mtp.steps(self.embed(step.token_ids_T), hidden_TD, context, cache))
+
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, D] -> [P, V], in the model's dtype."""
         values_PV: Tensor = self.head(hidden_PD)
@@ -167,13 +178,23 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             Part(self.norm, self.read_norm),
             Part(self.head, lambda source: read_head(source, self.head.matrix, self._tied)),
         ]
-        layers = [Part(layer, partial(self.read_layer, index)) for index, layer in enumerate(self.decoders)]
+        layers: list[Part] = [Part(layer, partial(self.read_layer, at)) for at, layer in enumerate(self.decoders)]
+        if self.mtp is not None:
+            layers.append(Part(self.mtp, partial(self._read_mtp, self.mtp)))
         self.load_parts([*ends, *layers], source, self.config.num_experts, store)
         self.skip_rest(source)
 
     def read_norm(self, source: WeightSource) -> None:
         """Fill the last norm."""
         source.read("model.norm.weight", self.norm.weight)
+
+    def _read_mtp(self, mtp: MtpLayer[A], source: WeightSource) -> None:
+        mtp.read(source, self._tied, self.config.vocab_size)
+        self.read_layer(mtp.index, source)
+
+    def layer(self, index: int) -> DecoderLayer[A]:
+        """One of the main model's, or the one behind them, which drafts."""
+        return self.decoders[index] if self.mtp is None or index < self.mtp.index else self.mtp.layer
 
     @abstractmethod
     def read_layer(self, index: int, source: WeightSource) -> None:

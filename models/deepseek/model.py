@@ -40,9 +40,8 @@ class DeepseekForCausalLM(Decoder[Attention]):
         mla_backend: str = "auto",
         fp8_cache: bool = False,
     ) -> None:
-        dense = [
-            GatedMLP(config.hidden_size, config.intermediate_size, dtype, device) for _ in range(config.first_moe_layer)
-        ]
+        num_dense = config.num_layers + config.drafts - config.num_moe_layers
+        dense = [GatedMLP(config.hidden_size, config.intermediate_size, dtype, device) for _ in range(num_dense)]
         mlps: list[GatedMLP | MoE] = [*dense, *_moe_layers(config, parallel, dtype, device)]
         super().__init__(config, lambda layer: Attention(config, layer, dtype, device), mlps, parallel, dtype, device)
         self.fp8_cache = fp8_cache
@@ -63,7 +62,7 @@ class DeepseekForCausalLM(Decoder[Attention]):
         return (breaks.operation(self.mla.prepare, step, 2),)
 
     def read_layer(self, index: int, source: WeightSource) -> None:
-        layer, prefix = self.decoders[index], f"model.layers.{index}."
+        layer, prefix = self.layer(index), f"model.layers.{index}."
         weights.load_attention(source, prefix, layer.mixer, self.config)
         weights.load_norms(source, prefix, layer.input_norm, layer.post_norm)
         if isinstance(layer.mlp, GatedMLP):
@@ -72,7 +71,7 @@ class DeepseekForCausalLM(Decoder[Attention]):
             weights.load_moe(source, prefix, layer.mlp)
 
     def skip_rest(self, source: WeightSource) -> None:
-        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
+        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers, self.config.drafts)
 
 
 def _moe_layers(config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[MoE]:

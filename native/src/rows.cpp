@@ -153,11 +153,12 @@ NATIVE_API void rows_dots(int x_type, const void *x, int64_t x_stride, const flo
                           int64_t inputs, int64_t outputs, int threads) {
   tape_note(rows_dots, x_type, x, x_stride, w, bias, y, rows, inputs, outputs, threads);
   const RowOps *ops = ops_for(x_type);
-  int64_t each = 16, blocks = (outputs + each - 1) / each, x_bytes = x_stride * (x_type == ROWS_F32 ? 4 : 2);
-  each_row(rows * blocks, each * inputs, threads, [&](int64_t i, int) {
-    int64_t first = i % blocks * each, count = outputs - first < each ? outputs - first : each;
-    ops->dots((const uint8_t *)x + i / blocks * x_bytes, w + first * inputs, inputs, count, y + i / blocks * outputs + first);
-    for (int64_t o = 0; bias && o < count; o++) y[i / blocks * outputs + first + o] += bias[first + o];
+  int64_t each = 16, blocks = (outputs + each - 1) / each;  // a block of weights stays near while all rows pass by
+  each_row(blocks, rows * each * inputs, threads, [&](int64_t i, int) {
+    int64_t first = i * each, count = outputs - first < each ? outputs - first : each;
+    ops->dots(x, x_stride, rows, w + first * inputs, inputs, count, y + first, outputs);
+    for (int64_t r = 0; bias && r < rows; r++)
+      for (int64_t o = first; o < first + count; o++) y[r * outputs + o] += bias[o];
   });
 }
 

@@ -78,7 +78,8 @@ struct RowOps {
   // cos and sin of one position's angles, [2 * planes]; the first half of sin is negative.
   void (*rope)(int64_t position, const float *frequency, float scale, void *cos, void *sin, int64_t planes);
   // y[o] = x . w[o], for o < outputs.
-  void (*dots)(const void *x, const float *w, int64_t inputs, int64_t outputs, float *y);
+  // y[r][o] = x[r] . w[o]; rows of x and y begin so many numbers apart. The order of a sum is the same for any number of rows.
+  void (*dots)(const void *x, int64_t x_stride, int64_t rows, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride);
   void (*scale)(void *y, float factor, int64_t dim);  // y *= factor
 };
 

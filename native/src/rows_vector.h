@@ -252,25 +252,39 @@ template <class X> static void rope(int64_t position, const float *frequency, fl
   }
 }
 
-template <int count, class X> INLINE void some_dots(const X *x, const float *w, int64_t inputs, float *y) {
-  vf sum[count] = {};
+template <int rows, int count, class X>
+INLINE void some_dots(const X *x, int64_t x_stride, const float *w, int64_t inputs, float *y, int64_t y_stride) {
+  vf sum[rows][count] = {};
   int64_t i = 0;
-  for (; i + LANES <= inputs; i += LANES) {
-    vf a = load(x + i);
-    for (int o = 0; o < count; o++) sum[o] += a * load(w + o * inputs + i);
-  }
-  for (int o = 0; o < count; o++) {
-    float rest = 0;
-    for (int64_t j = i; j < inputs; j++) rest += number(x + j) * w[o * inputs + j];
-    y[o] = total(sum[o]) + rest;
-  }
+  for (; i + LANES <= inputs; i += LANES)
+#pragma GCC unroll 8
+    for (int o = 0; o < count; o++) {
+      vf b = load(w + o * inputs + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; r++) sum[r][o] += load(x + r * x_stride + i) * b;
+    }
+  for (int r = 0; r < rows; r++)
+    for (int o = 0; o < count; o++) {
+      float rest = 0;
+      for (int64_t j = i; j < inputs; j++) rest += number(x + r * x_stride + j) * w[o * inputs + j];
+      y[r * y_stride + o] = total(sum[r][o]) + rest;
+    }
 }
 
-template <class X> static void dots(const void *xv, const float *w, int64_t inputs, int64_t outputs, float *y) {
-  const X *x = (const X *)xv;
+template <int rows, class X>
+static void row_dots(const X *x, int64_t x_stride, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride) {
+  enum { COUNT = rows == 1 ? 8 : LANES == 16 ? 16 / rows : 8 / rows };  // sums that registers have room for
   int64_t o = 0;
-  for (; o + 8 <= outputs; o += 8) some_dots<8>(x, w + o * inputs, inputs, y + o);
-  for (; o < outputs; o++) some_dots<1>(x, w + o * inputs, inputs, y + o);
+  for (; o + COUNT <= outputs; o += COUNT) some_dots<rows, COUNT>(x, x_stride, w + o * inputs, inputs, y + o, y_stride);
+  for (; o < outputs; o++) some_dots<rows, 1>(x, x_stride, w + o * inputs, inputs, y + o, y_stride);
+}
+
+template <class X>
+static void dots(const void *xv, int64_t x_stride, int64_t rows, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride) {
+  const X *x = (const X *)xv;
+  for (; rows >= 4; rows -= 4, x += 4 * x_stride, y += 4 * y_stride) row_dots<4>(x, x_stride, w, inputs, outputs, y, y_stride);
+  for (; rows >= 2; rows -= 2, x += 2 * x_stride, y += 2 * y_stride) row_dots<2>(x, x_stride, w, inputs, outputs, y, y_stride);
+  if (rows) row_dots<1>(x, x_stride, w, inputs, outputs, y, y_stride);
 }
 
 template <class X> static void scale(void *yv, float factor, int64_t dim) {

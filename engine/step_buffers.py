@@ -222,7 +222,9 @@ class StepBuffers:
             tables = [lens_B[:, None] * block for block in limits.scratch]
         starts = tuple(range(rows + 1))
         step = self._input(place, tables, starts, lens, rows, place.token_tensors[POSITIONS][:0])
-        return replace(step, kv_lens_B=lens_B)
+        if full or not limits.has_state:
+            return replace(step, kv_lens_B=lens_B)
+        return replace(step, kv_lens_B=lens_B, state=StateInput(lens_B * 0, lens_B * limits.scratch_record))
 
     # ---- a step in full ----
 

@@ -92,43 +92,38 @@ class WindowAttention(Attention):
         qkv = self.qkv(x_TD).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         slots_T = context.step.of_group(1).slots_T
         q_THD = qk_norm_rope_cache(qkv, self.num_heads, self.qk_norm, self.eps, context.rope, cache, slots_T)
-        attended = context.operations[1](q_THD, *cache, self.scale)
+        attended = context.operations[2](q_THD, *cache, self.scale)
         out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
         return out_TD
 
 
-class Recurrence(Attention):
+def recurrent(step: StepInput, x_TD: Tensor, tails: Tensor, states: Tensor) -> Tensor:
     """h = DECAY h + x_t + x_{t - TAIL} / 2; out = tanh(h). Updates in place nothing that a step reads."""
+    records = step.state
+    assert records is not None
+    if step.num_decodes == step.num_sequences:  # the same without asking the host
+        before = tails[records.reads_B]
+        h_BD = DECAY * states[records.reads_B] + x_TD.float() + before[:, 0].float() / 2
+        states.index_copy_(0, records.writes_B, h_BD)
+        tails.index_copy_(0, records.writes_B, torch.cat([before[:, 1:], x_TD[:, None]], 1))
+        return torch.tanh(h_BD).to(x_TD.dtype)
+    out_TD = torch.empty_like(x_TD)
+    for sequence, (read, written) in enumerate(zip(records.reads_B.tolist(), records.writes_B.tolist(), strict=True)):
+        first_T, last_T = step.query_starts[sequence : sequence + 2]
+        inputs = torch.cat([tails[read], x_TD[first_T:last_T]])
+        h = states[read].clone()
+        for token in range(first_T, last_T):
+            h = DECAY * h + x_TD[token].float() + inputs[token - first_T].float() / 2
+            out_TD[token] = torch.tanh(h)
+        states[written] = h
+        tails[written] = inputs[-TAIL:]
+    return out_TD
 
+
+class Recurrence(Attention):
     def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
         yield from ()
-        tails, states = cache
-        step, records = context.step, context.step.state
-        assert records is not None
-        if step.num_decodes == step.num_sequences:
-            return self._decode(x_TD, records, tails, states)
-        out_TD = torch.empty_like(x_TD)
-        for sequence, (read, written) in enumerate(
-            zip(records.reads_B.tolist(), records.writes_B.tolist(), strict=True)
-        ):
-            first_T, last_T = step.query_starts[sequence : sequence + 2]
-            inputs = torch.cat([tails[read], x_TD[first_T:last_T]])
-            h = states[read].clone()
-            for token in range(first_T, last_T):
-                h = DECAY * h + x_TD[token].float() + inputs[token - first_T].float() / 2
-                out_TD[token] = torch.tanh(h)
-            states[written] = h
-            tails[written] = inputs[-TAIL:]
-        return out_TD
-
-    @staticmethod
-    def _decode(x_TD: Tensor, records: StateInput, tails: Tensor, states: Tensor) -> Tensor:
-        """The same of one token for each sequence, without asking the host."""
-        before = tails[records.reads_B]
-        h = DECAY * states[records.reads_B] + x_TD.float() + before[:, 0].float() / 2
-        states.index_copy_(0, records.writes_B, h)
-        tails.index_copy_(0, records.writes_B, torch.cat([before[:, 1:], x_TD[:, None]], 1))
-        return torch.tanh(h).to(x_TD.dtype)
+        return context.operations[1](x_TD, *cache)
 
 
 def in_place(steps: Callable[..., Steps[Tensor]]) -> Callable[..., Steps[Tensor]]:
@@ -159,14 +154,18 @@ class RecurrentToyForCausalLM(GqaForCausalLM):
 
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
         full = super().prepare(step, breaks)
-        return (*full, breaks.operation(lambda step: partial(windowed, step.of_group(1)), step, 1))
+        recurrence = breaks.operation(lambda step: partial(recurrent, step), step, 1)
+        return (*full, recurrence, *self.windowed(step, breaks))
+
+    def windowed(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
+        return (breaks.operation(lambda step: partial(windowed, step.of_group(1)), step, 1),)
 
 
 class UnwindowedToyForCausalLM(RecurrentToyForCausalLM):
     mixers = ((RECURRENT, Recurrence),)
 
-    def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
-        return GqaForCausalLM.prepare(self, step, breaks)
+    def windowed(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
+        return ()
 
 
 for name in (NAME, UNWINDOWED):

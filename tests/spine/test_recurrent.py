@@ -187,15 +187,16 @@ def test_kills_at_any_moment(toy: Path, expected: dict[int, list[int]], data: st
     assert cluster.released == expected
 
 
-def test_padded_graphs_leave_every_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps captured ahead, over the fake of CUDA graphs: rows of padding go on from no state, and write to a record that
+@pytest.mark.parametrize("mode", ["full_decode_only", "piecewise"])
+def test_padded_graphs_leave_every_state_alone(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs captured ahead, over the fake of CUDA graphs: rows of padding go on from no state, and write to a record that
     no sequence has."""
     library = FakeGraphLibrary()
     monkeypatch.setattr(build, "graph_library", lambda device: library)
     monkeypatch.setattr(build, "limit_isa", lambda level: None)
     path = make_toy(hf_tiny.make_qwen3(tmp_path / "dense", num_hidden_layers=3).path, tmp_path / "toy", UNWINDOWED)
     plan = make_plan(path, max_model_len=36, max_num_seqs=4, num_kv_blocks=20)
-    graphs = {"cudagraph_mode": "full_decode_only", "cudagraph_capture_sizes": (4,)}
+    graphs = {"cudagraph_mode": mode, "cudagraph_capture_sizes": (4, 32)}
     jobs = [dataclasses.replace(job, arrive=2 * index) for index, job in enumerate(JOBS)]
     before = isa()
     limit_isa(Isa.NONE)  # native kernels are no operations of torch: the fake does not see them

@@ -112,7 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512])
-    parser.add_argument("--only", default="", help="only this group of operations, or those whose name contains one of these, as a|b")
+    parser.add_argument(
+        "--only", default="", help="only this group of operations, or those whose name contains one of these, as a|b"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each operation")
     parser.add_argument("--no-torch", action="store_true", help="do not run the torch path")
     parser.add_argument(

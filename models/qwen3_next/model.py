@@ -67,7 +67,8 @@ class Qwen3NextForCausalLM(Decoder[Attention | GatedDeltaNet]):
         self.heads = HeadCounts(config.num_heads, config.num_kv_heads, config.head_dim)
 
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
-        return breaks.operation(self._attention, step, 1), breaks.operation(delta_operation, step, 4)
+        attention = breaks.operation(self._attention, step, 1)
+        return (attention,) if step.state is None else (attention, breaks.operation(delta_operation, step, 4))
 
     def _attention(self, step: StepInput) -> Operation:
         plan = AttentionPlan(step, self.heads, self.dtype)

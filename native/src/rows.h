@@ -50,6 +50,8 @@ struct RowOps {
   void (*latent)(const LatentCall &call, int64_t row);
   // y = silu(gate_up[0..width)) * gate_up[width..2 width).
   void (*silu_mul)(const void *gate_up, void *y, int64_t width);
+  // y *= sigmoid(gate), with a number of the gate for each of y, or one for all.
+  void (*sigmoid_gate)(const void *gate, bool one, void *y, int64_t width);
   // The k largest of n numbers, and their softmax over the chosen (renormalize) or over all.
   void (*softmax_topk)(const void *logits, int64_t n, int64_t k, bool renormalize, int64_t *index, float *weight, float *work);
   // One row; work: 2 * experts + groups numbers.

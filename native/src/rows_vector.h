@@ -164,6 +164,16 @@ static void grouped_topk(const GroupedCall &call, int64_t row, float *work) {
   for (i = 0; i < call.k; i++) weight[i] *= factor;
 }
 
+template <class X> static void sigmoid_gate(const void *gatev, bool one, void *yv, int64_t width) {
+  const X *gate = (const X *)gatev;
+  X *y = (X *)yv;
+  auto opened = [&](vf x) { return rounded(1.f / (1.f + exp_of(-x)), y); };
+  vf all = opened(splat(number(gate)));
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(y + i, load(y + i) * (one ? all : opened(load(gate + i))));
+  for (; i < width; i++) put(y + i, number(y + i) * (one ? all : opened(splat(number(gate + i))))[0]);
+}
+
 template <class X> static void add(const void *xv, void *yv, int64_t dim) {
   const X *x = (const X *)xv;
   X *y = (X *)yv;
@@ -215,5 +225,5 @@ template <class X> static void dots(const void *xv, const float *w, int64_t inpu
 }
 
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, silu_mul<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
 };

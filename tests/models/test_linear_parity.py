@@ -87,8 +87,8 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
         "num_attention_heads": kv_heads * draw(st.integers(1, 3)),
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": key_heads * draw(st.integers(1, 3)),
-        "linear_key_head_dim": draw(st.sampled_from([1, 7, 16, 33])),
-        "linear_value_head_dim": draw(st.sampled_from([1, 5, 16, 35])),
+        "linear_key_head_dim": draw(st.sampled_from([3, 7, 16, 33])),
+        "linear_value_head_dim": draw(st.sampled_from([5, 16, 35])),  # a norm of one number is its sign
         "linear_conv_kernel_dim": draw(st.integers(2, 5)),
         "tie_word_embeddings": draw(st.booleans()),
     }

@@ -1,8 +1,8 @@
 """Configurations of Kimi-Linear. Free of torch.
 
 Its layers with full attention and its experts are DeepSeek-V3's under other names (models/deepseek/config.py). The
-names are those of https://huggingface.co/moonshotai/Kimi-Linear-48B-A3B-Instruct/blob/main/config.json and of its config
-class in Hugging Face transformers.
+names are those of https://huggingface.co/moonshotai/Kimi-Linear-48B-A3B-Instruct/blob/main/config.json and of its
+config class in Hugging Face transformers.
 """
 
 from __future__ import annotations

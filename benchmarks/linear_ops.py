@@ -42,7 +42,7 @@ def _op(name: str, shape: DeltaShape, delta: GatedDelta, sequences: int, length:
 
     def run(i: int) -> object:
         """A layer's states go to their other records when its turn comes again."""
-        return steps[i // layers % 2](inputs, delta, caches[i % layers])
+        return steps[i // layers % 2](*inputs, delta, caches[i % layers])
 
     def plain(i: int) -> object:
         level = isa()

@@ -108,10 +108,18 @@ class GatedDeltaStep:
         if step.num_decodes < step.num_sequences:
             self._starts = torch.tensor(step.query_starts, dtype=torch.int64)
 
-    def __call__(self, inputs: DeltaInputs, weights: GatedDelta, cache: tuple[Tensor, ...]) -> Tensor:
-        """[T, H * V], in the dtype of the inputs. cache: the layer's tails [records, W - 1, C] and states float32
-        [records, H, K, V]; reads and writes the records of the step, which may be the same."""
-        shape = weights.shape
+    def __call__(
+        self,
+        qkv_TC: Tensor,
+        gate_T: Tensor,
+        beta_TH: Tensor,
+        decay_T: Tensor,
+        weights: GatedDelta,
+        cache: tuple[Tensor, ...],
+    ) -> Tensor:
+        """[T, H * V], in the dtype of the inputs (DeltaInputs). cache: the layer's tails [records, W - 1, C] and states
+        float32 [records, H, K, V]; reads and writes the records of the step, which may be the same."""
+        shape, inputs = weights.shape, DeltaInputs(qkv_TC, gate_T, beta_TH, decay_T)
         if native.can_run(inputs.qkv_TC, shape.taps):
             sizes = (*astuple(shape), weights.sigmoid_gate)
             parameters = (weights.conv, weights.rate, weights.dt_bias, weights.norm)

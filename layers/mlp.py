@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from layers import choice
 from layers.linear import Linear, MergedLinear, parameter
 from native import rows
+from native.linear import linear
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
@@ -29,6 +30,8 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
 
 def sigmoid_gate(x_TF: Tensor, gate_T: Tensor) -> Tensor:
     """x * sigmoid(gate), in place; x. gate [T, F], or [T, 1]: a number for each token."""
+    if rows.can_run(x_TF) and x_TF.is_contiguous() and gate_T.is_contiguous():
+        return rows.sigmoid_gate(x_TF, gate_T)
     return x_TF.mul_(torch.sigmoid(gate_T))
 
 
@@ -67,6 +70,4 @@ class WeightedMLP(GatedMLP):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD = super().forward(x_TD)
-        if rows.can_run(x_TD) and x_TD.stride(1) == 1 and out_TD.is_contiguous():
-            return rows.gate(out_TD, rows.dots(x_TD, self.gate).view(-1))
-        return sigmoid_gate(out_TD, F.linear(x_TD.float(), self.gate))
+        return sigmoid_gate(out_TD, linear(x_TD, self.gate))

@@ -17,6 +17,7 @@ from models.facts import ModelFacts
 from models.fields import ConfigError, Fields
 from models.gqa import config as gqa
 from models.gqa.families import ARCHITECTURES as GQA_ARCHITECTURES
+from models.kimi_linear import config as kimi_linear
 from models.qwen3_next import config as qwen3_next
 from models.shared_fields import check_modelopt
 
@@ -46,6 +47,7 @@ _DEEPSEEK = Family(deepseek.parse, "models.deepseek.model", "DeepseekForCausalLM
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(GQA_ARCHITECTURES, _GQA),
     **dict.fromkeys(deepseek.ARCHITECTURES, _DEEPSEEK),
+    kimi_linear.ARCHITECTURE: Family(kimi_linear.parse, "models.kimi_linear.model", "KimiLinearForCausalLM"),
     **dict.fromkeys(
         qwen3_next.ARCHITECTURES, Family(qwen3_next.parse, "models.qwen3_next.model", "Qwen3NextForCausalLM")
     ),

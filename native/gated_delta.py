@@ -1,5 +1,5 @@
-"""Linear attention in the native kernel (native/src/delta.h): from what a layer projects of its tokens to what its heads
-give, in one call.
+"""Linear attention in the native kernel (native/src/delta.h): from what a layer projects of its tokens to what its
+heads give, in one call.
 
 Legend: T tokens, B sequences, H value heads, V width of a value, C channels.
 """

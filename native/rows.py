@@ -63,6 +63,7 @@ _rows_norm = function(
 _rows_heads = function("rows_heads", ctypes.POINTER(_HeadsCall), _NUMBER, _INT)
 _rows_latent = function("rows_latent", ctypes.POINTER(_LatentCall), _NUMBER, _INT)
 _rows_silu_mul = function("rows_silu_mul", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_sigmoid_gate = function("rows_sigmoid_gate", _INT, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_softmax_topk = function(
     "rows_softmax_topk", _INT, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT, _POINTER, _POINTER, _INT
 )
@@ -78,7 +79,6 @@ _rows_rope = function("rows_rope", _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _
 _rows_dots = function(
     "rows_dots", _INT, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT
 )
-_rows_gate = function("rows_gate", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 
 
 def can_run(x: Tensor) -> bool:
@@ -283,6 +283,23 @@ def _grouped_topk(
     return expert_TK, weight_TK
 
 
+def sigmoid_gate(y_TF: Tensor, gate_T: Tensor) -> Tensor:
+    """y *= sigmoid(gate), in place; y. gate [T, F], or [T, 1]."""
+    num_rows, width = y_TF.shape
+    assert y_TF.is_contiguous() and gate_T.is_contiguous() and gate_T.dtype is y_TF.dtype
+    assert gate_T.shape[0] == num_rows and gate_T.shape[1] in (1, width)
+    _rows_sigmoid_gate(
+        _X_TYPES[y_TF.dtype],
+        gate_T.data_ptr(),
+        gate_T.shape[1],
+        y_TF.data_ptr(),
+        num_rows,
+        width,
+        torch.get_num_threads(),
+    )
+    return y_TF
+
+
 def add(y_TD: Tensor, x_TD: Tensor) -> Tensor:
     """y += x, in place; y."""
     assert y_TD.is_contiguous() and x_TD.is_contiguous() and x_TD.shape == y_TD.shape and x_TD.dtype is y_TD.dtype
@@ -383,11 +400,3 @@ def dots(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tenso
         torch.get_num_threads(),
     )
     return y_TO
-
-
-def gate(y_TD: Tensor, logit_T: Tensor) -> Tensor:
-    """y *= sigmoid(logit) of its row, in place; y. logit float32."""
-    assert y_TD.is_contiguous() and logit_T.is_contiguous() and logit_T.dtype is torch.float32
-    num_rows, size = y_TD.shape
-    _rows_gate(_X_TYPES[y_TD.dtype], logit_T.data_ptr(), y_TD.data_ptr(), num_rows, size, torch.get_num_threads())
-    return y_TD

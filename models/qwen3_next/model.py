@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dbo.steps import Steps
 from ep.parallel import Parallel
 from layers.attention import AttentionPlan, HeadCounts, paged_attention
-from layers.gated_delta import DeltaInputs, DeltaShape, GatedDelta, GatedDeltaStep
+from layers.gated_delta import DeltaShape, GatedDelta, GatedDeltaStep
 from layers.linear import Linear, MergedLinear
 from layers.step import StepInput
 from models.base import WeightSource
@@ -67,7 +67,8 @@ class Qwen3NextForCausalLM(Decoder[Attention | GatedDeltaNet]):
         self.heads = HeadCounts(config.num_heads, config.num_kv_heads, config.head_dim)
 
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
-        return breaks.operation(self._attention, step, 1), breaks.operation(delta_operation, step, 4)
+        attention = breaks.operation(self._attention, step, 1)
+        return (attention,) if step.state is None else (attention, breaks.operation(GatedDeltaStep, step, 4))
 
     def _attention(self, step: StepInput) -> Operation:
         plan = AttentionPlan(step, self.heads, self.dtype)
@@ -88,9 +89,3 @@ class Qwen3NextForCausalLM(Decoder[Attention | GatedDeltaNet]):
 
     def read_norm(self, source: WeightSource) -> None:
         weights.read_centred(source, "model.norm.weight", self.norm.weight)
-
-
-def delta_operation(step: StepInput) -> Operation:
-    """Takes qkv, gate, beta and decay, then the layer's parameters and its cache."""
-    delta = GatedDeltaStep(step)
-    return lambda *operands: delta(DeltaInputs(*operands[:4]), *operands[4:])

@@ -73,6 +73,16 @@ NATIVE_API void rows_silu_mul(int x_type, const void *gate_up, void *y, int64_t 
   });
 }
 
+// y [rows, width] *= sigmoid(gate); gate [rows, width] or [rows, 1].
+NATIVE_API void rows_sigmoid_gate(int x_type, const void *gate, int64_t gate_width, void *y, int64_t rows, int64_t width, int threads) {
+  tape_note(rows_sigmoid_gate, x_type, gate, gate_width, y, rows, width, threads);
+  const RowOps *ops = ops_for(x_type);
+  int64_t item = x_type == ROWS_F32 ? 4 : 2;
+  each_row(rows, width, threads, [&](int64_t i, int) {
+    ops->sigmoid_gate((const uint8_t *)gate + i * gate_width * item, gate_width != width, (uint8_t *)y + i * width * item, width);
+  });
+}
+
 // logits [rows, n] -> index int64 [rows, k], weight [rows, k], in falling order.
 NATIVE_API void rows_softmax_topk(int x_type, const void *logits, int64_t rows, int64_t n, int64_t k, int renormalize, int64_t *index,
                                   float *weight, int threads) {
@@ -160,12 +170,4 @@ NATIVE_API void rows_dots(int x_type, const void *x, int64_t x_stride, const flo
     for (int64_t r = 0; bias && r < rows; r++)
       for (int64_t o = first; o < first + count; o++) y[r * outputs + o] += bias[o];
   });
-}
-
-// y[i] *= sigmoid(gate[i]). y [rows, dim] of x's type, gate [rows] float32.
-NATIVE_API void rows_gate(int x_type, const float *gate, void *y, int64_t rows, int64_t dim, int threads) {
-  tape_note(rows_gate, x_type, gate, y, rows, dim, threads);
-  const RowOps *ops = ops_for(x_type);
-  int64_t bytes = dim * (x_type == ROWS_F32 ? 4 : 2);
-  each_row(rows, dim, threads, [&](int64_t i, int) { ops->scale((uint8_t *)y + i * bytes, 1 / (1 + expf(-gate[i])), dim); });
 }

@@ -223,6 +223,16 @@ static void grouped_topk(const GroupedCall &call, int64_t row, float *work) {
   for (i = 0; i < call.k; i++) weight[i] *= factor;
 }
 
+template <class X> static void sigmoid_gate(const void *gatev, bool one, void *yv, int64_t width) {
+  const X *gate = (const X *)gatev;
+  X *y = (X *)yv;
+  auto opened = [&](vf x) { return rounded(1.f / (1.f + exp_of(-x)), y); };
+  vf all = opened(splat(number(gate)));
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(y + i, load(y + i) * (one ? all : opened(load(gate + i))));
+  for (; i < width; i++) put(y + i, number(y + i) * (one ? all : opened(splat(number(gate + i))))[0]);
+}
+
 template <class X> static void add(const void *xv, void *yv, int64_t dim) {
   const X *x = (const X *)xv;
   X *y = (X *)yv;
@@ -287,13 +297,6 @@ static void dots(const void *xv, int64_t x_stride, int64_t rows, const float *w,
   if (rows) row_dots<1>(x, x_stride, w, inputs, outputs, y, y_stride);
 }
 
-template <class X> static void scale(void *yv, float factor, int64_t dim) {
-  X *y = (X *)yv;
-  int64_t i = 0;
-  for (; i + LANES <= dim; i += LANES) store(y + i, load(y + i) * factor);
-  for (; i < dim; i++) put(y + i, number(y + i) * factor);
-}
-
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>, scale<X>};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
 };

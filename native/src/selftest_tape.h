@@ -16,7 +16,6 @@ NATIVE_API void rows_rope(int x_type, const int64_t *positions, const float *fre
                           int64_t planes, int threads);
 NATIVE_API void rows_dots(int x_type, const void *x, int64_t x_stride, const float *w, const float *bias, float *y, int64_t rows,
                           int64_t inputs, int64_t outputs, int threads);
-NATIVE_API void rows_gate(int x_type, const float *gate, void *y, int64_t rows, int64_t dim, int threads);
 
 namespace {
 
@@ -36,7 +35,6 @@ void test_tape(int x_type, int64_t rows, int64_t dim, int threads) {
   rows_copy(taken.data(), sum.data(), rows, dim * item, threads);
   rows_add(x_type, taken.data(), sum.data(), rows, dim, threads);
   rows_dots(x_type, taken.data(), dim, weight.data(), bias.data(), y.data(), rows, dim, dim, threads);
-  rows_gate(x_type, bias.data(), sum.data(), rows < dim ? rows : dim, dim, threads);
   rows_rope(x_type, positions.data(), frequency.data(), 2, cos.data(), sin.data(), rows, planes, threads);
   for (int i = 0; i < 40; i++) rows_copy(x.bytes.data(), taken.data(), rows, dim * item, threads);  // the tape grows
   tape_end(tape, &refused);

@@ -95,7 +95,7 @@ def check(
     tails = torch.randn(2 * num + 2, shape.taps - 1, shape.channels, generator=generator).to(dtype)
     states = torch.randn(2 * num + 2, shape.num_heads, shape.key_dim, shape.value_dim, generator=generator) * 0.3
     cache = (tails.clone(), states.clone())
-    out = GatedDeltaStep(step_of(counts, reads, writes))(inputs, delta, cache)
+    out = GatedDeltaStep(step_of(counts, reads, writes))(*inputs, delta, cache)
     written = torch.zeros(len(tails), dtype=torch.bool)
     written[writes] = True
     assert torch.equal(cache[0][~written], tails[~written]) and torch.equal(cache[1][~written], states[~written])
@@ -132,13 +132,13 @@ def test_a_result_does_not_depend_on_company_or_threads(level: Isa) -> None:
         torch.set_num_threads(threads)
         cache = (torch.zeros(9, 3, shape.channels), states.clone())
         results.append(
-            (GatedDeltaStep(step_of([1, 1, 70, 8], [1, 2, 3, 4], [5, 6, 7, 8]))(inputs, delta, cache), cache[1])
+            (GatedDeltaStep(step_of([1, 1, 70, 8], [1, 2, 3, 4], [5, 6, 7, 8]))(*inputs, delta, cache), cache[1])
         )
     torch.set_num_threads(1)
     for result in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
     cache = (torch.zeros(9, 3, shape.channels), states.clone())
-    alone = GatedDeltaStep(step_of([70], [3], [7]))(DeltaInputs(*(x[2:72] for x in inputs)), delta, cache)
+    alone = GatedDeltaStep(step_of([70], [3], [7]))(*(x[2:72] for x in inputs), delta, cache)
     assert torch.equal(alone, results[0][0][2:72]) and torch.equal(cache[1][7], results[0][1][7])
 
 

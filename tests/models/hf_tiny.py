@@ -192,6 +192,21 @@ def make_qwen3_5(path: Path, **overrides: Any) -> HfModel:
     return make_hf(path, "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", **{**sizes, **overrides})
 
 
+def make_kimi_linear(path: Path, **overrides: Any) -> HfModel:
+    latent = {
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    }
+    linear = {"linear_num_heads": 3, "linear_head_dim": 10, "linear_conv_kernel_dim": 4}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    kinds = {"layer_types": LINEAR["layer_types"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    sizes = {**latent, **linear, **experts, **kinds, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return make_hf(path, "KimiLinearConfig", "KimiLinearForCausalLM", **{**sizes, **overrides})
+
+
 def partial_rope(part: float, **other: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part, **other}
 

@@ -18,6 +18,7 @@ from hf_tiny import (
     chunked_logits,
     generate_greedy,
     load_ours,
+    make_kimi_linear,
     make_qwen3_5,
     make_qwen3_5_moe,
     make_qwen3_next,
@@ -44,6 +45,8 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "next-yarn": (make_qwen3_next, {"rope_parameters": partial_rope(0.5, **YARN), "head_dim": 16}),
     "qwen3.5-moe": (make_qwen3_5_moe, {}),
     "qwen3.5": (make_qwen3_5, {}),
+    "kimi-linear": (make_kimi_linear, {}),
+    "kimi-linear-query-latent": (make_kimi_linear, {"q_lora_rank": 14, "n_group": 4, "topk_group": 2}),
 }
 
 
@@ -87,8 +90,8 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
         "num_attention_heads": kv_heads * draw(st.integers(1, 3)),
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": key_heads * draw(st.integers(1, 3)),
-        "linear_key_head_dim": draw(st.sampled_from([1, 7, 16, 33])),
-        "linear_value_head_dim": draw(st.sampled_from([1, 5, 16, 35])),
+        "linear_key_head_dim": draw(st.sampled_from([3, 7, 16, 33])),
+        "linear_value_head_dim": draw(st.sampled_from([5, 16, 35])),  # a norm of one number is its sign
         "linear_conv_kernel_dim": draw(st.integers(2, 5)),
         "tie_word_embeddings": draw(st.booleans()),
     }
@@ -105,15 +108,70 @@ def test_whatever_the_shape(shape: dict[str, Any], make: Make, cut: int) -> None
             assert relative_error(chunked_logits(ours, tokens, chunks), expected) < 1e-4
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(["linear_attention", "full_attention"]), min_size=2, max_size=2),
+    heads=st.integers(1, 4),
+    width=st.sampled_from([5, 16, 35]),
+    others=st.fixed_dictionaries(
+        {
+            "hidden_size": st.sampled_from([24, 33]),
+            "kv_lora_rank": st.sampled_from([8, 12]),
+            "qk_nope_head_dim": st.sampled_from([5, 8]),
+            "qk_rope_head_dim": st.sampled_from([2, 6]),
+            "v_head_dim": st.sampled_from([5, 8]),
+            "linear_conv_kernel_dim": st.integers(2, 5),
+            "n_shared_experts": st.sampled_from([1, 2]),
+        }
+    ),
+    cut=st.integers(1, 69),
+)
+def test_whatever_the_shape_of_kimi_linear(
+    kinds: list[str], heads: int, width: int, others: dict[str, Any], cut: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"layer_types": [*kinds, "full_attention"], "linear_num_heads": heads, "linear_head_dim": width}
+        hf = make_kimi_linear(Path(folder), **sizes, **others)
+        ours, tokens = load_ours(hf.path), tokens_of(7, 70)
+        expected = hf.logits(tokens)
+        for chunks in ([70], [cut, 70 - cut]):
+            assert relative_error(chunked_logits(ours, tokens, chunks), expected) < 1e-4
+
+
+def test_the_fields_of_a_real_kimi_linear(tmp_path: Path) -> None:
+    """Layers are counted from 1, in a section of their own."""
+    hf = make_kimi_linear(tmp_path)
+    raw = read_raw(tmp_path)
+    for name in ("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"):
+        del raw[name]
+    linear = {
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3],
+        "num_heads": 3,
+        "head_dim": 10,
+        "short_conv_kernel_size": 4,
+    }
+    real = {
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **real, "linear_attn_config": linear, "rope_theta": 1e4}))
+    tokens = tokens_of(1, 30)
+    assert relative_error(chunked_logits(load_ours(tmp_path), tokens, [30]), hf.logits(tokens)) < 1e-4
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_experts_spread_over_ranks(size: int, tmp_path: Path) -> None:
-    hf = make_qwen3_next(tmp_path)
+@pytest.mark.parametrize("make", [make_qwen3_next, make_kimi_linear])
+def test_experts_spread_over_ranks(make: Make, size: int, tmp_path: Path) -> None:
+    hf = make(tmp_path)
     prompts = [prompts_of(rank, VOCAB) for rank in range(size)]
     ours = generate_on_ranks(mailbox_models(hf.path, size), prompts, 16)
     assert ours == [[hf.greedy(prompt, 16) for prompt in own] for own in prompts]
 
 
-@pytest.mark.parametrize("make", [make_qwen3_next, make_qwen3_5_moe])
+@pytest.mark.parametrize("make", [make_qwen3_next, make_qwen3_5_moe, make_kimi_linear])
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tmp_path: Path, make: Make) -> None:
     """By the median token: where two experts are nearly tied, rounding picks another, and that token is far off."""
     hf = make(tmp_path)

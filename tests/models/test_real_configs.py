@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "Qwen3-Next-80B-A3B": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {}, 77.3),
     "Qwen3.5-35B-A3B": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {}, 32.2),
     "Qwen3.5-9B": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}, 0.0),
+    "Kimi-Linear-48B-A3B": ("KimiLinearConfig", "KimiLinearForCausalLM", {}, 47.1),
     "ERNIE-4.5-21B": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", {}, 20.4),
 }
 

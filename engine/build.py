@@ -237,7 +237,7 @@ def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
 
 
 def _cache(plan: Plan, model: CausalLM, device: torch.device) -> CacheMemory:
-    """With padded graphs there is one block more of every group, and one record, to which they write what is padding."""
+    """With padded graphs there is one block more of every group, and one record, to which padding is written."""
     spec = model.cache_spec()
     check_spec(spec, model.config.num_layers + 1)
     sizes = planned_sizes(plan, spec)

@@ -14,6 +14,7 @@ tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layers import choice
 from layers.rope import apply_rope
 from mla import index_keys, latent_kv
 from native import index as native_index
@@ -91,6 +93,11 @@ def head_weights(x_TD: Tensor, weight_HD: Tensor) -> Tensor:
 
 def choose_keys(q_UHI: Tensor, weight_UH: Tensor, cache: Tensor, queries: IndexQueries, topk: int) -> Chosen:
     """Of each query its topk keys."""
+    if choice.on_gpu(q_UHI.device):
+        longest = max((length for _, _, _, length in queries.parts), default=0)
+        where = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size, longest
+        choose: Callable[..., tuple[Tensor, Tensor]] = choice.triton_implementation("mla.triton.index", "choose")
+        return Chosen(*choose(q_UHI, weight_UH, cache, *where, topk))
     if rows.can_run(q_UHI) and (q_UHI.dtype is torch.float32 or q_UHI.shape[2] % 2 == 0):
         where = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size
         return Chosen(*native_index.choose(q_UHI, weight_UH, cache, *where, topk))

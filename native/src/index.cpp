@@ -178,18 +178,16 @@ struct Job {
   // The count-th largest; returns how many that are equal to it are among the count. Its bits are found from the highest on.
   static int64_t threshold(const float *scores, int64_t n, int64_t count, uint32_t *least) {
     static const int shifts[3] = {21, 10, 0}, widths[3] = {11, 11, 10};
-    uint32_t found = 0, mask = 0, histogram[2048], twin[2048];  // neighbours are often alike, and wait for each other in one place
+    uint32_t found = 0, mask = 0, counts[2][2048];  // neighbours are often alike, and would wait for each other in one place
     for (int pass = 0; pass < 3; pass++) {
       uint32_t last = (1u << widths[pass]) - 1;
-      memset(histogram, 0, sizeof histogram);
-      memset(twin, 0, sizeof twin);
+      memset(counts, 0, sizeof counts);
       for (int64_t i = 0; i < n; i++) {
         uint32_t x = ordered(scores[i]);
-        if ((x & mask) == found) (i & 1 ? twin : histogram)[x >> shifts[pass] & last]++;
+        if ((x & mask) == found) counts[i & 1][x >> shifts[pass] & last]++;
       }
-      for (uint32_t i = 0; i <= last; i++) histogram[i] += twin[i];
       uint32_t bin = last;
-      for (; histogram[bin] < count; bin--) count -= histogram[bin];
+      for (; counts[0][bin] + counts[1][bin] < count; bin--) count -= counts[0][bin] + counts[1][bin];
       found |= bin << shifts[pass], mask |= last << shifts[pass];
     }
     *least = found;

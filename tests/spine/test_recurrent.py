@@ -144,6 +144,8 @@ def test_a_state_updated_in_place_is_found(
 ) -> None:
     """A planted error: the record that a step reads gets the new state too. That is right as long as no step is dropped, and
     wrong for requests of the ranks that survive one."""
+    if toy.name != "toy":
+        pytest.skip("the error is planted in the toy's layer")
     monkeypatch.setattr(Recurrence, "steps", in_place(Recurrence.steps))
     rank = build_rank(make_plan(toy, enable_prefix_caching=False))
     assert {index: got.tokens for index, got in enumerate(drive([rank], JOBS))} == expected

@@ -16,7 +16,7 @@ from native.choice import fixed_order
 from native.features import Isa, isa
 from native.library import function
 
-MAX_DOT_ROWS = 4  # of float32: with more torch is faster
+MAX_DOT_ROWS = 8  # of float32: with more torch is faster
 MAX_ROWS = 2048  # with more torch is as fast (benchmarks/bench_ops.py --only linear)
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64

@@ -109,7 +109,10 @@ class MtpPasses:
         positions_R = prepared.positions_S[which] - 1
         hidden_rows = prepared.logits_rows_P[torch.from_numpy(which).to(hidden_TD.device)]
         token_ids_R = np.array(tokens, dtype=np.int64)[which]
-        given_RD = yield from self._pass(prepared.rows_S[which], positions_R, token_ids_R, hidden_TD[hidden_rows])
+        own = self._pass(prepared.rows_S[which], positions_R, token_ids_R, hidden_TD[hidden_rows])
+        # Other ranks may have prompts, and exchange the rows of every part of the step.
+        others = [self._nothing(lane, hidden_TD) for lane in range(1, len(prepared.inputs))]
+        given_RD = (yield from weave(own, *others))[0] if others else (yield from own)
         place_of = {place: at for at, place in enumerate(places)}
         return _ends(schedule, prepared, tokens, [place_of.get(place, -1) for place in range(len(tokens))]), given_RD
 
@@ -124,6 +127,11 @@ class MtpPasses:
         given_RD = yield from self._pass(rows, positions, token_ids, hidden_SD[torch.from_numpy(which)])
         entries = [ends.entries_S[at] for at in which.tolist()]
         return Ends(entries, rows, positions + 1, np.arange(len(which))), given_RD
+
+    def _nothing(self, lane: int, hidden_TD: Tensor) -> Steps[Tensor]:
+        none = np.zeros(0, dtype=np.int64)
+        step = self._buffers.decodes(lane, none, none, none)
+        return self._model.draft_steps(step, hidden_TD[:0], self._kv, lane)
 
     def _pass(self, rows_R: Ints, positions_R: Ints, token_ids_R: Ints, hidden_RD: Tensor) -> Steps[Tensor]:
         """positions_R: of the states; token_ids_R: behind them."""

@@ -262,31 +262,47 @@ template <class X> static void rope(int64_t position, const float *frequency, fl
   }
 }
 
-template <int rows, int count, class X>
-INLINE void some_dots(const X *x, int64_t x_stride, const float *w, int64_t inputs, float *y, int64_t y_stride) {
-  vf sum[rows][count] = {};
+// The totals of LANES vectors, each in its lane: neighbours are added, until one vector is left.
+INLINE vf totals(vf *sum) {
+  typedef int32_t mask __attribute__((vector_size(sizeof(vf))));
+  mask even, odd;
+  for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+#pragma GCC unroll 4
+  for (int left = LANES / 2; left; left /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < left; i++) sum[i] = __builtin_shuffle(sum[2 * i], sum[2 * i + 1], even) + __builtin_shuffle(sum[2 * i], sum[2 * i + 1], odd);
+  return sum[0];
+}
+
+// `live` of LANES / rows outputs, of so many rows.
+template <int rows, bool all, class X>
+INLINE void some_dots(const X *x, int64_t x_stride, const float *w, int64_t inputs, int live, float *y, int64_t y_stride) {
+  enum { COUNT = LANES / rows };
+  vf sum[LANES] = {};
   int64_t i = 0;
   for (; i + LANES <= inputs; i += LANES)
-#pragma GCC unroll 8
-    for (int o = 0; o < count; o++) {
+#pragma GCC unroll 16
+    for (int o = 0; o < COUNT; o++) {
+      if (!all && o >= live) break;
       vf b = load(w + o * inputs + i);
 #pragma GCC unroll 4
-      for (int r = 0; r < rows; r++) sum[r][o] += load(x + r * x_stride + i) * b;
+      for (int r = 0; r < rows; r++) sum[r * COUNT + o] += load(x + r * x_stride + i) * b;
     }
+  vf found = totals(sum);
   for (int r = 0; r < rows; r++)
-    for (int o = 0; o < count; o++) {
+    for (int o = 0; o < live; o++) {
       float rest = 0;
       for (int64_t j = i; j < inputs; j++) rest += number(x + r * x_stride + j) * w[o * inputs + j];
-      y[r * y_stride + o] = total(sum[r][o]) + rest;
+      y[r * y_stride + o] = found[r * COUNT + o] + rest;
     }
 }
 
 template <int rows, class X>
 static void row_dots(const X *x, int64_t x_stride, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride) {
-  enum { COUNT = rows == 1 ? 8 : LANES == 16 ? 16 / rows : 8 / rows };  // sums that registers have room for
+  enum { COUNT = LANES / rows };
   int64_t o = 0;
-  for (; o + COUNT <= outputs; o += COUNT) some_dots<rows, COUNT>(x, x_stride, w + o * inputs, inputs, y + o, y_stride);
-  for (; o < outputs; o++) some_dots<rows, 1>(x, x_stride, w + o * inputs, inputs, y + o, y_stride);
+  for (; o + COUNT <= outputs; o += COUNT) some_dots<rows, true>(x, x_stride, w + o * inputs, inputs, COUNT, y + o, y_stride);
+  if (o < outputs) some_dots<rows, false>(x, x_stride, w + o * inputs, inputs, (int)(outputs - o), y + o, y_stride);
 }
 
 template <class X>

@@ -56,7 +56,8 @@ class IndexQueries:
 
 
 class Chosen(NamedTuple):
-    """rows: of the cache, in the order of positions, then zeros, int64 [U, K]; counts: how many of them count, int64 [U]."""
+    """rows: of the cache, in the order of positions, then zeros, int64 [U, K]; counts: how many of them count, int64
+    [U]."""
 
     rows_UK: Tensor
     counts_U: Tensor

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +18,15 @@ from cache.memory import CacheMemory
 from cache.spec import CacheSpec
 from dbo.alive import mark
 from dbo.steps import Steps
-from ep.moe import MoE
 from ep.parallel import Parallel
 from layers.embed import Embedding
 from layers.head import LMHead
-from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
 from layers.rope import Rope
 from layers.rope_parameters import RopeParameters
 from layers.step import StepInput
 from models.base import WeightSource
+from models.decoder_layer import A, DecoderLayer, LayerContext, Mlp
 from models.expert_parallel import ExpertParallelMixin
 from models.graph_breaks import EAGER, GraphBreaks, Operation
 from models.loading import read_head
@@ -55,48 +53,6 @@ class DecoderConfig(Protocol):
     @property
     def rope(self) -> RopeParameters: ...
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LayerContext:
-    """What the sublayers of one forward pass share. rope: of its positions. operations: what the family has prepared
-    for this step (`Decoder.prepare`). lane: of the exchanges between ranks."""
-
-    step: StepInput
-    rope: tuple[Tensor, Tensor]
-    operations: tuple[Operation, ...]
-    breaks: GraphBreaks
-    lane: int
-
-
-class Mixer(Protocol):
-    """A sublayer that mixes tokens of a sequence: attention over a cache, or a recurrent state. It reads and writes its
-    layer's part of the cache and may yield wherever its bytes are in flight."""
-
-    def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]: ...
-
-
-A = TypeVar("A", bound=Mixer)
-Mlp = GatedMLP | MoE
-
-
-class DecoderLayer(nn.Module, Generic[A]):
-    """mixer and mlp, each behind its norm."""
-
-    def __init__(
-        self, mixer: A, mlp: Mlp, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.input_norm = RMSNorm(hidden_size, eps, dtype, device)
-        self.mixer = mixer
-        self.post_norm = RMSNorm(hidden_size, eps, dtype, device)
-        self.mlp = mlp
-
-    def mlp_steps(self, x_TD: Tensor, context: LayerContext) -> Steps[Tensor]:
-        """The feed-forward sublayer; where it exchanges rows with other ranks, a graph may break."""
-        if self.mlp.exchanges:
-            return context.breaks.exchange(self.mlp.steps, x_TD, context.lane)
-        return self.mlp.steps(x_TD, context.lane)
 
 
 class Decoder(ExpertParallelMixin, ABC, Generic[A]):

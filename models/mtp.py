@@ -10,7 +10,7 @@ Legend: T tokens, D hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,7 @@ from dbo.steps import Steps
 from layers.linear import Linear
 from layers.norm import RMSNorm
 from models.base import WeightSource
-
-if TYPE_CHECKING:
-    from models.decoder import DecoderLayer, LayerContext, Mixer
-
-A = TypeVar("A", bound="Mixer")
+from models.decoder_layer import A, DecoderLayer, LayerContext
 
 # Copies of the main model's: what the layer has of its own, and where the main model's is; the second where the head
 # is the embedding.

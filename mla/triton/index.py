@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment,misc"
-"""The choice of keys of sparse attention in Triton (mla/index.py): scores of index keys, the heads' together in registers,
-and the largest of each query's by the bits of their threshold, in the order of positions.
+"""The choice of keys of sparse attention in Triton (mla/index.py): scores of index keys, the heads' together in
+registers, and the largest of each query's by the bits of their threshold, in the order of positions.
 
 Nothing waits for the device and no shape depends on lengths, so that both can be captured in a graph.
 

@@ -17,7 +17,8 @@ from layers.mlp import GatedMLP, WeightedMLP, sigmoid_gate
 from layers.norm import rms_norm_in_place
 from layers.step import StepInput
 from models.base import WeightSource
-from models.decoder import Decoder, LayerContext
+from models.decoder import Decoder
+from models.decoder_layer import LayerContext
 from models.gqa import weights
 from models.gqa.config import GqaConfig
 from models.graph_breaks import GraphBreaks, Operation

@@ -16,7 +16,8 @@ from layers.step import StepInput
 from mla.backend import make_backend
 from mla.protocol import MlaBackend, MlaShape, PrefillMode
 from models.base import WeightSource
-from models.decoder import Decoder, LayerContext
+from models.decoder import Decoder
+from models.decoder_layer import LayerContext
 from models.deepseek.attention import Attention
 from models.deepseek.model import make_mlps, read_feed_forward
 from models.deepseek.weights import load_attention, load_norms

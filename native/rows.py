@@ -388,15 +388,8 @@ def dots(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tenso
     num_outputs = weight_OI.shape[0]
     y_TO = torch.empty((num_rows, num_outputs), dtype=torch.float32)
     _rows_dots(
-        _X_TYPES[x_TI.dtype],
-        x_TI.data_ptr(),
-        x_TI.stride(0),
-        weight_OI.data_ptr(),
-        None if bias_O is None else bias_O.data_ptr(),
-        y_TO.data_ptr(),
-        num_rows,
-        num_inputs,
-        num_outputs,
+        _X_TYPES[x_TI.dtype], x_TI.data_ptr(), x_TI.stride(0), weight_OI.data_ptr(),
+        None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), num_rows, num_inputs, num_outputs,
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return y_TO

@@ -86,8 +86,9 @@ class KimiLinearForCausalLM(Decoder[Attention | KimiDeltaAttention]):
         fp8_cache: bool = False,
     ) -> None:
         def make_mixer(layer: int) -> Attention | KimiDeltaAttention:
-            kind = Attention if layer in config.full_layers else KimiDeltaAttention
-            return kind(config, dtype, device)
+            if layer in config.full_layers:
+                return Attention(config, layer, dtype, device)
+            return KimiDeltaAttention(config, dtype, device)
 
         mlps = make_mlps(config, parallel, dtype, device)
         super().__init__(config, make_mixer, mlps, parallel, dtype, device)

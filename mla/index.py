@@ -25,8 +25,8 @@ from torch import Tensor
 from layers import choice
 from layers.rope import apply_rope
 from mla import index_keys, latent_kv
+from native import fixed_order, rows
 from native import index as native_index
-from native import rows
 
 NORM_EPS = 1e-6  # of the norm of index keys
 TILE_BYTES = 16 << 20  # scores of all heads in torch, for some queries at a time

@@ -146,9 +146,9 @@ class _Work:
         """Claims are this thread's business: the others of a process would share them."""
         result: Future[None] = Future()
         if part.apart and self._pool is not None:
-            while len(self._making) > self._threads:
-                self._end()
             self._making.append((part, self._pool.submit(part.make)))
+            while len(self._making) > self._threads + 1:
+                self._end()
             return
         self._making.append((part, result))
         try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
 
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.env import read_env
@@ -28,7 +28,7 @@ from ep.requirements import (
     refusal,
     split_pair,
 )
-from layers.identity import identify
+from layers.identity import MAX_HEADER_BYTES, identify
 from models.facts import ModelFacts
 from models.registry import read_config
 from models.tiny import CHECKPOINT
@@ -214,16 +214,28 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
 
 
 def _tensors(file: Path) -> list[tuple[str, str, int]]:
-    """(key, dtype name, bytes) of every tensor of one safetensors file."""
-    found = []
+    """(key, dtype name, bytes) of every tensor of one safetensors file. Ranks check the rest of its header
+    (layers/safetensors_header.py), which needs torch; the library's reader would import numpy, which takes as long as
+    all else that is done here."""
+    found: list[tuple[str, str, int]] = []
+    end = 0
     try:
-        with safe_open(file, framework="np") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (not a mapping)
-                piece = tensors.get_slice(key)
-                dtype = str(piece.get_dtype())
-                if dtype not in ITEM_SIZES:
-                    raise ValueError(f"{file}: tensor {key} has dtype {dtype}, which is not supported")
-                found.append((key, dtype, math.prod(piece.get_shape()) * ITEM_SIZES[dtype]))
-    except (SafetensorError, OSError) as error:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {length} bytes")
+            header = json.loads(opened.read(length))
+            size = os.fstat(opened.fileno()).st_size
+        for key, entry in header.items():
+            if key == "__metadata__":
+                continue
+            dtype, end = str(entry["dtype"]), max(end, entry["data_offsets"][1])
+            found.append((key, dtype, math.prod(entry["shape"]) * ITEM_SIZES.get(dtype, 0)))
+        if 8 + length + end > size:
+            raise ValueError(f"it is cut short: {size} bytes of {8 + length + end}")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: not a readable safetensors file ({error})") from None
+    for key, dtype, _ in found:
+        if dtype not in ITEM_SIZES:
+            raise ValueError(f"{file}: tensor {key} has dtype {dtype}, which is not supported")
     return found

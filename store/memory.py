@@ -35,6 +35,7 @@ _PART = struct.Struct("<QQ")  # offset (0: no room yet), full
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
 # Bytes that are locked; parts follow.
 _ROOM_LOCK, _FIRST_PART_LOCK = 0, 1
+_USE_LOCK = 1 << 62  # shared by all that use a full store
 LOCK_SECONDS = 10.0  # for the lock on the header, which is held for microseconds
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -75,6 +76,13 @@ def complete_key(file: int) -> str:
     magic, version, num_parts, used, full, key = _HEADER.unpack(raw)
     whole = magic == MAGIC and version == VERSION and full >= num_parts > 0 and os.fstat(file).st_size >= used
     return str(key.rstrip(b"\0").decode()) if whole else ""
+
+
+def in_use(file: int) -> bool:
+    """Whether some process uses this store (`Store.use`), by a descriptor of its own."""
+    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _USE_LOCK, 1, 0)
+    found, *_ = _LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))
+    return bool(found != fcntl.F_UNLCK)
 
 
 class Store:
@@ -205,6 +213,10 @@ class Store:
         self._writer = -1
 
     # ---- reading ----
+
+    def use(self) -> None:
+        """Say, until `close` or the end of this process, that this store is in use (store/versions.py)."""
+        fcntl.fcntl(self._reader, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _USE_LOCK, 1, 0))
 
     @property
     def used(self) -> int:

@@ -35,6 +35,7 @@ from models.tiny import CHECKPOINT
 from native import Isa, best_isa, measured, why_absent
 from native.library import library_path
 from store.key import weights_key
+from store.numa import nodes, store_nodes
 
 EMBEDDED_NAME = "moesaic-tiny"
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
@@ -80,7 +81,19 @@ def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
     names = ("architecture", "dtype", "expert_format", "linear_format", "moe_backend", "native_kernels", "num_experts")
     choices: dict[str, object] = {name: getattr(plan, name) for name in names}
     key = weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
-    return replace(plan, weight_key=key)
+    return _with_nodes(replace(plan, weight_key=key))
+
+
+def _with_nodes(plan: Plan) -> Plan:
+    """The plan with the nodes of memory that have a store each (store/numa.py)."""
+    found = nodes()
+    chosen = store_nodes(found, frozenset(os.sched_getaffinity(0)), plan.store_bytes) if plan.pin_ranks else ()
+    why = "its ranks read what lies on their node" if chosen else "a store for the machine: ranks move between nodes"
+    if len(found) < 2:
+        why = "the machine has one node of memory"
+    elif plan.pin_ranks and not chosen:
+        why = "a store for the machine: not every node has room for one and as much again"
+    return replace(plan, store_nodes=chosen, reasons={**plan.reasons, "store_nodes": why})
 
 
 def _with_unserved(plan: Plan, facts: ModelFacts) -> Plan:

@@ -38,11 +38,11 @@ def nodes(root: Path = SYSFS) -> tuple[Node, ...]:
 
 
 def store_nodes(found: Sequence[Node], cores: frozenset[int], store_bytes: int) -> tuple[int, ...]:
-    """The nodes that are to have a store each; one number, -1, when there is to be one for the machine: there is one
-    node whose cores (those that may be used) take part, or one of them has no room for a store and as much again."""
+    """The nodes that are to have a store each; none when there is to be one for the machine: there is one node whose
+    cores (those that may be used) take part, or one of them has no room for a store and as much again."""
     used = [node for node in found if node.cores & cores]
     if len(used) < 2 or any(node.free < 2 * store_bytes for node in used):
-        return (-1,)
+        return ()
     return tuple(node.number for node in used)
 
 

@@ -27,7 +27,7 @@ from engine.process.console import say_line
 from engine.process.cores import keep_to_cores
 from engine.process.heartbeat import Heartbeat, LoopBeat
 from engine.process.orphan import life_of
-from engine.process.places import STORE, Places
+from engine.process.places import Places, store_names
 from engine.process.progress import LoadProgress
 from engine.process.warm_up import practise, warm_up
 from engine.reading import await_checkpoint
@@ -40,6 +40,7 @@ from front.wire import RankSocket, ZmqDoorbell, sleep_until_called
 from layers.identity import CheckpointError
 from models.registry import model_class
 from store.memory import Store
+from store.numa import node_of, nodes
 
 log = logging.getLogger("moesaic.rank")
 
@@ -149,11 +150,14 @@ def _serve(start: Start, socket: RankSocket) -> None:
 
 
 def _store(plan: Plan, places: Places) -> Store | None:
-    """Where this machine's ranks have their weights."""
+    """Where this machine's ranks have their weights, or those of this rank's node of memory."""
     if not plan.weight_store:
         return None
     capacity = MOST_WIDENED * sum(size for size, *_ in plan.checkpoint.values()) + (1 << 30)
-    return Store(places.file(STORE), plan.weight_key, capacity)
+    names = store_names(plan.store_nodes)
+    node = node_of(nodes(), frozenset(os.sched_getaffinity(0))) if plan.store_nodes else -1
+    name = names[plan.store_nodes.index(node)] if node in plan.store_nodes else names[0]
+    return Store(places.file(name), plan.weight_key, capacity)
 
 
 def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:

@@ -94,8 +94,8 @@ def _numbered(pieces: Iterable[Piece]) -> tuple[list[tuple[int, Piece]], int]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """make: write it; take: another rank has. needs: parts that must be full before. apart: it is made on a thread of its
-    own, where there are several."""
+    """make: write it; take: another rank has. needs: parts that must be full before. apart: it is made on a thread of
+    its own, where there are several."""
 
     number: int
     make: Callable[[], None]

@@ -94,7 +94,7 @@ class Start:
     join: bool
 
     def bells(self, alive: Sequence[bool]) -> list[str]:
-        """Where the living ranks hear the doorbell."""
+        """Where the live ranks hear the doorbell."""
         return [self._bell(rank) for rank, lives in enumerate(alive) if lives]
 
     def _bell(self, rank: int) -> str:
@@ -148,8 +148,8 @@ def _serve(start: Start, socket: RankSocket) -> None:
         if outputs or rank.idle != was_idle:  # also when falling asleep: the front's gauges should not go stale
             socket.send(Outputs(rank_id, outputs, rank.stats, time.monotonic()))
         was_idle = rank.idle
-        for news in rank.take_news():
-            socket.send(news)
+        for event in rank.take_events():
+            socket.send(event)
         pause = rank.pause(SLEEP_SECONDS)
         if pause > 0:
             sleep_until_called(socket, bell, 0.0 if rank.prepare() else pause)

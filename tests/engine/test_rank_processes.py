@@ -88,7 +88,8 @@ def test_two_processes_equal_one_rank(checkpoint: Path, start: Callable[[Plan], 
     assert [process.wait(10) for process in cluster.processes] == [0, 0]
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_without_word_of_who_is_left_a_rank_gives_up(
     checkpoint: Path, start: Callable[[Plan], Cluster], asynchronous: bool
 ) -> None:

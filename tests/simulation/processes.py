@@ -21,7 +21,7 @@ from engine.team import Team
 from ep.protocol import PeerLost
 from ep.transport.group import LocalGroup
 from eplb.placement import Placement, linear_placement
-from eplb.repair import Load
+from eplb.repair import SlotUpdate
 from front.messages import (
     EXIT_WEIGHTS,
     FrontToRank,
@@ -194,7 +194,7 @@ class RankProcess:
     def in_lockstep(self) -> bool:
         """Other ranks wait for it now, or will in a moment."""
         team = self.team
-        alone = team is None or not team.working or len(team.living) < 2
+        alone = team is None or not team.working or len(team.live) < 2
         return not alone and self.rank is not None and not self.rank.idle
 
     def cut(self) -> None:
@@ -302,10 +302,10 @@ class RankProcess:
         self.house.watch("meets", self.rank_id)
         return Opening(self.house.meeting(epoch, size), index, self)
 
-    def _read(self, loads: Sequence[Load]) -> Reading:
-        if loads:
+    def _read(self, updates: Sequence[SlotUpdate]) -> Reading:
+        if updates:
             self.house.watch("reads", self.rank_id)
-        return SimReading(self.house.disk, loads, self.world)
+        return SimReading(self.house.disk, updates, self.world)
 
     def _connect(self) -> None:
         """The sockets: the front's and the doorbells'."""
@@ -397,12 +397,12 @@ class RankProcess:
         if joined is not None:
             self.house.watch("joined", self.rank_id)
             self.send(joined)
-        for news in rank.take_news():
+        for news in rank.take_events():
             self.send(news)
         if outputs or rank.idle != self._was_asleep:
             self.send(Outputs(self.rank_id, list(outputs), rank.stats, self.world.now))
         self._was_asleep = rank.idle
-        for news in rank.take_news():
+        for news in rank.take_events():
             self.send(news)
         if rank.done:
             rank.close()

@@ -19,7 +19,6 @@ from test_losing_all import all_serve, kill_all, ranks_of
 pytestmark = [pytest.mark.store, pytest.mark.slow]
 
 KILLS = 10
-# In float32, where a token does not depend on what else is computed in its step.
 FORMATS = {"plain": [], "int8": ["--quantization", "int8"]}
 
 
@@ -28,7 +27,7 @@ FORMATS = {"plain": [], "int8": ["--quantization", "int8"]}
 def test_kills_of_one_and_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, num_ranks: int) -> None:
     monkeypatch.setattr(streams, "NUM_TOKENS", 120)
     chance = random.Random(f"{form} {num_ranks}")
-    words = ["-dp", str(num_ranks), "--enable-dbo", "off", "--dtype", "float32", *FORMATS[form]]
+    words = ["-dp", str(num_ranks), "--enable-dbo", "off", "--dtype", "bfloat16", "--deterministic", *FORMATS[form]]
     with served(tmp_path, *words) as server:
         expected = asyncio.run(wave(server))
 

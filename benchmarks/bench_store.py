@@ -4,7 +4,8 @@
 
 One row for each number of ranks. cold_s: until the server is ready with an empty cache of packed weights, in a directory that this script
 makes and removes; warm_s: the same once the weights have been written there; whether the checkpoint and the cache are in the system's page cache
-is the caller's business. pss_mb: memory of all processes of the server together (proportional set size, /proc/PID/smaps_rollup), under load.
+is the caller's business. pss_mb: memory of all processes of the server together (proportional set size, /proc/PID/smaps_rollup), under load; standby_mb: of the one
+that waits to become a rank.
 return_s: from a kill until all ranks serve again, the mean. p95_gap_s and max_gap_s: of each stream the longest gap around each kill
 (bench_faults.py says how). With one rank every kill is the loss of all ranks. failed and mismatched: requests, compared with the same ones
 before the first kill.
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_faults import BACK_SECONDS, Killer, Load, at
-from server_process import Server
+from server_process import Server, command_line
 
 from moesaic.http_client import Client
 
@@ -34,13 +35,15 @@ MEGA = 10**6
 
 def pss_bytes(server: Server) -> int:
     """Of the supervisor, the front and the ranks."""
-    total = 0
     server.ranks()
-    for pid in {server.process.pid, *server.seen}:
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total
+    return sum(map(pss_of, {server.process.pid, *server.seen}))
+
+
+def pss_of(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return 0
 
 
 def started(words: list[str]) -> tuple[Server, float]:
@@ -73,6 +76,8 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
     try:
         await load.done(1)
         pss = pss_bytes(server)
+        waiting = [pid for pid in server.seen if "engine.process.standby_process" in command_line(pid)]
+        standby = sum(map(pss_of, waiting))
         await killer.run()
         await asyncio.sleep(BACK_SECONDS)
     finally:
@@ -84,6 +89,7 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
     returns = [end - BACK_SECONDS - when for when, end in killer.windows]
     return {
         "pss_mb": round(pss / MEGA),
+        "standby_mb": round(standby / MEGA),
         "return_s": round(sum(returns) / len(returns), 2) if returns else None,
         "p95_gap_s": at(gaps, 0.95),
         "max_gap_s": at(gaps, 1.0),

@@ -107,6 +107,7 @@ class Plan:
     rank_bytes: int = 0  # what the weights and the cache of one rank take; those of a store are none of its own
     weight_store: bool = False  # weights lie in memory that the supervisor holds, and the machine's ranks map
     store_bytes: int = 0  # what they take there
+    store_nodes: tuple[int, ...] = ()  # nodes of memory (NUMA) with a store each; none: there is one for the machine
     weight_key: str = ""  # of these weights as they are kept: whatever their bytes depend on
     weight_cache: str = ""  # the directory where packed weights are kept on disk; "": they are not
     graph_bytes: int = 0  # kept free for its captured graphs

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
 
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.env import read_env
@@ -29,13 +29,14 @@ from ep.requirements import (
     refusal,
     split_pair,
 )
-from layers.identity import identify
+from layers.identity import MAX_HEADER_BYTES, identify
 from models.facts import ModelFacts, with_drafts
 from models.registry import read_config
 from models.tiny import CHECKPOINT
 from native import Isa, best_isa, measured, why_absent
 from native.library import library_path
 from store.key import weights_key
+from store.numa import nodes, store_nodes
 
 EMBEDDED_NAME = "moesaic-tiny"
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
@@ -89,7 +90,19 @@ def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
     )  # fmt: skip
     choices: dict[str, object] = {name: getattr(plan, name) for name in names}
     key = weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
-    return replace(plan, weight_key=key)
+    return _with_nodes(replace(plan, weight_key=key))
+
+
+def _with_nodes(plan: Plan) -> Plan:
+    """The plan with the nodes of memory that have a store each (store/numa.py)."""
+    found = nodes()
+    chosen = store_nodes(found, frozenset(os.sched_getaffinity(0)), plan.store_bytes) if plan.pin_ranks else ()
+    why = "its ranks read what lies on their node" if chosen else "a store for the machine: ranks move between nodes"
+    if len(found) < 2:
+        why = "the machine has one node of memory"
+    elif plan.pin_ranks and not chosen:
+        why = "a store for the machine: not every node has room for one and as much again"
+    return replace(plan, store_nodes=chosen, reasons={**plan.reasons, "store_nodes": why})
 
 
 def _with_unserved(plan: Plan, facts: ModelFacts) -> Plan:
@@ -223,16 +236,28 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
 
 
 def _tensors(file: Path) -> list[tuple[str, str, int]]:
-    """(key, dtype name, bytes) of every tensor of one safetensors file."""
-    found = []
+    """(key, dtype name, bytes) of every tensor of one safetensors file. Ranks check the rest of its header
+    (layers/safetensors_header.py), which needs torch; the library's reader would import numpy, which takes as long as
+    all else that is done here."""
+    found: list[tuple[str, str, int]] = []
+    end = 0
     try:
-        with safe_open(file, framework="np") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (not a mapping)
-                piece = tensors.get_slice(key)
-                dtype = str(piece.get_dtype())
-                if dtype not in ITEM_SIZES:
-                    raise ValueError(f"{file}: tensor {key} has dtype {dtype}, which is not supported")
-                found.append((key, dtype, math.prod(piece.get_shape()) * ITEM_SIZES[dtype]))
-    except (SafetensorError, OSError) as error:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {length} bytes")
+            header = json.loads(opened.read(length))
+            size = os.fstat(opened.fileno()).st_size
+        for key, entry in header.items():
+            if key == "__metadata__":
+                continue
+            dtype, end = str(entry["dtype"]), max(end, entry["data_offsets"][1])
+            found.append((key, dtype, math.prod(entry["shape"]) * ITEM_SIZES.get(dtype, 0)))
+        if 8 + length + end > size:
+            raise ValueError(f"it is cut short: {size} bytes of {8 + length + end}")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: not a readable safetensors file ({error})") from None
+    for key, dtype, _ in found:
+        if dtype not in ITEM_SIZES:
+            raise ValueError(f"{file}: tensor {key} has dtype {dtype}, which is not supported")
     return found

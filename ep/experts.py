@@ -97,6 +97,12 @@ class Experts(nn.Module):
         """Of all slots, on a CPU: tensors whose first dimension is S."""
         return self._in_memory().whole()
 
+    def one_slot(self) -> Experts:
+        """One slot of the same form, in memory of its own."""
+        one = Experts(1, *self._sizes[1:])
+        one.keep_as(self.format, self._backend)
+        return one
+
     def lie_in(self, memory: Sequence[Tensor]) -> None:
         """Have the slots in other memory of the same form, with what it holds."""
         self._in_memory().lie_in(memory)

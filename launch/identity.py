@@ -22,6 +22,7 @@ OWN = frozenset(
         "rank_bytes",
         "weight_cache",
         "weight_key",
+        "store_nodes",
         "max_ranks",
         "data_parallel_size_local",
         "checkpoint",  # `other_weights` compares it

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from configs.engine import Plan
-from engine.process.places import STORE
+from engine.process.places import store_names
 from launch.processes import RuntimeDir
 from store.cache import WeightCache
 from store.memory import complete_key, make_store
@@ -22,7 +22,8 @@ class WeightsKept:
         self.cached = False
         self._directory = plan.weight_cache
         self._key = ""
-        self._file = -1
+        self._file = -1  # of one store; they are all alike
+        self._name, *others = store_names(plan.store_nodes)
         self._runtime = runtime
         self._writer: subprocess.Popen[bytes] | None = None
         if not plan.weight_store:
@@ -30,14 +31,23 @@ class WeightsKept:
         self._key = plan.weight_key
         found = WeightCache(Path(plan.weight_cache)).find(self._key) if plan.weight_cache else None
         self.cached = found is not None
-        self._file = make_store(STORE) if found is None else found
-        runtime.keep(STORE, self._file)
+        self._file = make_store(self._name) if found is None else found
+        runtime.keep(self._name, self._file)
+        for name in others:  # a file of the cache lies where the system keeps it
+            runtime.keep(name, make_store(name) if found is None else os.dup(found))
 
     def look(self) -> None:
         """Call it now and then while the ranks serve."""
         if self._writer is not None:
             self._writer.poll()
         elif self._directory and not self.cached and self._file >= 0 and complete_key(self._file) == self._key:
-            arguments = ["--store", str(self._runtime.file(STORE)), "--key", self._key, "--directory", self._directory]
+            arguments = [
+                "--store",
+                str(self._runtime.file(self._name)),
+                "--key",
+                self._key,
+                "--directory",
+                self._directory,
+            ]
             command = [sys.executable, "-m", "engine.process.cache_process", *arguments, "--parent", str(os.getpid())]
             self._writer = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)

@@ -6,6 +6,7 @@ Legend: O output features, I input features.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,7 @@ class Checkpoint:
         self._progress = progress
         self._bytes_done = 0
         self._bytes_total = sum(self._entry(name).num_bytes for name in self._files)
+        self._lock = threading.Lock()  # of what is counted: several threads may borrow
         self.bytes_read = 0
 
     # ---- finding the files ----
@@ -175,8 +177,7 @@ class Checkpoint:
             scale = self._scale(f"{name}_scale_inv", part, index)
         elif entry.dtype.is_floating_point and entry.dtype.itemsize == 1:
             raise CheckpointError(f"{file.path}: {name}: {entry.dtype} without {name}_scale_inv")
-        self.bytes_read += part.numel() * part.element_size()
-        self._mark(name)
+        self._mark(name, part.numel() * part.element_size())
         return StoredWeight(part, scale)
 
     def give_back(self, name: str) -> None:
@@ -207,8 +208,7 @@ class Checkpoint:
         file = self._file(name)
         scale = file.view(self._key(name))
         scale = self._fitting(name, part, scale if index is None else scale[index])
-        self.bytes_read += scale.numel() * scale.element_size()
-        self._mark(name)
+        self._mark(name, scale.numel() * scale.element_size())
         return scale.float()
 
     def _fitting(self, name: str, part: Tensor, scale: Tensor) -> Tensor:
@@ -248,13 +248,15 @@ class Checkpoint:
     def _entry(self, name: str) -> TensorEntry:
         return self._files[name].entries[self._key(name)]
 
-    def _mark(self, name: str) -> None:
-        if name not in self._unused:
-            return
-        self._unused.remove(name)
-        self._bytes_done += self._entry(name).num_bytes
-        if self._progress is not None:
-            self._progress(self._bytes_done, self._bytes_total)
+    def _mark(self, name: str, bytes_read: int = 0) -> None:
+        with self._lock:
+            self.bytes_read += bytes_read
+            if name not in self._unused:
+                return
+            self._unused.remove(name)
+            self._bytes_done += self._entry(name).num_bytes
+            if self._progress is not None:
+                self._progress(self._bytes_done, self._bytes_total)
 
 
 def dequantize_blocks(weight_OI: Tensor, scale: Tensor, out_OI: Tensor) -> None:

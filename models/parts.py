@@ -3,6 +3,7 @@ machine, which other ranks fill and use too (store/filling.py)."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,15 @@ def expert_units(source: WeightSource, prefix: str, experts: Experts) -> Units:
         keep_scaled(source, prefix, experts)
         return experts.format.value
 
+    made: dict[int, Experts] = {}  # a slot for each thread
+
+    def make(expert: int) -> Sequence[Tensor]:
+        thread = threading.get_ident()
+        if thread not in made:
+            made[thread] = experts.one_slot()
+        read_expert(source, prefix, made[thread], 0, expert)
+        return made[thread].memory
+
     def skip(expert: int) -> None:
         for key, _ in expert_keys(source, prefix, expert):
             source.skip(key)
@@ -63,7 +73,7 @@ def expert_units(source: WeightSource, prefix: str, experts: Experts) -> Units:
         form=form,
         like=like,
         take=experts.lie_in,
-        make=lambda expert: read_expert(source, prefix, experts, expert, expert),
+        make=make,
         skip=skip,
     )
 

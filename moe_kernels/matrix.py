@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.quant import BLOCK
+from native import quantize as quantize_native
 
 
 class WeightFormat(enum.Enum):
@@ -42,6 +43,8 @@ class ScaledMatrix:
 
 def quantize(weight_OI: Tensor, form: WeightFormat) -> ScaledMatrix:
     """The nearest numbers of 8 bits: the largest of a block is the largest that the format has."""
+    if quantize_native.can_run(weight_OI):
+        return ScaledMatrix(*quantize_native.quantize(weight_OI, DTYPES[form]))
     rows, largest = SCALE_ROWS[form], LARGEST[form]
     num_rows, num_columns = weight_OI.shape
     num_row_blocks, num_blocks = -(-num_rows // rows), -(-num_columns // BLOCK)

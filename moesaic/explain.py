@@ -16,6 +16,7 @@ from configs.chips import CHIPS
 from configs.engine import EngineConfig, Plan
 from configs.env import read_env
 from configs.gpu import MEBI, find_gpus
+from configs.store import STANDBY_BYTES
 from engine.plan import make_plan
 from moesaic.options import engine_config, engine_options
 
@@ -99,12 +100,14 @@ def _show_memory(plan: Plan) -> None:
     """What the weights and the cache take, on the machine and in each rank (docs/memory.md)."""
     ranks = plan.data_parallel_size_local or plan.data_parallel_size
     table = Table("memory", "of a rank, MiB", "of the machine, MiB", title="Memory", title_justify="left")
+    stores = max(1, len(plan.store_nodes)) * plan.store_bytes
     if plan.weight_store:
-        table.add_row("weights in the store, mapped by each rank", "0", f"{plan.store_bytes // MEBI}")
+        table.add_row("weights in the store, mapped by each rank", "0", f"{stores // MEBI}")
         table.add_row("cache", f"{plan.rank_bytes // MEBI}", f"{ranks * plan.rank_bytes // MEBI}")
     else:
         table.add_row("weights and cache", f"{plan.rank_bytes // MEBI}", f"{ranks * plan.rank_bytes // MEBI}")
-    table.add_row("together", "", f"{(plan.store_bytes + ranks * plan.rank_bytes) // MEBI}")
+    table.add_row("a server's process that waits to become a rank, about", "", f"{STANDBY_BYTES // MEBI}")
+    table.add_row("together", "", f"{(stores + ranks * plan.rank_bytes + STANDBY_BYTES) // MEBI}")
     Console().print(table)
 
 

@@ -1,13 +1,17 @@
 """Weights as torch tensors in a store (store/memory.py): ranks fill it together, each takes all of it.
 
-A *piece* is what a model names (a layer without its experts, the experts of a layer). Most consist of tensors that are
-made in a rank's own memory and copied; what is large is made in the store, cut into units that ranks claim one by one.
+A *piece* is what a model names (a layer without its experts, the experts of a layer). It is made in a rank's own
+memory, which stays in the processor's cache where it is small, and written to the store. What is large is cut into
+units that ranks claim one by one, and of which a rank makes one on each of its threads at a time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,21 +38,22 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """A piece of `count` units that are made in memory of the store. form: what the checkpoint makes of it, in a word;
-    like(form): tensors of the shapes and dtypes that it has then, which are not written to; take: use these instead;
-    make(unit): write one; skip(unit): another rank has written it."""
+    """A piece of `count` units. form: what the checkpoint makes of it, in a word; like(form): tensors of the shapes and
+    dtypes that it has then, of which each unit has its part of the first dimension, and which are not written to; take:
+    use these instead; make(unit): its part of each, valid until the same thread makes the next one; skip(unit): another
+    rank has written it."""
 
     count: int
     form: Callable[[], str]
     like: Callable[[str], Sequence[Tensor]]
     take: Callable[[Sequence[Tensor]], None]
-    make: Callable[[int], None]
+    make: Callable[[int], Sequence[Tensor]]
     skip: Callable[[int], None]
 
     @property
     def num_parts(self) -> int:
-        """Its description, its memory, its units."""
-        return 2 + self.count
+        """Its description, its memory, its units, its large pages."""
+        return 3 + self.count
 
 
 Piece = Whole | Units
@@ -60,8 +65,12 @@ def take_all(store: Store, pieces: Sequence[Piece], seconds: float = FILL_SECOND
     numbered, num_parts = _numbered(pieces)
     if not store.complete:
         store.begin(num_parts)
-        work = _Work(store, numbered)
-        await_parts(work.go_on, seconds)
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            work = _Work(store, numbered, pool if threads > 1 else None, threads)
+            await_parts(work.go_on, seconds)
+        if threads > 1:  # of the libraries that know one number only, and have heard of 1
+            torch.set_num_threads(threads)
         store.finish()
         return work.made
     if store.num_parts != num_parts:
@@ -83,20 +92,28 @@ def _numbered(pieces: Iterable[Piece]) -> tuple[list[tuple[int, Piece]], int]:
     return numbered, end
 
 
-class _Part(NamedTuple):
-    """make: fill it; take: another rank has."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """make: write it; take: another rank has. needs: parts that must be full before. apart: it is made on a thread of
+    its own, where there are several."""
 
     number: int
     make: Callable[[], None]
     take: Callable[[], None]
+    needs: range = range(0)
+    apart: bool = False
 
 
 class _Work:
     """made: parts that this rank has filled."""
 
-    def __init__(self, store: Store, numbered: Iterable[tuple[int, Piece]]) -> None:
+    def __init__(
+        self, store: Store, numbered: Iterable[tuple[int, Piece]], pool: ThreadPoolExecutor | None, threads: int
+    ) -> None:
         self.made = 0
         self._store = store
+        self._pool, self._threads = pool, threads
+        self._making: deque[tuple[_Part, Future[None]]] = deque()
         self._left: list[_Part] = []
         for number, piece in numbered:
             if isinstance(piece, Whole):
@@ -108,20 +125,48 @@ class _Work:
         """Make every part that is left and not claimed; whether some are still being made by others."""
         left, self._left = self._left, []
         full = self._store.full_parts()
-        for part in left:
-            if full[part.number]:
-                part.take()
-            elif self._store.claim(part.number):
-                try:
-                    part.make()
-                except BaseException:
-                    self._store.release(part.number)
-                    raise
-                self._store.fill(part.number)
-                self.made += 1
-            else:
-                self._left.append(part)
+        try:
+            for part in left:
+                if full[part.number]:
+                    part.take()
+                elif all(full[number] for number in part.needs) and self._store.claim(part.number):
+                    self._make(part)
+                else:
+                    self._left.append(part)
+            while self._making:
+                self._end()
+        except BaseException:
+            for part, result in self._making:
+                wait([result])
+                self._store.release(part.number)
+            raise
         return bool(self._left)
+
+    def _make(self, part: _Part) -> None:
+        """Claims are this thread's business: the others of a process would share them."""
+        result: Future[None] = Future()
+        if part.apart and self._pool is not None:
+            self._making.append((part, self._pool.submit(part.make)))
+            while len(self._making) > self._threads + 1:
+                self._end()
+            return
+        self._making.append((part, result))
+        try:
+            part.make()
+        except BaseException as error:
+            result.set_exception(error)
+            raise
+        result.set_result(None)
+        while self._making:
+            self._end()
+
+    def _end(self) -> None:
+        """Of the oldest that is being made."""
+        part, result = self._making[0]
+        result.result()
+        self._store.fill(part.number)
+        self._making.popleft()
+        self.made += 1
 
     def _whole(self, number: int, piece: Whole) -> _Part:
         store = self._store
@@ -151,17 +196,19 @@ class _Work:
 
         def unit(index: int) -> _Part:
             def make() -> None:
-                for start, tensor in zip(starts, like, strict=True):
+                for start, tensor, made in zip(starts, like, piece.make(index), strict=True):
                     first, last = (end * tensor.nbytes // piece.count for end in (index, index + 1))
-                    store.bring_in(offset + start + first, last - first)
-                piece.make(index)
+                    assert made.nbytes == last - first
+                    store.write(offset + start + first, _bytes_of(made))
 
-            return _Part(number + 2 + index, make, lambda: piece.skip(index))
+            return _Part(number + 2 + index, make, lambda: piece.skip(index), apart=True)
 
+        units = range(number + 2, number + 2 + piece.count)
         return [
             _Part(number, describe, _nothing),
             _Part(number + 1, _nothing, _nothing),
             *(unit(index) for index in range(piece.count)),
+            _Part(units.stop, lambda: store.enlarge_pages(offset, total), _nothing, units),
         ]
 
 
@@ -217,10 +264,10 @@ def _write_tensors(
     starts, total = _starts(tensors.values())
     first = _up(len(text))
     offset = store.room(part, first + total)
-    store.bring_in(offset, first + total)
     store.write(offset, text)
     for tensor, start in zip(tensors.values(), starts, strict=True):
-        _tensor(store, offset + first + start, tensor).copy_(tensor)
+        store.write(offset + first + start, _bytes_of(tensor.detach().contiguous()))
+    store.enlarge_pages(offset, first + total)
 
 
 def _read_tensors(store: Store, part: int) -> dict[str, Tensor]:
@@ -229,6 +276,11 @@ def _read_tensors(store: Store, part: int) -> dict[str, Tensor]:
         name: _tensor(store, described.start + start, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         for name, dtype, shape, start in described.tensors
     }
+
+
+def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_uint8]:
+    """Where they lie; the tensor is contiguous."""
+    return (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -20,19 +20,22 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 LARGE_PAGE = 2 << 20
-SLOW_PAGE_SECONDS = 1e-3  # making a large page zero takes a quarter of that
+SLOW_PAGE_SECONDS = 3e-3  # copying one takes a sixth of that
 MOST_SLOW_PAGES = 64
 ALIGNMENT = 4096
+MOST_WRITTEN = 1 << 30  # bytes by one system call
 MAGIC = b"moesaic weights\n"
-VERSION = 1  # of this file's layout
+VERSION = 2  # of this file's layout
 HEADER_BYTES = 4096
 _HEADER = struct.Struct("<16sQQQQ64s")  # magic, version, number of parts, bytes in use, how many are full, key
 _PART = struct.Struct("<QQ")  # offset (0: no room yet), full
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
 # Bytes that are locked; parts follow.
 _ROOM_LOCK, _FIRST_PART_LOCK = 0, 1
+_USE_LOCK = 1 << 62  # shared by all that use a full store
 LOCK_SECONDS = 10.0  # for the lock on the header, which is held for microseconds
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -40,6 +43,9 @@ _PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _MADV_COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
+
+
+Buffer: TypeAlias = "bytes | ctypes.Array[ctypes.c_uint8]"
 
 
 def _libc() -> ctypes.CDLL:
@@ -70,6 +76,13 @@ def complete_key(file: int) -> str:
     magic, version, num_parts, used, full, key = _HEADER.unpack(raw)
     whole = magic == MAGIC and version == VERSION and full >= num_parts > 0 and os.fstat(file).st_size >= used
     return str(key.rstrip(b"\0").decode()) if whole else ""
+
+
+def in_use(file: int) -> bool:
+    """Whether some process uses this store (`Store.use`), by a descriptor of its own."""
+    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _USE_LOCK, 1, 0)
+    found, *_ = _LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))
+    return bool(found != fcntl.F_UNLCK)
 
 
 class Store:
@@ -154,22 +167,26 @@ class Store:
                 os.pwrite(self._file, _PART.pack(offset, 0), self._at(part))
             return offset
 
-    def bring_in(self, start: int, num_bytes: int) -> None:
-        """Large pages under what is filled next, where the kernel has them: one that begins in these bytes, which are
-        still to be written, is made of a page of its first byte (madvise(2), MADV_COLLAPSE, as the systems' setting for
-        shared memory is usually `never`). No more of them once some were refused or took long: memory is in pieces
-        then, or a virtual machine's host has yet to find it."""
+    def write(self, start: int, data: Buffer) -> None:
+        """By pwrite(2): writing through the mapping would cost a page fault for every page, and zeros before the data.
+        Any thread may do this."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._file, view[done : done + MOST_WRITTEN], start + done)
+
+    def enlarge_pages(self, start: int, num_bytes: int) -> None:
+        """Large pages in the place of those that lie in these bytes, which have all been written, where the kernel has
+        them (madvise(2), MADV_COLLAPSE, as the systems' setting for shared memory is usually `never`; of a range that
+        has not been written it takes several times as long). No more of them once some were refused or took long:
+        memory is in pieces then, or a virtual machine's host has yet to find it."""
         first = _up(self.address + start, LARGE_PAGE)
-        for page in range(first, self.address + start + num_bytes, LARGE_PAGE):
+        for page in range(first, self.address + start + num_bytes - LARGE_PAGE + 1, LARGE_PAGE):
             if self._slow_pages >= MOST_SLOW_PAGES:
                 return
             began = time.thread_time()
-            ctypes.memset(page, 0, 1)
             refused = self._libc.madvise(page, LARGE_PAGE, _MADV_COLLAPSE) != 0
             self._slow_pages += refused or time.thread_time() - began > SLOW_PAGE_SECONDS
-
-    def write(self, start: int, data: bytes) -> None:
-        ctypes.memmove(self.address + start, data, len(data))
 
     def fill(self, part: int) -> None:
         """Say that a claimed part is full, and give up the claim."""
@@ -196,6 +213,10 @@ class Store:
         self._writer = -1
 
     # ---- reading ----
+
+    def use(self) -> None:
+        """Say, until `close` or the end of this process, that this store is in use (store/versions.py)."""
+        fcntl.fcntl(self._reader, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _USE_LOCK, 1, 0))
 
     @property
     def used(self) -> int:

@@ -8,12 +8,18 @@ both lie in the runtime directory.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 STORE = "weights"  # the machine's store of weights (store/memory.py)
 FILE_BYTES = 64  # of a file of fixed size: written in place, so never in need of more
+
+
+def store_names(nodes: Sequence[int]) -> list[str]:
+    """Of the machine's stores. nodes: as Plan.store_nodes has them."""
+    return [f"{STORE}-{node}" for node in nodes] or [STORE]
 
 
 class Places:

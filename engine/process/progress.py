@@ -35,7 +35,8 @@ class LoadProgress:
             self._bar.update(self._task, completed=bytes_done, total=bytes_total)
         elif self._leads and time.monotonic() - self._last > LINE_SECONDS:
             self._last = time.monotonic()
-            self._say(f"loading, {100 * bytes_done // max(bytes_total, 1)} % of {bytes_total / 1e6:.0f} MB")
+            left = (self._last - self._began) * (bytes_total / max(bytes_done, 1) - 1)
+            self._say(f"weights: {bytes_done / 1e9:.1f} of {bytes_total / 1e9:.1f} GB, {left:.0f} s left")
 
     def finish(self, bytes_read: int) -> None:
         """bytes_read: what this rank really read; other ranks' experts are skipped without reading them."""

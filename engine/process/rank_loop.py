@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 from msgspec import structs
 
 from configs.engine import Plan
@@ -24,10 +25,10 @@ from dbo.alive import mark
 from engine.build import build_rank
 from engine.device import own_device, use_device
 from engine.process.console import say_line
-from engine.process.cores import keep_to_cores
+from engine.process.cores import Cores
 from engine.process.heartbeat import Heartbeat, LoopBeat
 from engine.process.orphan import life_of
-from engine.process.places import STORE, Places
+from engine.process.places import Places, store_names
 from engine.process.progress import LoadProgress
 from engine.process.warm_up import practise, warm_up
 from engine.reading import await_checkpoint
@@ -40,6 +41,7 @@ from front.wire import RankSocket, ZmqDoorbell, sleep_until_called
 from layers.identity import CheckpointError
 from models.registry import model_class
 from store.memory import Store
+from store.numa import node_of, nodes
 
 log = logging.getLogger("moesaic.rank")
 
@@ -102,8 +104,11 @@ class Start:
 def _serve(start: Start, socket: RankSocket) -> None:
     plan, rank_id, places, network = start.plan, start.rank, start.places, start.network
     loading = Heartbeat(places.file(f"loading-{rank_id}"))
+    cores = None
     if plan.pin_ranks:
-        keep_to_cores(rank_id if network is None else network.place(rank_id), plan.threads_per_rank)
+        ranks = plan.data_parallel_size_local or plan.data_parallel_size
+        cores = Cores(rank_id if network is None else network.place(rank_id), plan.threads_per_rank, ranks)
+        cores.share(ranks)
     bell = ZmqDoorbell(start.bells([True] * plan.data_parallel_size), rank_id)
     if plan.eplb is not None:
         sys.setswitchinterval(THINKING_SECONDS)
@@ -124,17 +129,22 @@ def _serve(start: Start, socket: RankSocket) -> None:
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
     socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
-    was_idle = True
+    was_idle, living = True, plan.data_parallel_size
     while not rank.done:
         mark()
         for message in socket.poll(0):
             if isinstance(message, Membership):
                 bell.reach(start.bells(message.alive))
+                before, living = living, sum(message.alive)
+                if living < before and cores is not None and network is None:
+                    torch.set_num_threads(cores.share(living))
             rank.submit(message)
         outputs = rank.step()
         joined = rank.take_joined()
         if joined is not None:  # before the tokens of that epoch
             socket.send(joined)
+            if cores is not None and network is None:  # not before: until now the steps were those of fewer ranks
+                torch.set_num_threads(cores.share(living))
         if outputs or rank.idle != was_idle:  # also when falling asleep: the front's gauges should not go stale
             socket.send(Outputs(rank_id, outputs, rank.stats, time.monotonic()))
         was_idle = rank.idle
@@ -149,11 +159,14 @@ def _serve(start: Start, socket: RankSocket) -> None:
 
 
 def _store(plan: Plan, places: Places) -> Store | None:
-    """Where this machine's ranks have their weights."""
+    """Where this machine's ranks have their weights, or those of this rank's node of memory."""
     if not plan.weight_store:
         return None
     capacity = MOST_WIDENED * sum(size for size, *_ in plan.checkpoint.values()) + (1 << 30)
-    return Store(places.file(STORE), plan.weight_key, capacity)
+    names = store_names(plan.store_nodes)
+    node = node_of(nodes(), frozenset(os.sched_getaffinity(0))) if plan.store_nodes else -1
+    name = names[plan.store_nodes.index(node)] if node in plan.store_nodes else names[0]
+    return Store(places.file(name), plan.weight_key, capacity)
 
 
 def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "experts.h"
+#include "pack_rows.h"
 #include "scratch.h"
 
 namespace {
@@ -33,24 +34,18 @@ template <int ITEM> void plain_group(const Matrix &w, int64_t first, int group, 
     }
 }
 
-// The usual case, a pair at a time.
-void bf16_group(const Matrix &w, int64_t first, int group, uint8_t *panel) {
-  for (int64_t k0 = 0; k0 < w.inputs; k0 += 32)
-    for (int i = 0; i < 16; i++) {
-      const uint8_t *row = w.rows + ((first + i) * w.inputs + k0) * 2;
-      uint8_t *to = panel + (k0 * PANEL + (group * 16 + i) * 2) * 2;
-      int64_t pairs = (w.inputs - k0 < 32 ? w.inputs - k0 : 32) / 2;
-      for (int64_t p = 0; p < pairs; p++) memcpy(to + p * PANEL * 4, row + p * 4, 4);
-    }
-}
-
 void byte_group(const Matrix &w, int format, int64_t scale_rows, int64_t first, int group, int64_t depth, uint8_t *panel) {
   int64_t num_blocks = (w.inputs + K_BLOCK - 1) / K_BLOCK;
   for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK) {
     float *scales = (float *)panel + group * 16;
     panel += PANEL * 4;
     int64_t end = k0 + K_BLOCK < depth ? k0 + K_BLOCK : depth;
-    for (int i = 0; i < 16; i++) {
+    bool whole = first + 16 <= w.outputs && end <= w.inputs && (end - k0) % 16 == 0;
+    if (whole) {
+      place_bytes(w.rows + first * w.inputs + k0, w.inputs, end - k0, format == W_INT8, panel + group / 2 * 64 + group % 2 * 8);
+      for (int i = 0; i < 16; i++) scales[i] = w.scale[(first + i) / scale_rows * num_blocks + k0 / K_BLOCK];
+    }
+    for (int i = 0; i < 16 && !whole; i++) {
       bool there = first + i < w.outputs;
       scales[i] = there ? w.scale[(first + i) / scale_rows * num_blocks + k0 / K_BLOCK] : 0.f;
       const uint8_t *row = w.rows + (first + i) * w.inputs;
@@ -68,7 +63,8 @@ void byte_group(const Matrix &w, int format, int64_t scale_rows, int64_t first, 
 void pack_group(const ExpertShape *s, const Matrix &w, int64_t scale_rows, int64_t first, int group, int64_t depth, uint8_t *panel) {
   if (s->format != W_PLAIN) byte_group(w, (int)s->format, scale_rows, first, group, depth, panel);
   else if (s->x_type == X_F32) plain_group<4>(w, first, group, depth, panel);
-  else if (first + 16 <= w.outputs && w.inputs == depth) bf16_group(w, first, group, panel);
+  else if (first + 16 <= w.outputs && w.inputs == depth && depth % 8 == 0)
+    place_pairs(w.rows + first * w.inputs * 2, w.inputs * 2, depth / 2, PANEL * 4, panel + group * 64);
   else plain_group<2>(w, first, group, depth, panel);
 }
 

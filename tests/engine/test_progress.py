@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
+from engine.process import progress as progress_module
 from engine.process.progress import LoadProgress
 
 
@@ -29,3 +32,14 @@ def test_a_terminal_gets_a_bar() -> None:
     progress.finish(100)
     assert "rank 0: read" in stream.getvalue()
     assert "\x1b[" in stream.getvalue()
+
+
+def test_lines_tell_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the rank that leads, however many there are."""
+    monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
+    stream = io.StringIO()
+    progress, other = LoadProgress("rank 0", stream), LoadProgress("rank 1", stream, leads=False)
+    progress._began -= 10.0
+    progress(2 * 10**9, 3 * 10**9)
+    other(10**9, 3 * 10**9)
+    assert stream.getvalue() == "rank 0: weights: 2.0 of 3.0 GB, 5 s left\n"

@@ -16,7 +16,7 @@ from ep.backends.local import LocalAllToAll
 from ep.experts import WeightFormat
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
-from layers.weights import Checkpoint, CheckpointError
+from layers.weights import Checkpoint, CheckpointError, StoredWeight
 from models.base import CausalLM
 from models.parts import kept_tensors
 from models.registry import build, read_config
@@ -88,6 +88,42 @@ def test_together_as_alone(path: Path, form: WeightFormat, dtype: torch.dtype) -
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert sum(read) == source.bytes_read, "every byte is read once"
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("form", WeightFormat)
+def test_by_several_threads_as_by_one(path: Path, three_threads: None, form: WeightFormat) -> None:
+    model, alone = new_model(form, torch.bfloat16), new_model(form, torch.bfloat16)
+    alone.load(Checkpoint(CHECKPOINT))
+    source = Checkpoint(CHECKPOINT)
+    model.load(source, Store(path, "key", ROOM))
+    source.finish()
+    found, expected = weights_of(model), weights_of(alone)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.get_num_threads() == 3
+
+
+def test_a_thread_that_fails(path: Path, three_threads: None) -> None:
+    """What it had claimed is another rank's, at once: the process lives on."""
+
+    class Failing(Checkpoint):
+        def borrow(self, name: str, shape: tuple[int, ...], index: int | None = None) -> StoredWeight:
+            if "layers.1" in name and "experts.3." in name:
+                raise CheckpointError("no")
+            return super().borrow(name, shape, index)
+
+    first, second = Store(path, "key", ROOM), Store(path, "key", ROOM)
+    with pytest.raises(CheckpointError, match="no"):
+        new_model(WeightFormat.INT8, torch.float32).load(Failing(CHECKPOINT), first)
+    load(new_model(WeightFormat.INT8, torch.float32), second)
+    assert second.complete
 
 
 def test_a_rank_that_fails_leaves_its_part_to_others(path: Path) -> None:

@@ -104,7 +104,7 @@ def build_rank(
     lanes = partial(_lanes, plan, exchange, times)
     checkpoint = Unread() if mapped else Checkpoint(plan.model_path, progress, plan.checkpoint, facts.key_names)
     read = reader(model, checkpoint)
-    team = Team(rank, size, placement, model, _fingerprint(plan, facts), meet or _nobody, lanes, read)
+    team = Team(rank, size, placement, model, _fingerprint(plan, facts), meet or _no_peers, lanes, read)
     if not join:
         team.begin(0, (True,) * size)
     model.load(checkpoint, store)
@@ -345,5 +345,5 @@ def _no_lanes(num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
     return ()
 
 
-def _nobody(epoch: int, rank: int, size: int) -> Opening:
+def _no_peers(epoch: int, rank: int, size: int) -> Opening:
     raise ValueError(f"rank {rank} of {size} has no way to meet the others")

@@ -34,7 +34,7 @@ _DRIFT = 0.2
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PlannedPlacement:
     """A placement and how good it is for the loads it was made from.
 
     method: how it was made; balance: float64 [L], balancedness with its shares; lower_bound: float64 [L], the least
@@ -60,7 +60,7 @@ def plan(
     coverage: Coverage = "spread",
     min_copies: int = 1,
     current: Placement | None = None,
-) -> Plan:
+) -> PlannedPlacement:
     """Place every expert on the live ranks from scratch; equal inputs give equal plans.
 
     load_LE: [L, E], any unit; slots_per_rank: one number, or one per layer (the placement then has the largest, the
@@ -92,7 +92,7 @@ def plan(
     share = even_shares(ids, load.shape[1]) if method == "flat" else reweight(ids, load, mask)
     placement = Placement(epoch, load.shape[1], ids, share, tuple(mask), tuple(failure_domains))
     balance = balancedness(rank_load(ids, share, load), mask)
-    return Plan(placement, "lpt" if method == "auto" else method, balance, bound_L)
+    return PlannedPlacement(placement, "lpt" if method == "auto" else method, balance, bound_L)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from front.messages import (
 )
 from front.outputs import Delta, PositionLogprobs, Prompt, TokenLogprob
 from front.profiling import Profiling
-from front.routing import Router
+from front.routing import RequestRouter
 from front.sampling_params import seeds
 from front.sequences import FinishedRequest, LiveRequest, Sequence
 from front.text import Tokenizer
@@ -94,7 +94,7 @@ class Front:
     ) -> None:
         """block_size: tokens of a KV block, the unit of prefix affinity. num_experts, slots_per_rank: of one layer."""
         self.tokenizer = tokenizer
-        self.router = Router(num_ranks, block_size)
+        self.router = RequestRouter(num_ranks, block_size)
         self.stats = [RankStats() for _ in range(num_ranks)]
         self.members = Members(num_ranks, num_experts, slots_per_rank, clock)
         self.accusations = Accusations(self.members, clock)

@@ -14,7 +14,7 @@ _FIRST_GUESS = 128  # output tokens of a request, before any has finished
 _SMOOTHING = 1 / 16  # weight of the newest finished request in the running mean
 
 
-class Router:
+class RequestRouter:
     def __init__(self, num_ranks: int, block_size: int, max_prefixes: int = 65536) -> None:
         """max_prefixes bounds what is remembered; the least recently used go first."""
         self.loads = [0] * num_ranks

@@ -42,7 +42,7 @@ class Choice:
 
 
 def parse(text: str) -> Choice:
-    """The Choice that is printed so; "" is the one that nobody has measured."""
+    """The Choice that is printed so; "" is the one that has not been measured."""
     if not text:
         return Choice()
     products, _, narrow_rows = text.partition(", ")

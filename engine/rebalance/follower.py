@@ -49,7 +49,7 @@ from engine.rebalance.exchange import (
     RowCounter,
     StepMoves,
 )
-from engine.rebalance.leader import MAX_BATCHES, Coordinator, Facts
+from engine.rebalance.leader import MAX_BATCHES, BalanceSpec, Coordinator
 from engine.schedule import Schedule
 from engine.team import Team
 from ep.migrate import Migration
@@ -120,7 +120,7 @@ class Balance(StepCompanion):
         self._config = config
         self._device = device
         self._worker = Worker(threaded)
-        self._facts = Facts(
+        self._spec = BalanceSpec(
             rank=team.rank,
             model=model_name,
             layer_ids=model.moe_layer_ids,
@@ -149,14 +149,14 @@ class Balance(StepCompanion):
         assert placement is not None
         size, index = len(team.live), team.live.index(team.rank)
         exchange = self._exchange
-        room_bytes = self._facts.chunk_bytes + max(exchange.gather_bytes * size, exchange.publish_bytes * MAX_BATCHES)
+        room_bytes = self._spec.chunk_bytes + max(exchange.gather_bytes * size, exchange.publish_bytes * MAX_BATCHES)
         exchange.begin(make_parcels(team.experts_group, room_bytes), size, index)
         self._forget()
         self._formed = True
         if index > 0:
             self._retire()
         elif self._coordinator is None:
-            self._coordinator = Coordinator(self._facts, self._config, placement, team.epoch)
+            self._coordinator = Coordinator(self._spec, self._config, placement, team.epoch)
         else:
             self._notify(self._coordinator, lambda coordinator: coordinator.begin(placement, team.epoch))
         questions, self._questions = self._questions, []
@@ -304,7 +304,7 @@ class Balance(StepCompanion):
         rank, batches = self._team.rank, []
         for content in packed:
             target = Placement.from_bytes(content)
-            migration = Migration(current, target, rank, self._model.expert_storage, self._facts.chunk_bytes)
+            migration = Migration(current, target, rank, self._model.expert_storage, self._spec.chunk_bytes)
             batches.append(MoveBatch(target, slot_tables(target, rank, self._device), migration))
             current = target
         return batches

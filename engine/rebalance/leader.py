@@ -45,8 +45,8 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What does not change while the rank lives."""
+class BalanceSpec:
+    """Of the rank and its model: what does not change while the rank lives."""
 
     rank: int
     model: str
@@ -79,10 +79,10 @@ class Coordinator:
     """Used by one thread, the worker. `outbox`: what the front is to be told; `proposal`: placements to be published,
     taken by the rank's thread."""
 
-    def __init__(self, facts: Facts, config: EplbConfig, placement: Placement, epoch: int) -> None:
+    def __init__(self, spec: BalanceSpec, config: EplbConfig, placement: Placement, epoch: int) -> None:
         self.outbox: deque[RankToFront] = deque()
         self.proposal: list[Placement] = []
-        self._facts = facts
+        self._spec = spec
         self._config = config
         self._balancer = Balancer(
             placement,
@@ -90,9 +90,9 @@ class Coordinator:
                 memory_steps=config.memory_steps,
                 reweight_interval=config.reweight_interval,
                 move_interval=config.move_interval,
-                move_budget_bytes=facts.chunk_bytes,
+                move_budget_bytes=spec.chunk_bytes,
                 min_gain=config.min_gain,
-                bytes_per_expert=facts.expert_bytes,
+                bytes_per_expert=spec.expert_bytes,
             ),
         )
         self._recording: IO[bytes] | None = None
@@ -210,7 +210,7 @@ class Coordinator:
         """Propose the next placements towards the target. whole: what to propose at the end of it."""
         if self._target is None:
             return
-        per_rank = max(1, self._facts.chunk_bytes // self._facts.expert_bytes)
+        per_rank = max(1, self._spec.chunk_bytes // self._spec.expert_bytes)
         old, batches = self._current, list[Placement]()
         while len(batches) < MAX_BATCHES and not np.array_equal(old.slot_to_expert, self._target):
             ids = next_batch(old, self._target, per_rank)
@@ -238,7 +238,7 @@ class Coordinator:
         steps = window.step_balance_L / window.seen if window.seen else np.zeros(0)
         bound = self._bound(window.load_LE) if window.steps else np.zeros(0)
         return BalanceStatus(
-            rank=self._facts.rank,
+            rank=self._spec.rank,
             epoch=self._epoch,
             steps=self._steps,
             window_balance=balance.tolist(),
@@ -273,7 +273,7 @@ class Coordinator:
         if command.kind == "status":
             return msgspec.json.encode(self._status())
         if command.kind == "placement":
-            return encode_placement(describe(self._current, self._facts.model, self._facts.layer_ids))
+            return encode_placement(describe(self._current, self._spec.model, self._spec.layer_ids))
         if command.kind == "load":
             window = self._last or self._window
             load = {"steps": window.steps, "tokens": window.tokens, "load": window.load_LE.tolist()}
@@ -297,7 +297,7 @@ class Coordinator:
         return msgspec.json.encode(
             {
                 "moves": len(moved),
-                "bytes": len(moved) * self._facts.expert_bytes,
+                "bytes": len(moved) * self._spec.expert_bytes,
                 "steps": self._window.steps + (self._last.steps if self._last is not None else 0),
                 "balance_now": placement_balance(current, load_LE).tolist(),
                 "balance_planned": placement_balance(whole, load_LE).tolist(),
@@ -326,10 +326,10 @@ class Coordinator:
         if path is not None:
             self._recording = Path(path).open("xb")  # noqa: SIM115 (closed by close)
             self._recording_path = path
-            facts, current, window = self._facts, self._current, self._last or self._window
+            spec, current, window = self._spec, self._current, self._last or self._window
             choices = window.tokens * current.num_layers
             top_k = round(window.load_LE.sum() / choices) if choices else 0  # 0: not known yet
-            meta = TraceMeta(facts.model, sum(current.alive), top_k, "moesaic", facts.layer_ids)
+            meta = TraceMeta(spec.model, sum(current.alive), top_k, "moesaic", spec.layer_ids)
             self._recording.write(header_line(meta, current.num_layers, current.num_experts))
             self._recording.flush()
         said: dict[str, Any] = {"recording": self._recording_path, "ended": was}

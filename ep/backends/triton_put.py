@@ -11,9 +11,9 @@ the row's scales. It has a place of its own at the receiver: [sender, token]. A 
 none.
 
 A put adds 1 to the sender's word at the receiver when it is there. When all are under way, the sender adds what is
-missing to M + 1. So the word grows by M + 1 in every turn, whoever sends how much in whichever order it arrives: one
-number to wait for, and nothing to set back. Results travel in the same way, one row per token and rank: the sum over
-the experts there.
+missing to M + 1. So the word grows by M + 1 in every turn, however much each sends and in whatever order it arrives:
+one number to wait for, and nothing to set back. Results travel in the same way, one row per token and rank: the sum
+over the experts there.
 
 Nothing waits for the host, and no wait is without a bound: a sender whose word does not grow is noted as lost, and left
 out.

@@ -10,7 +10,7 @@ import click
 
 from eplb.balance import Floats
 from eplb.placement import slots_needed
-from eplb.planner import Coverage, Method, Plan, plan
+from eplb.planner import Coverage, Method, PlannedPlacement, plan
 from moesaic.eplb.common import Infeasible, taking
 from moesaic.eplb.described import Described
 
@@ -26,7 +26,7 @@ class Layout:
     min_copies: int
     method: Method
 
-    def plan(self, load_LE: Floats, slots: int | Sequence[int], **more: Any) -> Plan:
+    def plan(self, load_LE: Floats, slots: int | Sequence[int], **more: Any) -> PlannedPlacement:
         """A full plan for these loads; more: as eplb.planner.plan."""
         return plan(
             load_LE,

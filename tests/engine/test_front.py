@@ -24,7 +24,7 @@ from front.messages import (
     TokenOutput,
 )
 from front.outputs import Delta, Prompt
-from front.routing import Router
+from front.routing import RequestRouter
 from front.sampling_params import resolve, seeds
 
 TOKENIZER = small_tokenizer()
@@ -234,7 +234,7 @@ def test_states_of_ranks() -> None:
 
 
 def test_requests_go_to_the_least_loaded_rank() -> None:
-    router = Router(3, block_size=4)
+    router = RequestRouter(3, block_size=4)
     router.loads = [50, 20, 30]
     assert router.choose([1, 2, 3], "") == 1
     router.loads = [0, 0, 0]
@@ -242,7 +242,7 @@ def test_requests_go_to_the_least_loaded_rank() -> None:
 
 
 def test_a_known_prefix_decides_while_it_saves_more_than_the_imbalance() -> None:
-    router = Router(2, block_size=4)
+    router = RequestRouter(2, block_size=4)
     prompt = list(range(40))
     home = router.choose(prompt, "")
     router.loads[home] = 30
@@ -263,7 +263,7 @@ def test_a_known_prefix_decides_while_it_saves_more_than_the_imbalance() -> None
 
 
 def test_what_the_router_remembers_is_bounded() -> None:
-    router = Router(2, block_size=1, max_prefixes=10)
+    router = RequestRouter(2, block_size=1, max_prefixes=10)
     for start in range(100):
         router.choose([start, start + 1, start + 2], "")
     assert len(router._prefix_to_ranks) <= 10

@@ -126,9 +126,16 @@ def after_a_kill(toy: Path, turns: int, **plan: Any) -> Survivors:
     return cluster
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("turns", range(NUM_TURNS))
-@pytest.mark.parametrize("dbo", [None, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("asynchronous", "dbo"),
+    [
+        pytest.param(False, None, id="whole"),
+        pytest.param(True, None, id="whole-asynchronous"),
+        pytest.param(False, SPLIT, id="split", marks=pytest.mark.slow),
+        pytest.param(True, SPLIT, id="split-asynchronous"),
+    ],
+)
 def test_a_kill_at_every_turn(
     toy: Path, expected: dict[int, list[int]], asynchronous: bool, turns: int, dbo: DboPlan | None
 ) -> None:

@@ -29,7 +29,7 @@ class DeepseekConfig:
     """q_lora_rank 0: queries come from one projection. router None and num_experts 0: a dense model.
 
     Layers from first_moe_layer on have routed experts. num_mtp_layers: extra layers in the checkpoint, numbered after
-    the last, that predict further tokens. drafts: the first of them is served (models/mtp.py).
+    the last, that predict further tokens. drafts: the first of them is served (models/decoder.py).
     """
 
     architecture: str

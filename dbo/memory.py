@@ -31,30 +31,43 @@ class Remembered(NamedTuple):
         return min(self.prefill, default=None, key=lambda sample: sample.tokens)
 
 
-def file_of(folder: Path, key: Key) -> Path:
-    """Where an engine of this key remembers."""
+def file_of(folder: Path, key: Key, name: str = "dbo") -> Path:
+    """Where an engine of this key remembers what `name` says."""
     digest = hashlib.sha256(json.dumps([FORMAT, sorted(key.items())]).encode()).hexdigest()
-    return folder / f"dbo-{digest[:16]}.json"
+    return folder / f"{name}-{digest[:16]}.json"
 
 
 def recall(file: Path) -> Remembered | None:
     """None when there is nothing, or nothing that can be read."""
+    values = read_json(file)
     try:
-        values = json.loads(file.read_bytes())
         decode, prefill = ([Sample(*sample) for sample in values[name]] for name in ("decode", "prefill"))
         crossover = Crossover(*values["crossover"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return None
     return Remembered(crossover, decode, prefill) if _holds(crossover, [*decode, *prefill]) else None
 
 
 def remember(file: Path, remembered: Remembered) -> None:
     """Another process finds the old file or the new one, never a part. Raises OSError."""
+    write_json(file, remembered._asdict())
+
+
+def read_json(file: Path) -> Any:
+    """None when there is nothing, or nothing that can be read."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def write_json(file: Path, values: Any) -> None:
+    """As `remember`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
     try:
         with os.fdopen(handle, "w") as out:
-            json.dump(remembered._asdict(), out)
+            json.dump(values, out)
         os.replace(temporary, file)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -30,7 +30,7 @@ from engine.rebalance.start import start_placement
 from engine.runner import Runner
 from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
-from engine.speculation.build import Gate, make_speculation
+from engine.speculation.build import make_gate, make_speculation
 from engine.speculation.mtp import MtpPasses
 from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
@@ -93,9 +93,7 @@ def build_rank(
     mapped = store is not None and store.complete
     if plan.checkpoint and not mapped:
         check(plan.model_path, plan.checkpoint)
-    facts = read_config(plan.model_path, plan.hf_overrides)
-    if plan.speculation is not None and plan.speculation.method == "mtp":
-        facts = with_drafts(facts)
+    facts = _planned_facts(plan)
     size = plan.data_parallel_size
     placement = _placement(plan, facts, join) if facts.num_moe_layers else None
     parallel = Parallel(rank, size, placement, _no_lanes)
@@ -115,6 +113,7 @@ def build_rank(
     kv = _cache(plan, model, device)
     runner = _runner(plan, model, kv, facts, device, exchange, timeline)
     balance = _balance(plan, team, model, device)
+    balancing = [] if balance is None else [balance, balance.counter]
     return Rank(
         scheduler,
         team,
@@ -122,12 +121,19 @@ def build_rank(
         bell or SharedDoorbell(),
         ready,
         plan.exchange_timeout,
-        companions=[*([] if balance is None else [balance, balance.counter]), Gate(scheduler.speculation)],
+        companions=[*balancing, make_gate(plan, scheduler.speculation, rank == 0)],
         overlap=_overlap(plan, model, times, exchange, runner, device),
         timeline=timeline,
         preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
         practice_tokens=_practice_tokens(plan, mapped and join),
     )
+
+
+def _planned_facts(plan: Plan) -> ModelFacts:
+    """Of the model as it is served."""
+    facts = read_config(plan.model_path, plan.hf_overrides)
+    mtp = plan.speculation is not None and plan.speculation.method == "mtp"
+    return with_drafts(facts) if mtp else facts
 
 
 def _model(plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.device) -> CausalLM:

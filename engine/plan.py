@@ -67,14 +67,14 @@ def make_plan(
         reasons = {**plan.reasons, **why}
         plan = _with_weights(plan, config)
         plan = replace(plan, data_parallel_size_local=hosts.local, checkpoint=files, reasons=reasons)
-        plan = with_speculation(plan, config, speculation, why_drafts)
+        plan = with_speculation(plan, config, speculation, why_drafts, read_env().cache_root)
         return with_memory(_with_unserved(plan, facts), read_env().cache_root)
     if machine.gpu is not None and config.data_parallel_size > machine.gpu.count:
         raise ValueError(
             f"data_parallel_size {config.data_parallel_size} exceeds the {machine.gpu.count} GPU(s) of this machine"
         )
     plan = replace(resolve(config, numbers, machine, alone), checkpoint=files)
-    plan = with_speculation(plan, config, speculation, why_drafts)
+    plan = with_speculation(plan, config, speculation, why_drafts, read_env().cache_root)
     plan = _with_weights(_with_unserved(plan, facts), config)
     return with_memory(plan, read_env().cache_root)
 

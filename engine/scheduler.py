@@ -298,12 +298,12 @@ class Scheduler:
         prompt_logprobs: list[list[Logprobs] | None] | None = None,
         next_drafts: list[list[int]] | None = None,
     ) -> list[TokenOutput]:
-        """What step `schedule` sampled; schedules are updated in the order they were made.
+        """What step `schedule` sampled; schedules are updated in the order they were made. All lists have one entry per
+        entry of schedule.rows.
 
-        All lists have one entry per entry of schedule.rows. token_ids: the new tokens, [] where samples is False.
-        logprobs: one per new token, None where not asked for. prompt_logprobs: for entry i those of the prompt
-        tokens starts[i] + 1 .. min(starts[i] + counts[i], prompt_len - 1), each from the logits of the token before it.
-        next_drafts: what the model has drafted behind the new tokens.
+        token_ids: the new tokens, [] where samples is False. logprobs: one per new token, None where not asked for.
+        prompt_logprobs: for entry i those of the prompt tokens starts[i] + 1 .. min(starts[i] + counts[i],
+        prompt_len - 1), each from the logits of the token before it. next_drafts: the model's, behind the new tokens.
         """
         step, requests = self._in_flight.popleft()
         assert step is schedule and len(token_ids) == len(requests)
@@ -314,11 +314,9 @@ class Scheduler:
         self.speculation.settle(step, requests, token_ids, next_drafts)
         outputs: list[TokenOutput] = []
         block_size, stateful, num_finished, num_tokens = self.kv.block_size, self.kv.has_state, 0, 0
-        for index, (request, start, count, new) in enumerate(
-            zip(requests, step.starts, step.counts, token_ids, strict=True)
-        ):
-            status = request.status
-            if status is _FINISHED:
+        entries = zip(requests, step.starts, step.counts, token_ids, strict=True)
+        for index, (request, start, count, new) in enumerate(entries):
+            if (status := request.status) is _FINISHED:
                 continue  # aborted, or ended at the step before this one
             drafts = step.drafts and step.drafts[index]
             if status is _RUNNING and (stateful or (start + count) // block_size > request.held.num_committed):

@@ -30,7 +30,6 @@ from models.decoder_layer import A, DecoderLayer, LayerContext, Mlp
 from models.expert_parallel import ExpertParallelMixin
 from models.graph_breaks import EAGER, GraphBreaks, Operation
 from models.loading import read_head
-from models.mtp import MtpLayer
 from models.parts import Part
 from store.memory import Store
 
@@ -113,7 +112,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
     def draft_steps(
         self, step: StepInput, hidden_TD: Tensor, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER
     ) -> Steps[Tensor]:
-        """A pass of the layer that drafts (models/mtp.py), behind one of `steps` or of its own."""
+        """A pass of the layer that drafts (models/decoder.py), behind one of `steps` or of its own."""
         assert self.mtp is not None
         context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
         return (yield from self.mtp.steps(self.embed(step.token_ids_T), hidden_TD, context, cache))

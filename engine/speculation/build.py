@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 
 from configs.engine import Plan
-from engine.agreement import StepPlan
-from engine.hooks import StepCompanion, StepHook
-from engine.schedule import Schedule
 from engine.speculation.drafter import Drafter
+from engine.speculation.gate import Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculation import Speculation
+from engine.speculation.suffix import SuffixDrafter
 
 
 def make_speculation(plan: Plan) -> Speculation | None:
@@ -23,6 +22,13 @@ def make_speculation(plan: Plan) -> Speculation | None:
     lookahead = 0
     if config.method == "ngram":
         drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    elif config.method == "suffix":
+        drafter = SuffixDrafter(
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+        )
     elif config.method == "mtp":
         drafter, lookahead = ModelDrafts(), config.num_speculative_tokens
     return Speculation(
@@ -30,21 +36,8 @@ def make_speculation(plan: Plan) -> Speculation | None:
     )
 
 
-class Gate(StepCompanion):
-    """Whether the model drafts at the end of a step, and how deep."""
-
-    def __init__(self, speculation: Speculation) -> None:
-        self._speculation = speculation
-
-    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
-        return _Depth(self._speculation.depth)
-
-
-class _Depth(StepHook):
-    watches = True
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-
-    def begin(self, schedule: Schedule) -> None:
-        schedule.draft_depth = self._depth
+def make_gate(plan: Plan, speculation: Speculation, leads: bool) -> Gate:
+    """leads: what is measured is remembered by this rank."""
+    config = plan.speculation
+    file = Path(config.memory) if config is not None and config.memory else None
+    return Gate(speculation, config is not None and config.adaptive, file, leads)

@@ -85,8 +85,8 @@ class MtpPasses:
         passes, first = [], 0
         for lane, (step, rows_B) in enumerate(zip(prepared.inputs, prepared.rows_B, strict=True)):
             lens = np.diff(step.query_starts)
-            positions_T = np.repeat(np.array(step.kv_lens) - np.array(step.query_starts[1:]), lens)
-            positions_T = positions_T + np.arange(step.num_tokens)
+            shift_B = np.array(step.kv_lens, dtype=np.int64) - np.array(step.query_starts[1:], dtype=np.int64)
+            positions_T = np.repeat(shift_B, lens) + np.arange(step.num_tokens)
             following_T = known[np.repeat(rows_B, lens), positions_T + 1].astype(np.int64)
             shifted = replace(step, token_ids_T=torch.from_numpy(following_T).to(hidden_TD.device))
             own_TD = hidden_TD[first : first + step.num_tokens]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from cache.spec import state_groups
 from configs.engine import EngineConfig, Plan
 from configs.speculation import Method, SpeculativeConfig, parse_speculative_config
+from dbo.memory import file_of
+from engine.speculation.times import StepTimes
 from models.facts import ModelFacts, mtp_layers
 
 
@@ -38,9 +41,11 @@ def plan_speculation(
     return config, "requests may bring a prediction of their output"
 
 
-def with_speculation(plan: Plan, config: EngineConfig, speculation: SpeculativeConfig | None, reason: str) -> Plan:
-    """The plan with what was decided, and with what follows from it."""
-    if speculation is not None and plan.device == "cuda" and config.speculative_config is None:
+def with_speculation(
+    plan: Plan, config: EngineConfig, speculation: SpeculativeConfig | None, reason: str, folder: Path
+) -> Plan:
+    """The plan with what was decided, and with what follows from it. folder: where times are remembered."""
+    if speculation is not None and plan.ranks_per_machine and config.speculative_config is None:
         speculation, reason = None, "on a GPU only if asked for: a step would wait for the tokens of the last one"
     more = {"speculation": reason}
     if speculation is not None and speculation.method != "prediction" and plan.async_scheduling:
@@ -51,4 +56,29 @@ def with_speculation(plan: Plan, config: EngineConfig, speculation: SpeculativeC
             )
         else:
             more["speculation"] += "; a step of a request with drafts is not scheduled beside the last one"
+    if speculation is not None and speculation.adaptive:
+        file = file_of(folder, _key(plan, speculation), "speculation")
+        found = StepTimes.read(file)
+        speculation = replace(speculation, memory=str(file))
+        most = f"at most {speculation.num_speculative_tokens}, as many as make most tokens per second"
+        more["speculation"] += f"; {most}; " + (
+            "measured while serving, and then remembered" if found is None else f"remembered: {found.told()}"
+        )
     return replace(plan, speculation=speculation, reasons={**plan.reasons, **more})
+
+
+def _key(plan: Plan, speculation: SpeculativeConfig) -> dict[str, str | int]:
+    """Everything that the times depend on, as far as it can be known before the ranks run."""
+    return {
+        "model": plan.model_path,
+        "dtype": plan.dtype,
+        "experts": plan.expert_format,
+        "linears": plan.linear_format,
+        "ranks": plan.data_parallel_size,
+        "backend": plan.all2all_backend,
+        "device": plan.device,
+        "threads": plan.threads_per_rank,
+        "kernels": plan.native_kernels,
+        "graphs": plan.cudagraph_mode,
+        "method": speculation.method,
+    }

@@ -12,6 +12,9 @@ from engine.speculation.drafter import Drafter
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.prediction import PredictionDrafter
 
+FIRST_ACCEPTANCE = 0.7  # until it is known
+RECENT = 1 / 64  # of a draft that came back
+
 
 class Speculation:
     """drafter: for all requests; None: only the predictions that requests bring. max_drafts: of a request in a step;
@@ -40,7 +43,8 @@ class Speculation:
         self._drafter = drafter
         self._predictions = PredictionDrafter()
         self._model = drafter if isinstance(drafter, ModelDrafts) else None
-        self._cold: set[int] = set()  # requests
+        self._open: set[int] = set()  # requests that may have drafts
+        self._cold: set[int] = set()
         self._warm_blocks: set[int] = set()
         self._sources: dict[int, Drafter] = {}  # of the drafts under way
         self.forget_counts()
@@ -49,6 +53,17 @@ class Speculation:
         """Count from here on."""
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_pos = [0] * self.max_drafts
+        self.acceptance = [FIRST_ACCEPTANCE] * self.max_drafts  # of each place, if all before it were right; lately
+
+    @property
+    def busy(self) -> bool:
+        """There is a request that may have drafts."""
+        return bool(self._open)
+
+    @property
+    def models(self) -> bool:
+        """The model drafts."""
+        return self._model is not None
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -62,7 +77,10 @@ class Speculation:
 
     def takes(self, request: Request) -> bool:
         """Whether that request may ever have drafts. They wait until all its tokens are known."""
-        return self.max_drafts > 0 and (self._drafter is not None or bool(request.message.params.prediction_token_ids))
+        takes = self._drafter is not None or bool(request.message.params.prediction_token_ids)
+        if takes and self.max_drafts:
+            self._open.add(request.request_id)
+        return takes and self.max_drafts > 0
 
     def propose(self, request: Request, limit: int) -> list[int]:
         """At most `limit` drafts, and no more than are wanted now."""
@@ -82,8 +100,10 @@ class Speculation:
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            self.accepted_per_pos[position] += 1
+        for position in range(min(num_accepted + 1, num_drafts)):
+            right = position < num_accepted
+            self.accepted_per_pos[position] += right
+            self.acceptance[position] += RECENT * (right - self.acceptance[position])
         request.num_accepted += num_accepted
         request.num_rejected += num_drafts - num_accepted
         source = self._sources.pop(request.request_id, None)
@@ -134,6 +154,7 @@ class Speculation:
                 self._warm_blocks.difference_update(written)
 
     def forget(self, request: Request) -> None:
+        self._open.discard(request.request_id)
         self._cold.discard(request.request_id)
         self._sources.pop(request.request_id, None)
         self._predictions.forget(request)

@@ -17,6 +17,7 @@ from engine.request import Request
 from engine.speculation.drafter import num_new
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.prediction import PredictionDrafter
+from engine.speculation.suffix import SuffixDrafter
 from front.messages import AddRequest, SamplingParams
 
 pytestmark = pytest.mark.speculation
@@ -58,6 +59,30 @@ def test_what_followed_the_same_tokens(text: list[int], limit: int, drafts: list
     assert drafter.propose(grown, limit) == drafts
     drafter.forget(grown)
     assert not drafter._indices
+
+
+def test_what_others_were_told() -> None:
+    drafter = SuffixDrafter(8, 2, 4.0, 0.3)
+    for output in ([4, 5, 6, 7, 8, 9], [4, 5, 6, 7, 1, 2], [4, 5, 6, 7, 8, 3]):
+        one = request([1, 2], output)
+        drafter.propose(one, 4)
+        drafter.forget(one)
+    now = request([1, 2, 3], [4, 5, 6])
+    assert drafter.propose(now, 4) == [7, 1, 2]  # the first text is gone; of the others the newer one is no likelier
+    now.tokens.append(7)
+    now.tokens.append(8)
+    assert drafter.propose(now, 4) == [3]
+    drafter.forget(now)
+    assert len(drafter._ended) == 2 and drafter._num_kept == sum(len(text.tokens) for text in drafter._ended.values())
+    while drafter._ended:
+        drafter._drop()
+    assert not drafter._where and not drafter._num_kept and not drafter._own
+
+
+def test_a_text_that_repeats_itself() -> None:
+    drafter = SuffixDrafter(24, 0, 1.0, 0.1)
+    assert drafter.propose(request([1, 2, 3, 4, 5, 6, 2, 3], []), 5) == [4, 5, 6]  # of a run of two, and one more
+    assert SuffixDrafter(24, 0, 1.0, 0.1).propose(request([1, 2, 3], []), 5) == []
 
 
 @pytest.mark.parametrize(
@@ -123,7 +148,7 @@ JOBS = [
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("method", ["ngram", "prediction"])
+@pytest.mark.parametrize("method", ["ngram", "prediction", "suffix"])
 def test_streams_stay_what_they_were(checkpoint: Path, method: Any, num_drafts: int) -> None:
     """Tokens, the numbers of their log-probabilities, and ends, of requests that repeat themselves or were foretold."""
     plain = build_rank(make_plan(checkpoint))
@@ -140,7 +165,7 @@ def test_streams_stay_what_they_were(checkpoint: Path, method: Any, num_drafts: 
         method=method, num_speculative_tokens=num_drafts, prompt_lookup_min=1, prompt_lookup_max=3
     )
     rank = build_rank(make_plan(checkpoint, speculation=config))
-    got = drive([rank], JOBS if method == "ngram" else jobs)
+    got = drive([rank], jobs if method == "prediction" else JOBS)
     stats = rank.stats
     assert [(one.tokens, one.finish_reason) for one in got] == [(one.tokens, one.finish_reason) for one in expected]
     for one, plain_one in zip(got, expected, strict=True):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.speculation
 torch.set_num_threads(1)
 
 PROMPTS = [[3 + 7 * i % 80 for i in range(11)], [5, 6, 7], [2 + 11 * i % 90 for i in range(30)]]
-MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=4)
+MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=4, adaptive=False)
 
 
 def with_mtp(hf: HfModel, own_head: bool = False) -> MtpModel:

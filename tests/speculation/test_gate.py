@@ -1,0 +1,141 @@
+"""How many drafts there are: as many as make most tokens per second, the same on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_parts import Job, drive, mailbox_ranks, make_plan
+
+from configs.speculation import SpeculativeConfig
+from engine.agreement import StepPlan
+from engine.build import build_rank
+from engine.schedule import Schedule
+from engine.speculation.gate import Gate
+from engine.speculation.model_drafts import ModelDrafts
+from engine.speculation.speculation import Speculation
+from engine.speculation.times import SETTLED, Least, StepTimes, expected_tokens, size_of, tokens_per_second
+from models.tiny import CHECKPOINT
+
+pytestmark = pytest.mark.speculation
+torch.set_num_threads(1)
+
+
+def filled(steps: dict[int, float], drafting: dict[tuple[int, int], float]) -> StepTimes:
+    times = StepTimes()
+    times.steps = {size: Least(1 + SETTLED, seconds) for size, seconds in steps.items()}
+    times.drafting = {key: Least(1 + SETTLED, seconds) for key, seconds in drafting.items()}
+    return times
+
+
+def test_the_least_of_what_came_lately() -> None:
+    least = Least()
+    for seconds in (9.0, 3.0, 5.0, 4.0):  # the first one compiles
+        least.add(seconds)
+    assert least.known and least.value == 3.0
+    for _ in range(300):
+        least.add(5.0)
+    assert 4.9 < least.value < 5.0
+
+
+def test_between_two_sizes_on_a_straight_line() -> None:
+    times = filled({1: 1.0, 4: 1.6, 64: 7.6}, {})
+    assert times.step(1) == 1.0 and times.step(2) == pytest.approx(1.2) and times.step(34) == pytest.approx(4.6)
+    assert times.step(65) is None and times.drafts(1, 1) is None
+    assert [size_of(count) for count in (1, 7, 100, 9999)] == [1, 8, 128, 512]
+
+
+def test_what_is_to_be_expected() -> None:
+    assert expected_tokens([0.8, 0.5, 0.5], 0) == 1
+    assert expected_tokens([0.8, 0.5, 0.5], 3) == pytest.approx(1 + 0.8 + 0.4 + 0.2)
+    times = filled({1: 1.0, 2: 1.5}, {(1, 1): 0.3})
+    assert tokens_per_second(times, [0.8], 1, 1.0, 1, True) == pytest.approx(1.8 / 1.8)
+    assert tokens_per_second(times, [0.8], 1, 1.0, 1, False) == pytest.approx(1.8 / 1.5)
+    assert tokens_per_second(times, [0.8], 1, 0.5, 1, False) == pytest.approx(1.4 / 1.5)
+    assert tokens_per_second(times, [0.8, 0.8], 1, 1.0, 2, True) is None
+
+
+def test_it_is_remembered(tmp_path: Path) -> None:
+    times = filled({1: 1e-3, 2: 2e-3}, {(1, 1): 5e-4})
+    times.write(tmp_path / "deep" / "file")
+    found = StepTimes.read(tmp_path / "deep" / "file")
+    assert found is not None and found.told() == times.told()
+    assert "1: 1, 2: 2" in found.told() and "1x1: 0.5" in found.told()
+    for text in (
+        "",
+        "[]",
+        '{"format": 1}',
+        '{"format": 0}',
+        '{"format": 1, "steps": [[1]], "drafting": [], "beside": 0}',
+    ):
+        (tmp_path / "broken").write_text(text)
+        assert StepTimes.read(tmp_path / "broken") is None
+    assert StepTimes.read(tmp_path / "none") is None
+
+
+def gate_of(times: StepTimes, acceptance: list[float]) -> Gate:
+    speculation = Speculation(ModelDrafts(), len(acceptance), 64)
+    speculation.acceptance = acceptance
+    speculation._open.add(1)
+    gate = Gate(speculation, adaptive=True)
+    gate.times = times
+    return gate
+
+
+def decodes(num: int, warm: bool = True) -> Schedule:
+    return Schedule(0, rows=list(range(num)), counts=[1] * num, warm=[] if warm else [False] * num)
+
+
+STEPS = {1: 1.0, 2: 1.2, 3: 1.4, 64: 10.0, 128: 18.0, 192: 26.0}
+DRAFTING = {(1, 1): 0.1, (1, 2): 0.2, (64, 1): 1.0, (64, 2): 1.5}
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "num", "best"), [([0.8, 0.7], 1, 2), ([0.8, 0.1], 1, 1), ([0.1, 0.1], 1, 0), ([0.8, 0.7], 64, 0)]
+)
+def test_it_takes_the_best(acceptance: list[float], num: int, best: int) -> None:
+    assert gate_of(filled(STEPS, DRAFTING), acceptance).propose(decodes(num)) == (best, best, num)
+
+
+def test_what_is_not_known_is_tried_while_it_may_be_the_best() -> None:
+    gate = gate_of(StepTimes(), [0.8, 0.7])
+    tried = []
+    for _ in range(60):
+        verify, depth, _ = gate.propose(decodes(1))
+        tried.append(verify)
+        assert depth == max(verify, 1) or verify == depth == 0
+        gate.times.add_step(1 + verify, 1.0 + verify)
+        gate.times.add_drafting(1, depth or 1, 0.1)
+    assert tried[:4] == [0] * 4 and 1 in tried
+    assert tried[-1] == 0
+    cold = gate_of(StepTimes(), [0.8, 0.7])
+    assert cold.propose(decodes(1, warm=False)) == (1, 1, 1)
+
+
+def test_the_rank_with_most_sequences_decides() -> None:
+    gate = gate_of(StepTimes(), [0.8, 0.7])
+    plan = StepPlan(0, True, False, (1, 5), (9, 9))
+    hook = gate.join(plan, [(2, 2, 1), (0, 1, 5)])
+    assert hook is not None and gate._speculation.depth == 0
+    schedule = Schedule(0)
+    hook.begin(schedule)
+    assert schedule.draft_depth == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_streams_with_it(size: int) -> None:
+    jobs = [Job([1, 300, 412 + index, 250], 40, arrive=3 * index) for index in range(3)]
+    config: Any = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
+    sizes = {"max_model_len": 64, "block_size": 16}
+    expected = [got.tokens for got in drive([build_rank(make_plan(CHECKPOINT, **sizes))], jobs)]
+    ranks = (
+        mailbox_ranks(CHECKPOINT, size, speculation=config, **sizes)
+        if size > 1
+        else [build_rank(make_plan(CHECKPOINT, speculation=config, **sizes))]
+    )
+    assert [got.tokens for got in drive(ranks, jobs)] == expected
+    assert all(rank.stats.spec_drafts for rank in ranks)
+    for rank in ranks:
+        rank.close()

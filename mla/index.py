@@ -56,7 +56,8 @@ class IndexQueries:
 
 
 class Chosen(NamedTuple):
-    """rows: of the cache, in the order of positions, then zeros, int64 [U, K]; counts: how many of them count, int64 [U]."""
+    """rows: of the cache, in the order of positions, then zeros, int64 [U, K]; counts: how many of them count, int64
+    [U]."""
 
     rows_UK: Tensor
     counts_U: Tensor
@@ -95,9 +96,9 @@ def choose_keys(q_UHI: Tensor, weight_UH: Tensor, cache: Tensor, queries: IndexQ
     """Of each query its topk keys."""
     if choice.on_gpu(q_UHI.device):
         longest = max((length for _, _, _, length in queries.parts), default=0)
-        where = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size, longest
+        seen = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size, longest
         choose: Callable[..., tuple[Tensor, Tensor]] = choice.triton_implementation("mla.triton.index", "choose")
-        return Chosen(*choose(q_UHI, weight_UH, cache, *where, topk))
+        return Chosen(*choose(q_UHI, weight_UH, cache, *seen, topk))
     if rows.can_run(q_UHI) and (q_UHI.dtype is torch.float32 or q_UHI.shape[2] % 2 == 0):
         where = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size
         return Chosen(*native_index.choose(q_UHI, weight_UH, cache, *where, topk))

@@ -58,8 +58,8 @@ def place(
 ) -> None:
     """Norm, rotate and store keys, and rotate the first P dimensions of queries in place.
 
-    key [T, I] as projected; norm: weight and bias [I] of a layer norm, and its eps; rope: what layers.rope.Rope gives, P
-    wide; cache [R, I], or uint8 [R, W]; slots int64 [T]; q [T, H, I], or None.
+    key [T, I] as projected; norm: weight and bias [I] of a layer norm, and its eps; rope: what layers.rope.Rope gives,
+    P wide; cache [R, I], or uint8 [R, W]; slots int64 [T]; q [T, H, I], or None.
     """
     cos, sin = rope
     (num_rows, dim), (weight, bias, eps) = key_TI.shape, norm

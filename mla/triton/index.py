@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment,misc"
-"""The choice of keys of sparse attention in Triton (mla/index.py): scores of index keys, the heads' together in registers,
-and the largest of each query's by the bits of their threshold, in the order of positions.
+"""The choice of keys of sparse attention in Triton (mla/index.py): scores of index keys, the heads' together in
+registers, and the largest of each query's by the bits of their threshold, in the order of positions.
 
 Nothing waits for the device and no shape depends on lengths, so that both can be captured in a graph.
 
@@ -119,8 +119,8 @@ def choose(
     q_UHI: Tensor, weight_UH: Tensor, cache: Tensor, lens_U: Tensor, sequence_U: Tensor | None, table_BN: Tensor,
     block_size: int, longest: int, topk: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(rows of the cache int64 [U, K], how many of them count int64 [U]), as mla.index.choose_keys. cache: [R, I] in q's
-    dtype, or uint8 [R, W]. lens, sequence, table: int64; longest: the largest of lens or more."""
+    """(rows of the cache int64 [U, K], how many of them count int64 [U]), as mla.index.choose_keys. cache: [R, I] in
+    q's dtype, or uint8 [R, W]. lens, sequence, table: int64; longest: the largest of lens or more."""
     num_queries, heads, dim = q_UHI.shape
     q_UHI, weight_UH = q_UHI.contiguous(), weight_UH.contiguous()
     assert table_BN.stride(1) == 1 and cache.stride(1) == 1 and weight_UH.dtype == torch.float32

@@ -101,17 +101,14 @@ class ChatTemplate:
 
         ValueError, on one line: the template refuses the messages, or cannot continue the final one.
         """
-        if add_generation_prompt and continue_final_message:
-            raise ValueError("add_generation_prompt and continue_final_message cannot both be true")
-        if not messages:
-            raise ValueError("messages must hold at least one message")
-        plain = [_plain_message(message) for message in messages]
+        check_conversation(messages, add_generation_prompt, continue_final_message)
+        plain = [plain_message(message) for message in messages]
         if continue_final_message:
-            plain[-1] = _marked(plain[-1])
+            plain[-1] = marked_end(plain[-1])
         variables = {"documents": None, **self._variables, **kwargs}
         variables.update(
             messages=plain,
-            tools=_plain(tools, "tools") if tools is not None else None,
+            tools=plain_value(tools, "tools") if tools is not None else None,
             add_generation_prompt=add_generation_prompt,
         )
         try:
@@ -120,33 +117,44 @@ class ChatTemplate:
             raise ValueError(f"chat template: {_one_line(error)}") from None
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"chat template cannot render these messages: {_one_line(error)}") from None
-        return _cut(text) if continue_final_message else text
+        return cut_at_end(text) if continue_final_message else text
 
 
-def _plain(value: Any, where: str) -> Any:
+def check_conversation(
+    messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, continue_final_message: bool
+) -> None:
+    """ValueError where no template could render this."""
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("add_generation_prompt and continue_final_message cannot both be true")
+    if not messages:
+        raise ValueError("messages must hold at least one message")
+
+
+def plain_value(value: Any, where: str) -> Any:
     """JSON types only: the sandbox cannot know what methods of other objects do."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, Mapping):
-        return {key: _plain(item, where) for key, item in value.items()}
+        return {key: plain_value(item, where) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, where) for item in value]
+        return [plain_value(item, where) for item in value]
     raise ValueError(f"{where} must hold JSON values only, not {type(value).__name__}")
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """With a role, without keys that are null; reasoning under all its names."""
     if not isinstance(message, Mapping):
         raise ValueError(f"messages must hold mappings with a role, not {type(message).__name__}")
     if not isinstance(message.get("role"), str):
         raise ValueError("messages: each message needs a role")
-    plain = {key: _plain(value, "messages") for key, value in message.items() if value is not None}
+    plain = {key: plain_value(value, "messages") for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
+def marked_end(message: dict[str, Any]) -> dict[str, Any]:
     """The message with a mark after its text."""
     content = message.get("content")
     if isinstance(content, str):
@@ -161,7 +169,8 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     raise ValueError("continue_final_message: the last message has no text to continue")
 
 
-def _cut(text: str) -> str:
+def cut_at_end(text: str) -> str:
+    """Without what follows the mark."""
     at = text.rfind(_END_MARK.strip())
     if at < 0:
         raise ValueError("continue_final_message: the chat template leaves out the last message's text")

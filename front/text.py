@@ -16,6 +16,7 @@ import msgspec
 import tokenizers
 
 from front import tiktoken_file
+from front.chat.deepseek_v32 import ENCODED_ARCHITECTURE, DeepseekV32Encoding
 from front.chat_template import ChatTemplate
 from front.detokenizer import Detokenizer, TableDetokenizer, TokenTable, WindowDetokenizer, byte_level_alphabet
 from front.token_bound import TokenizerFile, longest_token
@@ -58,9 +59,12 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max([self._tokenizer.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
         self._table = self._make_table(file.decoder)
-        self._templates = {
+        self._templates: dict[str, ChatTemplate | DeepseekV32Encoding] = {
             name: ChatTemplate(source, self._named) for name, source in _template_sources(directory, config).items()
         }
+        architectures = _read_json(directory / "config.json").get("architectures") or ()
+        if not self._templates and ENCODED_ARCHITECTURE in architectures:
+            self._templates["default"] = DeepseekV32Encoding()
 
     # ---- encoding ----
 
@@ -130,7 +134,7 @@ class Tokenizer:
         chat_template: source used instead of the model's. kwargs are the template's (enable_thinking, ...).
         ValueError on one line: there is no template, or it refuses.
         """
-        template: ChatTemplate | None
+        template: ChatTemplate | DeepseekV32Encoding | None
         if chat_template is not None:
             template = ChatTemplate(chat_template, self._named)
         else:

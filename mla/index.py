@@ -97,9 +97,9 @@ def choose_keys(q_UHI: Tensor, weight_UH: Tensor, cache: Tensor, queries: IndexQ
     """Of each query its topk keys."""
     if choice.on_gpu(q_UHI.device):
         longest = max((length for _, _, _, length in queries.parts), default=0)
-        where = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size, longest
+        seen = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size, longest
         choose: Callable[..., tuple[Tensor, Tensor]] = choice.triton_implementation("mla.triton.index", "choose")
-        return Chosen(*choose(q_UHI, weight_UH, cache, *where, topk))
+        return Chosen(*choose(q_UHI, weight_UH, cache, *seen, topk))
     if rows.can_run(q_UHI) and (q_UHI.dtype is torch.float32 or q_UHI.shape[2] % 2 == 0):
         table = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size
         return Chosen(*native_index.choose(q_UHI, weight_UH, cache, *table, topk))

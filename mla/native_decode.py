@@ -13,6 +13,8 @@ from torch import Tensor
 
 from layers.paged_decode import PagedDecode, can_decode
 from layers.step import StepInput
+from mla import native_tiles
+from mla.native_tiles import LatentTiles
 from mla.protocol import MlaShape
 from native import function
 
@@ -35,7 +37,11 @@ class NativeDecode:
     def __init__(self, step: StepInput, shape: MlaShape, scale: float, dtype: torch.dtype) -> None:
         self.num_sequences = step.num_decodes
         self._shape, self._scale = shape, scale
-        self._attend = PagedDecode(step, shape.num_heads, 1, shape.cache_dim, shape.latent_dim, dtype)
+        self._attend = (
+            LatentTiles(step, shape)
+            if native_tiles.can_run(shape, dtype)
+            else PagedDecode(step, shape.num_heads, 1, shape.cache_dim, shape.latent_dim, dtype)
+        )
 
     def __call__(
         self, q_nope_BHN: Tensor, q_pe_BHP: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor

@@ -1,8 +1,11 @@
-// The part of selftest.cpp for the indexer of sparse attention. Included in its namespace, after selftest_layers.h.
+// The part of selftest.cpp for the indexer of sparse attention and for latent attention on matrix tiles. Included in its namespace, after selftest_layers.h.
 #include "index.h"
+#include "latent_tiles.h"
 
 NATIVE_API void rows_index(const IndexKeyCall *call, int64_t rows, int threads);
 NATIVE_API void index_choose(const IndexCall *call, int threads);
+NATIVE_API int latent_tiles_wanted(int64_t heads);
+NATIVE_API void latent_tiles(const LatentTilesCall *call, int threads);
 
 namespace {
 
@@ -58,8 +61,40 @@ void test_index(int x_type, bool fp8, int64_t heads, int64_t dim, int64_t rope, 
   }
 }
 
+
+// Single queries of a latent attention, where there are matrix tiles for them.
+void test_latent_tiles(int64_t heads, int64_t key_dim, int64_t value_dim, std::vector<int64_t> lens, int threads) {
+  if (!latent_tiles_wanted(heads)) return;
+  const int64_t size = 4, num = (int64_t)lens.size();
+  int64_t columns = 0, blocks = 0;
+  for (int64_t len : lens) columns = (len + size - 1) / size > columns ? (len + size - 1) / size : columns;
+  std::vector<int64_t> table(num * columns);
+  for (int64_t b = 0; b < num; b++)
+    for (int64_t i = 0; i * size < lens[b]; i++) table[b * columns + i] = blocks++;
+  Rows q(X_BF16, num, heads * key_dim, heads * key_dim), keys(X_BF16, blocks * size, key_dim, key_dim);
+  std::vector<uint8_t> out(num * heads * value_dim * 2);
+  LatentTilesCall call = {num, heads, key_dim, value_dim, size, heads * key_dim, key_dim, lens.data(), table.data(), columns, q.bytes.data(),
+                          keys.bytes.data(), out.data(), .5f};
+  latent_tiles(&call, threads);
+  for (int64_t b = 0; b < num; b++)
+    for (int64_t h = 0; h < heads; h++) {
+      std::vector<double> wanted(value_dim);
+      double sum = 0;
+      for (int64_t i = 0; i < lens[b]; i++) {
+        int64_t row = table[b * columns + i / size] * size + i % size;
+        double weight = exp(.5 * dot(q.value[b], h * key_dim, keys.value[row], 0, key_dim));
+        sum += weight;
+        for (int64_t d = 0; d < value_dim; d++) wanted[d] += weight * keys.value[row][d];
+      }
+      for (int64_t d = 0; d < value_dim; d++) expect_near(read(out, X_BF16, (b * heads + h) * value_dim + d), (float)(wanted[d] / sum), 1, "latent tiles");
+    }
+}
+
 int test_indexes() {
   int count = 0;
+  for (int threads : {1, 2})
+    for (int64_t heads : {16, 37})
+      for (int64_t dim : {6, 40, 128}) test_latent_tiles(heads, dim, dim - 4, {1, 130, 300, 5}, threads), count++;
   for (int threads : {1, 2})
     for (int x_type : {X_F32, X_BF16})
       for (bool fp8 : {false, true})

@@ -242,8 +242,10 @@ def _cache(
             f"{ranks} rank(s), and no more than {num_seqs} full sequences"
         )
     if blocks < 1:
+        others = f", less {beside} for what {num_seqs} sequences (max_num_seqs) keep beside blocks" if beside else ""
         raise ValueError(
-            f"no room for a KV block of {bytes_per_block} bytes: {source}; set kv_cache_memory_bytes or num_kv_blocks"
+            f"no room for a KV block of {bytes_per_block} bytes: {source}{others}; set kv_cache_memory_bytes or "
+            "num_kv_blocks"
         )
     if blocks < full_blocks:
         if config.max_model_len is not None:

@@ -99,20 +99,20 @@ def _rule_kernel(
         else:
             since = tl.cumsum(tl.load(decay_ptr + token * heads + head, mask=there, other=0.0), 0)
             between = tl.exp(tl.minimum(since[:, None] - since[None], 0.0))
-            key_pairs = tl.dot(k, tl.trans(k), input_precision="ieee") * between
-            query_pairs = tl.dot(q, tl.trans(k), input_precision="ieee") * between
+            key_pairs = tl.dot(k, tl.trans(k), input_precision="tf32x3") * between
+            query_pairs = tl.dot(q, tl.trans(k), input_precision="tf32x3") * between
             whole = tl.sum(tl.where(row == J - 1, since, 0.0), 0)
             decayed, left, kept = tl.exp(since)[:, None], tl.exp(whole - since)[:, None], tl.exp(whole)
         power = tl.where(earlier, -beta[:, None] * key_pairs, 0.0)
         inverse = tl.where(row[:, None] == row[None], 1.0, power)
         for _ in tl.static_range(3):
-            power = tl.dot(power, power, input_precision="ieee")
-            inverse += tl.dot(inverse, power, input_precision="ieee")
-        missing = beta[:, None] * (v - tl.dot(k * decayed, state, input_precision="ieee"))
-        x = tl.dot(inverse, missing, input_precision="ieee")
-        out = tl.dot(q * decayed, state, input_precision="ieee")
-        out += tl.dot(tl.where(below, query_pairs, 0.0), x, input_precision="ieee")
-        state = state * kept + tl.dot(tl.trans(k * left), x, input_precision="ieee")
+            power = tl.dot(power, power, input_precision="tf32x3")
+            inverse += tl.dot(inverse, power, input_precision="tf32x3")
+        missing = beta[:, None] * (v - tl.dot(k * decayed, state, input_precision="tf32x3"))
+        x = tl.dot(inverse, missing, input_precision="tf32x3")
+        out = tl.dot(q * decayed, state, input_precision="tf32x3")
+        out += tl.dot(tl.where(below, query_pairs, 0.0), x, input_precision="tf32x3")
+        state = state * kept + tl.dot(tl.trans(k * left), x, input_precision="tf32x3")
         outs = out_ptr + (token[:, None] * heads + head) * value_dim + column[None]
         tl.store(outs, out, mask=there[:, None] & column_mask[None])
     tl.store(state_ptr + tl.load(writes_ptr + sequence) * size + place, state, mask=state_mask)
@@ -186,7 +186,7 @@ def gated_delta(
     _rule_kernel[(reads_B.shape[0], heads, triton.cdiv(value_dim, VALUES))](
         mixed_TC, log_decay.contiguous(), torch.sigmoid(beta_TH.float()).contiguous(), states, given_TV, starts_B, reads_B, writes_B, channels,
         key_heads, heads, key_dim, value_dim, CHANNEL_DECAY=bool(channel_decay),
-        KEYS=max(16, triton.next_power_of_2(key_dim)), COLUMNS=VALUES, J=CHUNK, num_warps=4,
+        KEYS=max(16, triton.next_power_of_2(key_dim)), COLUMNS=VALUES, J=CHUNK, num_warps=8,
     )  # fmt: skip
     _gated_norm_kernel[(num_tokens, heads)](
         given_TV, gate_T, norm_V, out_TV, gate_T.stride(0), heads, value_dim, eps[0], SIGMOID=bool(sigmoid_gate),

@@ -91,7 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = json.loads((Path(arguments.model) / "config.json").read_text())
     cases = make_cases(config["max_position_embeddings"], arguments.prompts)
-    options = ["--dtype", arguments.dtype]
+    options = ["--dtype", arguments.dtype, "--max-num-seqs", str(arguments.prompts)]
     engines = {"ours": Engine("ours", arguments.model, [*options, "--ranks", str(arguments.ranks)])}
     if not arguments.no_hf:
         engines["hf"] = Engine("hf", arguments.model, options)

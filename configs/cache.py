@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache.spec import CacheSizes, CacheSpec, bytes_per_token, cache_sizes, fixed_bytes
+from cache.spec import CacheSizes, CacheSpec, bytes_per_token, cache_sizes, fixed_bytes, state_groups
 from configs.engine import Dtype, KvCacheDtype, Plan
 from configs.machine import ModelNumbers
 
@@ -45,6 +45,12 @@ def blocks_within(
     if blocks <= most.num_window_blocks:
         return blocks
     return (left - most.num_window_blocks * windows) // paged if paged else UNBOUNDED
+
+
+def state_bytes(spec: CacheSpec, max_num_seqs: int) -> int:
+    """What the states of so many sequences take, those for the prefix cache included."""
+    states = tuple(state_groups(spec))
+    return fixed_bytes(states, cache_sizes(states, 1, 0, max_num_seqs, 1, 2, CHECKPOINTS_PER_SEQUENCE * max_num_seqs))
 
 
 def cache_bytes(plan: Plan, spec: CacheSpec) -> dict[str, int]:

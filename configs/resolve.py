@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cache.spec import CacheSpec, bytes_per_token
-from configs.cache import block_bytes, blocks_within, cache_bytes, kept_cache
+from cache.spec import CacheSpec, bytes_per_token, state_groups
+from configs.cache import block_bytes, blocks_within, cache_bytes, kept_cache, state_bytes
 from configs.dbo import plan_dbo
 from configs.deterministic import fixed_order
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
@@ -42,9 +42,10 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
-    max_num_seqs = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     slots = _slots(config, model, machine, dtype, store := plan_store(config, model, machine, alone, why), why)
-    max_model_len, num_blocks = _cache(config, model, machine, dtype, spec, block_size, max_num_seqs, slots, store, why)
+    room = _cache_room(config, model, machine, dtype, slots, store)
+    max_num_seqs = _num_seqs(config, spec, room[0], why)
+    max_model_len, num_blocks = _cache(config, model, spec, block_size, max_num_seqs, room, why)
     threads = _threads(config, model, machine, alone and dtype == "bfloat16", why)
     dbo = config.enable_dbo, config.ubatch_size, config.dbo_decode_token_threshold, config.dbo_prefill_token_threshold
     eplb, why["eplb"] = plan_eplb(config.eplb, config.enable_eplb, model.num_experts, ranks, slots)
@@ -210,45 +211,64 @@ def _as_kept(model: ModelNumbers, dtype: Dtype, expert_format: ExpertFormat) -> 
     return replace(model, weight_bytes=model.weight_bytes - model.expert_bytes + experts, expert_bytes=experts)
 
 
+def _cache_room(
+    config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: Dtype, slots: int, store: bool
+) -> tuple[int, str]:
+    """Bytes that a rank's cache may take, and what says so."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, f"{config.kv_cache_memory_bytes} bytes as asked"
+    part = config.gpu_memory_utilization or _memory_part(machine)
+    weights = _weights(model, dtype, config.data_parallel_size, slots, store)
+    source = (
+        f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of weights, over "
+        f"{config.data_parallel_size} rank(s)"
+    )
+    return max(0, int(machine.free_memory * part) - weights) // config.data_parallel_size, source
+
+
+def _num_seqs(config: EngineConfig, spec: CacheSpec, room: int, why: dict[str, str]) -> int:
+    """The default, or fewer where states of so many sequences would fill the memory of the cache."""
+    most = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
+    if config.max_num_seqs is not None or config.num_kv_blocks is not None or not state_groups(spec):
+        return most
+    num_seqs = most
+    while num_seqs > 1 and 2 * state_bytes(spec, num_seqs) > room:
+        num_seqs //= 2
+    if num_seqs < most:
+        why["max_num_seqs"] = f"states of {most} sequences would take more than half of the cache's memory"
+    return num_seqs
+
+
 def _cache(
     config: EngineConfig,
     model: ModelNumbers,
-    machine: Machine,
-    dtype: Dtype,
     spec: CacheSpec,
     block_size: int,
     num_seqs: int,
-    slots: int,
-    store: bool,
+    room: tuple[int, str],
     why: dict[str, str],
 ) -> tuple[int, int]:
-    """max_model_len and the number of KV blocks of a rank, which depend on each other."""
+    """max_model_len and the number of KV blocks of a rank, which depend on each other. room: `_cache_room`."""
     bytes_per_block = block_bytes(spec, block_size)
     limits = spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
     wanted_len = config.max_model_len or model.usual_len
     full_blocks = -(-wanted_len // block_size)
+    free, source = room
     if config.num_kv_blocks is not None:
         blocks, source = config.num_kv_blocks, "as asked"
-    elif config.kv_cache_memory_bytes is not None:
-        blocks, source = (
-            blocks_within(config.kv_cache_memory_bytes, *limits),
-            f"{config.kv_cache_memory_bytes} bytes as asked",
-        )
     else:
-        part = config.gpu_memory_utilization or _memory_part(machine)
-        ranks = config.data_parallel_size
-        weights = _weights(model, dtype, ranks, slots, store)
-        free = max(0, int(machine.free_memory * part) - weights) // ranks
-        blocks = min(blocks_within(free, *limits), full_blocks * num_seqs)
-        source = (
-            f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of weights, over "
-            f"{ranks} rank(s), and no more than {num_seqs} full sequences"
-        )
+        blocks = blocks_within(free, *limits)
+        if config.kv_cache_memory_bytes is None:
+            blocks = min(blocks, full_blocks * num_seqs)
+            source += f", and no more than {num_seqs} full sequences"
     if not bytes_per_token(spec):  # windows alone: nothing grows with the number of blocks
         blocks = min(blocks, full_blocks * num_seqs)
     if blocks < 1:
+        beside = state_bytes(spec, num_seqs)
+        others = f", less {beside} for the states of {num_seqs} sequences (max_num_seqs)" if beside else ""
         raise ValueError(
-            f"no room for a KV block of {bytes_per_block} bytes: {source}; set kv_cache_memory_bytes or num_kv_blocks"
+            f"no room for a KV block of {bytes_per_block} bytes: {source}{others}; set kv_cache_memory_bytes or "
+            "num_kv_blocks"
         )
     if blocks < full_blocks:
         if config.max_model_len is not None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layers import choice
 from layers.linear import parameter
 from layers.step import StateInput, StepInput
 from native import gated_delta as native
@@ -104,7 +105,11 @@ class GatedDeltaStep:
     def __init__(self, step: StepInput) -> None:
         assert step.state is not None
         self._step, self._state = step, step.state
-        self._starts: Tensor | None = None  # on the host: of a step in which a sequence has several tokens
+        self._places: tuple[Tensor, ...] | None = None
+        if choice.on_gpu(step.state.reads_B.device):
+            self._places = sequence_places(step)
+            return
+        self._starts: Tensor | None = None  # of a step in which a sequence has several tokens
         if step.num_decodes < step.num_sequences:
             self._starts = torch.tensor(step.query_starts, dtype=torch.int64)
 
@@ -126,7 +131,17 @@ class GatedDeltaStep:
             return native.gated_delta(
                 inputs, parameters, sizes, self._starts, self._state, cache, weights.eps, weights.lower_bound
             )
-        out_TV = inputs.qkv_TC.new_empty((inputs.qkv_TC.shape[0], shape.value_size))
+        if self._places is not None:
+            run_triton = choice.triton_implementation("layers.triton.gated_delta", "gated_delta")
+            parameters, sizes = (weights.conv, weights.norm), (*astuple(shape), weights.sigmoid_gate)
+            out_TV: Tensor = run_triton(
+                inputs, weights.log_decay(decay_T), parameters, sizes, self._places, cache, (weights.eps, L2_EPS)
+            )
+            return out_TV
+        return self._in_torch(inputs, weights, cache)
+
+    def _in_torch(self, inputs: DeltaInputs, weights: GatedDelta, cache: tuple[Tensor, ...]) -> Tensor:
+        out_TV = inputs.qkv_TC.new_empty((inputs.qkv_TC.shape[0], weights.shape.value_size))
         decodes, starts = self._step.num_decodes, self._step.query_starts
         if decodes:
             run = _Run(weights, self._state, slice(0, decodes), cache)
@@ -140,6 +155,16 @@ class GatedDeltaStep:
                 out_TV[piece] = run(DeltaInputs(*(x[None, piece] for x in inputs)))[0]
             run.keep()
         return out_TV
+
+
+def sequence_places(step: StepInput) -> tuple[Tensor, ...]:
+    """On the device, int64: where each sequence's tokens begin [B + 1], the sequence of each token [T], and the records
+    that are read and written."""
+    assert step.state is not None
+    starts_B = torch.tensor(step.query_starts, dtype=torch.int64)
+    sequence_T = torch.arange(step.num_sequences).repeat_interleave(starts_B.diff())
+    device = step.state.reads_B.device
+    return starts_B.to(device), sequence_T.to(device), *step.state
 
 
 class _Run:

@@ -164,13 +164,14 @@ void test(int x_type, int format, int64_t hidden, int64_t width, int64_t num_tok
 #include "selftest_index.h"
 #include "selftest_prompts.h"
 #include "selftest_tape.h"
+#include "selftest_delta.h"
 
 int main() {
   int best = native_best_isa(), count = 0;
   const int64_t sizes[][2] = {{64, 32}, {1, 1}, {7, 5}, {130, 66}, {300, 140}};
   for (int isa = ISA_AVX2; isa <= best; isa++) {
     native_limit_isa(isa);
-    count += test_layers(isa) + test_prompts() + test_indexes() + test_tapes();
+    count += test_layers(isa) + test_prompts() + test_indexes() + test_tapes() + test_deltas();
     for (int x_type : {X_F32, X_BF16})
       for (int format : {W_PLAIN, W_FP8, W_INT8})
         for (auto &size : sizes)

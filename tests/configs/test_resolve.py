@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from made_up_caches import numbers_per_token
 
+from cache.spec import CacheGroup, Field
+from configs.cache import planned_sizes
 from configs.engine import EngineConfig
 from configs.exchange import HOST_BACKENDS
 from configs.machine import Machine, ModelNumbers
@@ -49,6 +51,19 @@ def test_defaults() -> None:
         "async_scheduling",
     ):
         assert plan.reasons[field]
+
+
+def test_states_take_half_of_the_memory_at_most() -> None:
+    """Where the number of sequences is not asked for."""
+    state = CacheGroup("state", (0,), (Field("state", (2 * MEBI,), "float32"),))
+    model = dataclasses.replace(MODEL, cache_spec=lambda dtype, fp8=False: (state, *numbers_per_token(8192)(dtype)))
+    plan = resolve(EngineConfig(), model, MACHINE)
+    assert plan.max_num_seqs == 32  # 5 records of 8 MiB for each, of 4096 - 1000 MiB
+    assert "states of 256 sequences" in plan.reasons["max_num_seqs"]
+    assert planned_sizes(plan, model.cache_spec("bfloat16")).num_records <= 1 + 5 * 32
+    assert resolve(EngineConfig(max_num_seqs=64), model, MACHINE).max_num_seqs == 64
+    with pytest.raises(ValueError, match=r"less \d+ for what 256 sequences \(max_num_seqs\) keep beside blocks"):
+        resolve(EngineConfig(max_num_seqs=256), model, MACHINE)
 
 
 @pytest.mark.parametrize(

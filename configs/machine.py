@@ -66,6 +66,14 @@ class ModelNumbers:
         """max_model_len unless told otherwise."""
         return min(self.max_position_embeddings, self.context_limit or self.max_position_embeddings)
 
+    @property
+    def usual_reason(self) -> str:
+        limit = self.context_limit or self.max_position_embeddings
+        if limit < self.max_position_embeddings:
+            return f"the model's {self.context_reason}"
+        more = f"; up to {limit} may be asked for ({self.context_reason})"
+        return f"the model's max_position_embeddings{more if limit > self.max_position_embeddings else ''}"
+
 
 def this_machine() -> Machine:
     """Reads /proc; the cores are those that this process may run on."""

@@ -279,17 +279,9 @@ def _cache(
         wanted_len = blocks * block_size
         why["max_model_len"] = f"all that {blocks} KV blocks hold; the model allows {model.usual_len}"
     else:
-        why["max_model_len"] = "as asked" if config.max_model_len else _usual(model)
+        why["max_model_len"] = "as asked" if config.max_model_len else model.usual_reason
     why["num_kv_blocks"] = f"{source}; {blocks * bytes_per_block / MEBI:.0f} MiB per rank"
     return wanted_len, blocks
-
-
-def _usual(model: ModelNumbers) -> str:
-    limit = model.context_limit or model.max_position_embeddings
-    if limit < model.max_position_embeddings:
-        return f"the model's {model.context_reason}"
-    more = f"; up to {limit} may be asked for ({model.context_reason})" if limit > model.max_position_embeddings else ""
-    return f"the model's max_position_embeddings{more}"
 
 
 def _memory_part(machine: Machine) -> float:

@@ -30,6 +30,7 @@ from models.decoder_layer import A, DecoderLayer, LayerContext, Mlp
 from models.expert_parallel import ExpertParallelMixin
 from models.graph_breaks import EAGER, GraphBreaks, Operation
 from models.loading import read_head
+from models.mtp import MtpLayer
 from models.parts import Part
 from store.memory import Store
 

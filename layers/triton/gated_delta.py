@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Linear attention in Triton (layers/gated_delta.py): convolutions of all tokens, then the gated delta rule in chunks of
-16 tokens with the state in registers, then the gated norm.
+"""Linear attention in Triton (layers/gated_delta.py): convolutions of all tokens, then the gated delta rule in chunks
+of 16 tokens with the state in registers, then the gated norm.
 
 Within a chunk the values that a state lacks solve (I + L) x = r with L strictly lower triangular. As L^16 = 0, the
 inverse is the product of I - L, I + L^2, I + L^4 and I + L^8.
@@ -85,8 +85,7 @@ def _rule_kernel(
         if CHANNEL_DECAY:
             decays = decay_ptr + (token[:, None] * heads + head) * key_dim + key[None]
             since = tl.cumsum(tl.load(decays, mask=keys_mask, other=0.0), 0)
-            key_pairs = tl.zeros((J, J), tl.float32)
-            query_pairs = tl.zeros((J, J), tl.float32)
+            key_pairs, query_pairs = tl.zeros((J, J), tl.float32), tl.zeros((J, J), tl.float32)
             for j in tl.static_range(J):
                 chosen = row[:, None] == j
                 k_j, since_j = tl.sum(tl.where(chosen, k, 0.0), 0), tl.sum(tl.where(chosen, since, 0.0), 0)

@@ -176,12 +176,12 @@ class Capture:
         size = GraphSize(False, _round_up(self._policy.piecewise, max(counts)))
         return [size] if num_parts == 1 and (1, size) in self._passes else none
 
-    def _exact(self, counts: Sequence[int], decodes: Sequence[bool]) -> Graphs:
+    def _exact(self, counts: Sequence[int], decodes: Sequence[bool], first_lane: int = 0) -> Graphs:
         """Parts have to take turns after every exchange, because one may read what another has written, so those of a
         split step have no graphs that hold exchanges."""
         found: list[GraphSize | None] = []
-        for lane, count in enumerate(counts):
-            size = self._sizes[count] if decodes[lane] and count < len(self._sizes) else None
+        for lane, (count, decode) in enumerate(zip(counts, decodes, strict=True), first_lane):
+            size = self._sizes[count] if decode and count < len(self._sizes) else None
             found.append(None if self._refused and (lane, size) in self._refused else size)
         return found
 
@@ -196,6 +196,13 @@ class Capture:
         else:
             hidden = yield from self._passes[len(inputs), graphs[0]].steps(inputs)
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+
+    def decodes(self, step: StepInput, lane: int) -> Steps[Tensor]:
+        """A pass of decodes in a lane that no part of a step has; it has an exact graph, or none."""
+        size = None
+        if step.num_tokens and self._policy.exact and not self._watched():
+            (size,) = self._exact([step.num_tokens], [True], lane)
+        return (yield from self._part(step, size, lane))
 
     def _part(self, step: StepInput, size: GraphSize | None, lane: int) -> Steps[Tensor]:
         if size is None:

@@ -38,8 +38,8 @@ class StepHook:
         yield from ()
 
     def ended(self, kind: Kind, num_tokens: int) -> None:
-        """A part of the step is over: PREPARING, FORWARD, BALANCING (`after` of all hooks, if any does more than watch)
-        or SAMPLING."""
+        """A part of the step is over: PREPARING, FORWARD, BALANCING (`after` of all hooks, if any does more than
+        watch), SAMPLING or DRAFTING."""
 
 
 class StepCompanion:

@@ -375,7 +375,8 @@ class Rank:
         result = yield from flight.steps()
         if not flight.schedule.rows:
             return []
-        return self._scheduler.update(flight.schedule, result.token_ids, result.logprobs, result.prompt_logprobs)
+        prompts, drafts = result.prompt_logprobs, result.drafts
+        return self._scheduler.update(flight.schedule, result.token_ids, result.logprobs, prompts, drafts)
 
     def _take_early(self) -> list[TokenOutput]:
         outputs, self._early = self._early, []

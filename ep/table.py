@@ -80,13 +80,14 @@ def make_lanes(
 
     num_slots: expert slots of each rank; dtype: of hidden states and results. layout: of the experts' rows (PADDED: shm
     and mailbox). rows: "plain", or "fp8": rows travel to the experts in half the bytes (ep/rows.py; one rank alone
-    sends nothing, and leaves them as they are). name: with "auto" the backend that the group belongs to (size 1: local,
+    sends nothing, but rounds them as it would). name: with "auto" the backend that the group belongs to (size 1: local,
     whatever the name; ShmGroup: shm; GlooGroup: gloo; MailboxGroup: mailbox; DeviceGroup: nccl), or "a+b": a for steps
     with many tokens, b for those in which no rank has more than few_tokens. max_tokens: of a rank in one exchange.
     state: of the steps of this rank; a pair needs it. Raises ValueError as `choose`, and for another backend's group.
     """
     if isinstance(group, LocalGroup):
-        return [LocalAllToAll(num_slots) for _ in range(num_lanes)]
+        form = None if rows == "plain" else make_rows(rows, hidden_size, dtype)
+        return [LocalAllToAll(num_slots, form) for _ in range(num_lanes)]
     chosen = _of_group(group) if name == "auto" else name
     _check_names(chosen)
     few = min(few_tokens, max_tokens)

@@ -42,8 +42,10 @@ from front.wire import ElasticRanks
 __all__ = ["AsyncLLM", "AsyncRanks", "EngineBusy", "EngineDraining", "EngineFailed", "RequestStream"]
 
 # The socket's descriptor is edge-triggered; should a wake-up ever be lost, this is how late its messages can be. A rank
-# that is ready but cannot be reached yet makes no wake-up at all (front/wire.py).
-_LOOK_AGAIN_SECONDS = 1.0
+# that is ready but cannot be reached yet makes no wake-up at all (front/wire.py). Where this process looks after the
+# ranks, a look is also how a hang is seen when no rank has anything to say: well within the STALL_SECONDS of
+# launch/monitor.py.
+_LOOK_AGAIN_SECONDS = 0.25
 _LOOK_AGAIN_UNREADY_SECONDS = 0.05
 
 

@@ -23,7 +23,7 @@ from server.errors import RETRY_AFTER, ApiError, unavailable
 from server.flights import Flight
 from server.http import ResponseWriter, response_writer_of
 from server.logs import Record
-from server.openai import Usage, usage
+from server.openai import CompletionTokensDetails, Usage, usage
 from server.service import Service, json_response, record_of
 
 SSE_HEADERS = [
@@ -328,6 +328,8 @@ class _Counter:
             if self._hides:
                 _hide(delta)
             record.output_tokens += len(delta.token_ids)
+            record.accepted_drafts += delta.num_accepted
+            record.rejected_drafts += delta.num_rejected
             if delta.finish_reason is not None:
                 record.finish = delta.finish_reason
                 self.num_open -= 1
@@ -341,7 +343,8 @@ class _Counter:
 
 
 def _usage(record: Record) -> Usage:
-    return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens)
+    drafts = CompletionTokensDetails(record.accepted_drafts, record.rejected_drafts)
+    return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens, drafts)
 
 
 def _hide(delta: Delta) -> None:

@@ -138,6 +138,11 @@ def deepseek(path: Path) -> None:
     deepseek_tiny.make_v3(path, num_hidden_layers=2)
 
 
+def glm5(path: Path) -> None:
+    """The second layer uses what the first has chosen."""
+    deepseek_tiny.make_glm5(path, num_hidden_layers=2, indexer_types=["full", "shared"], index_topk=5)
+
+
 @pytest.mark.parametrize(
     ("make", "choices"),
     [
@@ -145,6 +150,8 @@ def deepseek(path: Path) -> None:
         pytest.param(deepseek, {}, id="deepseek", marks=pytest.mark.slow),
         pytest.param(qwen3, GRAPHS, id="qwen3 in graphs", marks=pytest.mark.slow),
         pytest.param(deepseek, GRAPHS | {"async_scheduling": True}, id="deepseek in graphs", marks=pytest.mark.slow),
+        pytest.param(glm5, {}, id="glm5", marks=pytest.mark.slow),
+        pytest.param(glm5, GRAPHS | {"async_scheduling": True}, id="glm5 in graphs", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # of rows that stay padding

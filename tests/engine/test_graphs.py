@@ -6,9 +6,10 @@ Legend: T tokens, D hidden size.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import deepseek_tiny
 import drive
@@ -180,12 +181,15 @@ def test_experts_that_count_on_the_host_are_left_out(ragged: CausalLM) -> None:
     assert captured.check([(0, [5], 5), (1, [6], 8)]) > 1
 
 
-def test_deepseek_piecewise(tmp_path: Path) -> None:
-    """Its attention in torch plans on the host; that is what the cut is for."""
-    model = drive.load_ours(deepseek_tiny.make_v3(tmp_path).path)
+@pytest.mark.parametrize("make", [deepseek_tiny.make_v3, deepseek_tiny.make_v32, deepseek_tiny.make_glm5])
+def test_deepseek_piecewise(make: Callable[..., Any], tmp_path: Path) -> None:
+    """Its attention in torch plans on the host; that is what the cut is for. With an indexer (of 8 keys) graphs must not
+    know how many keys there were when they were captured."""
+    model = drive.load_ours(make(tmp_path).path)
     captured = Captured.of(model, replace(PIECEWISE, break_exchanges=True))
     assert captured.check([(0, [1, 2, 3, 4, 5], 0), (1, [8] * 8, 0)]) > 1
     assert captured.check([(0, [5], 5), (1, [6], 8)]) > 1
+    assert captured.check([(1, [7, 8, 9], 9)]) > 1
 
 
 def test_a_step_without_tokens_runs_eager(moe: CausalLM) -> None:

@@ -21,7 +21,7 @@ from configs.dbo import DboPlan
 from configs.engine import Plan
 from dbo.memory import recall
 from engine.build import build_rank
-from engine.process.rank_process import backend_of
+from engine.process.rank_loop import backend_of
 from front.messages import RankFailed, Shutdown
 from models.tiny import CHECKPOINT
 

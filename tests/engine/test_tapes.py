@@ -33,9 +33,13 @@ NUM_BLOCKS = 60
 MAKERS: dict[str, Callable[..., Any]] = {
     "qwen3": hf_tiny.make_qwen3,
     "qwen3_moe": hf_tiny.make_qwen3_moe,
+    "qwen3_next": hf_tiny.make_qwen3_next,
+    "kimi_linear": hf_tiny.make_kimi_linear,
     "llama": hf_tiny.make_llama,
     "deepseek_v2": deepseek_tiny.make_v2,
     "deepseek_v3": deepseek_tiny.make_v3,
+    "deepseek_v3.2": deepseek_tiny.make_v32,
+    "glm5": deepseek_tiny.make_glm5,
 }
 
 

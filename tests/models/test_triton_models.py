@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepseek_tiny import make_v3
+from deepseek_tiny import make_glm5, make_v3
 from hf_tiny import VOCAB, chunked_logits, load_ours, make_fp8, make_qwen3_moe, relative_error, rewrite
 from torch import Tensor
 from triton_support import as_on_gpu
@@ -98,3 +98,9 @@ def test_deepseek_v3(tmp_path: Path, prefill: str) -> None:
     make_v3(tmp_path, num_hidden_layers=2)
     ours = in_triton(tmp_path, torch.float32, mla_prefill=prefill)
     assert relative_error(ours, in_torch(tmp_path, torch.float32)) < 1e-4
+
+
+def test_sparse_attention_of_glm5(tmp_path: Path) -> None:
+    """More tokens than are chosen, and a layer that shares a choice."""
+    make_glm5(tmp_path, index_topk=6)
+    assert relative_error(in_triton(tmp_path, torch.float32), in_torch(tmp_path, torch.float32)) < 1e-4

@@ -25,7 +25,7 @@ from layers.attention import qk_norm_rope_cache
 from layers.step import StateInput, StepInput, TableInput
 from models import registry
 from models.base import CausalLM
-from models.decoder import LayerContext
+from models.decoder_layer import LayerContext
 from models.gqa.config import GqaConfig, parse
 from models.gqa.model import Attention, GqaForCausalLM
 from models.graph_breaks import GraphBreaks, Operation

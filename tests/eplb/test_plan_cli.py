@@ -100,6 +100,22 @@ def test_moves_stay_within_the_budget(trace: Path, tmp_path: Path) -> None:
     assert "GiB would move" in said
 
 
+def test_moves_within_a_budget_keep_the_copies_that_were_asked_for(tmp_path: Path) -> None:
+    """Two experts take most of the tokens; in the placement in use others have the spare slots."""
+    now, before, first, second = (tmp_path / name for name in ("now", "before", "first", "second"))
+    load = np.full((4, 1, EXPERTS), 10)
+    load[..., :2] = 4000
+    for path, loads in ((now, load), (before, load[..., ::-1])):
+        write_trace(path, make_trace(loads, TraceMeta("toy", RANKS, 8, "made by a test", (0,))))
+    common = ("--slots", 33, "--coverage", 2)
+    answer("plan", before, *common, "-o", first)
+    budget = ("--model", "qwen3-235b", "--max-move-gib", 3 * 3 * 4096 * 1536 / (1 << 30))
+    result = answer("plan", now, *common, "--current", first, *budget, "-o", second)
+    assert 0 < result["moves"] <= 3 and result["method"] == "moves within the budget"
+    (layer_GS,) = read_placement(second).placement.slot_to_expert
+    assert np.bincount(layer_GS[layer_GS >= 0], minlength=EXPERTS).min() >= 2
+
+
 def test_gates_of_plan(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "never"
     assert "--min-balance is 1" in refused(3, "plan", trace, "--slots", 17, "--min-balance", 1, "-o", out)

@@ -98,8 +98,9 @@ class CacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Of the pool that is shortest of them; window pools are sized so that they never are."""
-        return min((pool.num_free for pool in self._pools), default=self.num_blocks)
+        """Of the paged group that is shortest of them. Window pools are smaller, and sized so that they never are."""
+        paged = [pool.num_free for index, pool in enumerate(self._pools) if index not in self._windows]
+        return min(paged, default=self.num_blocks)
 
     @property
     def nothing(self) -> Prefix:

@@ -20,7 +20,7 @@ Dtype = Literal["float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8"]
 ExpertFormat = Literal["plain", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
-GraphMode = Literal["none", "piecewise", "full", "full_and_piecewise", "tapes"]
+GraphMode = Literal["none", "piecewise", "full_decode_only", "full_and_piecewise"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -61,10 +61,11 @@ class EngineConfig:
     kv_cache_dtype: KvCacheDtype = "auto"  # fp8: latents in 8 bits
     attention_backend: str = "auto"  # of latent attention: a name of mla/requirements.py
     moe_backend: str = "auto"  # a name of moe_kernels/backends.py
-    cudagraph_mode: Literal["auto", "none", "piecewise", "full", "full_and_piecewise", "tapes"] = "auto"
+    cudagraph_mode: Literal["auto", "none", "piecewise", "full_decode_only", "full_and_piecewise"] = "auto"
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows; (): decided
     quantization: Literal["fp8", "int8"] | None = None  # of all large matrices, when they are loaded
     weight_cache: str | None = None  # a directory for packed weights, or "off"; None: the user's, of large models
+    deterministic: bool = False  # tokens and logprobs do not depend on company, ranks, chunks or threads
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
@@ -100,6 +101,7 @@ class Plan:
     logprobs_mode: LogprobsMode
     max_logprobs: int
     exchange_timeout: float
+    deterministic: bool = False  # kernels add up in an order that depends on nothing but the row
     data_parallel_size_local: int = 0  # ranks on this machine; 0: all
     max_ranks: int = MAX_RANKS  # to which a running server may grow
     rank_bytes: int = 0  # what the weights and the cache of one rank take; those of a store are none of its own
@@ -122,7 +124,7 @@ class Plan:
     pin_ranks: bool = False  # each rank keeps to threads_per_rank cores of its own
     spin_threads: bool = False  # a rank's threads look for work for some microseconds before they sleep
     cudagraph_mode: GraphMode = "none"
-    cudagraph_capture_sizes: tuple[int, ...] = ()  # rows of the graphs, ascending
+    cudagraph_capture_sizes: tuple[int, ...] = ()  # rows of the graphs, ascending; (): every size as it comes, on a CPU
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     ranks_per_machine: int = 0  # GPUs of one machine; 0: on CPUs
     # What the checkpoint's files were at the start (layers/identity.py): size, time of change, inode, digest. Empty:

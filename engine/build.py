@@ -87,7 +87,7 @@ def build_rank(
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
     limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
-    choose(parse(plan.native_choice))
+    choose(parse(plan.native_choice), plan.deterministic)
     device = open_device(plan.device, rank, plan.ranks_per_machine)
     check_room(device, plan.rank_bytes, plan.graph_bytes)
     mapped = store is not None and store.complete
@@ -243,12 +243,13 @@ def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
 
 
 def _cache(plan: Plan, model: CausalLM, device: torch.device) -> CacheMemory:
-    """With graphs there is one block more, to which they write what is padding."""
+    """With padded graphs there is one block more of every group, and one record, to which padding is written."""
     spec = model.cache_spec()
     check_spec(spec, model.config.num_layers + 1)
     sizes = planned_sizes(plan, spec)
-    scratch = plan.cudagraph_mode not in ("none", "tapes")
-    return CacheMemory.allocate(spec, sizes._replace(num_blocks=sizes.num_blocks + scratch), device)
+    scratch = bool(plan.cudagraph_capture_sizes)
+    more = {name: getattr(sizes, name) + scratch for name in ("num_blocks", "num_window_blocks", "num_records")}
+    return CacheMemory.allocate(spec, sizes._replace(**more), device)
 
 
 def _runner(
@@ -261,7 +262,7 @@ def _runner(
     timeline: Timeline,
 ) -> Runner:
     spec = model.cache_spec()
-    policy = graph_policy(plan, spec)
+    policy = graph_policy(plan)
     # Drafts are made of tokens that the host has seen.
     readback = make_readback(device, plan.exchange_timeout) if plan.speculation is None else AtOnce()
     limits = Limits(
@@ -271,14 +272,15 @@ def _runner(
         plan.block_size,
         len(token_groups(spec)),
         bool(state_groups(spec)),
-        kv.num_blocks - 1,
+        tuple(kv.sizes.blocks_of(group) - 1 for group in token_groups(spec)),
+        kv.sizes.num_records - 1,
         _most_drafts(plan),
     )
     buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
     passes = None
     if plan.speculation is not None and plan.speculation.method == "mtp":
         passes = MtpPasses(model, kv, buffers, facts.vocab_size)
-        if plan.cudagraph_mode == "tapes":
+        if plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes:
             passes.capture = Capture(passes.forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
     return Runner(
         model,
@@ -311,7 +313,7 @@ def _capture(
     def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
         return model.steps(step, kv, lane, breaks)
 
-    if plan.cudagraph_mode == "tapes":  # they do not see what a profile wants to see of the layers
+    if not plan.cudagraph_capture_sizes:  # they do not see what a profile wants to see of the layers
         return Capture(forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
     return Capture(forward, graph_library(kv.device), policy, buffers, exchange)
 
@@ -321,13 +323,12 @@ def _few_tokens(plan: Plan) -> int:
     return min(plan.max_num_seqs, plan.max_num_batched_tokens, FEW_TOKENS)
 
 
-def graph_policy(plan: Plan, spec: CacheSpec) -> GraphPolicy:
-    """What the plan wants captured. A rank whose experts are balanced counts their tokens as the layers go. States have
-    no record that rows of padding may write, so a model that keeps any has graphs of exact sizes only."""
+def graph_policy(plan: Plan) -> GraphPolicy:
+    """What the plan wants captured. A rank whose experts are balanced counts their tokens as the layers go."""
     rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
     num_parts, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_parts, plan.eplb is not None
-    if mode in ("none", "tapes") or state_groups(spec):
-        exact = min(plan.max_num_seqs + _most_drafts(plan), MAX_EXACT) if mode == "tapes" else 0
+    if not rows:
+        exact = 0 if mode == "none" else min(plan.max_num_seqs + _most_drafts(plan), MAX_EXACT)
         return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)

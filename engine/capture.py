@@ -20,7 +20,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -337,11 +337,9 @@ class _Recorder:
     def operation(self, prepare: Prepare, step: StepInput, num_rows: int) -> Operation:
         if not self._break_operations:
             return prepare(step)
-        self.end()
         self.prepares.append(prepare)
-        operation = prepare(step)
-        self.begin()
-        return partial(self._call, operation, len(self.prepares) - 1, num_rows)
+        prepared = cache(partial(prepare, step))  # at its first call, outside of the graphs
+        return partial(self._call, prepared, len(self.prepares) - 1, num_rows)
 
     def exchange(self, steps: Callable[[Tensor, int], Steps[Tensor]], x_TD: Tensor, lane: int) -> Steps[Tensor]:
         if not self._break_exchanges:
@@ -356,9 +354,9 @@ class _Recorder:
         self.begin()
         return out_TD
 
-    def _call(self, operation: Operation, index: int, num_rows: int, *arguments: object) -> Tensor:
+    def _call(self, prepared: Callable[[], Operation], index: int, num_rows: int, *arguments: object) -> Tensor:
         self.end()
-        out_T = operation(*arguments).zero_()  # of rows that stay padding until the first replays: finite
+        out_T = prepared()(*arguments).zero_()  # of rows that stay padding until the first replays: finite
         self.parts.append(_Call(index, num_rows, arguments, out_T))
         self.begin()
         return out_T

@@ -83,7 +83,10 @@ def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
     plan = with_cache(plan, config.weight_cache, read_env().cache_root / "weights")
     if not plan.weight_store:
         return plan
-    names = ("architecture", "dtype", "expert_format", "linear_format", "moe_backend", "native_kernels", "num_experts")
+    names = (
+        "architecture", "deterministic", "dtype", "expert_format", "linear_format", "moe_backend", "native_kernels",
+        "num_experts",
+    )  # fmt: skip
     choices: dict[str, object] = {name: getattr(plan, name) for name in names}
     key = weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
     return replace(plan, weight_key=key)

@@ -114,6 +114,11 @@ class Request:
                 return index + 1 - first, "stop", None if token in self.eos_token_ids else token
         return num_new, None, None
 
+    def goes_on_with(self, new: list[int]) -> bool:
+        """Whether `new`, the last of `tokens`, is one token that does not end it, and nothing else is to be said."""
+        one = len(new) == 1 and len(self.tokens) < self.max_length
+        return one and new[0] not in self.stop_ids and self.first_output_sent
+
     def output(self, num_new: int, logprobs: list[Logprobs] | None) -> TokenOutput:
         """Of a sample of num_new tokens, the last of `tokens`: cut where the sequence ends, with what comes only
         once."""

@@ -328,14 +328,7 @@ class Scheduler:
             request.length += len(new) - 1
             if drafts:
                 self._accept(request, start, len(drafts), len(new))
-            if (
-                len(new) == 1
-                and not drafts
-                and new[0] not in request.stop_ids
-                and len(tokens) < request.max_length
-                and logprobs is None
-                and request.first_output_sent
-            ):
+            if logprobs is None and not drafts and request.goes_on_with(new):
                 outputs.append(TokenOutput(request.request_id, new))
                 num_tokens += 1
                 continue

@@ -77,8 +77,8 @@ class StepBuffers:
     def lane(self, index: int) -> StepMemory:
         """What the parts of that number are read from."""
         limits = self.limits
-        tokens = 0, 0, *[limits.scratch_block * self._block_size] * limits.num_tables
-        sequences = 1, *[0, 0] * limits.has_state
+        tokens = 0, 0, *[block * self._block_size for block in limits.scratch]
+        sequences = 1, *[0, limits.scratch_record] * limits.has_state
         if index not in self._lanes:
             upload = make_upload(self.device)
             self._lanes[index] = StepMemory(limits, tokens, sequences, POSITIONS, self.device, upload)
@@ -219,10 +219,12 @@ class StepBuffers:
             lens, lens_B = (limits.max_model_len,) * rows, place.sequence_tensors[KV_LENS]
         else:
             lens, lens_B = (1,) * rows, torch.ones(rows, dtype=torch.int64, device=self.device)
-            tables = [lens_B[:, None] * limits.scratch_block] * limits.num_tables
+            tables = [lens_B[:, None] * block for block in limits.scratch]
         starts = tuple(range(rows + 1))
         step = self._input(place, tables, starts, lens, rows, place.token_tensors[POSITIONS][:0])
-        return replace(step, kv_lens_B=lens_B)
+        if full or not limits.has_state:
+            return replace(step, kv_lens_B=lens_B)
+        return replace(step, kv_lens_B=lens_B, state=StateInput(lens_B * 0, lens_B * limits.scratch_record))
 
     # ---- a step in full ----
 

@@ -83,7 +83,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 
 class Membership(msgspec.Struct, tag="membership", frozen=True):
-    """Who takes part from `epoch` on. The front sends it to every living rank; epochs only rise. A rank that loses a
+    """Who takes part from `epoch` on. The front sends it to every live rank; epochs only rise. A rank that loses a
     peer drops its step and waits for one; when no rank is lost (one returns), ranks change over together after a
     step."""
 
@@ -92,7 +92,7 @@ class Membership(msgspec.Struct, tag="membership", frozen=True):
 
 
 class BalanceCommand(msgspec.Struct, tag="balance", frozen=True, kw_only=True):
-    """To the lowest living rank, which leads the balancing; answered by one BalanceReply.
+    """To the lowest live rank, which leads the balancing; answered by one BalanceReply.
 
     kind: status, placement and load ask; plan computes and shows what would move; rebalance takes that plan; record
     writes the loads of every step to `path` until a record without a path comes.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +18,19 @@ from cache.memory import CacheMemory
 from cache.spec import CacheSpec
 from dbo.alive import mark
 from dbo.steps import Steps
-from ep.moe import MoE
 from ep.parallel import Parallel
 from layers.embed import Embedding
 from layers.head import LMHead
-from layers.linear import Linear
-from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
 from layers.rope import Rope
 from layers.rope_parameters import RopeParameters
 from layers.step import StepInput
 from models.base import WeightSource
+from models.decoder_layer import A, DecoderLayer, LayerContext, Mlp
 from models.expert_parallel import ExpertParallelMixin
 from models.graph_breaks import EAGER, GraphBreaks, Operation
 from models.loading import read_head
+from models.mtp import MtpLayer
 from models.parts import Part
 from store.memory import Store
 
@@ -55,117 +53,6 @@ class DecoderConfig(Protocol):
     @property
     def rope(self) -> RopeParameters: ...
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LayerContext:
-    """What the sublayers of one forward pass share. rope: of its positions. operations: what the family has prepared
-    for this step (`Decoder.prepare`). lane: of the exchanges between ranks."""
-
-    step: StepInput
-    rope: tuple[Tensor, Tensor]
-    operations: tuple[Operation, ...]
-    breaks: GraphBreaks
-    lane: int
-
-
-class Mixer(Protocol):
-    """A sublayer that mixes tokens of a sequence: attention over a cache, or a recurrent state. It reads and writes its
-    layer's part of the cache and may yield wherever its bytes are in flight."""
-
-    def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]: ...
-
-
-A = TypeVar("A", bound=Mixer)
-Mlp = GatedMLP | MoE
-
-
-class DecoderLayer(nn.Module, Generic[A]):
-    """mixer and mlp, each behind its norm."""
-
-    def __init__(
-        self, mixer: A, mlp: Mlp, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.input_norm = RMSNorm(hidden_size, eps, dtype, device)
-        self.mixer = mixer
-        self.post_norm = RMSNorm(hidden_size, eps, dtype, device)
-        self.mlp = mlp
-
-    def mlp_steps(self, x_TD: Tensor, context: LayerContext) -> Steps[Tensor]:
-        """The feed-forward sublayer; where it exchanges rows with other ranks, a graph may break."""
-        if self.mlp.exchanges:
-            return context.breaks.exchange(self.mlp.steps, x_TD, context.lane)
-        return self.mlp.steps(x_TD, context.lane)
-
-
-# Copies of the main model's: what the layer has of its own, and where the main model's is; the second where the head
-# is the embedding.
-_SHARED = {
-    "embed_tokens.weight": ("model.embed_tokens.weight", "model.embed_tokens.weight"),
-    "shared_head.head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
-}
-
-
-class MtpLayer(nn.Module, Generic[A]):
-    """The layer of a checkpoint that predicts the token after next (multi-token prediction), which drafts.
-
-    At position p it sees the embedding of token p + 1 and the state of the main model at p, after its last norm, and
-    its own earlier positions: it is one more decoder layer, with a cache of its own. What comes of it behind its norm
-    goes through the main model's head, and can stand for the main model's state when it drafts one token more. Source:
-    DeepSeek-V3's technical report (arXiv 2412.19437), 2.2; transformers has it as `MtpLayer`.
-
-    eh_proj, a product with [embedding; state], is kept as its two halves, so that nothing is brought together
-    first."""
-
-    def __init__(
-        self, layer: DecoderLayer[A], index: int, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """index: the number of the layer, which comes behind the main model's."""
-        super().__init__()
-        self.index = index
-        self.embedding_norm = RMSNorm(hidden_size, eps, dtype, device)
-        self.hidden_norm = RMSNorm(hidden_size, eps, dtype, device)
-        self.from_embedding = Linear(hidden_size, hidden_size, False, dtype, device)
-        self.from_hidden = Linear(hidden_size, hidden_size, False, dtype, device)
-        self.layer = layer
-        self.norm = RMSNorm(hidden_size, eps, dtype, device)
-
-    def steps(self, embedded_TD: Tensor, hidden_TD: Tensor, context: LayerContext, cache: CacheMemory) -> Steps[Tensor]:
-        """[T, D]: what the head makes drafts of. embedded_TD: of the tokens that follow the step's; hidden_TD: of the
-        step's, from the main model or from here."""
-        mark()
-        layer = self.layer
-        residual_TD: Tensor = self.from_embedding(self.embedding_norm(embedded_TD))
-        x_TD = layer.input_norm.add(self.from_hidden(self.hidden_norm(hidden_TD)), residual_TD)
-        mixed_TD = yield from layer.mixer.steps(x_TD, context, cache.layers[self.index])
-        x_TD = layer.post_norm.add(mixed_TD, residual_TD)
-        mlp_TD = yield from layer.mlp_steps(x_TD, context)
-        return self.norm.add(mlp_TD, residual_TD)
-
-    def read(self, source: WeightSource, tied: bool, vocab_size: int) -> None:
-        """Fill what is not the decoder layer's. tied: the main model's head is its embedding. ValueError: it has an
-        embedding or a head that is not the main model's."""
-        prefix = f"model.layers.{self.index}."
-        size = self.embedding_norm.weight.shape[0]
-        both = torch.empty(size, 2 * size, dtype=self.from_hidden.weight.dtype, device=self.from_hidden.weight.device)
-        source.read(f"{prefix}eh_proj.weight", both)
-        self.from_embedding.weight.copy_(both[:, :size])
-        self.from_hidden.weight.copy_(both[:, size:])
-        source.read(f"{prefix}enorm.weight", self.embedding_norm.weight)
-        source.read(f"{prefix}hnorm.weight", self.hidden_norm.weight)
-        source.read(f"{prefix}shared_head.norm.weight", self.norm.weight)
-        for name, mains in _SHARED.items():
-            if source.has(prefix + name):
-                _check_equal(source, prefix + name, mains[tied], (vocab_size, size))
-
-
-def _check_equal(source: WeightSource, name: str, main: str, shape: tuple[int, ...]) -> None:
-    equal = torch.equal(source.borrow(name, shape).weight, source.borrow(main, shape).weight)
-    source.give_back(name)
-    source.give_back(main)
-    if not equal:
-        raise ValueError(f"{name} is not {main}: an MTP layer with weights of its own there is not supported")
 
 
 class Decoder(ExpertParallelMixin, ABC, Generic[A]):
@@ -226,7 +113,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
     def draft_steps(
         self, step: StepInput, hidden_TD: Tensor, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER
     ) -> Steps[Tensor]:
-        """A pass of the layer that drafts (models/decoder.py), behind one of `steps` or of its own."""
+        """A pass of the layer that drafts (models/mtp.py), behind one of `steps` or of its own."""
         assert self.mtp is not None
         context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
         return (yield from self.mtp.steps(self.embed(step.token_ids_T), hidden_TD, context, cache))
@@ -244,7 +131,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         """Fill every parameter, and the experts that this rank hosts."""
         ends = [
             Part(self.embed, lambda source: source.read("model.embed_tokens.weight", self.embed.weight)),
-            Part(self.norm, lambda source: source.read("model.norm.weight", self.norm.weight)),
+            Part(self.norm, self.read_norm),
             Part(self.head, lambda source: read_head(source, self.head.matrix, self._tied)),
         ]
         layers: list[Part] = [Part(layer, partial(self.read_layer, at)) for at, layer in enumerate(self.decoders)]
@@ -252,6 +139,10 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             layers.append(Part(self.mtp, partial(self._read_mtp, self.mtp)))
         self.load_parts([*ends, *layers], source, self.config.num_experts, store)
         self.skip_rest(source)
+
+    def read_norm(self, source: WeightSource) -> None:
+        """Fill the last norm."""
+        source.read("model.norm.weight", self.norm.weight)
 
     def _read_mtp(self, mtp: MtpLayer[A], source: WeightSource) -> None:
         mtp.read(source, self._tied, self.config.vocab_size)

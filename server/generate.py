@@ -119,7 +119,7 @@ async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], Non
     """Several prompts: a task each."""
     arrived: list[list[Delta]] = []
     errors: list[Exception] = []
-    news = asyncio.Event()
+    woken = asyncio.Event()
 
     async def pump(number: int, prompt: Prompt) -> None:
         try:
@@ -128,11 +128,11 @@ async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], Non
                     for delta in deltas:
                         delta.index += number * job.n
                     arrived.append(deltas)
-                    news.set()
+                    woken.set()
         except Exception as error:
             errors.append(error)
         finally:
-            news.set()
+            woken.set()
 
     pumps: list[asyncio.Task[None]] = []
     try:
@@ -142,7 +142,7 @@ async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], Non
                 await asyncio.sleep(0)  # others have their turn
         while True:
             running = any(not task.done() for task in pumps)
-            news.clear()
+            woken.clear()
             if arrived:
                 joined = [delta for deltas in arrived for delta in deltas]
                 arrived.clear()
@@ -152,7 +152,7 @@ async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], Non
             elif not running:
                 return
             else:
-                await news.wait()
+                await woken.wait()
     finally:
         for task in pumps:
             task.cancel()

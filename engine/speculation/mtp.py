@@ -1,4 +1,4 @@
-"""Drafts of the model's own MTP layer (models/decoder.py), made at the end of a step for the next one.
+"""Drafts of the model's own MTP layer (models/mtp.py), made at the end of a step for the next one.
 
 The layer first sees every token of the step, together with the token that follows it: so its cache, one more layer of
 the model's, grows with theirs. Of a step that decodes only tokens that were accepted pass through it; one with prompts

@@ -23,7 +23,7 @@ class GqaConfig:
     layers without experts. moe_layers: which layers have routed experts, in order (empty for a dense model).
     shared_width: of the expert that every token takes; has_shared_gate: it is weighted by a sigmoid. num_mtp_layers:
     layers of the checkpoint after the last one, which predict further tokens; drafts: the first of them is served
-    (models/decoder.py), with experts if the last layer has them."""
+    (models/mtp.py), with experts if the last layer has them."""
 
     architecture: str
     vocab_size: int
@@ -51,6 +51,7 @@ class GqaConfig:
     num_mtp_layers: int = 0
     window: int | None = None  # tokens that attention looks back; None: all
     key_names: KeyNames = PLAIN
+    output_gate: bool = False  # of attention: the sigmoid of a projection of its own
     drafts: bool = False
 
     @property
@@ -81,15 +82,15 @@ class GqaConfig:
         return (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), fields),)
 
 
-def parse(raw: dict[str, Any], source: str) -> GqaConfig:
-    """config.json of a supported architecture -> GqaConfig.
+def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> GqaConfig:
+    """config.json of a supported architecture -> GqaConfig. family: of an architecture that is not here.
 
     Raises ConfigError (one line: file, field, what was expected) for a missing or wrong field, and for fields that ask
     for arithmetic that is not implemented. Defaults of absent fields are those of transformers.
     """
     fields = Fields(raw, source)
     architecture = fields.first_of("architectures")
-    family = ARCHITECTURES[architecture]
+    family = family or ARCHITECTURES[architecture]
     _refuse_unsupported(fields, architecture)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")

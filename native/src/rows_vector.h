@@ -77,6 +77,65 @@ template <class X> static void latent(const LatentCall &call, int64_t row) {
   for (int64_t head = 0; head < call.num_heads; head++) rotate(q + head * key_dim, cos, sin, q + head * key_dim, rope_dim);
 }
 
+// y = (x - mean) / sqrt(variance + eps) * weight + bias, rounded once.
+template <class X> INLINE void layer_norm(const X *x, const X *weight, const X *bias, X *y, int64_t dim, float eps) {
+  vf sum = {}, squares = {};
+  float rest = 0, rest_squares = 0;
+  int64_t i = 0;
+  for (; i + LANES <= dim; i += LANES) sum += load(x + i);
+  for (; i < dim; i++) rest += number(x + i);
+  float mean = (total(sum) + rest) / dim;
+  for (i = 0; i + LANES <= dim; i += LANES) squares += (load(x + i) - mean) * (load(x + i) - mean);
+  for (; i < dim; i++) rest_squares += (number(x + i) - mean) * (number(x + i) - mean);
+  float factor = 1 / __builtin_sqrtf((total(squares) + rest_squares) / dim + eps);
+  for (i = 0; i + LANES <= dim; i += LANES) store(y + i, (load(x + i) - mean) * factor * load(weight + i) + load(bias + i));
+  for (; i < dim; i++) put(y + i, (number(x + i) - mean) * factor * number(weight + i) + number(bias + i));
+}
+
+// Rounded to the nearest e4m3, ties to even. |x| is at most 448.
+INLINE uint8_t e4m3_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint32_t sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
+  if (size < 0x3c800000) {  // below 2^-6: multiples of 2^-9, which adding 2^14 rounds to
+    float magnitude, shift = 16384.f;
+    memcpy(&magnitude, &size, 4);
+    magnitude += shift;
+    memcpy(&size, &magnitude, 4);
+    return (uint8_t)(sign | (size & 0xff));
+  }
+  size += 0x7ffff + (size >> 20 & 1);
+  return (uint8_t)(sign | ((size >> 20) - (120 << 3)));
+}
+
+// As mla/index_keys.py: the scale is a power of two.
+template <class X> INLINE void pack_fp8(const X *x, int64_t dim, uint8_t *row) {
+  float largest = 0;
+  for (int64_t i = 0; i < dim; i++) {
+    float size = __builtin_fabsf(number(x + i));
+    largest = size > largest ? size : largest;
+  }
+  float scale = largest / 448.f;
+  scale = scale > 0x1p-100f ? scale : 0x1p-100f;
+  uint32_t bits;
+  memcpy(&bits, &scale, 4);
+  bits = (bits + 0x7fffff) & 0x7f800000;
+  memcpy(&scale, &bits, 4);
+  for (int64_t i = 0; i < dim; i++) row[i] = e4m3_of(number(x + i) / scale);
+  memcpy(row + dim, &scale, 4);
+}
+
+template <class X> static void index_key(const IndexKeyCall &call, int64_t row, void *work) {
+  const X *cos = (const X *)call.cos + row * call.rope_dim, *sin = (const X *)call.sin + row * call.rope_dim;
+  const X *key = (const X *)call.key + row * call.key_stride;
+  uint8_t *entry = call.cache + call.slots[row] * call.cache_bytes;
+  X *normed = call.fp8 ? (X *)work : (X *)entry, *q = (X *)call.q + row * call.q_stride;
+  layer_norm(key, (const X *)call.norm, (const X *)call.bias, normed, call.dim, call.eps);
+  rotate(normed, cos, sin, normed, call.rope_dim);
+  if (call.fp8) pack_fp8(normed, call.dim, entry);
+  for (int64_t head = 0; head < call.num_heads; head++) rotate(q + head * call.dim, cos, sin, q + head * call.dim, call.rope_dim);
+}
+
 template <class X> static void silu_mul(const void *gate_up, void *yv, int64_t width) {
   const X *gate = (const X *)gate_up, *up = gate + width;
   X *y = (X *)yv;
@@ -164,6 +223,16 @@ static void grouped_topk(const GroupedCall &call, int64_t row, float *work) {
   for (i = 0; i < call.k; i++) weight[i] *= factor;
 }
 
+template <class X> static void sigmoid_gate(const void *gatev, bool one, void *yv, int64_t width) {
+  const X *gate = (const X *)gatev;
+  X *y = (X *)yv;
+  auto opened = [&](vf x) { return rounded(1.f / (1.f + exp_of(-x)), y); };
+  vf all = opened(splat(number(gate)));
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(y + i, load(y + i) * (one ? all : opened(load(gate + i))));
+  for (; i < width; i++) put(y + i, number(y + i) * (one ? all : opened(splat(number(gate + i))))[0]);
+}
+
 template <class X> static void add(const void *xv, void *yv, int64_t dim) {
   const X *x = (const X *)xv;
   X *y = (X *)yv;
@@ -245,5 +314,5 @@ static void dots(const void *xv, int64_t x_stride, int64_t rows, const float *w,
 }
 
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, silu_mul<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
 };

@@ -113,7 +113,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
     def draft_steps(
         self, step: StepInput, hidden_TD: Tensor, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER
     ) -> Steps[Tensor]:
-        """A pass of the layer that drafts (models/decoder.py), behind one of `steps` or of its own."""
+        """A pass of the layer that drafts (models/mtp.py), behind one of `steps` or of its own."""
         assert self.mtp is not None
         context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
         return (yield from self.mtp.steps(self.embed(step.token_ids_T), hidden_TD, context, cache))

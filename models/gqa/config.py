@@ -23,7 +23,7 @@ class GqaConfig:
     layers without experts. moe_layers: which layers have routed experts, in order (empty for a dense model).
     shared_width: of the expert that every token takes; has_shared_gate: it is weighted by a sigmoid. num_mtp_layers:
     layers of the checkpoint after the last one, which predict further tokens; drafts: the first of them is served
-    (models/decoder.py), with experts if the last layer has them."""
+    (models/mtp.py), with experts if the last layer has them."""
 
     architecture: str
     vocab_size: int

@@ -36,6 +36,17 @@ def bytes_beside_blocks(spec: CacheSpec, block_size: int, max_num_seqs: int, max
     return fixed_bytes(spec, cache_sizes(spec, block_size, 1 << 40, *limits))
 
 
+def fitting_sequences(
+    spec: CacheSpec, block_size: int, most: int, max_num_batched_tokens: int, room: int, why: dict[str, str]
+) -> int:
+    """`most`, halved until what so many sequences keep beside blocks takes no more than half of `room` bytes."""
+    fitting = most
+    while fitting > 1 and 2 * bytes_beside_blocks(spec, block_size, fitting, max_num_batched_tokens) > room:
+        why["max_num_seqs"] = f"states of {fitting} sequences would take more than half of the cache's memory"
+        fitting //= 2
+    return fitting
+
+
 def cache_bytes(plan: Plan, spec: CacheSpec) -> dict[str, int]:
     """Bytes of a rank by what they are for, as `explain` prints them."""
     sizes = planned_sizes(plan, spec)

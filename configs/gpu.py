@@ -123,10 +123,18 @@ def gpu_expert_format(asked: str | None, fp8_checkpoint: bool) -> tuple[ExpertFo
     return ("fp8", "as the checkpoint has them") if fp8_checkpoint else ("plain", "the dtype of the model")
 
 
-def with_graphs(plan: Plan, config: EngineConfig, exchange: Exchange | None) -> Plan:
-    """The same plan with the steps that are captured. exchange: between GPUs. Raises ValueError for what cannot be."""
+_STATES = "rows of padding would need a record of the model's states to write"
+
+
+def with_graphs(plan: Plan, config: EngineConfig, exchange: Exchange | None, has_state: bool = False) -> Plan:
+    """The same plan with the steps that are captured. exchange: between GPUs; has_state: of the model's cache. Raises
+    ValueError for what cannot be."""
     if plan.device != "cuda":
         return _with_tapes(plan, config)
+    if has_state:
+        if config.cudagraph_mode not in ("auto", "none"):
+            raise ValueError(f"cudagraph_mode {config.cudagraph_mode}: {_STATES} (none can be)")
+        return replace(plan, cudagraph_mode="none", reasons={**plan.reasons, "cudagraph_mode": _STATES})
     planned = plan.attention_backend == "flashinfer"
     mode, why = graph_mode(config.cudagraph_mode, exchange, plan.eplb is not None, planned)
     if plan.dbo is not None and mode != "none":

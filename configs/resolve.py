@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cache.spec import CacheSpec, state_groups
-from configs.cache import block_bytes, bytes_beside_blocks, cache_bytes, kept_cache
+from configs.cache import block_bytes, bytes_beside_blocks, cache_bytes, fitting_sequences, kept_cache
 from configs.dbo import plan_dbo
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
 from configs.eplb import EplbConfig, check_eplb, plan_eplb
@@ -42,8 +42,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     slots = _slots(config, model, machine, dtype, store := plan_store(config, model, machine, alone, why), why)
-    room = _cache_room(config, model, machine, dtype, slots, store)
-    max_num_seqs = _num_seqs(config, spec, block_size, room[0], why)
+    max_num_seqs = _num_seqs(config, spec, block_size, room := _room(config, model, machine, dtype, slots, store), why)
     max_model_len, num_blocks = _cache(config, model, spec, block_size, max_num_seqs, room, why)
     threads = _threads(config, model, machine, alone and dtype == "bfloat16", why)
     dbo = config.enable_dbo, config.ubatch_size, config.dbo_decode_token_threshold, config.dbo_prefill_token_threshold
@@ -92,7 +91,8 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     )
     weights = _weights(model, dtype, ranks, slots, store)
     plan = with_bytes(plan, store, weights, sum(cache_bytes(plan, spec).values()))
-    return with_graph_memory(with_graphs(with_dispatch(plan, config), config, machine.exchange), config, model, machine)
+    graphs = with_graphs(with_dispatch(plan, config), config, machine.exchange, bool(state_groups(spec)))
+    return with_graph_memory(graphs, config, model, machine)
 
 
 def _max_ranks(config: EngineConfig, machine: Machine, why: dict[str, str]) -> int:
@@ -208,7 +208,7 @@ def _as_kept(model: ModelNumbers, dtype: Dtype, expert_format: ExpertFormat) -> 
     return replace(model, weight_bytes=model.weight_bytes - model.expert_bytes + experts, expert_bytes=experts)
 
 
-def _cache_room(
+def _room(
     config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: Dtype, slots: int, store: bool
 ) -> tuple[int, str]:
     """Bytes that a rank's cache may take, and what says so."""
@@ -223,21 +223,15 @@ def _cache_room(
     return max(0, int(machine.free_memory * part) - weights) // config.data_parallel_size, source
 
 
-def _beside_blocks(config: EngineConfig, spec: CacheSpec, block_size: int, num_seqs: int) -> int:
-    return bytes_beside_blocks(spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS)
-
-
-def _num_seqs(config: EngineConfig, spec: CacheSpec, block_size: int, room: int, why: dict[str, str]) -> int:
+def _num_seqs(
+    config: EngineConfig, spec: CacheSpec, block_size: int, room: tuple[int, str], why: dict[str, str]
+) -> int:
     """The default, or fewer where states of so many sequences would fill the memory of the cache."""
     most = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     if config.max_num_seqs is not None or config.num_kv_blocks is not None or not state_groups(spec):
         return most
-    num_seqs = most
-    while num_seqs > 1 and 2 * _beside_blocks(config, spec, block_size, num_seqs) > room:
-        num_seqs //= 2
-    if num_seqs < most:
-        why["max_num_seqs"] = f"states of {most} sequences would take more than half of the cache's memory"
-    return num_seqs
+    num_batched_tokens = config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+    return fitting_sequences(spec, block_size, most, num_batched_tokens, room[0], why)
 
 
 def _cache(
@@ -249,9 +243,9 @@ def _cache(
     room: tuple[int, str],
     why: dict[str, str],
 ) -> tuple[int, int]:
-    """max_model_len and the number of KV blocks of a rank, which depend on each other. room: `_cache_room`."""
+    """max_model_len and the number of KV blocks of a rank, which depend on each other. room: `_room`."""
     bytes_per_block = block_bytes(spec, block_size)
-    beside = _beside_blocks(config, spec, block_size, num_seqs)
+    beside = bytes_beside_blocks(spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS)
     wanted_len = config.max_model_len or model.usual_len
     full_blocks = -(-wanted_len // block_size)
     free, source = room

@@ -18,6 +18,7 @@ from rank_parts import Job, drive, mailbox_ranks, make_plan
 from recurrent_toy import greedy, make_toy
 from survivors import Survivors
 
+from configs.cache import cache_bytes
 from configs.dbo import DboPlan
 from engine.build import build_rank
 from engine.rank import Rank
@@ -160,5 +161,9 @@ def test_kills_at_any_moment(toy: Path, expected: dict[int, list[int]], data: st
 
 def test_explain_prices_it(toy: Path) -> None:
     """Bytes of all three groups follow from the description."""
-    spec = read_config(toy).cache_spec("float32")
+    spec, plan = read_config(toy).cache_spec("float32"), make_plan(toy)
+    rank = build_rank(plan)
+    allocated = sum(field.nbytes for layer in rank._runner._kv.layers for field in layer)
+    rank.close()
+    assert sum(cache_bytes(plan, spec).values()) == pytest.approx(allocated, rel=0.02)
     assert [group.kind for group in spec] == ["state", "paged", "window"][: len(spec)] and len(spec) > 1

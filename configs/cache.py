@@ -53,6 +53,15 @@ def state_bytes(spec: CacheSpec, max_num_seqs: int) -> int:
     return fixed_bytes(states, cache_sizes(states, 1, 0, max_num_seqs, 1, 2, CHECKPOINTS_PER_SEQUENCE * max_num_seqs))
 
 
+def fitting_sequences(spec: CacheSpec, most: int, room: int, why: dict[str, str]) -> int:
+    """`most`, halved until the states of so many sequences take no more than half of `room` bytes."""
+    fitting = most
+    while fitting > 1 and 2 * state_bytes(spec, fitting) > room:
+        why["max_num_seqs"] = f"states of {fitting} sequences would take more than half of the cache's memory"
+        fitting //= 2
+    return fitting
+
+
 def cache_bytes(plan: Plan, spec: CacheSpec) -> dict[str, int]:
     """Bytes of a rank by what they are for, as `explain` prints them."""
     sizes = planned_sizes(plan, spec)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cache.spec import CacheSpec, bytes_per_token, state_groups
-from configs.cache import block_bytes, blocks_within, cache_bytes, kept_cache, state_bytes
+from configs.cache import block_bytes, blocks_within, cache_bytes, fitting_sequences, kept_cache, state_bytes
 from configs.dbo import plan_dbo
 from configs.deterministic import fixed_order
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
@@ -43,7 +43,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     slots = _slots(config, model, machine, dtype, store := plan_store(config, model, machine, alone, why), why)
-    room = _cache_room(config, model, machine, dtype, slots, store)
+    room = _room(config, model, machine, dtype, slots, store)
     max_num_seqs = _num_seqs(config, spec, room[0], why)
     max_model_len, num_blocks = _cache(config, model, spec, block_size, max_num_seqs, room, why)
     threads = _threads(config, model, machine, alone and dtype == "bfloat16", why)
@@ -94,7 +94,8 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     )
     weights = _weights(model, dtype, ranks, slots, store)
     plan = with_bytes(plan, store, weights, sum(cache_bytes(plan, spec).values()))
-    return with_graph_memory(with_graphs(with_dispatch(plan, config), config, machine.exchange), config, model, machine)
+    graphs = with_graphs(with_dispatch(plan, config), config, machine.exchange)
+    return with_graph_memory(graphs, config, model, machine)
 
 
 def _max_ranks(config: EngineConfig, machine: Machine, why: dict[str, str]) -> int:
@@ -211,7 +212,7 @@ def _as_kept(model: ModelNumbers, dtype: Dtype, expert_format: ExpertFormat) -> 
     return replace(model, weight_bytes=model.weight_bytes - model.expert_bytes + experts, expert_bytes=experts)
 
 
-def _cache_room(
+def _room(
     config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: Dtype, slots: int, store: bool
 ) -> tuple[int, str]:
     """Bytes that a rank's cache may take, and what says so."""
@@ -231,12 +232,7 @@ def _num_seqs(config: EngineConfig, spec: CacheSpec, room: int, why: dict[str, s
     most = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     if config.max_num_seqs is not None or config.num_kv_blocks is not None or not state_groups(spec):
         return most
-    num_seqs = most
-    while num_seqs > 1 and 2 * state_bytes(spec, num_seqs) > room:
-        num_seqs //= 2
-    if num_seqs < most:
-        why["max_num_seqs"] = f"states of {most} sequences would take more than half of the cache's memory"
-    return num_seqs
+    return fitting_sequences(spec, most, room, why)
 
 
 def _cache(
@@ -248,7 +244,7 @@ def _cache(
     room: tuple[int, str],
     why: dict[str, str],
 ) -> tuple[int, int]:
-    """max_model_len and the number of KV blocks of a rank, which depend on each other. room: `_cache_room`."""
+    """max_model_len and the number of KV blocks of a rank, which depend on each other. room: `_room`."""
     bytes_per_block = block_bytes(spec, block_size)
     limits = spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
     wanted_len = config.max_model_len or model.usual_len

@@ -133,9 +133,14 @@ class GatedDeltaStep:
             )
         if self._places is not None:
             run_triton = choice.triton_implementation("layers.triton.gated_delta", "gated_delta")
-            vectors, sizes = (weights.conv, weights.norm), (*astuple(shape), weights.sigmoid_gate)
             out_TV: Tensor = run_triton(
-                inputs, weights.log_decay(decay_T), vectors, sizes, self._places, cache, (weights.eps, L2_EPS)
+                inputs,
+                weights.log_decay(decay_T),
+                (weights.conv, weights.norm),
+                (*astuple(shape), weights.sigmoid_gate),
+                self._places,
+                cache,
+                (weights.eps, L2_EPS),
             )
             return out_TV
         return self._in_torch(inputs, weights, cache)

@@ -23,8 +23,8 @@ VALUES = 32  # columns of a state that one program has
 
 @triton.jit
 def _convolve_kernel(
-    qkv_ptr, tail_ptr, conv_ptr, mixed_ptr, starts_ptr, sequence_ptr, reads_ptr, stride, channels, key_heads, heads, key_dim,
-    value_dim, eps, TAPS: tl.constexpr, NUMBERS: tl.constexpr,
+    qkv_ptr, tail_ptr, conv_ptr, mixed_ptr, starts_ptr, sequence_ptr, reads_ptr, stride, channels, key_heads, heads,
+    key_dim, value_dim, eps, TAPS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """One head's query, key or value of one token, in float32: silu of the convolution; queries and keys normalised."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -56,8 +56,8 @@ def _convolve_kernel(
 
 @triton.jit
 def _rule_kernel(
-    mixed_ptr, decay_ptr, beta_ptr, state_ptr, out_ptr, starts_ptr, reads_ptr, writes_ptr, channels, key_heads, heads, key_dim,
-    value_dim, CHANNEL_DECAY: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, J: tl.constexpr,
+    mixed_ptr, decay_ptr, beta_ptr, state_ptr, out_ptr, starts_ptr, reads_ptr, writes_ptr, channels, key_heads, heads,
+    key_dim, value_dim, CHANNEL_DECAY: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """All tokens of a sequence, for some columns of one head's state."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -67,8 +67,7 @@ def _rule_kernel(
     key_mask, column_mask = key < key_dim, column < value_dim
     key_head = head // (heads // key_heads)
     place = head * key_dim * value_dim + key[:, None] * value_dim + column[None]
-    state_mask = key_mask[:, None] & column_mask[None]
-    size = heads * key_dim * value_dim
+    state_mask, size = key_mask[:, None] & column_mask[None], heads * key_dim * value_dim
     state = tl.load(state_ptr + tl.load(reads_ptr + sequence) * size + place, mask=state_mask, other=0.0)
     below, earlier = row[:, None] >= row[None], row[:, None] > row[None]
     last = tl.load(starts_ptr + sequence + 1)
@@ -163,9 +162,9 @@ def gated_delta(
     cache: Sequence[Tensor],
     eps: tuple[float, float],
 ) -> Tensor:
-    """As native.gated_delta.gated_delta. log_decay: float32 [T, H, 1 or K]. parameters: the convolution's and the norm's.
-    places: int64, where each sequence's tokens begin [B + 1], the sequence of each token [T], the records that are read
-    and written [B]. eps: of the norm, and of that of queries and keys."""
+    """As native.gated_delta.gated_delta. log_decay: float32 [T, H, 1 or K]. parameters: of the convolution and of the
+    norm. places: int64, where each sequence's tokens begin [B + 1], the sequence of each token [T], the records that
+    are read and written [B]. eps: of the norm, and of that of queries and keys."""
     qkv_TC, gate_T, beta_TH, _ = inputs
     key_heads, heads, key_dim, value_dim, taps, channel_decay, sigmoid_gate = sizes
     conv_WC, norm_V = parameters
@@ -181,9 +180,10 @@ def gated_delta(
         qkv_TC, tails, conv_WC, mixed_TC, starts_B, sequence_T, reads_B, qkv_TC.stride(0), channels, key_heads, heads,
         key_dim, value_dim, eps[1], TAPS=taps, NUMBERS=triton.next_power_of_2(max(key_dim, value_dim)), num_warps=1,
     )  # fmt: skip
+    opened_TH = torch.sigmoid(beta_TH.float()).contiguous()
     given_TV = torch.empty((num_tokens, heads * value_dim), dtype=torch.float32, device=qkv_TC.device)
     _rule_kernel[(reads_B.shape[0], heads, triton.cdiv(value_dim, VALUES))](
-        mixed_TC, log_decay.contiguous(), torch.sigmoid(beta_TH.float()).contiguous(), states, given_TV, starts_B, reads_B, writes_B, channels,
+        mixed_TC, log_decay.contiguous(), opened_TH, states, given_TV, starts_B, reads_B, writes_B, channels,
         key_heads, heads, key_dim, value_dim, CHANNEL_DECAY=bool(channel_decay),
         KEYS=max(16, triton.next_power_of_2(key_dim)), COLUMNS=VALUES, J=CHUNK, num_warps=8,
     )  # fmt: skip

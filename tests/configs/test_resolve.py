@@ -59,7 +59,7 @@ def test_states_take_half_of_the_memory_at_most() -> None:
     model = dataclasses.replace(MODEL, cache_spec=lambda dtype, fp8=False: (state, *numbers_per_token(8192)(dtype)))
     plan = resolve(EngineConfig(), model, MACHINE)
     assert plan.max_num_seqs == 32  # 5 records of 8 MiB for each, of 4096 - 1000 MiB
-    assert "states of 256 sequences" in plan.reasons["max_num_seqs"]
+    assert "states of 64 sequences" in plan.reasons["max_num_seqs"]
     assert planned_sizes(plan, model.cache_spec("bfloat16")).num_records <= 1 + 5 * 32
     assert resolve(EngineConfig(max_num_seqs=64), model, MACHINE).max_num_seqs == 64
     with pytest.raises(ValueError, match=r"less \d+ for the states of 256 sequences \(max_num_seqs\)"):

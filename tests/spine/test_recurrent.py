@@ -22,6 +22,7 @@ from recurrent_toy import RECURRENT, UNWINDOWED, Recurrence, greedy, in_place, m
 from survivors import Survivors
 
 from cache.records import ZEROS
+from configs.cache import cache_bytes
 from configs.dbo import DboPlan
 from engine import build
 from engine.build import build_rank
@@ -225,5 +226,9 @@ def test_padded_graphs_leave_every_state_alone(mode: str, tmp_path: Path, monkey
 
 def test_explain_prices_it(toy: Path) -> None:
     """Bytes of all three groups follow from the description."""
-    spec = read_config(toy).cache_spec("float32")
+    spec, plan = read_config(toy).cache_spec("float32"), make_plan(toy)
+    rank = build_rank(plan)
+    allocated = sum(field.nbytes for layer in rank._runner._kv.layers for field in layer)
+    rank.close()
+    assert sum(cache_bytes(plan, spec).values()) == pytest.approx(allocated, rel=0.02)
     assert [group.kind for group in spec] == ["state", "paged", "window"][: len(spec)] and len(spec) > 1

@@ -72,8 +72,8 @@ def _gate_up_kernel(
 @triton.jit(do_not_specialize=["capacity", "num_tiles"])
 def _down_kernel(
     x_ptr, weight_ptr, bias_ptr, row_weight_ptr, out_ptr, rows_ptr, num_slots, capacity, num_tiles, num_inputs,
-    num_outputs, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, EVEN: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+    num_outputs, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, EVEN: tl.constexpr, PADDED: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """out [R, D] = x down^T and the bias, times the row's weight."""
     busy, slot, _, row, here, _, column, wide = locate(

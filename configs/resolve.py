@@ -43,8 +43,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     slots = _slots(config, model, machine, dtype, store := plan_store(config, model, machine, alone, why), why)
-    room = _room(config, model, machine, dtype, slots, store)
-    max_num_seqs = _num_seqs(config, spec, room[0], why)
+    max_num_seqs = _num_seqs(config, spec, room := _room(config, model, machine, dtype, slots, store), why)
     max_model_len, num_blocks = _cache(config, model, spec, block_size, max_num_seqs, room, why)
     threads = _threads(config, model, machine, alone and dtype == "bfloat16", why)
     dbo = config.enable_dbo, config.ubatch_size, config.dbo_decode_token_threshold, config.dbo_prefill_token_threshold
@@ -94,8 +93,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     )
     weights = _weights(model, dtype, ranks, slots, store)
     plan = with_bytes(plan, store, weights, sum(cache_bytes(plan, spec).values()))
-    graphs = with_graphs(with_dispatch(plan, config), config, machine.exchange)
-    return with_graph_memory(graphs, config, model, machine)
+    return with_graph_memory(with_graphs(with_dispatch(plan, config), config, machine.exchange), config, model, machine)
 
 
 def _max_ranks(config: EngineConfig, machine: Machine, why: dict[str, str]) -> int:
@@ -227,12 +225,12 @@ def _room(
     return max(0, int(machine.free_memory * part) - weights) // config.data_parallel_size, source
 
 
-def _num_seqs(config: EngineConfig, spec: CacheSpec, room: int, why: dict[str, str]) -> int:
+def _num_seqs(config: EngineConfig, spec: CacheSpec, room: tuple[int, str], why: dict[str, str]) -> int:
     """The default, or fewer where states of so many sequences would fill the memory of the cache."""
     most = _choose(why, "max_num_seqs", config.max_num_seqs, DEFAULT_NUM_SEQS, "the default")
     if config.max_num_seqs is not None or config.num_kv_blocks is not None or not state_groups(spec):
         return most
-    return fitting_sequences(spec, most, room, why)
+    return fitting_sequences(spec, most, room[0], why)
 
 
 def _cache(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from made_up_caches import numbers_per_token
 
-from cache.spec import CacheGroup, Field
 from configs.chips import CHIPS
 from configs.engine import EngineConfig, Plan
 from configs.env import child_environment
@@ -113,15 +112,6 @@ def test_graphs_want_a_gpu() -> None:
     assert graph_mode("auto", None, False, planned_attention=True)[0] == "piecewise"
     with pytest.raises(ValueError, match="FlashInfer plans its attention on the host"):
         graph_mode("full_decode_only", None, False, planned_attention=True)
-
-
-def test_a_model_with_states_has_no_graphs_on_a_gpu() -> None:
-    group = CacheGroup("state", (1,), (Field("state", (4,), "float32"),))
-    model = replace(MOE, cache_spec=lambda dtype, fp8=False: (group, *numbers_per_token(8192)(dtype)))
-    without = plan(model=model)
-    assert without.cudagraph_mode == "none" and "states" in without.reasons["cudagraph_mode"]
-    with pytest.raises(ValueError, match="cudagraph_mode full: rows of padding"):
-        plan(model=model, cudagraph_mode="full")
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 512, 5000])

@@ -60,7 +60,7 @@ from store.memory import Store
 # Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more
 # than the weights take.
 PREPARED_BYTES = 1 << 30
-# Of a rank that comes back to a store: more would read most of a large model's experts before it serves.
+# Of a rank that finds a full store: more would read most of a large model's experts before it serves.
 MAPPED_PRACTICE_TOKENS = 4
 PRACTICE_TOKENS = 32  # on a CPU; on a GPU kernels are compiled for the largest step
 MAX_EXACT = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
@@ -125,7 +125,7 @@ def build_rank(
         overlap=_overlap(plan, model, times, exchange, runner, device),
         timeline=timeline,
         preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
-        practice_tokens=_practice_tokens(plan, mapped and join),
+        practice_tokens=_practice_tokens(plan, mapped),
     )
 
 
@@ -152,7 +152,7 @@ def _fingerprint(plan: Plan, facts: ModelFacts) -> int:
 
 
 def _practice_tokens(plan: Plan, mapped: bool) -> int:
-    """mapped: it comes back to a store."""
+    """mapped: it has found a full store."""
     if plan.device == "cpu":
         return MAPPED_PRACTICE_TOKENS if mapped else PRACTICE_TOKENS
     return plan.max_num_batched_tokens

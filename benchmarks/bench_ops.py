@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from layer_ops import attention_ops, linear_ops, row_ops
+from linear_ops import linear_attention_ops
 from op_clock import Machine, Op, be_preferred, measure
 from prompt_ops import prompt_ops, sampling_ops
 from sparse_ops import sparse_ops
@@ -82,6 +83,7 @@ BUILDERS: dict[str, Callable[[Sequence[int]], list[Op]]] = {
     "rows": row_ops,
     "prompts": prompt_ops,
     "sampling": sampling_ops,
+    "linear attention": linear_attention_ops,
     "sparse": sparse_ops,
 }
 
@@ -112,7 +114,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512])
-    parser.add_argument("--only", default="", help="only this group of operations, or those whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="only this group of operations, or those whose name contains one of these, as a|b"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each operation")
     parser.add_argument("--no-torch", action="store_true", help="do not run the torch path")
     parser.add_argument(
@@ -140,7 +144,7 @@ def main() -> None:
     group = BUILDERS.get(options.only)
     for build in BUILDERS.values() if group is None else [group]:
         for op in build(options.tokens):
-            if group is None and options.only not in op.name:
+            if group is None and not any(only in op.name for only in options.only.split("|")):
                 continue
             got = row(replace(op, reference=None) if options.no_torch else op, machine, options.seconds, levels)
             if options.json:

@@ -51,13 +51,25 @@ def qwen3(hidden: int, layers: int, heads: int, kv_heads: int, head: int, width:
     }  # fmt: skip
 
 
+def qwen3_next(hidden: int, layers: int, heads: int, kv_heads: int, head: int, key_heads: int, value_heads: int, linear: int, experts: int,
+               top_k: int, width: int) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": "qwen3_next", "vocab_size": 32000, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head, "linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": linear, "linear_value_head_dim": linear, "num_experts": experts, "num_experts_per_tok": top_k,
+        "moe_intermediate_size": width, "shared_expert_intermediate_size": width, "intermediate_size": 3 * hidden,
+    }  # fmt: skip
+
+
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3next-small": qwen3_next(1024, 12, 8, 2, 128, 8, 16, 128, 64, 8, 384),
     "qwen3moe-small": qwen3_moe(1024, 16, 16, 4, 64, 64, 8, 384),
     "deepseek-small": deepseek_v3(1024, 12, 16, 384, 128, 64, 128, 64, 6, 8, 4, 384, 3072),
     "qwen3-0.6b-like": qwen3(1024, 28, 16, 8, 128, 3072, vocab_size=151936, tie_word_embeddings=True),
     "qwen3moe-11g": {**qwen3_moe(2048, 8, 32, 4, 128, 128, 8, 768), "vocab_size": 151936},
     "tiny-qwen3moe": qwen3_moe(64, 4, 4, 2, 32, 16, 4, 32),
     "tiny-deepseek": deepseek_v3(64, 4, 4, 32, 32, 64, 32, 16, 4, 4, 2, 32, 128),
+    "tiny-qwen3next": qwen3_next(64, 4, 4, 2, 32, 2, 4, 32, 16, 4, 32),
     "tiny-dense": qwen3(64, 4, 4, 2, 32, 128),
 }
 

@@ -20,6 +20,7 @@ from cache.spec import CacheSizes, CacheSpec
 
 # MADV_POPULATE_WRITE of Linux 5.14: pages come as a write would bring them in, and what they hold stays.
 _POPULATE_WRITE = 23
+_LINE = 64  # bytes of a cache line, at which memory begins
 _BYTES_AT_ONCE = 128 << 10  # or a large page: then a few milliseconds, where a virtual machine gets it from its host
 
 
@@ -84,8 +85,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     all."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    flat = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
-    return flat.view(dtype).view(shape)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + _LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % _LINE
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
 
 def _populate(start: int, end: int) -> bool:

@@ -86,7 +86,7 @@ class CacheSizes(NamedTuple):
     groups have common numbers, and record 0 is what a sequence begins with: zeros that are never written."""
 
     block_size: int
-    num_blocks: int  # of a paged group
+    num_blocks: int  # of a paged group; of none: what bounds a sequence
     num_window_blocks: int = 0  # of a window group
     num_records: int = 0  # of a state group
 

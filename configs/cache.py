@@ -6,6 +6,7 @@ from cache.spec import CacheSizes, CacheSpec, bytes_per_token, cache_sizes, fixe
 from configs.engine import Dtype, KvCacheDtype, Plan
 from configs.machine import ModelNumbers
 
+UNBOUNDED = 1 << 40  # blocks
 CHECKPOINTS_PER_SEQUENCE = 2  # states that are kept for the prefix cache, by --max-num-seqs
 
 
@@ -30,10 +31,20 @@ def planned_sizes(plan: Plan, spec: CacheSpec) -> CacheSizes:
     return cache_sizes(spec, plan.block_size, plan.num_kv_blocks, *limits)
 
 
-def bytes_beside_blocks(spec: CacheSpec, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """At most: what windows and states take, which does not grow with the length of sequences."""
+def blocks_within(
+    num_bytes: int, spec: CacheSpec, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> int:
+    """How many blocks of the paged groups so much memory has room for, beside what windows and states take. Where that
+    is less than windows take at most, windows have as many blocks as the paged groups."""
     limits = max_num_seqs, max_num_batched_tokens, 2, CHECKPOINTS_PER_SEQUENCE * max_num_seqs
-    return fixed_bytes(spec, cache_sizes(spec, block_size, 1 << 40, *limits))
+    most = cache_sizes(spec, block_size, UNBOUNDED, *limits)
+    windows = sum(block_size * group.row_bytes for group in spec if group.kind == "window")
+    left = num_bytes - fixed_bytes(spec, most) + most.num_window_blocks * windows
+    paged = bytes_per_token(spec) * block_size
+    blocks = max(0, left) // max(1, paged + windows)
+    if blocks <= most.num_window_blocks:
+        return blocks
+    return (left - most.num_window_blocks * windows) // paged if paged else UNBOUNDED
 
 
 def cache_bytes(plan: Plan, spec: CacheSpec) -> dict[str, int]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cache.spec import CacheSpec
-from configs.cache import block_bytes, bytes_beside_blocks, cache_bytes, kept_cache
+from cache.spec import CacheSpec, bytes_per_token
+from configs.cache import block_bytes, blocks_within, cache_bytes, kept_cache
 from configs.dbo import plan_dbo
+from configs.deterministic import fixed_order
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
 from configs.eplb import EplbConfig, check_eplb, plan_eplb
 from configs.exchange import check_host_backend, with_dispatch
@@ -35,8 +36,8 @@ QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as 
 
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool = False) -> Plan:
     """ValueError names field and limit when a wish cannot be met. alone: in the caller's process, without a front."""
-    _check(config, model, machine.gpu)
     why, ranks = machine.reasons, config.data_parallel_size
+    config = fixed_order(_checked(config, model, machine.gpu), machine, why)
     dtype = _dtype(config, model, machine, why)
     model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
@@ -73,6 +74,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         dbo=plan_dbo(*dbo, model.num_experts, ranks, why),
         threads_per_rank=threads,
         mla_prefill=config.mla_prefill,
+        deterministic=config.deterministic,
         logprobs_mode=config.logprobs_mode,
         max_logprobs=config.max_logprobs,
         exchange_timeout=config.exchange_timeout,
@@ -111,7 +113,7 @@ def _item_size(dtype: Dtype) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def _check(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> None:
+def _checked(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> EngineConfig:
     positive = {
         "data_parallel_size": config.data_parallel_size,
         "max_model_len": config.max_model_len,
@@ -150,6 +152,7 @@ def _check(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> None:
         raise ValueError(
             f"max_model_len {config.max_model_len} exceeds the model's limit of {limit} tokens: {model.context_reason}"
         )
+    return config
 
 
 def _choose(why: dict[str, str], name: str, asked: int | None, default: int, reason: str) -> int:
@@ -221,26 +224,28 @@ def _cache(
 ) -> tuple[int, int]:
     """max_model_len and the number of KV blocks of a rank, which depend on each other."""
     bytes_per_block = block_bytes(spec, block_size)
-    beside = bytes_beside_blocks(spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS)
+    limits = spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
     wanted_len = config.max_model_len or model.usual_len
     full_blocks = -(-wanted_len // block_size)
     if config.num_kv_blocks is not None:
         blocks, source = config.num_kv_blocks, "as asked"
     elif config.kv_cache_memory_bytes is not None:
         blocks, source = (
-            max(0, config.kv_cache_memory_bytes - beside) // bytes_per_block,
+            blocks_within(config.kv_cache_memory_bytes, *limits),
             f"{config.kv_cache_memory_bytes} bytes as asked",
         )
     else:
         part = config.gpu_memory_utilization or _memory_part(machine)
         ranks = config.data_parallel_size
         weights = _weights(model, dtype, ranks, slots, store)
-        free = max(0, max(0, int(machine.free_memory * part) - weights) // ranks - beside)
-        blocks = min(free // bytes_per_block, full_blocks * num_seqs)
+        free = max(0, int(machine.free_memory * part) - weights) // ranks
+        blocks = min(blocks_within(free, *limits), full_blocks * num_seqs)
         source = (
             f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of weights, over "
             f"{ranks} rank(s), and no more than {num_seqs} full sequences"
         )
+    if not bytes_per_token(spec):  # windows alone: nothing grows with the number of blocks
+        blocks = min(blocks, full_blocks * num_seqs)
     if blocks < 1:
         raise ValueError(
             f"no room for a KV block of {bytes_per_block} bytes: {source}; set kv_cache_memory_bytes or num_kv_blocks"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from layers import choice
 from layers.linear import Linear, MergedLinear, parameter
 from native import rows
+from native.linear import linear
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
@@ -25,6 +26,13 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
         return fused(gate_up_T2F)
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     return F.silu(gate_TF).mul_(up_TF)
+
+
+def sigmoid_gate(x_TF: Tensor, gate_T: Tensor) -> Tensor:
+    """x * sigmoid(gate), in place; x. gate [T, F], or [T, 1]: a number for each token."""
+    if rows.can_run(x_TF) and x_TF.is_contiguous() and gate_T.is_contiguous():
+        return rows.sigmoid_gate(x_TF, gate_T)
+    return x_TF.mul_(torch.sigmoid(gate_T))
 
 
 class GatedMLP(nn.Module):
@@ -51,14 +59,15 @@ class GatedMLP(nn.Module):
 
 
 class WeightedMLP(GatedMLP):
-    """The same, times sigmoid(gate(x)), a number for each token. gate [1, D]."""
+    """The same, times sigmoid(gate(x)), a number for each token. gate [1, D], float32 whatever the model's dtype:
+    converting once is exact."""
 
     def __init__(
         self, hidden_size: int, width: int, dtype: torch.dtype, device: torch.device, bias: bool = False
     ) -> None:
         super().__init__(hidden_size, width, dtype, device, bias)
-        self.gate = parameter((1, hidden_size), dtype, device)
+        self.gate = parameter((1, hidden_size), torch.float32, device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD = super().forward(x_TD)
-        return out_TD.mul_(torch.sigmoid(F.linear(x_TD, self.gate)))
+        return sigmoid_gate(out_TD, linear(x_TD, self.gate))

@@ -21,6 +21,8 @@ MAX_NATIVE_ROWS = 512  # with more torch is as fast
 
 def inverse_frequencies(rope: RopeParameters) -> Tensor:
     """Radians per position of each plane: float32 [R]."""
+    if rope.kind == "none":
+        return torch.zeros(rope.dim // 2)
     exponent_R = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     wavelength_R = rope.theta**exponent_R
     plain_R = 1.0 / wavelength_R

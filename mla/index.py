@@ -25,8 +25,8 @@ from torch import Tensor
 from layers import choice
 from layers.rope import apply_rope
 from mla import index_keys, latent_kv
+from native import fixed_order, rows
 from native import index as native_index
-from native import rows
 
 NORM_EPS = 1e-6  # of the norm of index keys
 TILE_BYTES = 16 << 20  # scores of all heads in torch, for some queries at a time
@@ -87,7 +87,8 @@ def place(
 
 def head_weights(x_TD: Tensor, weight_HD: Tensor) -> Tensor:
     """What the heads' scores are weighted with, float32 [T, H], from float32 weights."""
-    if x_TD.shape[0] <= MAX_DOT_ROWS and x_TD.stride(1) == 1 and rows.can_run(x_TD):
+    few = x_TD.shape[0] <= MAX_DOT_ROWS or fixed_order()
+    if few and x_TD.stride(1) == 1 and rows.can_run(x_TD):
         return rows.dots(x_TD, weight_HD)
     return F.linear(x_TD.float(), weight_HD)
 
@@ -100,8 +101,8 @@ def choose_keys(q_UHI: Tensor, weight_UH: Tensor, cache: Tensor, queries: IndexQ
         choose: Callable[..., tuple[Tensor, Tensor]] = choice.triton_implementation("mla.triton.index", "choose")
         return Chosen(*choose(q_UHI, weight_UH, cache, *seen, topk))
     if rows.can_run(q_UHI) and (q_UHI.dtype is torch.float32 or q_UHI.shape[2] % 2 == 0):
-        where = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size
-        return Chosen(*native_index.choose(q_UHI, weight_UH, cache, *where, topk))
+        table = queries.lens_U, queries.sequence_U, queries.table_BN, queries.block_size
+        return Chosen(*native_index.choose(q_UHI, weight_UH, cache, *table, topk))
     counts_U = queries.lens_U.clamp(max=topk)
     rows_UK = torch.zeros(q_UHI.shape[0], topk, dtype=torch.int64, device=q_UHI.device)
     for first, last, sequence, length in queries.parts:

@@ -17,6 +17,8 @@ from models.facts import ModelFacts
 from models.fields import ConfigError, Fields
 from models.gqa import config as gqa
 from models.gqa.families import ARCHITECTURES as GQA_ARCHITECTURES
+from models.kimi_linear import config as kimi_linear
+from models.qwen3_next import config as qwen3_next
 from models.shared_fields import check_modelopt
 
 if TYPE_CHECKING:
@@ -45,9 +47,17 @@ _DEEPSEEK = Family(deepseek.parse, "models.deepseek.model", "DeepseekForCausalLM
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(GQA_ARCHITECTURES, _GQA),
     **dict.fromkeys(deepseek.ARCHITECTURES, _DEEPSEEK),
+    kimi_linear.ARCHITECTURE: Family(kimi_linear.parse, "models.kimi_linear.model", "KimiLinearForCausalLM"),
+    **dict.fromkeys(
+        qwen3_next.ARCHITECTURES, Family(qwen3_next.parse, "models.qwen3_next.model", "Qwen3NextForCausalLM")
+    ),
 }
 # Models with vision: what their text_config describes is served, by the architecture that it is.
-WRAPPERS = {"KimiK25ForConditionalGeneration": "KimiK2ForCausalLM"}
+WRAPPERS = {
+    "KimiK25ForConditionalGeneration": "KimiK2ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+}
 
 
 def read_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelFacts:
@@ -104,8 +114,6 @@ def build(
 ) -> CausalLM:
     """The model that `read_config` described, with uninitialised weights: call its `load` next. mla_backend: a name of
     mla/backend.py; fp8_cache: the cache is kept in FP8. Raises ValueError where that cannot be."""
-    family = FAMILIES[config.architecture]
-    model_class = vars(importlib.import_module(family.module))[family.name]
     choices: dict[str, Any] = {}
     if config.mla_dims is not None:
         choices = {"mla_prefill": mla_prefill, "mla_backend": mla_backend, "fp8_cache": fp8_cache}
@@ -113,5 +121,12 @@ def build(
         raise ValueError(
             f"kv_cache_dtype fp8: {config.architecture} has no latent cache, which is what there is in FP8"
         )
-    model: CausalLM = model_class(config, parallel, dtype, device, **choices)
+    model: CausalLM = model_class(config.architecture)(config, parallel, dtype, device, **choices)
     return model
+
+
+def model_class(architecture: str) -> Callable[..., Any]:
+    """What makes the model; its modules are imported here."""
+    family = FAMILIES[architecture]
+    made: Callable[..., Any] = vars(importlib.import_module(family.module))[family.name]
+    return made

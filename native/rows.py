@@ -58,11 +58,12 @@ class _GroupedCall(ctypes.Structure):
 
 
 _rows_norm = function(
-    "rows_norm", _INT, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _FLOAT, _INT
+    "rows_norm", _INT, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _FLOAT, _INT
 )
 _rows_heads = function("rows_heads", ctypes.POINTER(_HeadsCall), _NUMBER, _INT)
 _rows_latent = function("rows_latent", ctypes.POINTER(_LatentCall), _NUMBER, _INT)
 _rows_silu_mul = function("rows_silu_mul", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_sigmoid_gate = function("rows_sigmoid_gate", _INT, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_softmax_topk = function(
     "rows_softmax_topk", _INT, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT, _POINTER, _POINTER, _INT
 )
@@ -75,7 +76,9 @@ _rows_weigh = function(
 )
 _rows_gather = function("rows_gather", _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_rope = function("rows_rope", _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
-_rows_dots = function("rows_dots", _INT, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT)
+_rows_dots = function(
+    "rows_dots", _INT, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT
+)
 
 
 def can_run(x: Tensor) -> bool:
@@ -95,10 +98,16 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     return _norm(x_TD.contiguous(), residual_TD, weight_D, eps)
 
 
-def _norm(x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, eps: float) -> None:
+    """x becomes its `rms_norm`; its rows may be apart."""
+    assert x_TD.stride(1) == 1
+    _norm(None, x_TD, weight_D, eps, x_TD)
+
+
+def _norm(x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor | None = None) -> Tensor:
     num_rows, size = residual_TD.shape
     assert weight_D.dtype is residual_TD.dtype and weight_D.shape == (size,)
-    y_TD = residual_TD.new_empty(num_rows, size)
+    y_TD = residual_TD.new_empty(num_rows, size) if y_TD is None else y_TD
     _rows_norm(
         _X_TYPES[y_TD.dtype],
         None if x_TD is None else x_TD.data_ptr(),
@@ -106,6 +115,7 @@ def _norm(x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
         residual_TD.stride(0),
         weight_D.data_ptr(),
         y_TD.data_ptr(),
+        y_TD.stride(0),
         num_rows,
         size,
         eps,
@@ -273,6 +283,23 @@ def _grouped_topk(
     return expert_TK, weight_TK
 
 
+def sigmoid_gate(y_TF: Tensor, gate_T: Tensor) -> Tensor:
+    """y *= sigmoid(gate), in place; y. gate [T, F], or [T, 1]."""
+    num_rows, width = y_TF.shape
+    assert y_TF.is_contiguous() and gate_T.is_contiguous() and gate_T.dtype is y_TF.dtype
+    assert gate_T.shape[0] == num_rows and gate_T.shape[1] in (1, width)
+    _rows_sigmoid_gate(
+        _X_TYPES[y_TF.dtype],
+        gate_T.data_ptr(),
+        gate_T.shape[1],
+        y_TF.data_ptr(),
+        num_rows,
+        width,
+        torch.get_num_threads(),
+    )
+    return y_TF
+
+
 def add(y_TD: Tensor, x_TD: Tensor) -> Tensor:
     """y += x, in place; y."""
     assert y_TD.is_contiguous() and x_TD.is_contiguous() and x_TD.shape == y_TD.shape and x_TD.dtype is y_TD.dtype
@@ -354,21 +381,15 @@ def rope(positions_T: Tensor, frequency_R: Tensor, scale: float, dtype: torch.dt
     return cos, sin
 
 
-def dots(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T in float32, [T, O]; x float32 or bfloat16, weight float32. Rows of x may be apart."""
+def dots(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W^T + b in float32, [T, O]; x float32 or bfloat16, weight and bias float32. Rows of x may be apart."""
     assert x_TI.stride(1) == 1 and weight_OI.is_contiguous() and weight_OI.dtype is torch.float32
     num_rows, num_inputs = x_TI.shape
     num_outputs = weight_OI.shape[0]
     y_TO = torch.empty((num_rows, num_outputs), dtype=torch.float32)
     _rows_dots(
-        _X_TYPES[x_TI.dtype],
-        x_TI.data_ptr(),
-        x_TI.stride(0),
-        weight_OI.data_ptr(),
-        y_TO.data_ptr(),
-        num_rows,
-        num_inputs,
-        num_outputs,
+        _X_TYPES[x_TI.dtype], x_TI.data_ptr(), x_TI.stride(0), weight_OI.data_ptr(),
+        None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), num_rows, num_inputs, num_outputs,
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return y_TO

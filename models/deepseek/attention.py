@@ -14,7 +14,7 @@ from layers.norm import RMSNorm
 from mla import latent_kv
 from mla.protocol import MlaShape
 from mla.sparse import chooses
-from models.decoder import LayerContext
+from models.decoder_layer import LayerContext
 from models.deepseek.config import LATENT_NORM_EPS, DeepseekConfig
 from models.deepseek.indexer import Indexer
 from models.graph_breaks import EAGER

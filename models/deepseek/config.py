@@ -30,7 +30,8 @@ class DeepseekConfig:
     """q_lora_rank 0: queries come from one projection. router None and num_experts 0: a dense model.
 
     Layers from first_moe_layer on have routed experts. num_mtp_layers: extra layers in the checkpoint, numbered after
-    the last, that predict further tokens; they are not part of the forward pass. index: None: attention is dense.
+    the last, that predict further tokens. drafts: the first of them is served (models/mtp.py). index: None: attention
+    is dense.
     """
 
     architecture: str
@@ -58,6 +59,7 @@ class DeepseekConfig:
     router: RouterConfig | None
     index: IndexConfig | None = None
     key_names: KeyNames = PLAIN
+    drafts: bool = False
 
     @property
     def context_limit(self) -> int:
@@ -69,7 +71,7 @@ class DeepseekConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return self.num_layers - self.first_moe_layer if self.num_experts else 0
+        return self.num_layers + self.drafts - self.first_moe_layer if self.num_experts else 0
 
     @property
     def mla_dims(self) -> tuple[int, int, int, int, int]:
@@ -96,7 +98,7 @@ class DeepseekConfig:
         else:
             latent = Field("latent", (self.kv_lora_rank + self.qk_rope_head_dim,), dtype)
         fields = (latent,) if self.index is None else (latent, self._index_key(self.index, dtype, fp8))
-        return (CacheGroup("paged", tuple(range(self.num_layers)), fields),)
+        return (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), fields),)
 
     def _index_key(self, index: IndexConfig, dtype: str, fp8: bool) -> Field:
         layers = None if len(index.full_layers) == self.num_layers else index.full_layers

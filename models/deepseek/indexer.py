@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from layers.linear import Linear, parameter
 from mla import index
 from mla.index import IndexShape
-from models.decoder import LayerContext
+from models.decoder_layer import LayerContext
 from models.deepseek.index_config import IndexConfig
 
 

@@ -40,10 +40,7 @@ class DeepseekForCausalLM(Decoder[Attention]):
         mla_backend: str = "auto",
         fp8_cache: bool = False,
     ) -> None:
-        dense = [
-            GatedMLP(config.hidden_size, config.intermediate_size, dtype, device) for _ in range(config.first_moe_layer)
-        ]
-        mlps: list[GatedMLP | MoE] = [*dense, *_moe_layers(config, parallel, dtype, device)]
+        mlps = make_mlps(config, parallel, dtype, device)
         super().__init__(config, lambda layer: Attention(config, layer, dtype, device), mlps, parallel, dtype, device)
         self.fp8_cache = fp8_cache
         self.mla: MlaBackend | None = None
@@ -63,16 +60,30 @@ class DeepseekForCausalLM(Decoder[Attention]):
         return (breaks.operation(self.mla.prepare, step, 2),)
 
     def read_layer(self, index: int, source: WeightSource) -> None:
-        layer, prefix = self.decoders[index], f"model.layers.{index}."
+        layer, prefix = self.layer(index), f"model.layers.{index}."
         weights.load_attention(source, prefix, layer.mixer, self.config)
         weights.load_norms(source, prefix, layer.input_norm, layer.post_norm)
-        if isinstance(layer.mlp, GatedMLP):
-            read_mlp(source, f"{prefix}mlp.", layer.mlp)
-        else:
-            weights.load_moe(source, prefix, layer.mlp)
+        read_feed_forward(source, prefix, layer.mlp)
 
     def skip_rest(self, source: WeightSource) -> None:
-        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
+        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers, self.config.drafts)
+
+
+def read_feed_forward(source: WeightSource, prefix: str, mlp: GatedMLP | MoE) -> None:
+    if isinstance(mlp, GatedMLP):
+        read_mlp(source, f"{prefix}mlp.", mlp)
+    else:
+        weights.load_moe(source, prefix, mlp)
+
+
+def make_mlps(
+    config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device
+) -> list[GatedMLP | MoE]:
+    """The feed-forward layer of each decoder layer."""
+    sizes = config.hidden_size, config.intermediate_size
+    num_dense = config.num_layers + config.drafts - config.num_moe_layers
+    dense = [GatedMLP(*sizes, dtype, device) for _ in range(num_dense)]
+    return [*dense, *_moe_layers(config, parallel, dtype, device)]
 
 
 def _moe_layers(config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[MoE]:

@@ -13,11 +13,12 @@ from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
 from layers.attention import AttentionPlan, HeadCounts, paged_attention, qk_norm_rope_cache
 from layers.linear import Linear, MergedLinear, parameter
-from layers.mlp import GatedMLP, WeightedMLP
-from layers.norm import rms_norm
+from layers.mlp import GatedMLP, WeightedMLP, sigmoid_gate
+from layers.norm import rms_norm_in_place
 from layers.step import StepInput
 from models.base import WeightSource
-from models.decoder import Decoder, LayerContext
+from models.decoder import Decoder
+from models.decoder_layer import LayerContext
 from models.gqa import weights
 from models.gqa.config import GqaConfig
 from models.graph_breaks import GraphBreaks, Operation
@@ -27,9 +28,10 @@ from models.routers import make_router, read_router
 
 class Attention(nn.Module):
     """Grouped-query attention. qk_norm [H + Hkv, Dh]: the weight of the norm of queries and keys, or None;
-    norms_vectors: it is that of all heads as one vector."""
+    norms_vectors: it is that of all heads as one vector. gate: what every head gives is multiplied by its sigmoid."""
 
     qk_norm: nn.Parameter | None
+    gate: Linear | None
 
     def __init__(self, config: GqaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -41,6 +43,7 @@ class Attention(nn.Module):
         qk_shape = (config.num_heads + config.num_kv_heads, config.head_dim)
         self.qk_norm = None if config.qk_norm == "none" else parameter(qk_shape, dtype, device)
         self.norms_vectors = config.qk_norm == "vector"
+        self.gate = Linear(config.hidden_size, q_size, config.qkv_bias, dtype, device) if config.output_gate else None
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
 
@@ -56,8 +59,10 @@ class Attention(nn.Module):
         q_THD = qk_norm_rope_cache(qkv, self.num_heads, qk_norm, self.eps, context.rope, cache, context.step.slots_T)
         k_cache, v_cache = cache
         attend = context.operations[0]
-        attended = attend(q_THD, k_cache, v_cache, self.scale)
-        out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
+        attended = attend(q_THD, k_cache, v_cache, self.scale).reshape(-1, self.num_heads * self.head_dim)
+        if self.gate is not None:
+            attended = sigmoid_gate(attended, self.gate(x_TD))
+        out_TD: Tensor = self.out(attended)
         return out_TD
 
     def _norm_vectors(self, qkv: Tensor) -> None:
@@ -67,7 +72,7 @@ class Attention(nn.Module):
         for heads in (slice(0, self.num_heads), slice(self.num_heads, None)):
             weight = self.qk_norm[heads].flatten()
             part = qkv[:, start : start + weight.shape[0]]
-            part.copy_(rms_norm(part, weight, self.eps))
+            rms_norm_in_place(part, weight, self.eps)
             start += weight.shape[0]
 
 
@@ -77,7 +82,7 @@ class GqaForCausalLM(Decoder[Attention]):
     config: GqaConfig
 
     def __init__(self, config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
-        mlps = _mlps(config, parallel, dtype, device)
+        mlps = make_mlps(config, parallel, dtype, device)
         super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
         self.heads = HeadCounts(config.num_heads, config.num_kv_heads, config.head_dim)
 
@@ -89,30 +94,35 @@ class GqaForCausalLM(Decoder[Attention]):
         return lambda q_THD, k_cache, v_cache, scale: paged_attention(q_THD, k_cache, v_cache, plan, scale)
 
     def read_layer(self, index: int, source: WeightSource) -> None:
-        layer, prefix = self.decoders[index], f"model.layers.{index}."
+        layer, prefix = self.layer(index), f"model.layers.{index}."
         source.read(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
         source.read(f"{prefix}post_attention_layernorm.weight", layer.post_norm.weight)
-        attention = layer.mixer
-        weights.read_attention(
-            source, f"{prefix}self_attn.", self.config, attention.qkv, attention.out, attention.qk_norm
-        )
-        mlp, prefix = layer.mlp, f"{prefix}mlp."
-        if isinstance(mlp, GatedMLP):
-            read_mlp(source, prefix, mlp)
-            return
-        read_router(source, f"{prefix}gate.", mlp.router)
-        read_shared(source, prefix, mlp.shared)
+        read_mixer(source, f"{prefix}self_attn.", self.config, layer.mixer)
+        read_feed_forward(source, f"{prefix}mlp.", layer.mlp)
 
     def skip_rest(self, source: WeightSource) -> None:
-        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
+        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers, self.config.drafts)
 
 
-def _mlps(config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[GatedMLP | MoE]:
+def read_mixer(source: WeightSource, prefix: str, config: GqaConfig, attention: Attention) -> None:
+    weights.read_attention(source, prefix, config, attention.qkv, attention.out, attention.qk_norm, attention.gate)
+
+
+def read_feed_forward(source: WeightSource, prefix: str, mlp: GatedMLP | MoE) -> None:
+    """Dense, or the router and the shared expert of routed ones."""
+    if isinstance(mlp, GatedMLP):
+        read_mlp(source, prefix, mlp)
+        return
+    read_router(source, f"{prefix}gate.", mlp.router)
+    read_shared(source, prefix, mlp.shared)
+
+
+def make_mlps(config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[GatedMLP | MoE]:
     """The feed-forward layer of each decoder layer."""
     moe_layers = MoELayers(parallel, config.hidden_size, dtype, device) if config.moe_layers else None
     mlps: list[GatedMLP | MoE] = []
-    for layer in range(config.num_layers):
-        if moe_layers is None or layer not in config.moe_layers:
+    for layer in range(config.num_layers + config.drafts):
+        if moe_layers is None or not config.has_experts(layer):
             mlps.append(GatedMLP(config.hidden_size, config.intermediate_size, dtype, device, config.mlp_bias))
             continue
         assert config.router is not None

@@ -21,10 +21,14 @@ def read_attention(
     qkv: MergedLinear,
     out: Linear,
     qk_norm: Tensor | None,
+    gate: Linear | None = None,
 ) -> None:
     """qk_norm [H + Hkv, Dh]: the checkpoint has one weight for all query heads and one for all key heads, or one for
     every number of either. Dimensions of queries and keys are brought into the order of layers.rope.apply_rope."""
-    read_merged(source, prefix, qkv)
+    if gate is None:
+        read_merged(source, prefix, qkv)
+    else:
+        _read_gated(source, prefix, config, qkv, gate)
     read_linear(source, f"{prefix}o_proj", out)
     num_heads, order = config.num_heads, head_order(config)
     if qk_norm is not None:
@@ -45,6 +49,20 @@ def read_attention(
     # Checkpoints of old Llamas carry what follows from rope_theta.
     if source.has(f"{prefix}rotary_emb.inv_freq"):
         source.skip(f"{prefix}rotary_emb.inv_freq")
+
+
+def _read_gated(source: WeightSource, prefix: str, config: GqaConfig, qkv: MergedLinear, gate: Linear) -> None:
+    kinds = [("weight", qkv.weight_of, gate.weight)]
+    if qkv.bias is not None and gate.bias is not None:
+        kinds.append(("bias", qkv.bias_of, gate.bias))
+    for kind, part_of, of_gate in kinds:
+        both = of_gate.new_empty((2 * of_gate.shape[0], *of_gate.shape[1:]))
+        source.read(f"{prefix}q_proj.{kind}", both)
+        heads = both.view(config.num_heads, 2, config.head_dim, -1)
+        part_of("q_proj").copy_(heads[:, 0].reshape(of_gate.shape))
+        of_gate.copy_(heads[:, 1].reshape(of_gate.shape))
+        for part in ("k_proj", "v_proj"):
+            source.read(f"{prefix}{part}.{kind}", part_of(part))
 
 
 def head_order(config: GqaConfig) -> Tensor | None:

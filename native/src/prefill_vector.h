@@ -122,5 +122,5 @@ static void fold(const float *c, int rows, const float *factor, float *acc, int6
 }
 
 template <class X> struct Ops {
-  static constexpr PrefillOps table = {pack_keys, pack_values<X>, softmax<X>, fold};
+  static constexpr PrefillOps table = {pack_keys, pack_values<X>, softmax<X>, fold, 1.f};
 };

@@ -67,6 +67,8 @@ struct RowOps {
   void (*index_key)(const IndexKeyCall &call, int64_t row, void *work);
   // y = silu(gate_up[0..width)) * gate_up[width..2 width).
   void (*silu_mul)(const void *gate_up, void *y, int64_t width);
+  // y *= sigmoid(gate), with a number of the gate for each of y, or one for all.
+  void (*sigmoid_gate)(const void *gate, bool one, void *y, int64_t width);
   // The k largest of n numbers, and their softmax over the chosen (renormalize) or over all.
   void (*softmax_topk)(const void *logits, int64_t n, int64_t k, bool renormalize, int64_t *index, float *weight, float *work);
   // One row; work: 2 * experts + groups numbers.
@@ -78,7 +80,8 @@ struct RowOps {
   // cos and sin of one position's angles, [2 * planes]; the first half of sin is negative.
   void (*rope)(int64_t position, const float *frequency, float scale, void *cos, void *sin, int64_t planes);
   // y[o] = x . w[o], for o < outputs.
-  void (*dots)(const void *x, const float *w, int64_t inputs, int64_t outputs, float *y);
+  // y[r][o] = x[r] . w[o]; rows of x and y begin so many numbers apart. The order of a sum is the same for any number of rows.
+  void (*dots)(const void *x, int64_t x_stride, int64_t rows, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride);
 };
 
 extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType

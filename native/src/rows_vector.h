@@ -223,6 +223,16 @@ static void grouped_topk(const GroupedCall &call, int64_t row, float *work) {
   for (i = 0; i < call.k; i++) weight[i] *= factor;
 }
 
+template <class X> static void sigmoid_gate(const void *gatev, bool one, void *yv, int64_t width) {
+  const X *gate = (const X *)gatev;
+  X *y = (X *)yv;
+  auto opened = [&](vf x) { return rounded(1.f / (1.f + exp_of(-x)), y); };
+  vf all = opened(splat(number(gate)));
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(y + i, load(y + i) * (one ? all : opened(load(gate + i))));
+  for (; i < width; i++) put(y + i, number(y + i) * (one ? all : opened(splat(number(gate + i))))[0]);
+}
+
 template <class X> static void add(const void *xv, void *yv, int64_t dim) {
   const X *x = (const X *)xv;
   X *y = (X *)yv;
@@ -252,27 +262,57 @@ template <class X> static void rope(int64_t position, const float *frequency, fl
   }
 }
 
-template <int count, class X> INLINE void some_dots(const X *x, const float *w, int64_t inputs, float *y) {
-  vf sum[count] = {};
-  int64_t i = 0;
-  for (; i + LANES <= inputs; i += LANES) {
-    vf a = load(x + i);
-    for (int o = 0; o < count; o++) sum[o] += a * load(w + o * inputs + i);
-  }
-  for (int o = 0; o < count; o++) {
-    float rest = 0;
-    for (int64_t j = i; j < inputs; j++) rest += number(x + j) * w[o * inputs + j];
-    y[o] = total(sum[o]) + rest;
-  }
+// The totals of LANES vectors, each in its lane: neighbours are added, until one vector is left.
+INLINE vf totals(vf *sum) {
+  typedef int32_t mask __attribute__((vector_size(sizeof(vf))));
+  mask even, odd;
+  for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+#pragma GCC unroll 4
+  for (int left = LANES / 2; left; left /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < left; i++) sum[i] = __builtin_shuffle(sum[2 * i], sum[2 * i + 1], even) + __builtin_shuffle(sum[2 * i], sum[2 * i + 1], odd);
+  return sum[0];
 }
 
-template <class X> static void dots(const void *xv, const float *w, int64_t inputs, int64_t outputs, float *y) {
-  const X *x = (const X *)xv;
+// `live` of LANES / rows outputs, of so many rows.
+template <int rows, bool all, class X>
+INLINE void some_dots(const X *x, int64_t x_stride, const float *w, int64_t inputs, int live, float *y, int64_t y_stride) {
+  enum { COUNT = LANES / rows };
+  vf sum[LANES] = {};
+  int64_t i = 0;
+  for (; i + LANES <= inputs; i += LANES)
+#pragma GCC unroll 16
+    for (int o = 0; o < COUNT; o++) {
+      if (!all && o >= live) break;
+      vf b = load(w + o * inputs + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; r++) sum[r * COUNT + o] += load(x + r * x_stride + i) * b;
+    }
+  vf found = totals(sum);
+  for (int r = 0; r < rows; r++)
+    for (int o = 0; o < live; o++) {
+      float rest = 0;
+      for (int64_t j = i; j < inputs; j++) rest += number(x + r * x_stride + j) * w[o * inputs + j];
+      y[r * y_stride + o] = found[r * COUNT + o] + rest;
+    }
+}
+
+template <int rows, class X>
+static void row_dots(const X *x, int64_t x_stride, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride) {
+  enum { COUNT = LANES / rows };
   int64_t o = 0;
-  for (; o + 8 <= outputs; o += 8) some_dots<8>(x, w + o * inputs, inputs, y + o);
-  for (; o < outputs; o++) some_dots<1>(x, w + o * inputs, inputs, y + o);
+  for (; o + COUNT <= outputs; o += COUNT) some_dots<rows, true>(x, x_stride, w + o * inputs, inputs, COUNT, y + o, y_stride);
+  if (o < outputs) some_dots<rows, false>(x, x_stride, w + o * inputs, inputs, (int)(outputs - o), y + o, y_stride);
+}
+
+template <class X>
+static void dots(const void *xv, int64_t x_stride, int64_t rows, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride) {
+  const X *x = (const X *)xv;
+  for (; rows >= 4; rows -= 4, x += 4 * x_stride, y += 4 * y_stride) row_dots<4>(x, x_stride, w, inputs, outputs, y, y_stride);
+  for (; rows >= 2; rows -= 2, x += 2 * x_stride, y += 2 * y_stride) row_dots<2>(x, x_stride, w, inputs, outputs, y, y_stride);
+  if (rows) row_dots<1>(x, x_stride, w, inputs, outputs, y, y_stride);
 }
 
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
 };

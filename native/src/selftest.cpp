@@ -121,7 +121,7 @@ void expect_near(float got, float wanted, float scale, const char *what) {
 
 void test(int x_type, int format, int64_t hidden, int64_t width, int64_t num_tokens, int threads) {
   const int64_t num_slots = 3, top_k = 2;
-  ExpertShape s = {x_type, format, num_slots, hidden, width, 0, 0, 0, 0, 0, 0, 0, 0};
+  ExpertShape s = {x_type, format, num_slots, hidden, width, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, INFINITY, 0};
   experts_shape(&s);
   std::vector<uint8_t> weights(num_slots * s.slot_bytes, 0xff);
   std::vector<Expert> experts;

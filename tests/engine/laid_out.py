@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import drive
 import torch
 
+from cache.spec import state_groups
 from engine.prepared import Chooser, PreparedStep
 from engine.schedule import NewRow, Schedule
 from engine.step_buffers import StepBuffers
@@ -29,7 +30,10 @@ class LaidOut:
         context_cost: float = 0.0,
     ) -> None:
         self.cache = cache
-        limits = Limits(max_num_seqs, max_tokens, max_len, cache.kv.block_size, scratch_block=scratch)
+        self._has_state = bool(state_groups(cache.kv.spec))
+        limits = Limits(
+            max_num_seqs, max_tokens, max_len, cache.kv.block_size, scratch_blocks=(scratch,), has_state=self._has_state
+        )
         self.buffers = StepBuffers(limits, drive.CPU, context_cost)
         self.num_advanced = 0
         self._last: PreparedStep | None = None
@@ -60,6 +64,10 @@ class LaidOut:
             schedule.starts.append(first)
             schedule.counts.append(len(tokens))
             schedule.samples.append(True)
+            if self._has_state:
+                read, written = self.cache.next_record(sequence)
+                schedule.state_reads.append(read)
+                schedule.state_writes.append(written)
         self._last = self.buffers.fill(schedule, num_parts, choose)
         self._ends = [(sequence, first + len(tokens)) for sequence, tokens, first in work]
         return self._last

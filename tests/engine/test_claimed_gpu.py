@@ -186,6 +186,7 @@ def test_two_ranks_of_one_thread(choices: dict[str, Any], tmp_path: Path) -> Non
     assert [got.tokens for got in ours] == [got.tokens for got in expected]
 
 
+@pytest.mark.slow
 def test_an_llm_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """moesaic.LLM as a user calls it: what nvidia-smi says, the plan, the embedded model, its tokens."""
     tool = tmp_path / "nvidia-smi"

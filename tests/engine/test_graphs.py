@@ -126,9 +126,9 @@ def test_full_decode_graphs_equal_eager(moe: CausalLM, num_parts: int) -> None:
     work = sorted(prompts(captured, lengths), key=lambda item: len(item[1]) > 1)
     assert captured.check(work) == 0  # a prefill is none of theirs
     parts = set()
-    for step, living in enumerate([6, 6, 3, 5, 5, 1, 1, 1, 2]):
-        work = [(b, [7 * b + step], lengths[b]) for b in range(living)]
-        for b in range(living):
+    for step, live in enumerate([6, 6, 3, 5, 5, 1, 1, 1, 2]):
+        work = [(b, [7 * b + step], lengths[b]) for b in range(live)]
+        for b in range(live):
             lengths[b] += 1
         split = num_parts if step != 2 else 1
         assert captured.check(work, split) == 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cache.memory import CacheMemory
-from cache.spec import CacheSizes
+from cache.spec import CacheSizes, state_groups
 from dbo.steps import drain, weave
 from ep.backends.local import LocalAllToAll
 from ep.parallel import Parallel
@@ -23,12 +23,13 @@ from ep.protocol import AllToAll
 from ep.table import make_lanes
 from ep.transport.group import Group, MailboxGroup, MailboxWorld
 from eplb.placement import Placement, linear_placement
-from layers.step import StepInput
+from layers.step import StateInput, StepInput
 from layers.weights import Checkpoint
 from models.base import CausalLM
 from models.registry import build, read_config
 
 CPU = torch.device("cpu")
+MAX_STATES = 8  # sequences of a model with states
 
 
 def single_rank(path: Path) -> Parallel:
@@ -79,9 +80,11 @@ def prompts_of(rank: int, vocab_size: int) -> list[list[int]]:
 
 @dataclass
 class Cache:
-    """A paged cache whose sequences take blocks in shuffled order. table: sequence -> its blocks."""
+    """A paged cache whose sequences take blocks in shuffled order. table: sequence -> its blocks; record: the one of its
+    state."""
 
     kv: CacheMemory
+    record: dict[int, int] = field(default_factory=dict)
     table: dict[int, list[int]] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
 
@@ -89,7 +92,15 @@ class Cache:
     def for_model(model: CausalLM, num_blocks: int = 64, block_size: int = 4, seed: int = 0) -> Cache:
         free = list(range(1, num_blocks))
         random.Random(seed).shuffle(free)
-        return Cache(CacheMemory.allocate(model.cache_spec(), CacheSizes(block_size, num_blocks), CPU), free=free)
+        sizes = CacheSizes(block_size, num_blocks, num_records=1 + 2 * MAX_STATES)
+        return Cache(CacheMemory.allocate(model.cache_spec(), sizes, CPU), free=free)
+
+    def next_record(self, sequence: int) -> tuple[int, int]:
+        """What a step reads, and what it writes: every sequence has two in turn."""
+        read = self.record.get(sequence, 0)
+        first = 1 + 2 * sequence
+        self.record[sequence] = written = first + 1 if read == first else first
+        return read, written
 
     def blocks_for(self, sequence: int, length: int) -> list[int]:
         blocks = self.table.setdefault(sequence, [])
@@ -123,6 +134,10 @@ def make_step(
     num_decodes = sum(count == 1 for count in counts)
     assert all(count == 1 for count in counts[:num_decodes])
     padded = [table + [0] * (width - len(table)) for table in tables]
+    state = None
+    if state_groups(cache.kv.spec):
+        records = torch.tensor([cache.next_record(sequence) for sequence, _, _ in work], dtype=torch.int64).view(-1, 2)
+        state = StateInput(records[:, 0].contiguous(), records[:, 1].contiguous())
     return StepInput(
         token_ids_T=torch.tensor(token_ids, dtype=torch.int64),
         positions_T=torch.tensor(positions, dtype=torch.int64),
@@ -134,6 +149,7 @@ def make_step(
         num_decodes=num_decodes,
         block_size=block_size,
         logits_rows_P=torch.tensor(list(range(len(token_ids))) if all_logits else rows, dtype=torch.int64),
+        state=state,
     )
 
 

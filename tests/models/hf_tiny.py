@@ -165,6 +165,48 @@ def make_ernie(path: Path, **overrides: Any) -> HfModel:
     return make_hf(path, "Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", **{**experts, **overrides})
 
 
+LINEAR = {
+    "head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10,
+    "linear_value_head_dim": 6, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+SHARED = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+}
+
+
+def make_qwen3_next(path: Path, **overrides: Any) -> HfModel:
+    sizes = {**LINEAR, **SHARED, "rope_parameters": partial_rope(0.5)}
+    return make_hf(path, "Qwen3NextConfig", "Qwen3NextForCausalLM", **{**sizes, **overrides})
+
+
+def make_qwen3_5_moe(path: Path, **overrides: Any) -> HfModel:
+    sizes = {**LINEAR, **SHARED, "rope_parameters": partial_rope(0.5)}
+    return make_hf(path, "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", **{**sizes, **overrides})
+
+
+def make_qwen3_5(path: Path, **overrides: Any) -> HfModel:
+    sizes = {**LINEAR, "rope_parameters": partial_rope(0.5)}
+    return make_hf(path, "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", **{**sizes, **overrides})
+
+
+def make_kimi_linear(path: Path, **overrides: Any) -> HfModel:
+    latent = {
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    }
+    linear = {"linear_num_heads": 3, "linear_head_dim": 10, "linear_conv_kernel_dim": 4}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    kinds = {"layer_types": LINEAR["layer_types"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    sizes = {**latent, **linear, **experts, **kinds, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return make_hf(path, "KimiLinearConfig", "KimiLinearForCausalLM", **{**sizes, **overrides})
+
+
 def partial_rope(part: float, **other: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part, **other}
 

@@ -37,6 +37,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "dots1": ("Dots1Config", "Dots1ForCausalLM", DOTS, 152.0),
     "Mixtral-8x7B": ("MixtralConfig", "MixtralForCausalLM", {}, 45.1),
     "Qwen1.5-MoE-A2.7B": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {}, 12.5),
+    "Qwen3-Next-80B-A3B": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {}, 77.3),
+    "Qwen3.5-35B-A3B": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {}, 32.2),
+    "Qwen3.5-9B": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}, 0.0),
+    "Kimi-Linear-48B-A3B": ("KimiLinearConfig", "KimiLinearForCausalLM", {}, 47.1),
     "ERNIE-4.5-21B": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", {}, 20.4),
 }
 
@@ -72,4 +76,5 @@ def test_explain_prices_them(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(name), default=str))
     command = [sys.executable, "-m", "moesaic", "explain", str(tmp_path), "--world", "16", "--device", "cuda"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0 and "experts (" in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "experts (" in result.stdout or not MODELS[name][3]

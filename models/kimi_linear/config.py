@@ -1,0 +1,99 @@
+"""Configurations of Kimi-Linear. Free of torch.
+
+Its layers with full attention and its experts are DeepSeek-V3's under other names (models/deepseek/config.py). The
+names are those of https://huggingface.co/moonshotai/Kimi-Linear-48B-A3B-Instruct/blob/main/config.json and of its
+config class in Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
+from typing import Any
+
+from cache.spec import CacheGroup, CacheSpec, Field
+from layers.rope_parameters import RopeParameters
+from models.deepseek import config as deepseek
+from models.fields import Fields
+from models.key_names import MIXTRAL
+
+ARCHITECTURE = "KimiLinearForCausalLM"
+_KINDS = ("linear_attention", "full_attention")
+_OWN_NAMES = {  # of what DeepSeek-V3 calls otherwise
+    "model_max_length": "max_position_embeddings",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KimiLinearConfig(deepseek.DeepseekConfig):
+    """full_layers: those with latent attention; the others keep a state, with a decay for each channel of a key
+    (layers/gated_delta.py). linear_dim: the width of a head's keys and values."""
+
+    full_layers: tuple[int, ...] = ()
+    linear_heads: int = 0
+    linear_dim: int = 0
+    conv_taps: int = 0
+
+    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+        """The latents of the layers with full attention; of the others the last inputs of the convolution, and the
+        states."""
+        (paged,) = super(KimiLinearConfig, self).cache_spec(dtype, fp8)
+        linear_layers = tuple(layer for layer in range(self.num_layers) if layer not in self.full_layers)
+        tail = Field("tail", (self.conv_taps - 1, 3 * self.linear_heads * self.linear_dim), dtype)
+        heads = Field("state", (self.linear_heads, self.linear_dim, self.linear_dim), "float32")
+        groups = (CacheGroup("state", linear_layers, (tail, heads)), paged._replace(layers=self.full_layers))
+        return tuple(group for group in groups if group.layers)
+
+
+def parse(raw: dict[str, Any], source: str) -> KimiLinearConfig:
+    """Raises ConfigError, as models.deepseek.config.parse."""
+    fields = Fields(raw, source)
+    fields.only("moe_router_activation_func", None, "sigmoid")
+    fields.only("mla_use_nope", None, True)
+    as_deepseek = {_OWN_NAMES.get(name, name): value for name, value in raw.items() if name != "rope_parameters"}
+    defaults = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446}
+    base = deepseek.parse(
+        {**defaults, **as_deepseek, "architectures": ["DeepseekV3ForCausalLM"], "rope_scaling": None}, source
+    )
+    linear = fields.section("linear_attn_config") if fields.has("linear_attn_config") else None
+    full_layers = _full_layers(fields, linear, base.num_layers)
+    if not full_layers:
+        raise fields.error("layer_types", 'at least one "full_attention"')
+
+    def size(inner: str, outer: str, default: int, minimum: int = 1) -> int:
+        outside = fields.integer(outer, default, minimum)
+        return outside if linear is None else linear.integer(inner, outside, minimum)
+
+    own = {
+        "architecture": ARCHITECTURE,
+        "rope": RopeParameters(base.qk_rope_head_dim, base.rope.theta, "none"),
+        "rope_interleave": False,
+        "key_names": MIXTRAL,
+    }
+    return KimiLinearConfig(
+        **{field.name: getattr(base, field.name) for field in fields_of(deepseek.DeepseekConfig)} | own,
+        full_layers=full_layers,
+        linear_heads=size("num_heads", "linear_num_heads", 32),
+        linear_dim=size("head_dim", "linear_head_dim", 128),
+        conv_taps=size("short_conv_kernel_size", "linear_conv_kernel_dim", 4, minimum=2),
+    )
+
+
+def _full_layers(fields: Fields, linear: Fields | None, num_layers: int) -> tuple[int, ...]:
+    """By layer_types; by linear_attn_config, which counts layers from 1; or every fourth but the first."""
+    kinds = fields.raw.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(_KINDS):
+            raise fields.error("layer_types", f"{num_layers} of " + " or ".join(_KINDS))
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    if linear is None:
+        return tuple(range(4, num_layers, 4))
+    full, others = linear.integers("full_attn_layers"), linear.integers("kda_layers")
+    if sorted((*full, *others)) != list(range(1, num_layers + 1)):
+        raise linear.error("full_attn_layers", f"with kda_layers, each of the layers 1 to {num_layers} once")
+    return tuple(sorted(layer - 1 for layer in full))

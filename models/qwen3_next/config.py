@@ -1,0 +1,96 @@
+"""Configurations of Qwen3-Next and of the text part of Qwen3.5 and 3.6, with experts and dense. Free of torch.
+
+Most of it is read as Qwen3-MoE's (models/gqa/config.py). The config classes of Hugging Face transformers are the source
+of the other names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
+from typing import Any
+
+from cache.spec import CacheGroup, CacheSpec, Field
+from models.fields import Fields
+from models.gqa import config as gqa
+from models.gqa.experts import qwen_experts
+from models.gqa.families import ASKED, Family
+from models.key_names import QWEN3_NEXT
+
+_MOE = Family(qk_norm="head", qkv=ASKED, out=ASKED, head_dim=256, partial=0.25, experts=qwen_experts, names=QWEN3_NEXT)
+_DENSE = Family(qk_norm="head", qkv=ASKED, out=ASKED, head_dim=256, partial=0.25, names=QWEN3_NEXT)
+NEXT = "Qwen3NextForCausalLM"
+ARCHITECTURES = {NEXT: _MOE, "Qwen3_5MoeForCausalLM": _MOE, "Qwen3_5ForCausalLM": _DENSE}
+_KINDS = ("linear_attention", "full_attention")
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of text are the same in every section
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3NextConfig(gqa.GqaConfig):
+    """full_layers: those that attend to all tokens; the others are gated delta nets (layers/gated_delta.py).
+    grouped_keys: the checkpoint has projections of a key head and of its value heads side by side."""
+
+    full_layers: tuple[int, ...] = ()
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    conv_taps: int = 0
+    grouped_keys: bool = False
+
+    def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
+        """Keys and values of the layers with full attention; of the others the last inputs of the convolution, and the
+        states."""
+        (paged,) = super(Qwen3NextConfig, self).cache_spec(dtype, fp8)
+        linear_layers = tuple(layer for layer in range(self.num_layers) if layer not in self.full_layers)
+        channels = 2 * self.linear_key_heads * self.linear_key_dim + self.linear_value_heads * self.linear_value_dim
+        tail = Field("tail", (self.conv_taps - 1, channels), dtype)
+        heads = Field("state", (self.linear_value_heads, self.linear_key_dim, self.linear_value_dim), "float32")
+        groups = (CacheGroup("state", linear_layers, (tail, heads)), paged._replace(layers=self.full_layers))
+        return tuple(group for group in groups if group.layers)
+
+
+def parse(raw: dict[str, Any], source: str) -> Qwen3NextConfig:
+    """Raises ConfigError, as models.gqa.config.parse."""
+    fields = Fields(raw, source)
+    architecture = fields.first_of("architectures")
+    base = gqa.parse(_as_qwen3_moe(fields, architecture), source, ARCHITECTURES[architecture])
+    key_heads, value_heads = fields.integer("linear_num_key_heads", 16), fields.integer("linear_num_value_heads", 32)
+    if value_heads % key_heads:
+        raise fields.error("linear_num_value_heads", f"a multiple of linear_num_key_heads ({key_heads})")
+    full_layers = _full_layers(fields, base.num_layers)
+    if not full_layers:
+        raise fields.error("layer_types", 'at least one "full_attention"')
+    return Qwen3NextConfig(
+        **{field.name: getattr(base, field.name) for field in fields_of(gqa.GqaConfig) if field.name != "output_gate"},
+        output_gate=True,
+        full_layers=full_layers,
+        linear_key_heads=key_heads,
+        linear_value_heads=value_heads,
+        linear_key_dim=fields.integer("linear_key_head_dim", 128),
+        linear_value_dim=fields.integer("linear_value_head_dim", 128),
+        conv_taps=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
+        grouped_keys=architecture == NEXT,
+    )
+
+
+def _full_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """By layer_types, or every fourth (full_attention_interval)."""
+    kinds = fields.raw.get("layer_types")
+    if kinds is None:
+        interval = fields.integer("full_attention_interval", 4)
+        return tuple(range(interval - 1, num_layers, interval))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(_KINDS):
+        raise fields.error("layer_types", f"{num_layers} of " + " or ".join(_KINDS))
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+
+
+def _as_qwen3_moe(fields: Fields, architecture: str) -> dict[str, Any]:
+    """What these families say otherwise, or do not say."""
+    raw = {name: value for name, value in fields.raw.items() if name != "layer_types"}
+    if fields.has("rope_parameters"):
+        rope = fields.section("rope_parameters").raw
+        raw["rope_parameters"] = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
+    if architecture == "Qwen3_5MoeForCausalLM":
+        raw = {"intermediate_size": raw.get("moe_intermediate_size"), **raw, "norm_topk_prob": True}
+    return {"norm_topk_prob": True, **raw}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layers.step import StepInput
 from mla.protocol import MlaShape
-from native import Isa, function, isa, library
+from native import Isa, fixed_order, function, isa, library
 
 _NUMBERS = ("num_sequences", "num_heads", "key_dim", "value_dim", "block_size", "q_stride", "key_stride")
 
@@ -31,9 +31,10 @@ _latent_tiles = function("latent_tiles", ctypes.POINTER(_Call), ctypes.c_int)
 
 
 def can_run(shape: MlaShape, dtype: torch.dtype) -> bool:
-    """Whether matrix tiles are there, faster than other ways (native/choice.py), and full of so many heads."""
+    """Whether matrix tiles are there, faster than other ways (native/choice.py), and full of so many heads. Not where a
+    decode must give the bits of a prompt's token."""
     kernels = library()
-    if kernels is None or isa() is Isa.NONE or dtype is not torch.bfloat16 or shape.cache_dim % 2:
+    if kernels is None or isa() is Isa.NONE or dtype is not torch.bfloat16 or shape.cache_dim % 2 or fixed_order():
         return False
     wanted = kernels["latent_tiles_wanted"]
     wanted.argtypes, wanted.restype = (ctypes.c_int64,), ctypes.c_int

@@ -69,9 +69,17 @@ struct Job {
       work.largest[h] = -INFINITY, work.sum[h] = 0;
     }
     for (int64_t key = start; key < end; key += LATENT_CHUNK) {
-      int64_t n = end - key < LATENT_CHUNK ? end - key : (int64_t)LATENT_CHUNK;
-      pack(item.sequence, key, n, work);
-      for (int64_t h = 0; h < c->num_heads; h += LATENT_ROWS) strip(h, c->num_heads - h < LATENT_ROWS ? c->num_heads - h : (int64_t)LATENT_ROWS, n, work);
+      int64_t n = end - key < LATENT_CHUNK ? end - key : (int64_t)LATENT_CHUNK, next = end - key - n < LATENT_CHUNK ? end - key - n : (int64_t)LATENT_CHUNK;
+      const uint8_t *row[2 * LATENT_CHUNK];
+      find(item.sequence, key, n + next, row);
+      pack(row, n, work);
+      for (int64_t h = 0; h < c->num_heads; h += LATENT_ROWS) {
+        // Beside each strip some of the rows that come next: asked for all at once they would wait for each other.
+        int64_t strips = (c->num_heads + LATENT_ROWS - 1) / LATENT_ROWS, at = h / LATENT_ROWS;
+        for (int64_t i = next * at / strips; i < next * (at + 1) / strips; i++)
+          for (int64_t byte = 0; byte < c->key_dim * 2; byte += 64) __builtin_prefetch(row[n + i] + byte, 0, 2);
+        strip(h, c->num_heads - h < LATENT_ROWS ? c->num_heads - h : (int64_t)LATENT_ROWS, n, work);
+      }
     }
     bands->release();
     int64_t part = first_part[item.sequence];
@@ -91,14 +99,15 @@ struct Job {
     attention_avx512_bf16->finish(acc, c->value_dim, factor, (uint8_t *)c->out + (sequence * c->num_heads + head) * c->value_dim * 2);
   }
 
-  void pack(int64_t sequence, int64_t key, int64_t n, const Work &work) const {
+  // Where n keys from `key` on lie.
+  void find(int64_t sequence, int64_t key, int64_t n, const uint8_t **row) const {
     const int64_t *block = c->table + sequence * c->table_stride + key / c->block_size;
-    const uint8_t *row[LATENT_CHUNK];
     for (int64_t inside = key % c->block_size, i = 0; i < n; inside = 0, block++)
-      for (; inside < c->block_size && i < n; inside++, i++) {
+      for (; inside < c->block_size && i < n; inside++, i++)
         row[i] = (const uint8_t *)c->keys + (*block * c->block_size + inside) * c->key_stride * 2;
-        for (int64_t at = 0; at < c->key_dim * 2; at += 64) __builtin_prefetch(row[i] + at, 0, 2);
-      }
+  }
+
+  void pack(const uint8_t *const *row, int64_t n, const Work &work) const {
     for (int64_t i = 0; i < n; i += PANEL)
       prefill_avx512_bf16->pack_keys(row + i, (int)(n - i < PANEL ? n - i : (int64_t)PANEL), c->key_dim / 2, work.keys + i / PANEL * key_panel);
     prefill_avx512_bf16->pack_values(row, n, c->value_dim, work.values, value_panel);

@@ -13,7 +13,7 @@ from dbo.memory import read_json, write_json
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 SETTLED = 3  # samples of a size that count, behind the first, which may compile or capture
 RISE = 0.02  # of a sample that takes longer: what else the machine does makes steps longer, never shorter
-MARGIN = 0.05  # by which drafts have to be better than none: what is measured beside other work is not exact
+MARGIN = 0.1  # by which drafts have to be better than none: what is measured beside other work is not exact
 FORMAT = 1
 
 

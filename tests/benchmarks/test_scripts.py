@@ -55,6 +55,9 @@ QUICK = {
     "trace_overhead.py": Small("", ("plain_us", "recorded_us", "extra_us")),
 }
 LONG = {
+    "bench_speculation.py": Small(
+        "--json --cases prediction --streams 1 --tokens 16 --repeats 1", ("method", "streams", "k_mean", "ratio")
+    ),
     "bench_all_to_all.py": Small(
         "--json --ranks 2 --tokens 8 --moe-tokens 8 --hidden 64 --block-ms 1 --blocks 1", ("op", "shm_us", "ratio")
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[subp
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     plan = make_plan(EngineConfig(data_parallel_size=2, served_model_name=("tiny",)))
+    plan = dataclasses.replace(plan, weight_store=False)  # the supervisor would hold it
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))
     (tmp_path / "server.json").write_bytes(msgspec.json.encode(ServerConfig(port=port)))
     common = ["--plan", str(tmp_path / "plan.json"), "--runtime-dir", str(tmp_path), "--parent", str(os.getpid())]

@@ -42,7 +42,7 @@ def can_run(shape: MlaShape, dtype: torch.dtype) -> bool:
 
 
 class LatentTiles:
-    """The decodes of one step, at least one, prepared once for all layers, as layers.paged_decode.PagedDecode."""
+    """The decodes of one step, at least one, prepared once for all layers; called as layers.paged_decode's."""
 
     def __init__(self, step: StepInput, shape: MlaShape) -> None:
         self._shape, self._block_size, self._num = shape, step.block_size, step.num_decodes

@@ -8,6 +8,9 @@ REAL   := $(VENV)/real-weights
 # One for each core, whole files at a time: what a file's tests share is made once. The order is that of tests/conftest.py.
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 
+# The hundreds of processes that tests start would each compile the same files.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: serve chat test test-all real check format bench native clean
 
 $(BIN)/python:

@@ -343,7 +343,7 @@ class RankBench:
         for _ in range(5):
             self.step(mode)
         self.rank.submit(ProfileCommand(profile_id=1, kind="stop"))
-        (part,) = self.rank.take_news()
+        (part,) = self.rank.take_events()
         return {"part": msgspec.to_builtins(part)}
 
     def exchange(self) -> Row:

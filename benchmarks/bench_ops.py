@@ -27,6 +27,7 @@ from layer_ops import attention_ops, linear_ops, row_ops
 from linear_ops import linear_attention_ops
 from op_clock import Machine, Op, be_preferred, measure
 from prompt_ops import prompt_ops, sampling_ops
+from sparse_ops import sparse_ops
 
 from moe_kernels import TokenBatch, WeightFormat
 from moe_kernels.packed import PackedExperts
@@ -83,6 +84,7 @@ BUILDERS: dict[str, Callable[[Sequence[int]], list[Op]]] = {
     "prompts": prompt_ops,
     "sampling": sampling_ops,
     "linear attention": linear_attention_ops,
+    "sparse": sparse_ops,
 }
 
 

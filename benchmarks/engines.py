@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--quantization", choices=["fp8", "int8"])
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--sync", action="store_true", help="no asynchronous scheduling")
     arguments = parser.parse_args()
     out = sys.stdout
@@ -115,6 +116,8 @@ def ours(arguments: argparse.Namespace) -> Any:
     options: dict[str, Any] = {"threads_per_rank": arguments.threads} if arguments.threads else {}
     if arguments.quantization:
         options["quantization"] = arguments.quantization
+    if arguments.deterministic:
+        options["deterministic"] = True
     if arguments.sync:
         options["async_scheduling"] = False
     llm = LLM(

@@ -6,7 +6,7 @@ Real rank processes (embedded model, float32) decode the same load over and over
 order A B B A, between two ways of taking a step; the model, the scheduler, the shared memory and the sockets are the same.
 
 A, as served: `Rank.steps` with the agreement's whole record (epoch, step, checksum, newest epoch heard of), its readiness to drop a
-step and to change membership, a heartbeat, the loop of engine/process/rank_process.py; the front keeps the log of the
+step and to change membership, a heartbeat, the loop of engine/process/rank_loop.py; the front keeps the log of the
 tokens released and asks after recoveries, and a RankMonitor looks after the processes every 0.1 s.
 B, bare: schedule, gather two integers (tokens, has work), run the step, update; no heartbeat, no log, no monitor.
 
@@ -91,7 +91,7 @@ class _Metered:
 
 
 class MeasuredRank:
-    """The loop of engine/process/rank_process.py, or the bare one."""
+    """The loop of engine/process/rank_loop.py, or the bare one."""
 
     def __init__(self, rank: Any, socket: Any, rank_id: int, directory: Path, places: Any) -> None:
         self.rank, self.socket, self.rank_id, self.directory = rank, socket, rank_id, directory
@@ -231,7 +231,7 @@ def rank_main() -> None:
     from engine.process.malloc import tune_malloc
     from engine.process.orphan import die_with_parent
     from engine.process.places import Places
-    from engine.process.rank_process import _meet_in
+    from engine.process.rank_loop import _meet_in
     from front.wire import RankSocket, ZmqDoorbell
 
     parser = argparse.ArgumentParser()

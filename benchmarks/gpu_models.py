@@ -188,7 +188,7 @@ class Driver:
 
         most = max([self.num_sequences * 16, *policy.full, *policy.piecewise])
         rows = max([self.num_sequences, *policy.full])
-        limits = Limits(rows, most, self.max_len, self.block_size, scratch_block=self.kv.num_blocks - 1)
+        limits = Limits(rows, most, self.max_len, self.block_size, scratch_blocks=(self.kv.num_blocks - 1,))
         buffers = StepBuffers(limits, self.device)
         capture = Capture(forward, library, policy, buffers)
         capture.capture()

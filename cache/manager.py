@@ -98,8 +98,9 @@ class CacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Of the pool that is shortest of them; window pools are sized so that they never are."""
-        return min((pool.num_free for pool in self._pools), default=self.num_blocks)
+        """Of the paged group that is shortest of them. Window pools are smaller, and sized so that they never are."""
+        paged = [pool.num_free for index, pool in enumerate(self._pools) if index not in self._windows]
+        return min(paged, default=self.num_blocks)
 
     @property
     def nothing(self) -> Prefix:
@@ -201,6 +202,11 @@ class CacheManager:
         for table, blocks in zip(tables, new, strict=True):
             table += blocks
         return new
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens that the sequence can hold without taking blocks from others."""
+        tables = sequence.held.tables
+        return (len(tables[0]) + self.num_free_blocks) * self.block_size if tables else self.capacity
 
     def chunk(self, start: int, count: int, length: int) -> int:
         """How many of the `count` tokens behind `start` a step should compute, of a sequence of `length`. A state can

@@ -26,8 +26,8 @@ _BYTES_AT_ONCE = 128 << 10  # or a large page: then a few milliseconds, where a 
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """layers[l][i]: the i-th field of layer l. Of a token group [blocks * block_size, *shape], a row per token slot; of
-    a state group [records, *shape]."""
+    """layers[l][i]: the i-th field that layer l keeps. Of a token group [blocks * block_size, *shape], a row per token
+    slot; of a state group [records, *shape]."""
 
     spec: CacheSpec
     sizes: CacheSizes
@@ -55,7 +55,9 @@ class CacheMemory:
             rows = sizes.num_records if group.kind == "state" else sizes.blocks_of(group) * sizes.block_size
             for layer in group.layers:
                 layers[layer] = tuple(
-                    _zeros((rows, *field.shape), getattr(torch, field.dtype), device) for field in group.fields
+                    _zeros((rows, *field.shape), getattr(torch, field.dtype), device)
+                    for field in group.fields
+                    if field.is_of(layer)
                 )
         return CacheMemory(spec, sizes, tuple(layers))
 

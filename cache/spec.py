@@ -20,10 +20,15 @@ class Field(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str  # a key of ITEM_BYTES
+    layers: tuple[int, ...] | None = None  # those of the group that keep it; None: all
 
     @property
     def num_bytes(self) -> int:
+        """In one layer."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def is_of(self, layer: int) -> bool:
+        return self.layers is None or layer in self.layers
 
 
 class CacheGroup(NamedTuple):
@@ -44,7 +49,9 @@ class CacheGroup(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Bytes of one row (paged, window) or record (state) over all layers of the group."""
-        return len(self.layers) * sum(field.num_bytes for field in self.fields)
+        return sum(
+            field.num_bytes * (len(self.layers) if field.layers is None else len(field.layers)) for field in self.fields
+        )
 
 
 CacheSpec = tuple[CacheGroup, ...]
@@ -56,6 +63,9 @@ def check_spec(spec: CacheSpec, num_layers: int) -> None:
     for group in spec:
         if (group.window > 0) != (group.kind == "window"):
             raise ValueError(f"cache group {group.kind}: window {group.window}, which only a window group has")
+        for field in group.fields:
+            if field.layers is not None and not set(field.layers) <= set(group.layers):
+                raise ValueError(f"cache group {group.kind}: {field.name} is of layers that the group does not have")
         for layer in group.layers:
             if layer in seen or not 0 <= layer < num_layers:
                 raise ValueError(f"cache group {group.kind}: layer {layer} of {num_layers} is unknown or in two groups")
@@ -76,7 +86,7 @@ class CacheSizes(NamedTuple):
     groups have common numbers, and record 0 is what a sequence begins with: zeros that are never written."""
 
     block_size: int
-    num_blocks: int  # of a paged group
+    num_blocks: int  # of a paged group; of none: what bounds a sequence
     num_window_blocks: int = 0  # of a window group
     num_records: int = 0  # of a state group
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cache.spec import CacheSizes, CacheSpec, bytes_per_token, cache_sizes, fixed_bytes
+from cache.spec import CacheSizes, CacheSpec, bytes_per_token, cache_sizes, fixed_bytes, state_groups
 from configs.engine import Dtype, KvCacheDtype, Plan
 from configs.machine import ModelNumbers
 
+UNBOUNDED = 1 << 40  # blocks
 CHECKPOINTS_PER_SEQUENCE = 2  # states that are kept for the prefix cache, by --max-num-seqs
 
 
@@ -30,18 +31,34 @@ def planned_sizes(plan: Plan, spec: CacheSpec) -> CacheSizes:
     return cache_sizes(spec, plan.block_size, plan.num_kv_blocks, *limits)
 
 
-def bytes_beside_blocks(spec: CacheSpec, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """At most: what windows and states take, which does not grow with the length of sequences."""
+def blocks_within(
+    num_bytes: int, spec: CacheSpec, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> int:
+    """How many blocks of the paged groups so much memory has room for, beside what windows and states take. Where that
+    is less than windows take at most, windows have as many blocks as the paged groups."""
     limits = max_num_seqs, max_num_batched_tokens, 2, CHECKPOINTS_PER_SEQUENCE * max_num_seqs
-    return fixed_bytes(spec, cache_sizes(spec, block_size, 1 << 40, *limits))
+    most = cache_sizes(spec, block_size, UNBOUNDED, *limits)
+    windows = sum(block_size * group.row_bytes for group in spec if group.kind == "window")
+    left = num_bytes - fixed_bytes(spec, most) + most.num_window_blocks * windows
+    paged = bytes_per_token(spec) * block_size
+    blocks = max(0, left) // max(1, paged + windows)
+    if blocks <= most.num_window_blocks:
+        return blocks
+    return (left - most.num_window_blocks * windows) // paged if paged else UNBOUNDED
 
 
 def fitting_sequences(
     spec: CacheSpec, block_size: int, most: int, max_num_batched_tokens: int, room: int, why: dict[str, str]
 ) -> int:
-    """`most`, halved until what so many sequences keep beside blocks takes no more than half of `room` bytes."""
+    """`most`, halved until the states of so many sequences take no more than half of `room` bytes."""
+    each = sum(group.row_bytes for group in state_groups(spec))
+
+    def states(num_seqs: int) -> int:
+        limits = max_num_batched_tokens, 2, CHECKPOINTS_PER_SEQUENCE * num_seqs
+        return each * cache_sizes(spec, block_size, UNBOUNDED, num_seqs, *limits).num_records
+
     fitting = most
-    while fitting > 1 and 2 * bytes_beside_blocks(spec, block_size, fitting, max_num_batched_tokens) > room:
+    while fitting > 1 and 2 * states(fitting) > room:
         why["max_num_seqs"] = f"states of {fitting} sequences would take more than half of the cache's memory"
         fitting //= 2
     return fitting

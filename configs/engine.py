@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from configs.dbo import DboMode, DboPlan
 from configs.eplb import EplbConfig
+from configs.speculation import SpeculativeConfig
 from configs.types import check_types
 
 MAX_RANKS = 62  # those that can share memory (ep/transport/shm_group.py)
@@ -19,7 +20,7 @@ Dtype = Literal["float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8"]
 ExpertFormat = Literal["plain", "fp8", "int8"]
 Policy = Literal["fcfs", "priority"]
-GraphMode = Literal["none", "piecewise", "full", "full_and_piecewise", "tapes"]
+GraphMode = Literal["none", "piecewise", "full_decode_only", "full_and_piecewise"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -54,15 +55,17 @@ class EngineConfig:
     dbo_decode_token_threshold: int | None = None  # None: measured, or with enable_dbo "on" vLLM's default
     dbo_prefill_token_threshold: int | None = None
     ubatch_size: int = 2  # parts of a step that is split
+    speculative_config: dict[str, Any] | None = None  # fields of configs/speculation.py
     threads_per_rank: int | None = None
     mla_prefill: Literal["auto", "naive", "absorbed"] = "auto"
     kv_cache_dtype: KvCacheDtype = "auto"  # fp8: latents in 8 bits
     attention_backend: str = "auto"  # of latent attention: a name of mla/requirements.py
     moe_backend: str = "auto"  # a name of moe_kernels/backends.py
-    cudagraph_mode: Literal["auto", "none", "piecewise", "full", "full_and_piecewise", "tapes"] = "auto"
+    cudagraph_mode: Literal["auto", "none", "piecewise", "full_decode_only", "full_and_piecewise"] = "auto"
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows; (): decided
     quantization: Literal["fp8", "int8"] | None = None  # of all large matrices, when they are loaded
     weight_cache: str | None = None  # a directory for packed weights, or "off"; None: the user's, of large models
+    deterministic: bool = False  # tokens and logprobs do not depend on company, ranks, chunks or threads
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
@@ -98,6 +101,7 @@ class Plan:
     logprobs_mode: LogprobsMode
     max_logprobs: int
     exchange_timeout: float
+    deterministic: bool = False  # kernels add up in an order that depends on nothing but the row
     data_parallel_size_local: int = 0  # ranks on this machine; 0: all
     max_ranks: int = MAX_RANKS  # to which a running server may grow
     rank_bytes: int = 0  # what the weights and the cache of one rank take; those of a store are none of its own
@@ -108,6 +112,7 @@ class Plan:
     graph_bytes: int = 0  # kept free for its captured graphs
     eplb: EplbConfig | None = None  # how experts are balanced at run time; None: they are not
     dbo: DboPlan | None = None  # whether and when steps are split; None: never
+    speculation: SpeculativeConfig | None = None  # where drafts come from; None: there are none
     native_kernels: str = "amx"  # the most they may use (native/features.py); none: torch does everything
     native_choice: str = ""  # which of their ways are taken, by all ranks alike (native/choice.py); "": not measured
     dispatch_rows: Literal["plain", "fp8"] = "plain"  # how rows travel to the experts (ep/rows.py)
@@ -119,7 +124,7 @@ class Plan:
     pin_ranks: bool = False  # each rank keeps to threads_per_rank cores of its own
     spin_threads: bool = False  # a rank's threads look for work for some microseconds before they sleep
     cudagraph_mode: GraphMode = "none"
-    cudagraph_capture_sizes: tuple[int, ...] = ()  # rows of the graphs, ascending
+    cudagraph_capture_sizes: tuple[int, ...] = ()  # rows of the graphs, ascending; (): every size as it comes, on a CPU
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     ranks_per_machine: int = 0  # GPUs of one machine; 0: on CPUs
     # What the checkpoint's files were at the start (layers/identity.py): size, time of change, inode, digest. Empty:

@@ -21,7 +21,7 @@ MEBI = 1 << 20
 GPU_MEMORY_PART = 0.9  # of a GPU's memory, unless told otherwise: activations, graphs and libraries take the rest
 LOOK_SECONDS = 10.0
 
-GRAPH_MODES: tuple[GraphMode, ...] = ("none", "piecewise", "full", "full_and_piecewise", "tapes")
+GRAPH_MODES: tuple[GraphMode, ...] = ("none", "piecewise", "full_decode_only", "full_and_piecewise")
 MAX_CAPTURED = 512
 
 
@@ -123,18 +123,10 @@ def gpu_expert_format(asked: str | None, fp8_checkpoint: bool) -> tuple[ExpertFo
     return ("fp8", "as the checkpoint has them") if fp8_checkpoint else ("plain", "the dtype of the model")
 
 
-_STATES = "rows of padding would need a record of the model's states to write"
-
-
-def with_graphs(plan: Plan, config: EngineConfig, exchange: Exchange | None, has_state: bool = False) -> Plan:
-    """The same plan with the steps that are captured. exchange: between GPUs; has_state: of the model's cache. Raises
-    ValueError for what cannot be."""
+def with_graphs(plan: Plan, config: EngineConfig, exchange: Exchange | None) -> Plan:
+    """The same plan with the steps that are captured. exchange: between GPUs. Raises ValueError for what cannot be."""
     if plan.device != "cuda":
-        return _with_tapes(plan, config)
-    if has_state:
-        if config.cudagraph_mode not in ("auto", "none"):
-            raise ValueError(f"cudagraph_mode {config.cudagraph_mode}: {_STATES} (none can be)")
-        return replace(plan, cudagraph_mode="none", reasons={**plan.reasons, "cudagraph_mode": _STATES})
+        return _with_cpu_graphs(plan, config)
     planned = plan.attention_backend == "flashinfer"
     mode, why = graph_mode(config.cudagraph_mode, exchange, plan.eplb is not None, planned)
     if plan.dbo is not None and mode != "none":
@@ -147,14 +139,14 @@ def with_graphs(plan: Plan, config: EngineConfig, exchange: Exchange | None, has
     return replace(plan, cudagraph_mode=mode, cudagraph_capture_sizes=sizes, reasons=reasons)
 
 
-def _with_tapes(plan: Plan, config: EngineConfig) -> Plan:
+def _with_cpu_graphs(plan: Plan, config: EngineConfig) -> Plan:
     """On a CPU: decode steps are captured and replayed (engine/capture.py) where native kernels compute them."""
     asked = config.cudagraph_mode
-    if asked not in ("auto", "none", "tapes"):
+    if asked not in ("auto", "none", "full_decode_only"):
         raise ValueError(f"cudagraph_mode {asked} needs a GPU (--device cuda)")
     if config.cudagraph_capture_sizes:
         raise ValueError("cudagraph_capture_sizes needs a GPU (--device cuda): a CPU captures steps of every size")
-    mode: GraphMode = "tapes" if asked != "none" and plan.native_kernels != "none" else "none"
+    mode: GraphMode = "full_decode_only" if asked != "none" and plan.native_kernels != "none" else "none"
     why = "decode steps are captured once and replayed without Python"
     if mode == "none":
         why = "as asked" if asked == "none" else "there are no native kernels to record"
@@ -166,13 +158,11 @@ def graph_mode(
 ) -> tuple[GraphMode, str]:
     """Which steps are captured on a GPU, and why. asked: "auto" or a GraphMode; exchange: None where no tokens travel.
 
-    full: decode steps, whole; piecewise: all steps, without attention and, where they cannot be captured, experts.
-    Raises ValueError for what cannot be.
+    full_decode_only: decode steps, whole; piecewise: all steps, without attention and, where they cannot be captured,
+    experts. Raises ValueError for what cannot be.
     """
     if asked not in ("auto", *GRAPH_MODES):
         raise ValueError(f"cudagraph_mode {asked!r} is unknown; one of auto, {', '.join(GRAPH_MODES)}")
-    if asked == "tapes":
-        raise ValueError("cudagraph_mode tapes is for a CPU (--device cpu)")
     against = f"{exchange.name}: {exchange.not_captured}" if exchange is not None and exchange.not_captured else ""
     if eplb and not against:
         against = "experts that are balanced count their tokens on the host"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cache.spec import CacheSpec, state_groups
-from configs.cache import block_bytes, bytes_beside_blocks, cache_bytes, fitting_sequences, kept_cache
+from cache.spec import CacheSpec, bytes_per_token, state_groups
+from configs.cache import block_bytes, blocks_within, cache_bytes, fitting_sequences, kept_cache
 from configs.dbo import plan_dbo
+from configs.deterministic import fixed_order
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
 from configs.eplb import EplbConfig, check_eplb, plan_eplb
 from configs.exchange import check_host_backend, with_dispatch
@@ -35,8 +36,8 @@ QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as 
 
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool = False) -> Plan:
     """ValueError names field and limit when a wish cannot be met. alone: in the caller's process, without a front."""
-    _check(config, model, machine.gpu)
     why, ranks = machine.reasons, config.data_parallel_size
+    config = fixed_order(_checked(config, model, machine.gpu), machine, why)
     dtype = _dtype(config, model, machine, why)
     model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
@@ -73,6 +74,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         dbo=plan_dbo(*dbo, model.num_experts, ranks, why),
         threads_per_rank=threads,
         mla_prefill=config.mla_prefill,
+        deterministic=config.deterministic,
         logprobs_mode=config.logprobs_mode,
         max_logprobs=config.max_logprobs,
         exchange_timeout=config.exchange_timeout,
@@ -91,8 +93,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     )
     weights = _weights(model, dtype, ranks, slots, store)
     plan = with_bytes(plan, store, weights, sum(cache_bytes(plan, spec).values()))
-    graphs = with_graphs(with_dispatch(plan, config), config, machine.exchange, bool(state_groups(spec)))
-    return with_graph_memory(graphs, config, model, machine)
+    return with_graph_memory(with_graphs(with_dispatch(plan, config), config, machine.exchange), config, model, machine)
 
 
 def _max_ranks(config: EngineConfig, machine: Machine, why: dict[str, str]) -> int:
@@ -112,7 +113,7 @@ def _item_size(dtype: Dtype) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def _check(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> None:
+def _checked(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> EngineConfig:
     positive = {
         "data_parallel_size": config.data_parallel_size,
         "max_model_len": config.max_model_len,
@@ -151,6 +152,7 @@ def _check(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> None:
         raise ValueError(
             f"max_model_len {config.max_model_len} exceeds the model's limit of {limit} tokens: {model.context_reason}"
         )
+    return config
 
 
 def _choose(why: dict[str, str], name: str, asked: int | None, default: int, reason: str) -> int:
@@ -245,21 +247,23 @@ def _cache(
 ) -> tuple[int, int]:
     """max_model_len and the number of KV blocks of a rank, which depend on each other. room: `_room`."""
     bytes_per_block = block_bytes(spec, block_size)
-    beside = bytes_beside_blocks(spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS)
+    limits = spec, block_size, num_seqs, config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
     wanted_len = config.max_model_len or model.usual_len
     full_blocks = -(-wanted_len // block_size)
     free, source = room
     if config.num_kv_blocks is not None:
         blocks, source = config.num_kv_blocks, "as asked"
     else:
-        blocks = max(0, free - beside) // bytes_per_block
+        blocks = blocks_within(free, *limits)
         if config.kv_cache_memory_bytes is None:
             blocks = min(blocks, full_blocks * num_seqs)
             source += f", and no more than {num_seqs} full sequences"
+    if not bytes_per_token(spec):  # windows alone: nothing grows with the number of blocks
+        blocks = min(blocks, full_blocks * num_seqs)
     if blocks < 1:
-        others = f", less {beside} for what {num_seqs} sequences (max_num_seqs) keep beside blocks" if beside else ""
+        states = f", less the states of {num_seqs} sequences (max_num_seqs)" if state_groups(spec) else ""
         raise ValueError(
-            f"no room for a KV block of {bytes_per_block} bytes: {source}{others}; set kv_cache_memory_bytes or "
+            f"no room for a KV block of {bytes_per_block} bytes: {source}{states}; set kv_cache_memory_bytes or "
             "num_kv_blocks"
         )
     if blocks < full_blocks:

@@ -43,6 +43,10 @@ class BatchTable:
                 table[row, start:end] = added
             self._num_blocks[row] = end
 
+    def room(self, rows_B: Ints, block_size: int) -> Ints:
+        """Positions for which each row has blocks."""
+        return self._num_blocks[rows_B] * block_size
+
     def _free(self, row: int) -> None:
         for table in self.tables:
             table[row, : self._num_blocks[row]] = 0

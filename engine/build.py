@@ -19,7 +19,7 @@ from configs.engine import Plan
 from dbo.split import context_cost
 from dbo.steps import Steps
 from engine.capture import MANY, Capture, GraphPolicy
-from engine.device import check_room, graph_library, make_readback, open_device
+from engine.device import AtOnce, check_room, graph_library, make_readback, open_device
 from engine.doorbell import Doorbell, SharedDoorbell
 from engine.overlap.measure import Measure
 from engine.overlap.policy import Overlap
@@ -30,6 +30,8 @@ from engine.rebalance.start import start_placement
 from engine.runner import Runner
 from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
+from engine.speculation.build import Gate, make_speculation
+from engine.speculation.mtp import MtpPasses
 from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
 from engine.team import Meet, Opening, Team
@@ -48,7 +50,7 @@ from layers.identity import check
 from layers.step import StepInput
 from layers.weights import Checkpoint
 from models.base import CausalLM
-from models.facts import ModelFacts
+from models.facts import ModelFacts, with_drafts
 from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
 from native import Isa, choose, isa, limit_isa, parse
@@ -85,13 +87,15 @@ def build_rank(
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
     limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
-    choose(parse(plan.native_choice))
+    choose(parse(plan.native_choice), plan.deterministic)
     device = open_device(plan.device, rank, plan.ranks_per_machine)
     check_room(device, plan.rank_bytes, plan.graph_bytes)
     mapped = store is not None and store.complete
     if plan.checkpoint and not mapped:
         check(plan.model_path, plan.checkpoint)
     facts = read_config(plan.model_path, plan.hf_overrides)
+    if plan.speculation is not None and plan.speculation.method == "mtp":
+        facts = with_drafts(facts)
     size = plan.data_parallel_size
     placement = _placement(plan, facts, join) if facts.num_moe_layers else None
     parallel = Parallel(rank, size, placement, _no_lanes)
@@ -118,7 +122,7 @@ def build_rank(
         bell or SharedDoorbell(),
         ready,
         plan.exchange_timeout,
-        companions=() if balance is None else (balance, balance.counter),
+        companions=[*([] if balance is None else [balance, balance.counter]), Gate(scheduler.speculation)],
         overlap=_overlap(plan, model, times, exchange, runner, device),
         timeline=timeline,
         preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
@@ -228,16 +232,18 @@ def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
         enable_chunked_prefill=plan.enable_chunked_prefill,
         policy=plan.scheduling_policy,
         async_depth=int(plan.async_scheduling),
+        speculation=make_speculation(plan),
     )
 
 
 def _cache(plan: Plan, model: CausalLM, device: torch.device) -> CacheMemory:
-    """With graphs there is one block more, to which they write what is padding."""
+    """With padded graphs there is one block more of every group, and one record, to which padding is written."""
     spec = model.cache_spec()
-    check_spec(spec, model.config.num_layers)
+    check_spec(spec, model.config.num_layers + 1)
     sizes = planned_sizes(plan, spec)
-    scratch = plan.cudagraph_mode not in ("none", "tapes")
-    return CacheMemory.allocate(spec, sizes._replace(num_blocks=sizes.num_blocks + scratch), device)
+    scratch = bool(plan.cudagraph_capture_sizes)
+    more = {name: getattr(sizes, name) + scratch for name in ("num_blocks", "num_window_blocks", "num_records")}
+    return CacheMemory.allocate(spec, sizes._replace(**more), device)
 
 
 def _runner(
@@ -250,8 +256,9 @@ def _runner(
     timeline: Timeline,
 ) -> Runner:
     spec = model.cache_spec()
-    policy = graph_policy(plan, spec)
-    readback = make_readback(device, plan.exchange_timeout)
+    policy = graph_policy(plan)
+    # Drafts are made of tokens that the host has seen.
+    readback = make_readback(device, plan.exchange_timeout) if plan.speculation is None else AtOnce()
     limits = Limits(
         plan.max_num_seqs,
         max((plan.max_num_batched_tokens, *policy.piecewise)),
@@ -259,9 +266,16 @@ def _runner(
         plan.block_size,
         len(token_groups(spec)),
         bool(state_groups(spec)),
-        kv.num_blocks - 1,
+        tuple(kv.sizes.blocks_of(group) - 1 for group in token_groups(spec)),
+        kv.sizes.num_records - 1,
+        _most_drafts(plan),
     )
     buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
+    passes = None
+    if plan.speculation is not None and plan.speculation.method == "mtp":
+        passes = MtpPasses(model, kv, buffers, facts.vocab_size)
+        if plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes:
+            passes.capture = Capture(passes.forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
     return Runner(
         model,
         kv,
@@ -273,6 +287,7 @@ def _runner(
         capture=_capture(plan, policy, model, kv, buffers, exchange, timeline),
         exchange=exchange,
         readback=readback,
+        passes=passes,
     )
 
 
@@ -292,7 +307,7 @@ def _capture(
     def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
         return model.steps(step, kv, lane, breaks)
 
-    if plan.cudagraph_mode == "tapes":  # they do not see what a profile wants to see of the layers
+    if not plan.cudagraph_capture_sizes:  # they do not see what a profile wants to see of the layers
         return Capture(forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
     return Capture(forward, graph_library(kv.device), policy, buffers, exchange)
 
@@ -302,13 +317,12 @@ def _few_tokens(plan: Plan) -> int:
     return min(plan.max_num_seqs, plan.max_num_batched_tokens, FEW_TOKENS)
 
 
-def graph_policy(plan: Plan, spec: CacheSpec) -> GraphPolicy:
-    """What the plan wants captured. A rank whose experts are balanced counts their tokens as the layers go. States have
-    no record that rows of padding may write, so a model that keeps any has graphs of exact sizes only."""
+def graph_policy(plan: Plan) -> GraphPolicy:
+    """What the plan wants captured. A rank whose experts are balanced counts their tokens as the layers go."""
     rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
     num_parts, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_parts, plan.eplb is not None
-    if mode in ("none", "tapes") or state_groups(spec):
-        exact = min(plan.max_num_seqs, MAX_EXACT) if mode == "tapes" else 0
+    if not rows:
+        exact = 0 if mode == "none" else min(plan.max_num_seqs + _most_drafts(plan), MAX_EXACT)
         return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)
@@ -320,6 +334,10 @@ def graph_policy(plan: Plan, spec: CacheSpec) -> GraphPolicy:
         break_exchanges=break_exchanges,
         together=not alone,  # alone: the plan has not asked whether an exchange could be captured
     )
+
+
+def _most_drafts(plan: Plan) -> int:
+    return 0 if plan.speculation is None else plan.speculation.most_drafts(plan.max_num_seqs)
 
 
 def _no_lanes(num_slots: int, hidden_size: int) -> Sequence[AllToAll]:

@@ -20,7 +20,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -176,12 +176,12 @@ class Capture:
         size = GraphSize(False, _round_up(self._policy.piecewise, max(counts)))
         return [size] if num_parts == 1 and (1, size) in self._passes else none
 
-    def _exact(self, counts: Sequence[int], decodes: Sequence[bool]) -> Graphs:
+    def _exact(self, counts: Sequence[int], decodes: Sequence[bool], first_lane: int = 0) -> Graphs:
         """Parts have to take turns after every exchange, because one may read what another has written, so those of a
         split step have no graphs that hold exchanges."""
         found: list[GraphSize | None] = []
-        for lane, count in enumerate(counts):
-            size = self._sizes[count] if decodes[lane] and count < len(self._sizes) else None
+        for lane, (count, decode) in enumerate(zip(counts, decodes, strict=True), first_lane):
+            size = self._sizes[count] if decode and count < len(self._sizes) else None
             found.append(None if self._refused and (lane, size) in self._refused else size)
         return found
 
@@ -196,6 +196,13 @@ class Capture:
         else:
             hidden = yield from self._passes[len(inputs), graphs[0]].steps(inputs)
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+
+    def decodes(self, step: StepInput, lane: int) -> Steps[Tensor]:
+        """A pass of decodes in a lane that no part of a step has; it has an exact graph, or none."""
+        size = None
+        if step.num_tokens and self._policy.exact and not self._watched():
+            (size,) = self._exact([step.num_tokens], [True], lane)
+        return (yield from self._part(step, size, lane))
 
     def _part(self, step: StepInput, size: GraphSize | None, lane: int) -> Steps[Tensor]:
         if size is None:
@@ -330,11 +337,9 @@ class _Recorder:
     def operation(self, prepare: Prepare, step: StepInput, num_rows: int) -> Operation:
         if not self._break_operations:
             return prepare(step)
-        self.end()
         self.prepares.append(prepare)
-        operation = prepare(step)
-        self.begin()
-        return partial(self._call, operation, len(self.prepares) - 1, num_rows)
+        prepared = cache(partial(prepare, step))  # at its first call, outside of the graphs
+        return partial(self._call, prepared, len(self.prepares) - 1, num_rows)
 
     def exchange(self, steps: Callable[[Tensor, int], Steps[Tensor]], x_TD: Tensor, lane: int) -> Steps[Tensor]:
         if not self._break_exchanges:
@@ -349,9 +354,9 @@ class _Recorder:
         self.begin()
         return out_TD
 
-    def _call(self, operation: Operation, index: int, num_rows: int, *arguments: object) -> Tensor:
+    def _call(self, prepared: Callable[[], Operation], index: int, num_rows: int, *arguments: object) -> Tensor:
         self.end()
-        out_T = operation(*arguments).zero_()  # of rows that stay padding until the first replays: finite
+        out_T = prepared()(*arguments).zero_()  # of rows that stay padding until the first replays: finite
         self.parts.append(_Call(index, num_rows, arguments, out_T))
         self.begin()
         return out_T

@@ -38,8 +38,8 @@ class StepHook:
         yield from ()
 
     def ended(self, kind: Kind, num_tokens: int) -> None:
-        """A part of the step is over: PREPARING, FORWARD, BALANCING (`after` of all hooks, if any does more than watch)
-        or SAMPLING."""
+        """A part of the step is over: PREPARING, FORWARD, BALANCING (`after` of all hooks, if any does more than
+        watch), SAMPLING or DRAFTING."""
 
 
 class StepCompanion:
@@ -76,15 +76,15 @@ class StepCompanion:
     def agreed(self, plan: StepPlan) -> None:
         """The ranks have agreed on what they do next."""
 
-    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
-        """A step follows. said: the words of every rank. What goes with it."""
+    def join(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> StepHook | None:
+        """A step follows. proposals: the words of every rank. What goes with it."""
         return None
 
     def take(self, message: FrontToRank) -> bool:
         """Whether the message was for this one."""
         return False
 
-    def take_news(self) -> Sequence[RankToFront]:
+    def take_events(self) -> Sequence[RankToFront]:
         """What is to be told to the front."""
         return ()
 

@@ -17,6 +17,7 @@ from configs.machine import Machine, ModelNumbers, this_machine
 from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
 from configs.store import with_cache
 from engine.overlap.memory import with_memory
+from engine.speculation.plan import default_method, plan_speculation, with_speculation
 from ep.requirements import (
     DEVICE_NAMES,
     FEW_TOKENS,
@@ -29,7 +30,7 @@ from ep.requirements import (
     split_pair,
 )
 from layers.identity import identify
-from models.facts import ModelFacts
+from models.facts import ModelFacts, with_drafts
 from models.registry import read_config
 from models.tiny import CHECKPOINT
 from native import Isa, best_isa, measured, why_absent
@@ -51,6 +52,9 @@ def make_plan(
     name = config.model or EMBEDDED_NAME
     files = identify(path)  # before anything is read of them
     facts = read_config(path, config.hf_overrides)
+    speculation, why_drafts = plan_speculation(config.speculative_config, facts, default_method(config.model, facts))
+    if speculation is not None and speculation.method == "mtp":
+        facts = with_drafts(facts)
     machine = machine or machine_for(config, facts)
     numbers = model_numbers(path, name, facts)
     if hosts is not None:
@@ -62,12 +66,14 @@ def make_plan(
         reasons = {**plan.reasons, **why}
         plan = _with_weights(plan, config)
         plan = replace(plan, data_parallel_size_local=hosts.local, checkpoint=files, reasons=reasons)
+        plan = with_speculation(plan, config, speculation, why_drafts)
         return with_memory(_with_unserved(plan, facts), read_env().cache_root)
     if machine.gpu is not None and config.data_parallel_size > machine.gpu.count:
         raise ValueError(
             f"data_parallel_size {config.data_parallel_size} exceeds the {machine.gpu.count} GPU(s) of this machine"
         )
     plan = replace(resolve(config, numbers, machine, alone), checkpoint=files)
+    plan = with_speculation(plan, config, speculation, why_drafts)
     plan = _with_weights(_with_unserved(plan, facts), config)
     return with_memory(plan, read_env().cache_root)
 
@@ -77,7 +83,10 @@ def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
     plan = with_cache(plan, config.weight_cache, read_env().cache_root / "weights")
     if not plan.weight_store:
         return plan
-    names = ("architecture", "dtype", "expert_format", "linear_format", "moe_backend", "native_kernels", "num_experts")
+    names = (
+        "architecture", "deterministic", "dtype", "expert_format", "linear_format", "moe_backend", "native_kernels",
+        "num_experts",
+    )  # fmt: skip
     choices: dict[str, object] = {name: getattr(plan, name) for name in names}
     key = weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
     return replace(plan, weight_key=key)

@@ -62,6 +62,21 @@ class Work:
             return self, num_decodes
         return self.take(np.argsort(~one_B, kind="stable")), num_decodes
 
+    def verified(self, drafts_E: Ints) -> Work:
+        """An entry with drafts is decoded in pieces of one token, each of which reads what those before it have
+        written: so what decodes also verifies, with the arithmetic of a step without drafts. drafts_E: how many each
+        entry of the schedule has; empty: none has any."""
+        if not len(drafts_E):
+            return self
+        pieces_B = np.where(self.samples_B & (drafts_E[self.entry_B] > 0), self.counts_B, 1)
+        which_B = np.repeat(np.arange(len(pieces_B)), pieces_B)
+        place_B = np.arange(len(which_B)) - np.repeat(np.cumsum(pieces_B) - pieces_B, pieces_B)
+        work = self.take(which_B)
+        counts_B = np.where(pieces_B[which_B] > 1, 1, work.counts_B)
+        return Work(
+            work.entry_B, work.rows_B, work.starts_B + place_B, counts_B, work.samples_B, work.begins_B & (place_B == 0)
+        )
+
     def take(self, which_B: Ints | Bools) -> Work:
         """These entries, in this order."""
         return Work(
@@ -90,17 +105,6 @@ def spread(work: Work, num_decodes: int) -> tuple[Ints, Ints, Ints]:
     shift_B = work.starts_B - (query_ends_B - work.counts_B)
     position_T = np.arange(query_ends_B[-1], dtype=np.int64) + np.repeat(shift_B, work.counts_B)
     return np.repeat(work.rows_B, work.counts_B), position_T, query_ends_B
-
-
-def sampled(work: Work, drafts_E: Ints) -> tuple[Ints, Ints]:
-    """For every token to be sampled its place in the work, and how many of that place's are sampled behind it.
-    drafts_E: how many drafts each entry has; empty: none has any."""
-    places = np.flatnonzero(work.samples_B)
-    if not len(drafts_E):
-        return places, np.zeros(len(places), dtype=np.int64)
-    more = drafts_E[work.entry_B[places]]
-    behind = [np.arange(count, -1, -1) for count in more.tolist()]
-    return np.repeat(places, more + 1), np.concatenate([*behind, np.zeros(0, dtype=np.int64)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,7 @@ class PreparedStep:
     device_rows_S: torch.Tensor | None = None  # rows_S on the device, where it is wanted there
     # Of the entries that have any, each of which is sampled once more than it has drafts.
     drafts: dict[int, list[int]] | None = None
+    rows_B: tuple[Ints, ...] = ()  # of each part the rows of the batch; not of a step that only counts on
 
     @property
     def num_sampled(self) -> int:
@@ -173,6 +178,11 @@ class PreparedStep:
     def samples_all(self) -> bool:
         """Every token of the step is sampled, in order: all decode."""
         return len(self.inputs) == 1 and len(self.entries_S) == self.inputs[0].num_tokens
+
+
+def drafts_before(prepared: PreparedStep) -> list[list[int]]:
+    """For every token to be sampled the drafts between it and the last known one."""
+    return [drafts[:count] for _, run, drafts in runs(prepared, prepared.entries_S) for count in range(len(run))]
 
 
 def runs(prepared: PreparedStep, values: list[V]) -> Iterator[tuple[int, list[V], list[int]]]:

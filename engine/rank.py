@@ -58,8 +58,8 @@ class Rank:
     """Not thread-safe: one thread submits and steps.
 
     A lost peer (PeerLost out of any wait) ends the epoch for this rank: steps in flight are forgotten, requests and
-    their cache stay, and `step` does nothing until a Membership of a higher epoch comes. Then the living meet again and
-    go on.
+    their cache stay, and `step` does nothing until a Membership of a higher epoch comes. Then the live ones meet again
+    and go on.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Rank:
         self._loss: tuple[PeerLost, float] | None = None  # and until when a Membership may come
         self._formed: Joined | None = None  # becomes _joined when the first record of the epoch is agreed on
         self._joined: Joined | None = None
-        self._news: list[RankToFront] = []
+        self._events: list[RankToFront] = []
         self._waits_for = ""  # what the front knows of it
 
     @property
@@ -193,24 +193,24 @@ class Rank:
             if message.epoch > (self._team.epoch if self._wanted is None else self._wanted.epoch):
                 self._wanted = message
         elif isinstance(message, ProfileCommand):
-            self._news += self._runner.between(partial(self._timeline.obey, message))
+            self._events += self._runner.between(partial(self._timeline.obey, message))
         elif isinstance(message, Shutdown):
             self._shutdown = True
         elif not any(companion.take(message) for companion in self._companions.members):
             assert isinstance(message, BalanceCommand)
-            self._news.append(refuse(message, "experts are not balanced (--enable-eplb)"))
+            self._events.append(refuse(message, "experts are not balanced (--enable-eplb)"))
 
     def take_joined(self) -> Joined | None:
         """Once for every epoch but the first: this rank serves again."""
         joined, self._joined = self._joined, None
         return joined
 
-    def take_news(self) -> list[RankToFront]:
+    def take_events(self) -> list[RankToFront]:
         """What else is to be told to the front."""
-        news, self._news = self._news, []
+        events, self._events = self._events, []
         for companion in self._companions.members:
-            news += companion.take_news()
-        return news
+            events += companion.take_events()
+        return events
 
     def step(self) -> list[TokenOutput]:
         """One step to its end. Raises PeerLost when another rank is gone and the front does not say who is left,
@@ -290,7 +290,7 @@ class Rank:
 
     def _may_change(self, wanted: Membership) -> bool:
         """At once, or (no rank is lost, and steps are under way) when all ranks have heard of it?"""
-        return not self._team.working or self._idle or not all(wanted.alive[rank] for rank in self._team.living)
+        return not self._team.working or self._idle or not all(wanted.alive[rank] for rank in self._team.live)
 
     def _change(self, wanted: Membership) -> None:
         """The epoch is over: begin the wanted one."""
@@ -325,7 +325,7 @@ class Rank:
             self._formed = joined
             self._idle = False  # all are here: the first record follows at once, and proves that all have the same
             self._sleep = joined.epoch << 32
-            log.info("epoch %d: ranks %s, %d expert(s) read", joined.epoch, self._team.living, joined.experts_loaded)
+            log.info("epoch %d: ranks %s, %d expert(s) read", joined.epoch, self._team.live, joined.experts_loaded)
         return True
 
     def _say_trouble(self) -> None:
@@ -333,12 +333,12 @@ class Rank:
         trouble = self._team.trouble
         if trouble != self._waits_for:
             self._waits_for = trouble
-            self._news.append(Waiting(self.ready.rank, trouble))
+            self._events.append(Waiting(self.ready.rank, trouble))
 
     def _lose(self, loss: PeerLost) -> None:
         log.warning("epoch %d: lost rank(s) %s: %s", self._team.epoch, self._team.names(loss), loss.reason)
         self._loss = (loss, self._clock() + self._patience + FENCE_SECONDS)
-        self._news.append(EpochLost(self.ready.rank, self._team.epoch, loss.reason))
+        self._events.append(EpochLost(self.ready.rank, self._team.epoch, loss.reason))
         self._drop_steps()
 
     def _drop_steps(self) -> None:
@@ -375,7 +375,8 @@ class Rank:
         result = yield from flight.steps()
         if not flight.schedule.rows:
             return []
-        return self._scheduler.update(flight.schedule, result.token_ids, result.logprobs, result.prompt_logprobs)
+        prompts, drafts = result.prompt_logprobs, result.drafts
+        return self._scheduler.update(flight.schedule, result.token_ids, result.logprobs, prompts, drafts)
 
     def _take_early(self) -> list[TokenOutput]:
         outputs, self._early = self._early, []

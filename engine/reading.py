@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from eplb.repair import Load
+from eplb.repair import SlotUpdate
 from layers.identity import CheckpointError, Identities, check
 from layers.weights import Checkpoint, StoredWeight
 from models.base import CausalLM, ExpertSource
@@ -29,16 +29,16 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two tries; each is twi
 STALLED_SECONDS = 2.0  # one expert that takes longer is said to be waited for
 
 
-class Piece(NamedTuple):
+class StagedExpert(NamedTuple):
     """One expert, in memory."""
 
-    load: Load
+    update: SlotUpdate
     source: ExpertSource
     bytes_read: int
 
 
 class Reading(Protocol):
-    """Some experts on their way. left: pieces that have not been taken."""
+    """Some experts on their way. left: those that have not been taken."""
 
     left: int
 
@@ -47,7 +47,7 @@ class Reading(Protocol):
         """Why nothing comes just now; "": nothing is wrong."""
         ...
 
-    def take(self, timeout: float) -> Piece | None:
+    def take(self, timeout: float) -> StagedExpert | None:
         """The next one, waiting at most so long for it."""
         ...
 
@@ -56,55 +56,58 @@ class Reading(Protocol):
         ...
 
 
-Read = Callable[[Sequence[Load]], Reading]
+Read = Callable[[Sequence[SlotUpdate]], Reading]
 
 
 class ReadingThread:
     """Tries again, with growing pauses and without end, as long as what it cannot read is wanted.
 
-    stage(load): reads one expert; raises CheckpointError."""
+    stage(update): reads one expert; raises CheckpointError."""
 
     def __init__(
-        self, loads: Sequence[Load], stage: Callable[[Load], Piece], clock: Callable[[], float] = time.monotonic
+        self,
+        updates: Sequence[SlotUpdate],
+        stage: Callable[[SlotUpdate], StagedExpert],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.left = len(loads)
+        self.left = len(updates)
         self._stage = stage
         self._clock = clock
         self._error = ""
-        self._since = clock()  # when it began with the piece that it reads
-        self._pieces: queue.Queue[Piece] = queue.Queue(AHEAD)
+        self._since = clock()  # when it began with the expert that it reads
+        self._staged: queue.Queue[StagedExpert] = queue.Queue(AHEAD)
         self._dropped = threading.Event()
         self._failure: BaseException | None = None
-        if loads:
-            threading.Thread(target=self._run, args=(loads,), name="reading", daemon=True).start()
+        if updates:
+            threading.Thread(target=self._run, args=(updates,), name="reading", daemon=True).start()
 
     @property
     def trouble(self) -> str:
-        if self._error or not self.left or not self._pieces.empty():
+        if self._error or not self.left or not self._staged.empty():
             return self._error
         stalled = self._clock() - self._since > STALLED_SECONDS
         return f"reading an expert takes longer than {STALLED_SECONDS:g} s" if stalled else ""
 
-    def take(self, timeout: float) -> Piece | None:
+    def take(self, timeout: float) -> StagedExpert | None:
         if self._failure is not None:
             raise self._failure
         try:
-            piece = self._pieces.get(timeout=timeout) if timeout > 0 else self._pieces.get_nowait()
+            expert = self._staged.get(timeout=timeout) if timeout > 0 else self._staged.get_nowait()
         except queue.Empty:
             return None
         self.left -= 1
-        return piece
+        return expert
 
     def drop(self) -> None:
         self._dropped.set()
 
-    def _run(self, loads: Sequence[Load]) -> None:
+    def _run(self, updates: Sequence[SlotUpdate]) -> None:
         try:
-            for load in loads:
-                piece = self._read(load)
-                while piece is not None and not self._dropped.is_set():
+            for update in updates:
+                expert = self._read(update)
+                while expert is not None and not self._dropped.is_set():
                     try:
-                        self._pieces.put(piece, timeout=0.1)
+                        self._staged.put(expert, timeout=0.1)
                         break
                     except queue.Full:
                         continue
@@ -113,13 +116,13 @@ class ReadingThread:
         except BaseException as error:
             self._failure = error
 
-    def _read(self, load: Load) -> Piece | None:
+    def _read(self, update: SlotUpdate) -> StagedExpert | None:
         """None: it is not wanted any more."""
         pause = FIRST_PAUSE
         while not self._dropped.is_set():
             self._since = self._clock()
             try:
-                piece = self._stage(load)
+                expert = self._stage(update)
             except CheckpointError as error:
                 if str(error) != self._error:
                     log.warning("event=weights_unavailable reason=%r", str(error))
@@ -130,7 +133,7 @@ class ReadingThread:
             if self._error:
                 log.info("event=weights_back")
             self._error = ""
-            return piece
+            return expert
         return None
 
 
@@ -165,32 +168,32 @@ class Unread:
 def reader(model: CausalLM, checkpoint: Checkpoint | Unread) -> Read:
     """How a rank reads experts of its own checkpoint."""
 
-    def stage(load: Load) -> Piece:
-        assert not isinstance(checkpoint, Unread), f"{load} is in the store"
-        source, bytes_read = checkpoint.stage(model.expert_keys(checkpoint, load.layer, load.expert))
-        return Piece(load, source, bytes_read)
+    def stage(update: SlotUpdate) -> StagedExpert:
+        assert not isinstance(checkpoint, Unread), f"{update} is in the store"
+        source, bytes_read = checkpoint.stage(model.expert_keys(checkpoint, update.layer, update.expert))
+        return StagedExpert(update, source, bytes_read)
 
-    return lambda loads: ReadingThread(loads, stage)
+    return lambda updates: ReadingThread(updates, stage)
 
 
 def await_checkpoint(
     path: str | Path,
     known: Identities,
     seconds: float,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Until all files are there and are those that are known. tell(why not): once for each reason. Raises
+    """Until all files are there and are those that are known. notify(why not): once for each reason. Raises
     CheckpointError with the last reason when they are not within `seconds`."""
-    deadline, pause, told = clock() + seconds, FIRST_PAUSE, ""
+    deadline, pause, last = clock() + seconds, FIRST_PAUSE, ""
     while True:
         try:
             return check(path, known)
         except CheckpointError as error:
-            if str(error) != told:
-                told = str(error)
-                tell(told)
+            if str(error) != last:
+                last = str(error)
+                notify(last)
             if clock() + pause > deadline:
                 raise
         sleep(pause)

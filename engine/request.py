@@ -34,13 +34,16 @@ class Request:
         "max_length",
         "message",
         "min_length",
+        "num_accepted",
         "num_cached",
         "num_computed",
+        "num_rejected",
         "order",
         "prompt_len",
         "prompt_logprobs",
         "request_id",
         "row",
+        "speculates",
         "status",
         "stop_ids",
         "tokens",
@@ -73,6 +76,8 @@ class Request:
         self.prompt_logprobs: list[Logprobs | None] | None = [None] if wants else None  # None: none wanted, or all sent
 
         self.held = held  # of the cache; the manager's
+        self.speculates = False  # it may have drafts (engine/speculation/drafter.py)
+        self.num_accepted = self.num_rejected = 0  # drafts, since the last output
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order
@@ -109,6 +114,11 @@ class Request:
                 return index + 1 - first, "stop", None if token in self.eos_token_ids else token
         return num_new, None, None
 
+    def goes_on_with(self, new: list[int]) -> bool:
+        """Whether `new`, the last of `tokens`, is one token that does not end it, and nothing else is to be said."""
+        one = len(new) == 1 and len(self.tokens) < self.max_length
+        return one and new[0] not in self.stop_ids and self.first_output_sent
+
     def output(self, num_new: int, logprobs: list[Logprobs] | None) -> TokenOutput:
         """Of a sample of num_new tokens, the last of `tokens`: cut where the sequence ends, with what comes only
         once."""
@@ -119,6 +129,8 @@ class Request:
             self.first_output_sent = True
             prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
             num_cached = self.num_cached
+        num_accepted, num_rejected = self.num_accepted, self.num_rejected
+        self.num_accepted = self.num_rejected = 0
         return TokenOutput(
             request_id=self.request_id,
             new_token_ids=new[:num_new],
@@ -127,4 +139,6 @@ class Request:
             logprobs=None if logprobs is None else logprobs[:num_new],
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=num_cached,
+            num_accepted=num_accepted,
+            num_rejected=num_rejected,
         )

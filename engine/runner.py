@@ -19,13 +19,14 @@ from cache.memory import CacheMemory
 from dbo.steps import Steps, drain, weave
 from engine.capture import Capture
 from engine.device import Arrival, AtOnce, Readback, use_device
-from engine.drafts import num_new
 from engine.hooks import StepHook
-from engine.prepared import PreparedStep, runs
+from engine.prepared import PreparedStep, drafts_before, runs
 from engine.sampling.logprobs import prompt_logprobs
 from engine.sampling.sampler import Sampled, reads_on_the_host, sample
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import Schedule
+from engine.speculation.drafter import num_new
+from engine.speculation.mtp import MtpPasses
 from engine.step_buffers import StepBuffers
 from ep.backends.dispatchers import Confirm, StepState
 from ep.protocol import PeerLost
@@ -45,6 +46,7 @@ class StepResult:
     token_ids: list[list[int]]  # [] where nothing was sampled
     logprobs: list[list[Logprobs] | None] | None  # None when no row asked
     prompt_logprobs: list[list[Logprobs] | None] | None  # None when no row asked
+    drafts: list[list[int]] | None = None  # for the next step; None: the model has made none
 
 
 class Landing:
@@ -63,12 +65,15 @@ class Landing:
         self._confirm = confirm
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs
+        self.drafts: list[list[int]] | None = None
         self._result: StepResult | None = None
 
-    def token_ids(self) -> Tensor:
-        """int64 [S] on the host. Raises PeerLost."""
+    def drawn(self) -> tuple[list[int], list[list[int]]]:
+        """The rows of the batch that have sampled, and the new tokens of each. Raises PeerLost."""
         self._confirm()
-        return self.arrival.take()[0]
+        prepared, tokens = self.prepared, self.arrival.take()[0].tolist()
+        parts = [(first, new[: num_new(new, drafts)]) for first, new, drafts in runs(prepared, tokens)]
+        return prepared.rows_S[[first for first, _ in parts]].tolist(), [new for _, new in parts]
 
     def result(self) -> StepResult:
         """Raises PeerLost; RuntimeError when the device does not come to the step's end. Kept: it is asked for by
@@ -100,7 +105,7 @@ class Landing:
                     entry = prepared.entries_S[first]
                     if run[0] is not None:
                         logprobs[entry] = [value for value in run[: len(token_ids[entry])] if value is not None]
-        return StepResult(token_ids, logprobs, self._prompt_logprobs)
+        return StepResult(token_ids, logprobs, self._prompt_logprobs, self.drafts)
 
 
 class Flight(Protocol):
@@ -132,9 +137,13 @@ class Runner:
         capture: Capture | None = None,
         exchange: StepState | None = None,
         readback: Readback | None = None,
+        passes: MtpPasses | None = None,
     ) -> None:
         """exchange: is told of every step, and confirms that what it brought is whole. readback: how what was sampled
-        comes to the host; a late one wants buffers whose tokens stay on the device."""
+        comes to the host; a late one wants buffers whose tokens stay on the device. passes: of the layer that
+        drafts, which wants tokens at once."""
+        assert passes is None or readback is None or not readback.late
+        self._passes = passes
         self._readback = readback or AtOnce()
         self._unnoted: Landing | None = None  # its tokens are in no history yet
         self._capture = capture
@@ -179,6 +188,8 @@ class Runner:
             num_ranks = self._model.parallel.size if self._model.config.num_experts else 1
             with torch.inference_mode():
                 self._capture.capture(num_ranks)
+                if self._passes is not None and self._passes.capture is not None:
+                    self._passes.capture.capture(num_ranks)
 
     def reset(self) -> None:
         """After a lost peer: wait for the steps launched, and forget them and how they ended. The next schedule must
@@ -187,6 +198,8 @@ class Runner:
             self._threads.submit(_nothing).result()  # one thread: whatever came before it is over
         if self._capture is not None:
             self._capture.forget()
+        if self._passes is not None and self._passes.capture is not None:
+            self._passes.capture.forget()
         self._unnoted = None
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, PeerLost):
@@ -242,6 +255,12 @@ class Runner:
             if not self._readback.late:
                 self._note()
         _ended(hooks, Kind.SAMPLING, prepared.num_sampled)
+        if self._passes is not None and schedule.draft_depth:
+            self._exchange.begin(schedule.most_tokens)
+            tokens = [] if sampled is None else sampled.token_ids_P.tolist()
+            landing.drafts = yield from self._passes.steps(schedule, prepared, hidden_TD, tokens)
+            self._exchange.seal()()
+            _ended(hooks, Kind.DRAFTING, sum(map(len, landing.drafts)))
         return landing
 
     def _forward(self, prepared: PreparedStep) -> Steps[Tensor]:
@@ -268,7 +287,8 @@ class Runner:
             self._buffers.write_tokens(prepared, sampled.token_ids_P)
             return sampled
         self._note()
-        sampling = self._table.gather(prepared.rows_S.tolist(), prepared.positions_S.tolist())
+        drafts = [] if prepared.drafts is None or not self._table.has_history else drafts_before(prepared)
+        sampling = self._table.gather(prepared.rows_S.tolist(), prepared.positions_S.tolist(), drafts)
         if sampling.needs:
             if reads_on_the_host(sampling, self._logprobs_mode):
                 confirm()
@@ -282,7 +302,7 @@ class Runner:
         """Histories learn the tokens of the last step that sampled; only rows that have one wait for them."""
         landing, self._unnoted = self._unnoted, None
         if landing is not None and self._table.has_history:
-            self._table.note(landing.prepared.rows_S.tolist(), landing.token_ids())
+            self._table.note(*landing.drawn())
 
     def _prompt_logprobs(self, prepared: PreparedStep, hidden_TD: Tensor) -> list[list[Logprobs] | None] | None:
         if not prepared.prompt_parts:

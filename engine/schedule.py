@@ -31,8 +31,8 @@ class NewRow:
 class Schedule:
     """Lists of equal length describe the work: row rows[i] computes tokens starts[i] : starts[i] + counts[i] of its
     sequence; if samples[i], its last hidden state is sampled. Rows with counts 1 that sample come first. With drafts
-    (engine/drafts.py) the last len(drafts[i]) of those tokens are guesses, and the states from the last known token on
-    are sampled.
+    (engine/speculation/drafter.py) the last len(drafts[i]) of those tokens are guesses, and the states from the last
+    known token on are sampled.
 
     Order of application: freed rows, new rows, new blocks, work. prompt_logprobs rows need logits of all their tokens.
     """
@@ -46,9 +46,15 @@ class Schedule:
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)  # behind the last known token; [] where no entry has any
+    warm: list[bool] = field(default_factory=list)  # whether the layer that drafts knows the tokens before; []: all
+    draft_depth: int = 0  # drafts that follow the step, as the ranks have agreed; 0: the layer that drafts is left out
     state_reads: list[int] = field(default_factory=list)  # records (cache/records.py); [] where a model has no state
     state_writes: list[int] = field(default_factory=list)
     most_tokens: int = 0  # of any rank in this step, as the ranks have agreed
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(map(len, self.drafts))
 
     @property
     def num_tokens(self) -> int:

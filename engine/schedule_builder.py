@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cache.manager import CacheManager
 from engine.request import Request, Status
@@ -14,6 +14,7 @@ class Draft:
 
     __slots__ = (
         "budget",
+        "budget_of_drafts",
         "chunk_counts",
         "chunk_drafts",
         "chunk_samples",
@@ -29,9 +30,10 @@ class Draft:
         "step_id",
     )
 
-    def __init__(self, step_id: int, budget: int) -> None:
+    def __init__(self, step_id: int, budget: int, budget_of_drafts: int) -> None:
         self.step_id = step_id
         self.budget = budget
+        self.budget_of_drafts = budget_of_drafts
         self.ones: list[Request] = []
         self.one_rows: list[int] = []
         self.one_starts: list[int] = []
@@ -77,6 +79,7 @@ class Draft:
         request.length += 1
         request.last_step = self.step_id
         self.budget -= 1 + len(drafts)
+        self.budget_of_drafts -= len(drafts)
 
     def remove(self, request: Request) -> None:
         """Take a request that was scheduled in this very step out again (it is about to be preempted)."""
@@ -89,6 +92,7 @@ class Draft:
             return
         index = self.chunks.index(request)
         self.budget += self.chunk_counts[index]
+        self.budget_of_drafts += len(self.chunk_drafts[index])
         request.length -= self.chunk_samples[index]
         del self.chunks[index], self.chunk_starts[index], self.chunk_counts[index], self.chunk_samples[index]
         del self.chunk_drafts[index]
@@ -115,7 +119,7 @@ class Draft:
             self.place(request)
         self.new_blocks = [(request.row, [table.copy() for table in request.held.tables]) for request in running]
 
-    def finish(self, freed_rows: list[int], cache: CacheManager) -> Schedule:
+    def finish(self, freed_rows: list[int], cache: CacheManager, warm: Callable[[Request], bool]) -> Schedule:
         num_ones = len(self.ones)
         reads: list[int] = []
         writes: list[int] = []
@@ -124,7 +128,9 @@ class Draft:
                 read, written = cache.schedule_state(request)
                 reads.append(read)
                 writes.append(written)
+        warms = [warm(request) for request in (*self.ones, *self.chunks)]
         return Schedule(
+            warm=[] if all(warms) else warms,
             drafts=[[] for _ in self.ones] + self.chunk_drafts if any(self.chunk_drafts) else [],
             state_reads=reads,
             state_writes=writes,

@@ -24,10 +24,10 @@ from typing import Literal
 
 from cache.manager import CacheManager
 from engine.batch_rows import BatchRows
-from engine.drafts import Drafter, may_draft
 from engine.request import Request, Status
 from engine.schedule import Schedule
 from engine.schedule_builder import Draft, undo
+from engine.speculation.speculation import Speculation
 from front.messages import AddRequest, Logprobs, RankStats, TokenOutput
 
 _RUNNING = Status.RUNNING
@@ -53,8 +53,10 @@ class Scheduler:
         policy: Literal["fcfs", "priority"] = "fcfs",
         async_depth: int = 0,
         cache: CacheManager | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """cache: of a model that keeps more than rows per token in one paged group."""
+        """cache: of a model that keeps more than rows per token in one paged group. speculation: None: no request has
+        drafts."""
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ValueError(
                 f"max_num_seqs ({max_num_seqs}) and max_num_batched_tokens ({max_num_batched_tokens}) "
@@ -77,8 +79,7 @@ class Scheduler:
         self.policy = policy
         self.async_depth = async_depth
 
-        self.drafter: Drafter | None = None  # None: a decode computes one token
-        self.max_drafts = 0  # of a request and step
+        self.speculation = speculation or Speculation()
         self._requests: dict[int, Request] = {}  # all unfinished
         self._running: list[Request] = []  # sorted by order
         self._waiting: list[Request] = []  # sorted by order; the preempted too
@@ -93,6 +94,7 @@ class Scheduler:
     def forget_counts(self) -> None:
         """Count from here on."""
         self._num_preemptions = self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+        self.speculation.forget_counts()
 
     # ---- requests come and go ------------------------------------------------------------------------------------
 
@@ -107,6 +109,7 @@ class Scheduler:
         if not 0 < message.prompt_len < self.max_length:
             return TokenOutput(message.request_id, [], "error")
         request = Request(message, order, self.max_length, self.kv.new_holding())
+        request.speculates = self.speculation.takes(request)
         if len(request.tokens) > request.prompt_len:
             _, reason, stop_reason = request.end_within(1)
             if reason is not None:
@@ -134,19 +137,11 @@ class Scheduler:
         return bool(self._requests)
 
     def stats(self) -> RankStats:
-        kv = self.kv
-        return RankStats(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            kv_blocks_used=kv.num_blocks - kv.num_free_blocks,
-            kv_blocks_total=kv.num_blocks,
-            prefix_queries=kv.num_queries,
-            prefix_hits=kv.num_hits,
-            preemptions=self._num_preemptions,
-            steps=self._num_steps,
-            prompt_tokens=self._num_prompt_tokens,
-            generation_tokens=self._num_generation_tokens,
-        )
+        kv, used = self.kv, self.kv.num_blocks - self.kv.num_free_blocks
+        requests = len(self._running), len(self._waiting)
+        counts = self._num_preemptions, self._num_steps, self._num_prompt_tokens, self._num_generation_tokens
+        blocks = used, kv.num_blocks, kv.num_queries, kv.num_hits
+        return RankStats(*requests, *blocks, *counts, **self.speculation.counts)
 
     # ---- before a step -------------------------------------------------------------------------------------------
 
@@ -154,7 +149,7 @@ class Scheduler:
         """The next step. Without rows when nothing can run now (no requests, or all wait for tokens in flight)."""
         assert len(self._in_flight) <= self.async_depth, "update() is missing"
         self.rows.release(self._updated_step)
-        draft = Draft(self._next_step, self.max_num_batched_tokens)
+        draft = Draft(self._next_step, self.max_num_batched_tokens, self.speculation.max_in_step)
         self._next_step += 1
         self._schedule_decodes(draft)
         self._schedule_partial(draft)
@@ -164,7 +159,7 @@ class Scheduler:
             return Schedule(draft.step_id)  # freed rows are kept for a schedule that is applied
         if self._restates:
             draft.restate(self._running)
-        schedule = draft.finish(self.rows.take_freed(self._restates), self.kv)
+        schedule = draft.finish(self.rows.take_freed(self._restates), self.kv, self.speculation.warm)
         self._restates = False
         self._num_steps += 1
         self._in_flight.append((schedule, draft.ones + draft.chunks))
@@ -176,11 +171,10 @@ class Scheduler:
         requests, rows, starts = draft.ones, draft.one_rows, draft.one_starts
         step_id = draft.step_id
         budget = draft.budget
-        drafting = self.drafter is not None and not self.kv.has_state
         for request in self._running:  # preemption pops from its end, which the loop allows for
             start = request.num_computed
             length = request.length
-            if length - start != 1 or drafting:
+            if length - start != 1 or request.speculates:
                 draft.partial.append(request)
                 continue
             if length >= request.max_length:
@@ -215,13 +209,12 @@ class Scheduler:
 
     def _schedule_drafts(self, request: Request, draft: Draft) -> None:
         """A decode that waits until all its tokens are known, and then computes drafts behind the last one."""
-        if request.num_pending or request.length >= request.max_length or self.drafter is None:
+        if request.num_pending or request.length >= request.max_length:
             return
-        limit = min(self.max_drafts, draft.budget - 1, request.max_length - request.length - 1)
-        drafts: list[int] = []
-        if limit > 0 and may_draft(request.message.params):
-            drafts = self.drafter.propose(request.request_id, request.tokens, limit)[:limit]
-        if not self._reserve(request, request.length + len(drafts), draft):
+        length = request.length
+        room = min(request.max_length - 1, self.kv.room(request)) - length
+        drafts = self.speculation.propose(request, min(draft.budget - 1, draft.budget_of_drafts, room))
+        if not self._reserve(request, length + len(drafts), draft):
             return
         if drafts:
             draft.add_drafts(request, drafts)
@@ -233,6 +226,7 @@ class Scheduler:
 
         A request alone always succeeds (max_length is bounded by the cache), so the first in order always advances.
         """
+        num_tokens = self.speculation.ahead(request, num_tokens, self.kv)
         while (new := self.kv.allocate(request, num_tokens)) is None:
             victim = self._running.pop()
             self._preempt(victim, draft)
@@ -272,7 +266,8 @@ class Scheduler:
             if not kv.can_admit(request, prefix):
                 break
             kv.admit(request, prefix)
-            new = kv.allocate(request, num_cached + count)
+            self.speculation.admit(request)
+            new = kv.allocate(request, self.speculation.ahead(request, num_cached + count, kv))
             assert new is not None
             self._take_row(request, num_cached, draft)
             draft.new_blocks.append((request.row, [table.copy() for table in request.held.tables]))
@@ -301,12 +296,14 @@ class Scheduler:
         token_ids: list[list[int]],
         logprobs: list[list[Logprobs] | None] | None = None,
         prompt_logprobs: list[list[Logprobs] | None] | None = None,
+        next_drafts: list[list[int]] | None = None,
     ) -> list[TokenOutput]:
         """What step `schedule` sampled; schedules are updated in the order they were made.
 
         All lists have one entry per entry of schedule.rows. token_ids: the new tokens, [] where samples is False.
         logprobs: one per new token, None where not asked for. prompt_logprobs: for entry i those of the prompt
         tokens starts[i] + 1 .. min(starts[i] + counts[i], prompt_len - 1), each from the logits of the token before it.
+        next_drafts: what the model has drafted behind the new tokens.
         """
         step, requests = self._in_flight.popleft()
         assert step is schedule and len(token_ids) == len(requests)
@@ -314,9 +311,9 @@ class Scheduler:
         if prompt_logprobs is not None:
             for request, start, chunk in zip(requests, step.starts, prompt_logprobs, strict=True):
                 request.keep_prompt_logprobs(start, chunk)
+        self.speculation.settle(step, requests, token_ids, next_drafts)
         outputs: list[TokenOutput] = []
-        block_size, stateful = self.kv.block_size, self.kv.has_state
-        num_finished = num_tokens = 0
+        block_size, stateful, num_finished, num_tokens = self.kv.block_size, self.kv.has_state, 0, 0
         for index, (request, start, count, new) in enumerate(
             zip(requests, step.starts, step.counts, token_ids, strict=True)
         ):
@@ -333,13 +330,7 @@ class Scheduler:
             request.length += len(new) - 1
             if drafts:
                 self._accept(request, start, len(drafts), len(new))
-            if (
-                len(new) == 1
-                and new[0] not in request.stop_ids
-                and len(tokens) < request.max_length
-                and logprobs is None
-                and request.first_output_sent
-            ):
+            if logprobs is None and not drafts and request.goes_on_with(new):
                 outputs.append(TokenOutput(request.request_id, new))
                 num_tokens += 1
                 continue
@@ -358,8 +349,7 @@ class Scheduler:
 
     def _accept(self, request: Request, start: int, num_drafts: int, num_new: int) -> None:
         """The tokens that came are known; of the drafts behind them nothing stays."""
-        assert self.drafter is not None
-        self.drafter.observe(request.request_id, num_drafts, num_new - 1)
+        self.speculation.observe(request, num_drafts, num_new - 1)
         if request.status is _RUNNING:
             request.num_computed = start + num_new
             self.kv.commit(request, start + num_new)
@@ -388,6 +378,7 @@ class Scheduler:
         else:
             del self._waiting[bisect_left(self._waiting, request)]
         request.status = _FINISHED
+        self.speculation.forget(request)
         del self._requests[request.request_id]
 
     def _drop_finished(self) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,9 +30,7 @@ from torch import Tensor
 from dbo.split import Cut, cut
 from engine.batch_table import BatchTable
 from engine.device import make_upload
-from engine.drafts import num_new
 from engine.prepared import (
-    Asked,
     Chooser,
     Graphs,
     GraphSize,
@@ -42,52 +39,13 @@ from engine.prepared import (
     Work,
     prompt_parts,
     runs,
-    sampled,
     spread,
 )
 from engine.schedule import Schedule
+from engine.speculation.drafter import num_new
 from engine.step_memory import Limits, Place, StepMemory
+from engine.step_parts import KV_LENS, POSITIONS, READS, SLOTS, TOKEN_IDS, WRITES, Run, StepPart
 from layers.step import StateInput, StepInput, TableInput
-
-TOKEN_IDS, POSITIONS, SLOTS = 0, 1, 2  # fields per token, those from the positions on count on; slots: one per table
-KV_LENS, READS, WRITES = 0, 1, 2  # fields per sequence; records: where a model has a state
-
-
-class _Part(NamedTuple):
-    """One part of a step. logits_P: `step.logits_rows_P` on the host."""
-
-    step: StepInput
-    place: Place
-    entries_S: Ints
-    rows_S: Ints
-    positions_S: Ints
-    logits_P: Ints
-    asked: list[Asked]
-    tables: Sequence[Tensor]
-
-
-class _Run:
-    """The last step, if it decoded all of its sequences: the next one may follow from it."""
-
-    def __init__(self, prepared: PreparedStep, part: _Part, rows: list[int]) -> None:
-        """rows: as in the schedule."""
-        self.prepared, self.place, self.tables, self.rows = prepared, part.place, part.tables, rows
-        self.ends = list(part.step.kv_lens)  # where the next step starts
-        self.left = 0  # steps before a sequence comes to its next block; not known at first
-        self.written = False  # the tokens of the last step are there
-        self.first_B = prepared.positions_S  # of the tokens that the table of the batch lacks
-        self.num_written = 0  # of those
-        self.sampled: list[Ints] = []  # they themselves, where the host has them
-        self.lens_B = part.place.sequences_FB[KV_LENS, : len(rows)]
-        self._tokens_B = part.place.tokens_FT[TOKEN_IDS, : len(rows)]
-
-    def write(self, tokens_B: Ints | None) -> None:
-        """None: they stay on the device."""
-        self.written = True
-        self.num_written += 1
-        if tokens_B is not None:
-            self._tokens_B[:] = tokens_B
-            self.sampled.append(tokens_B.copy())
 
 
 class StepBuffers:
@@ -106,9 +64,9 @@ class StepBuffers:
         self._last_R: Tensor | None = None
         if on_device:
             self._last_R = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
-        self._lanes: list[StepMemory] = []
+        self._lanes: dict[int, StepMemory] = {}
         self._fed: list[tuple[Tensor, Tensor, Tensor]] = []  # token ids, rows whose last ones, and their places
-        self._run: _Run | None = None
+        self._run: Run | None = None
 
     @property
     def rows(self) -> BatchTable:
@@ -119,10 +77,11 @@ class StepBuffers:
     def lane(self, index: int) -> StepMemory:
         """What the parts of that number are read from."""
         limits = self.limits
-        tokens = 0, 0, *[limits.scratch_block * self._block_size] * limits.num_tables
-        sequences = 1, *[0, 0] * limits.has_state
-        while len(self._lanes) <= index:
-            self._lanes.append(StepMemory(limits, tokens, sequences, POSITIONS, self.device, make_upload(self.device)))
+        tokens = 0, 0, *[block * self._block_size for block in limits.scratch]
+        sequences = 1, *[0, limits.scratch_record] * limits.has_state
+        if index not in self._lanes:
+            upload = make_upload(self.device)
+            self._lanes[index] = StepMemory(limits, tokens, sequences, POSITIONS, self.device, upload)
         return self._lanes[index]
 
     # ---- steps ----
@@ -139,8 +98,8 @@ class StepBuffers:
         self._run = None
         self._rows.take_over(schedule)
         prepared = self._lay_out(schedule, num_parts, choose)
-        for lane in self._lanes[:num_parts]:
-            lane.send()
+        for index in range(num_parts):
+            self.lane(index).send()
         self._feed()
         return prepared
 
@@ -164,12 +123,12 @@ class StepBuffers:
 
     # ---- the same sequences go on ----
 
-    def _goes_on(self, run: _Run, schedule: Schedule) -> bool:
+    def _goes_on(self, run: Run, schedule: Schedule) -> bool:
         """Whether that schedule computes the next token of each, and nothing else."""
         same = run.written and schedule.rows == run.rows and schedule.starts == run.ends
         return same and not (schedule.freed_rows or schedule.new_rows or schedule.drafts)
 
-    def _advance(self, run: _Run, schedule: Schedule) -> PreparedStep:
+    def _advance(self, run: Run, schedule: Schedule) -> PreparedStep:
         """Most steps are such steps, and to lay one out in full takes thirty operations on small arrays. Each comes
         from memory anew, because the forward pass has just swept every cache with weights."""
         last, place, memory = run.prepared, run.place, self.lane(0)
@@ -213,7 +172,7 @@ class StepBuffers:
             run.num_written = 0
             run.sampled.clear()
 
-    def _enter_blocks(self, run: _Run) -> None:
+    def _enter_blocks(self, run: Run) -> None:
         """The slots of sequences that have come to their next block do not follow from the last ones."""
         num = len(run.rows)
         tokens_FT, rows_B = run.place.tokens_FT[:, :num], run.prepared.rows_S
@@ -221,6 +180,25 @@ class StepBuffers:
         for index, table in enumerate(self._rows.tables):
             tokens_FT[SLOTS + index] = table[rows_B, columns_B] * self._block_size + offsets_B
         run.left = self._block_size - 1 - int(offsets_B.max())
+
+    # ---- what drafts ----
+
+    def decodes(self, lane: int, rows_T: Ints, positions_T: Ints, token_ids_T: Ints) -> StepInput:
+        """A step in that lane of tokens that each attend for themselves, at places of sequences that have blocks
+        there."""
+        memory, num = self.lane(lane), len(rows_T)
+        place = memory.place(num, num)
+        tokens_FT = place.tokens_FT[:, :num]
+        tokens_FT[TOKEN_IDS], tokens_FT[POSITIONS] = token_ids_T, positions_T
+        columns_T, offsets_T = np.divmod(positions_T, self._block_size)
+        for index, table in enumerate(self._rows.tables):
+            tokens_FT[SLOTS + index] = table[rows_T, columns_T] * self._block_size + offsets_T
+        place.sequences_FB[KV_LENS, :num] = positions_T + 1
+        ends = (positions_T + 1).tolist()
+        tables = self._write_tables(memory, place, rows_T, max(ends, default=0))
+        memory.send()
+        rows_P = place.token_tensors[POSITIONS][:0]
+        return self._input(place, tables, tuple(range(num + 1)), ends, num, rows_P)
 
     # ---- what graphs are captured with ----
 
@@ -241,10 +219,12 @@ class StepBuffers:
             lens, lens_B = (limits.max_model_len,) * rows, place.sequence_tensors[KV_LENS]
         else:
             lens, lens_B = (1,) * rows, torch.ones(rows, dtype=torch.int64, device=self.device)
-            tables = [lens_B[:, None] * limits.scratch_block] * limits.num_tables
+            tables = [lens_B[:, None] * block for block in limits.scratch]
         starts = tuple(range(rows + 1))
         step = self._input(place, tables, starts, lens, rows, place.token_tensors[POSITIONS][:0])
-        return replace(step, kv_lens_B=lens_B)
+        if full or not limits.has_state:
+            return replace(step, kv_lens_B=lens_B)
+        return replace(step, kv_lens_B=lens_B, state=StateInput(lens_B * 0, lens_B * limits.scratch_record))
 
     # ---- a step in full ----
 
@@ -270,6 +250,7 @@ class StepBuffers:
                 cuts = [Cut(one.entry, 0) if one.tokens and schedule.drafts[one.entry] else one for one in cuts]
             bounds = [Cut(0, 0), *cuts, Cut(num_entries, 0)]
             works = [whole.between(first, last) for first, last in pairwise(bounds)]
+        works = [work.verified(self._drafts_E) for work in works]
         counts = [int(work.counts_B.sum()) for work in works]
         graphs = _chosen(choose, counts, [len(w.counts_B) == count for w, count in zip(works, counts, strict=True)])
         self._fed.clear()
@@ -279,10 +260,10 @@ class StepBuffers:
         ]
         prepared = self._join(parts, graphs, schedule)
         if prepared.num_sampled and prepared.samples_all and not prepared.prompt_parts and prepared.drafts is None:
-            self._run = _Run(prepared, parts[0], schedule.rows)
+            self._run = Run(prepared, parts[0], schedule.rows)
         return prepared
 
-    def _join(self, parts: list[_Part], graphs: Graphs, schedule: Schedule) -> PreparedStep:
+    def _join(self, parts: list[StepPart], graphs: Graphs, schedule: Schedule) -> PreparedStep:
         memory = self.lane(0)
         if len(parts) == 1:
             (part,) = parts
@@ -305,13 +286,14 @@ class StepBuffers:
             prompt_parts([one for part in parts for one in part.asked], len(entries_S)),
             None if self._last_R is None else memory.more(rows_S),
             {entry: drafts for entry, drafts in enumerate(schedule.drafts) if drafts} or None,
+            tuple(part.rows_B for part in parts),
         )
 
-    def _part(self, memory: StepMemory, work: Work, graph: GraphSize | None) -> _Part:
+    def _part(self, memory: StepMemory, work: Work, graph: GraphSize | None) -> StepPart:
         work, num_decodes = work.ordered()
         rows_B, starts_B = work.rows_B, work.starts_B
         ends_B = starts_B + work.counts_B
-        guessed_B = self._drafts_E[work.entry_B] if len(self._drafts_E) else 0
+        guessed_B = self._drafts_E[work.entry_B] if len(self._drafts_E) else 0  # tokens that are drafts
         assert (ends_B <= self._rows.known[rows_B] + guessed_B).all(), (
             "a schedule computes tokens that are not known yet"
         )
@@ -332,15 +314,14 @@ class StepBuffers:
         memory.pad(place)
         ends = ends_B.tolist()
         tables = self._write_tables(memory, place, rows_B, max(ends, default=0))
-        sampled_S, behind_S = sampled(work, self._drafts_E)
-        last_S = query_ends_B[sampled_S] - 1 - behind_S
-        asked, logits_P = self._rows.ask(work, query_ends_B, last_S)
+        sampled_S = np.flatnonzero(work.samples_B)
+        asked, logits_P = self._rows.ask(work, query_ends_B, query_ends_B[sampled_S] - 1)
         starts = (0, *query_ends_B.tolist())
         step = self._input(place, tables, starts, ends, num_decodes, memory.more(logits_P))
         if self._last_R is not None:
             self._note_fed(memory, step.token_ids_T, rows_B[:num_decodes], starts_B[:num_decodes])
         entries_S = work.entry_B[sampled_S]
-        return _Part(step, place, entries_S, rows_B[sampled_S], ends_B[sampled_S] - behind_S, logits_P, asked, tables)
+        return StepPart(step, place, entries_S, rows_B[sampled_S], ends_B[sampled_S], logits_P, asked, tables, rows_B)
 
     def _input(
         self,

@@ -28,7 +28,7 @@ _ALIGNED = 8  # numbers, to a multiple of which fields begin: kernels are compil
 
 class Limits(NamedTuple):
     """Of the steps of one rank. num_tables, has_state: token groups of the cache, and whether there are state groups;
-    scratch_block: where rows of padding write."""
+    scratch_blocks: of each table, where rows of padding write, (): block 0; scratch_record: the same of states."""
 
     max_num_seqs: int
     max_num_tokens: int  # of one step, padding included
@@ -36,12 +36,24 @@ class Limits(NamedTuple):
     block_size: int
     num_tables: int = 1
     has_state: bool = False
-    scratch_block: int = 0
+    scratch_blocks: tuple[int, ...] = ()
+    scratch_record: int = 0
+    max_drafts: int = 0  # of a step
+
+    @property
+    def max_decodes(self) -> int:
+        """Tokens of a step that each attend for themselves: a sequence's last one, and the drafts behind it."""
+        return max(self.max_num_seqs, min(self.max_num_seqs + self.max_drafts, self.max_num_tokens))
 
     @property
     def columns(self) -> int:
         """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def scratch(self) -> tuple[int, ...]:
+        """scratch_blocks, one for each table."""
+        return self.scratch_blocks or (0,) * self.num_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +82,12 @@ class StepMemory:
         device: torch.device,
         upload: Upload | None,
     ) -> None:
-        max_tokens, max_sequences, columns = limits.max_num_tokens, limits.max_num_seqs, limits.columns
+        max_tokens, max_sequences, columns = limits.max_num_tokens, limits.max_decodes, limits.columns
         num_tables = limits.num_tables
         self._token_padding_F1 = np.array(token_fields, dtype=np.int64)[:, None]
         self._sequence_padding_F1 = np.array(sequence_fields, dtype=np.int64)[:, None]
-        self._scratch_block = limits.scratch_block
+        self._scratch = limits.scratch
+        assert len(self._scratch) == num_tables
         self._first_counter = first_counter
         self._upload = upload
         fields = len(token_fields) * _up(max_tokens) + len(sequence_fields) * _up(max_sequences)
@@ -83,8 +96,7 @@ class StepMemory:
         self._flat = torch.zeros(size, dtype=torch.int64, device=device)
         self._host: Ints = self._flat.numpy() if upload is None else np.zeros(size, dtype=np.int64)
         self.tables = [
-            torch.full((max_sequences, columns), limits.scratch_block, dtype=torch.int64, device=device)
-            for _ in range(num_tables)
+            torch.full((max_sequences, columns), block, dtype=torch.int64, device=device) for block in self._scratch
         ]
         self._places: dict[
             tuple[int, int], Place
@@ -133,8 +145,8 @@ class StepMemory:
         place = self.place(num_tokens, num_sequences)
         place.tokens_FT[:] = self._token_padding_F1
         place.sequences_FB[:] = self._sequence_padding_F1
-        for index in range(len(self.tables)):
-            self.write_table(index, place, np.full((num_sequences, 1), self._scratch_block))
+        for index, block in enumerate(self._scratch):
+            self.write_table(index, place, np.full((num_sequences, 1), block))
         self.send()
         return place
 
@@ -146,13 +158,13 @@ class StepMemory:
     def write_table(self, index: int, place: Place, table_BN: Ints) -> Tensor:
         """The blocks of the step's sequences: [B, N], a view of the index-th table."""
         (count, columns), rows = table_BN.shape, place.sequences_FB.shape[1]
-        table = self.tables[index]
+        table, scratch = self.tables[index], self._scratch[index]
         if self._upload is None:
             there = table.numpy()
             there[:count, :columns] = table_BN
-            there[count:rows, :1] = self._scratch_block
+            there[count:rows, :1] = scratch
         elif rows and columns:
-            padded = np.full((rows, columns), self._scratch_block)
+            padded = np.full((rows, columns), scratch)
             padded[:count] = table_BN
             self._staged.append((table[:rows, :columns], padded))
         return table[:count, :columns]

@@ -1,8 +1,8 @@
 """Whom a rank works with, epoch after epoch: groups, placement, experts and agreement (docs/design.md, D5 and 5).
 
 An epoch begins with `begin`, when a Membership says who takes part. While its groups open, a higher epoch may begin
-instead. `form` does the rest: the ranks tell each other which placement they have, repair the newest one for the
-living, and each reads the experts that are new to it (engine/reading.py). While one of them reads, all of them go on to
+instead. `form` does the rest: the ranks tell each other which placement they have, repair the newest one for the live
+ones, and each reads the experts that are new to it (engine/reading.py). While one of them reads, all of them go on to
 hear the front, and tell each other how far they are. All ranks come to the same placement, because `repair` is a pure
 function; the first record of the agreement proves it.
 """
@@ -26,7 +26,7 @@ from ep.protocol import AllToAll, PeerLost
 from ep.transport.comm import gather_bytes
 from ep.transport.group import Group, LocalGroup
 from eplb.placement import Placement
-from eplb.repair import Load, diff, ranks_needed, repair
+from eplb.repair import SlotUpdate, diff, ranks_needed, repair
 from front.messages import Joined
 from models.base import CausalLM
 
@@ -63,7 +63,7 @@ class Opening(Protocol):
         ...
 
 
-Meet = Callable[[int, int, int], Opening]  # (epoch, this rank among the living, number of the living)
+Meet = Callable[[int, int, int], Opening]  # (epoch, this rank among the live ones, their number)
 MakeLanes = Callable[[Group, int, int], Sequence[AllToAll]]  # (group, slots of a rank, hidden size)
 
 
@@ -127,7 +127,7 @@ class OpeningThread:
 
 
 class Team:
-    """living: the ranks of the epoch, by their numbers in the placement. working: the epoch has been formed, and still
+    """live: the ranks of the epoch, by their numbers in the placement. working: the epoch has been formed, and still
     is.
 
     Without a placement (a dense model) a rank needs no other: every epoch has it alone.
@@ -149,7 +149,7 @@ class Team:
         read: how experts come that are new to this rank."""
         self.rank = rank
         self.epoch = -1
-        self.living: tuple[int, ...] = ()
+        self.live: tuple[int, ...] = ()
         self.working = False
         self.agreement = Agreement(LocalGroup(), -1, 0)
         self._num_ranks = num_ranks
@@ -206,7 +206,7 @@ class Team:
         self._model.update_expert_map(dataclasses.replace(self._model.parallel, placement=placement), tables)
 
     def begin(self, epoch: int, alive: Sequence[bool]) -> None:
-        """Meet the living of this epoch. When they are too few to hold every expert nothing opens: the next
+        """Meet the live ranks of this epoch. When they are too few to hold every expert nothing opens: the next
         epoch is waited for."""
         self.close()
         self._began = self._clock()
@@ -215,18 +215,18 @@ class Team:
         self._num_ranks = len(alive)
         placement = self._placement
         if placement is None:
-            self.living = (self.rank,)
+            self.live = (self.rank,)
         else:
-            self.living = tuple(rank for rank, lives in enumerate(alive) if lives)
+            self.live = tuple(rank for rank, lives in enumerate(alive) if lives)
             needed = ranks_needed(placement.num_experts, placement.slots_per_rank)
-            if len(self.living) < needed:
-                log.warning("epoch %d: %d living rank(s), but it takes %d", epoch, len(self.living), needed)
+            if len(self.live) < needed:
+                log.warning("epoch %d: %d live rank(s), but it takes %d", epoch, len(self.live), needed)
                 return
-        size = len(self.living)
+        size = len(self.live)
         if size == 1:
             self._opening = Opened(Groups(LocalGroup(), LocalGroup()))
         else:
-            self._opening = self._meet(epoch, self.living.index(self.rank), size)
+            self._opening = self._meet(epoch, self.live.index(self.rank), size)
 
     def work_alone(self) -> None:
         """Work without having met the others: this rank's experts stand in for all. What comes out is of no use, but
@@ -263,20 +263,20 @@ class Team:
         if placement is not None and self.epoch > 0:
             newest = yield from self._newest(placement, self._groups.agreement)
             placement = repair(newest, self._alive, self.epoch)
-        loads = self._loads(placement)
-        return _Forming(placement, self._read(loads), len(loads), self._clock())
+        updates = self._updates(placement)
+        return _Forming(placement, self._read(updates), len(updates), self._clock())
 
     def _fill(self, forming: _Forming) -> None:
         reading = forming.reading
         end = self._clock() + FILL_SECONDS
         while reading.left and (seconds := end - self._clock()) > 0:
-            piece = reading.take(seconds)
-            if piece is None:
+            staged = reading.take(seconds)
+            if staged is None:
                 break
-            load = piece.load
-            self._model.read_expert(piece.source, load.layer, load.slot, load.expert)
-            self._filled[load.layer, load.slot] = load.expert
-            forming.bytes_read += piece.bytes_read
+            layer, _, slot, expert = staged.update
+            self._model.read_expert(staged.source, layer, slot, expert)
+            self._filled[layer, slot] = expert
+            forming.bytes_read += staged.bytes_read
 
     def _formed(self, forming: _Forming, groups: Groups) -> Joined:
         placement, self._forming = forming.placement, None
@@ -291,7 +291,7 @@ class Team:
             epoch=self.epoch,
             agree_seconds=forming.agreed - self._began,
             repair_seconds=self._clock() - forming.agreed,
-            experts_loaded=forming.num_loads,
+            experts_loaded=forming.num_updates,
             bytes_read=forming.bytes_read,
         )
 
@@ -316,7 +316,7 @@ class Team:
 
     def names(self, loss: PeerLost) -> str:
         """The lost ranks' own numbers."""
-        return ", ".join(str(self.living[index]) for index in loss.ranks if index < len(self.living)) or "unknown"
+        return ", ".join(str(self.live[index]) for index in loss.ranks if index < len(self.live)) or "unknown"
 
     def _newest(self, mine: Placement, group: Group) -> Steps[Placement]:
         """The placement of the highest epoch that any rank has; one that has just started has the first only, and may
@@ -330,18 +330,19 @@ class Team:
         brought = yield from gather_bytes(group, mine.to_bytes() if group.rank == newest else b"")
         return Placement.from_bytes(brought[newest])
 
-    def _loads(self, placement: Placement | None) -> list[Load]:
+    def _updates(self, placement: Placement | None) -> list[SlotUpdate]:
         """What this rank has to read for it. An epoch that was broken off has left other experts in some slots than the
         placement that was in force says."""
         if placement is None or self._placement is None:
             return []
-        loads = {(load.layer, load.slot): load for load in diff(self._placement, placement) if load.rank == self.rank}
+        changed = diff(self._placement, placement)
+        updates = {(update.layer, update.slot): update for update in changed if update.rank == self.rank}
         for (layer, slot), held in self._filled.items():
-            loads.pop((layer, slot), None)
+            updates.pop((layer, slot), None)
             wanted = int(placement.slot_to_expert[layer, self.rank, slot])
             if wanted not in (-1, held):
-                loads[layer, slot] = Load(layer, self.rank, slot, wanted)
-        return sorted(loads.values())
+                updates[layer, slot] = SlotUpdate(layer, self.rank, slot, wanted)
+        return sorted(updates.values())
 
 
 @dataclass(slots=True)
@@ -350,6 +351,6 @@ class _Forming:
 
     placement: Placement | None
     reading: Reading
-    num_loads: int
+    num_updates: int
     agreed: float
     bytes_read: int = 0

@@ -98,7 +98,7 @@ class Timeline(StepCompanion, StepHook):
             self._recorder.add(Kind.AGREEMENT, self._agreeing, perf_counter_ns(), plan.step, plan.epoch)
             self._scheduling = self._agreeing = 0
 
-    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
+    def join(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> StepHook | None:
         return self if self.on else None
 
     # ---- what the thread that computes does ----

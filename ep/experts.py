@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import ExpertBatch, ExpertWeights, ScaledMatrix, TokenBatch, WeightFormat, expert_weights
+from moe_kernels.activation import GATED, Activation, ExpertKind
 from moe_kernels.backends import choose_experts, facts_of
 from moe_kernels.matrix import SCALE_ROWS, quantize
 from moe_kernels.packed import PackedExperts
 from moe_kernels.weights import PlainExperts
 
-__all__ = ["SCALE_ROWS", "Experts", "ScaledMatrix", "WeightFormat", "quantize"]
+__all__ = ["GATED", "SCALE_ROWS", "Activation", "ExpertKind", "Experts", "ScaledMatrix", "WeightFormat", "quantize"]
 
 
 class Experts(nn.Module):
@@ -30,11 +31,12 @@ class Experts(nn.Module):
         intermediate_size: int,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        kind: ExpertKind = GATED,
     ) -> None:
         super().__init__()
         self.hidden_size, self.width = hidden_size, intermediate_size
         self._sizes = (num_slots, hidden_size, intermediate_size, dtype, torch.device(device or "cpu"))
-        self.num_slots = num_slots
+        self.num_slots, self.kind = num_slots, kind
         self._form, self._backend = WeightFormat.PLAIN, "auto"
         self._weights: ExpertWeights | None = None
 
@@ -42,7 +44,7 @@ class Experts(nn.Module):
     def weights(self) -> ExpertWeights:
         """Made when they are first asked for: until then it may be said in what format (`keep_as`)."""
         if self._weights is None:
-            self._weights = expert_weights(*self._sizes, self._form, self._backend)
+            self._weights = expert_weights(*self._sizes, self._form, self._backend, self.kind)
         return self._weights
 
     @weights.setter
@@ -60,7 +62,7 @@ class Experts(nn.Module):
         chosen = self._backend if backend is None else backend
         if form is self.format and chosen == self._backend:
             return
-        choose_experts(chosen, facts_of(*self._sizes[1:], form))
+        choose_experts(chosen, facts_of(*self._sizes[1:], form, self.kind))
         self._form, self._backend, self._weights = form, chosen, None
 
     def forward(self, batch: ExpertBatch | TokenBatch) -> Tensor:
@@ -78,8 +80,12 @@ class Experts(nn.Module):
         """The same from 8-bit weights, which stay as they are if that is the format in which weights are kept."""
         self.weights.fill_scaled(slot, gate_FD, up_FD, down_DF)
 
+    def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
+        """The biases of an expert, where its kind has them."""
+        self.weights.fill_biases(slot, gate_F, up_F, down_D)
+
     def clear_slot(self, slot: int) -> None:
-        """Make a slot's weights zero."""
+        """Make a slot's weights and biases zero."""
         self.weights.clear(slot)
 
     def read_slot(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -104,7 +104,6 @@ class InstrumentedLane:
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Pending[Tensor]:
         assert isinstance(ticket, _Ticket)
-        assert isinstance(ticket, _Ticket)
         self.record(Kind.EXPERTS, ticket.arrived_at, ticket.num_rows)
         began = perf_counter_ns()
         back = self.inner.combine(y, ticket.inner, out_TD)

@@ -1,10 +1,10 @@
-"""The weights of experts on their way from rank to rank, a piece per step, into memory beside the slots; then swapped
+"""The weights of experts on their way from rank to rank, a chunk per step, into memory beside the slots; then swapped
 in.
 
-Everybody works out the same list of moves and the same pieces, so that nothing is said about them. Until the swap
+Everybody works out the same list of moves and the same chunks, so that nothing is said about them. Until the swap
 nothing that computes has changed: a migration that is given up is forgotten.
 
-Legend: L MoE layers, G ranks of the group (the living), S slots of a rank.
+Legend: L MoE layers, G ranks of the group (the live ones), S slots of a rank.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ def plan_moves(current: Placement, target: Placement) -> list[Move]:
 class Migration:
     """The moves from one placement to the next, as one rank takes part in them.
 
-    In pieces numbered 0 to num_pieces - 1: `outgoing` says what to send, `receive` takes what came. `swap` after the
-    last one. From the first piece to the swap it holds memory for the experts that this rank is brought.
+    In chunks numbered 0 to num_chunks - 1: `outgoing` says what to send, `receive` takes what came. `swap` after the
+    last one. From the first chunk to the swap it holds memory for the experts that this rank is brought.
     """
 
-    def __init__(self, current: Placement, target: Placement, rank: int, storage: Storage, piece_bytes: int) -> None:
-        """storage: the slots of this rank; experts of a layer are equally large on all ranks. piece_bytes: what one
-        rank receives at most in one piece."""
-        assert piece_bytes > 0 and current.alive == target.alive
-        living = [index for index, alive in enumerate(current.alive) if alive]
-        self._size = len(living)
-        self._me = living.index(rank)
+    def __init__(self, current: Placement, target: Placement, rank: int, storage: Storage, chunk_bytes: int) -> None:
+        """storage: the slots of this rank; experts of a layer are equally large on all ranks. chunk_bytes: what one
+        rank receives at most in one chunk."""
+        assert chunk_bytes > 0 and current.alive == target.alive
+        live = [index for index, alive in enumerate(current.alive) if alive]
+        self._size = len(live)
+        self._me = live.index(rank)
         self._storage = storage
         self.moves = plan_moves(current, target)
         expert_bytes = {
@@ -84,16 +84,16 @@ class Migration:
         }
         self._mine = [move for move in self.moves if move.rank == rank]
         self.bytes_received = 0  # by all ranks together, over the wire
-        self._pieces: list[list[_Part]] = []
+        self._chunks: list[list[_Part]] = []
         self._at: dict[Move, int] = {}  # where a move of this rank lies in what it is brought
-        filled = dict.fromkeys(living, 0)
+        filled = dict.fromkeys(live, 0)
         for move in self.moves:
             if move.from_rank == move.rank:
                 continue
             size, first = expert_bytes[move.layer], filled[move.rank]
             if move.rank == rank:
                 self._at[move] = first
-            self._cut(move, living.index(move.from_rank), living.index(move.rank), first, size, piece_bytes)
+            self._cut(move, live.index(move.from_rank), live.index(move.rank), first, size, chunk_bytes)
             filled[move.rank] += size
             self.bytes_received += size
         # Moves within the rank are staged too: their sources may be swapped over.
@@ -106,31 +106,31 @@ class Migration:
         self._staged: Tensor | None = None
 
     @property
-    def num_pieces(self) -> int:
-        return len(self._pieces)
+    def num_chunks(self) -> int:
+        return len(self._chunks)
 
-    def sizes(self, piece: int) -> Ints:
-        """Bytes of this piece from each rank to each rank, int64 [G, G]."""
+    def sizes(self, chunk: int) -> Ints:
+        """Bytes of this chunk from each rank to each rank, int64 [G, G]."""
         sizes_GG = np.zeros((self._size, self._size), dtype=np.int64)
-        for part in self._pieces[piece]:
+        for part in self._chunks[chunk]:
             sizes_GG[part.source, part.target] += part.stop - part.start
         return sizes_GG
 
-    def outgoing(self, piece: int) -> dict[int, list[Tensor]]:
+    def outgoing(self, chunk: int) -> dict[int, list[Tensor]]:
         """For each rank what this one sends to it: views of the slots."""
         sent: dict[int, list[Tensor]] = {}
-        for part in self._pieces[piece]:
+        for part in self._chunks[chunk]:
             if part.source == self._me:
                 move = part.move
                 flat = _flat(self._storage(move.layer, move.from_slot))
                 sent.setdefault(part.target, []).extend(_slice(flat, part.start, part.stop))
         return sent
 
-    def receive(self, piece: int, arrived: Sequence[Tensor]) -> None:
+    def receive(self, chunk: int, arrived: Sequence[Tensor]) -> None:
         """arrived: what each rank has sent, uint8."""
         staged = self._stage()
         read = [0] * self._size
-        for part in self._pieces[piece]:
+        for part in self._chunks[chunk]:
             if part.target == self._me:
                 size, first = part.stop - part.start, read[part.source]
                 staged[part.at : part.at + size].copy_(arrived[part.source][first : first + size])
@@ -155,14 +155,14 @@ class Migration:
                 flat.copy_(staged)
             at += flat.numel()
 
-    def _cut(self, move: Move, source: int, target: int, first: int, size: int, piece_bytes: int) -> None:
+    def _cut(self, move: Move, source: int, target: int, first: int, size: int, chunk_bytes: int) -> None:
         at = first
         while at < first + size:
-            piece = at // piece_bytes
-            stop = min((piece + 1) * piece_bytes, first + size)
-            while len(self._pieces) <= piece:
-                self._pieces.append([])
-            self._pieces[piece].append(_Part(move, source, target, at - first, stop - first, at))
+            chunk = at // chunk_bytes
+            stop = min((chunk + 1) * chunk_bytes, first + size)
+            while len(self._chunks) <= chunk:
+                self._chunks.append([])
+            self._chunks[chunk].append(_Part(move, source, target, at - first, stop - first, at))
             at = stop
 
     def _stage(self) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dbo.steps import Steps
-from ep.experts import Experts
+from ep.experts import GATED, ExpertKind, Experts
 from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
@@ -96,9 +96,15 @@ class MoELayers:
         self._device = device
         self._num_made = 0
 
-    def make(self, router: nn.Module, moe_intermediate_size: int, shared: nn.Module | None = None) -> MoE:
+    def make(
+        self,
+        router: nn.Module,
+        moe_intermediate_size: int,
+        shared: nn.Module | None = None,
+        kind: ExpertKind = GATED,
+    ) -> MoE:
         """The next layer; see MoE."""
-        experts = Experts(*self._sizes, moe_intermediate_size, self._dtype, self._device)
+        experts = Experts(*self._sizes, moe_intermediate_size, self._dtype, self._device, kind)
         table = SlotTable(self._placement, self._num_made, self._parallel.rank, self._device)
         self._num_made += 1
         return MoE(router, experts, self._lanes, table, shared)

@@ -44,10 +44,10 @@ class _Hashes:
 
 
 class SlotTable:
-    """Logical expert -> slot among the living ranks (the rank's place among them * S + slot) of one MoE layer.
+    """Logical expert -> slot among the live ranks (the rank's place among them * S + slot) of one MoE layer.
 
-    A Placement numbers its ranks once and for all; the groups that exchange consist of the living only. Here, and only
-    here, the one becomes the other.
+    A Placement numbers its ranks once and for all; the groups that exchange consist of the live ones only. Here, and
+    only here, the one becomes the other.
 
     An expert with replicas is spread over them by share, to 16 bits, by a hash of the token's place in the stream of
     this rank's tokens. The hashes walk on from call to call, so that even steps of one token use every replica in its
@@ -119,10 +119,10 @@ class _Rows(NamedTuple):
 
 def _rows(placement: Placement, layers: Sequence[int]) -> list[_Rows]:
     num_experts = placement.num_experts
-    living = np.array(placement.alive, dtype=bool)
-    # The slots of the living ranks, numbered without gaps.
-    ids_LP = placement.slot_to_expert[list(layers)][:, living].reshape(len(layers), -1)
-    share_LP = placement.share[list(layers)][:, living].reshape(len(layers), -1).astype(np.float64)
+    live = np.array(placement.alive, dtype=bool)
+    # The slots of the live ranks, numbered without gaps.
+    ids_LP = placement.slot_to_expert[list(layers)][:, live].reshape(len(layers), -1)
+    share_LP = placement.share[list(layers)][:, live].reshape(len(layers), -1).astype(np.float64)
     layer_U, slot_U = np.nonzero(ids_LP >= 0)
     key_U = layer_U * num_experts + ids_LP[layer_U, slot_U]
     order_U = np.argsort(key_U, kind="stable")

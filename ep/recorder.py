@@ -31,6 +31,7 @@ class Kind(enum.IntEnum):
     FORWARD = 9
     BALANCING = 10
     SAMPLING = 11
+    DRAFTING = 12
 
 
 class Event(NamedTuple):

@@ -80,13 +80,14 @@ def make_lanes(
 
     num_slots: expert slots of each rank; dtype: of hidden states and results. layout: of the experts' rows (PADDED: shm
     and mailbox). rows: "plain", or "fp8": rows travel to the experts in half the bytes (ep/rows.py; one rank alone
-    sends nothing, and leaves them as they are). name: with "auto" the backend that the group belongs to (size 1: local,
+    sends nothing, but rounds them as it would). name: with "auto" the backend that the group belongs to (size 1: local,
     whatever the name; ShmGroup: shm; GlooGroup: gloo; MailboxGroup: mailbox; DeviceGroup: nccl), or "a+b": a for steps
     with many tokens, b for those in which no rank has more than few_tokens. max_tokens: of a rank in one exchange.
     state: of the steps of this rank; a pair needs it. Raises ValueError as `choose`, and for another backend's group.
     """
     if isinstance(group, LocalGroup):
-        return [LocalAllToAll(num_slots) for _ in range(num_lanes)]
+        form = None if rows == "plain" else make_rows(rows, hidden_size, dtype)
+        return [LocalAllToAll(num_slots, form) for _ in range(num_lanes)]
     chosen = _of_group(group) if name == "auto" else name
     _check_names(chosen)
     few = min(few_tokens, max_tokens)
@@ -222,11 +223,11 @@ def make_groups(
     """The two groups of a rank: where the ranks agree, and where tokens travel to experts (make_lanes wants that one).
 
     Two, because the next step is agreed on while the last one's tokens still travel. backend: one that joins processes,
-    or a pair; with size 1 any name gives LocalGroups. rank: 0 to size - 1, that is among the living. place: a directory
-    or a file that exists, on this machine (ep/transport/shm_rendezvous.py). epoch: new for every membership. timeout:
-    seconds, the bound of every wait of the groups, joining included. stop: asked every few milliseconds while others
-    have not come yet; True (this membership is out of date) ends that. Raises PeerLost when others do not come, have
-    ended, or `stop` said so; ValueError for numbers out of range.
+    or a pair; with size 1 any name gives LocalGroups. rank: 0 to size - 1, that is among the live ones. place: a
+    directory or a file that exists, on this machine (ep/transport/shm_rendezvous.py). epoch: new for every membership.
+    timeout: seconds, the bound of every wait of the groups, joining included. stop: asked every few milliseconds while
+    others have not come yet; True (this membership is out of date) ends that. Raises PeerLost when others do not come,
+    have ended, or `stop` said so; ValueError for numbers out of range.
     """
     if size == 1:
         return LocalGroup(), LocalGroup()

@@ -21,7 +21,7 @@ def relabel(new_LGS: Ids, old_LGS: Ids, num_experts: int, alive: Sequence[bool],
 
     The best in every layer (without a compiler: a good one) among all renamings that keep ranks of one failure domain
     together (so that what the plan covers stays covered); with no two ranks in a domain that is all of them. Only
-    living ranks are renamed. Within a rank, an expert that stays keeps its slot. Both arrays have the same shape.
+    live ranks are renamed. Within a rank, an expert that stays keeps its slot. Both arrays have the same shape.
     """
     groups = rank_groups(alive, domains)
     native = native_relabel(new_LGS, old_LGS, num_experts, groups)
@@ -29,10 +29,10 @@ def relabel(new_LGS: Ids, old_LGS: Ids, num_experts: int, alive: Sequence[bool],
 
 
 def rank_groups(alive: Sequence[bool], domains: Sequence[int]) -> list[list[int]]:
-    """The living ranks whose contents may be swapped without changing what a loss uncovers: those of one failure
+    """The live ranks whose contents may be swapped without changing what a loss uncovers: those of one failure
     domain, or all when every rank is its own."""
-    living = [rank for rank, lives in enumerate(alive) if lives]
-    labels = [domains[rank] for rank in living] if domains else living
+    live = [rank for rank, lives in enumerate(alive) if lives]
+    labels = [domains[rank] for rank in live] if domains else live
     if len(set(labels)) == len(labels):
-        return [living]
-    return [[rank for rank, own in zip(living, labels, strict=True) if own == label] for label in sorted(set(labels))]
+        return [live]
+    return [[rank for rank, own in zip(live, labels, strict=True) if own == label] for label in sorted(set(labels))]

@@ -1,6 +1,6 @@
 """How evenly a placement spreads given loads over the ranks.
 
-Balancedness is mean / max of the living ranks' loads in a layer: 1 is perfect, 1 / G is everything on one rank.
+Balancedness is mean / max of the live ranks' loads in a layer: 1 is perfect, 1 / G is everything on one rank.
 
 Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 """
@@ -47,7 +47,7 @@ def rank_load(slot_to_expert_LGS: Ids, share_LGS: npt.NDArray[np.floating], load
 
 
 def balancedness(load_LG: npt.ArrayLike, alive: Sequence[bool] | None = None) -> Floats:
-    """float64 [L]: mean / max over the living ranks. A layer without tokens is perfectly balanced: 1."""
+    """float64 [L]: mean / max over the live ranks. A layer without tokens is perfectly balanced: 1."""
     load = np.asarray(load_LG, dtype=np.float64)
     if alive is not None:
         load = load[:, np.array(alive, dtype=bool)]

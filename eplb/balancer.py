@@ -16,7 +16,7 @@ import numpy.typing as npt
 from eplb.balance import Floats, checked_load
 from eplb.mover import improve
 from eplb.placement import Placement
-from eplb.repair import Load, diff
+from eplb.repair import SlotUpdate, diff
 from eplb.shares import reweight
 
 _SLOW = 3  # the slow average remembers so many times longer; its distance to the fast one is the trend
@@ -57,7 +57,7 @@ class Decision:
     """
 
     placement: Placement
-    moved: tuple[Load, ...]
+    moved: tuple[SlotUpdate, ...]
     reason: str
 
 
@@ -141,11 +141,11 @@ class Balancer:
 
     def _least_gain(self) -> float:
         """What an expert brought must gain: more when many were brought lately, and more than chance brings about."""
-        living = sum(self.placement.alive)
-        slots = max(1, self.placement.num_layers * living * self.placement.slots_per_rank)
+        live = sum(self.placement.alive)
+        slots = max(1, self.placement.num_layers * live * self.placement.slots_per_rank)
         price = max(1.0, self._churn / slots / _CALM)
         tokens = self._fast_LE.sum() / len(self._fast_LE) * 2 * self._config.memory_steps
-        noise = math.sqrt(living / max(tokens, 1.0))
+        noise = math.sqrt(live / max(tokens, 1.0))
         return max(self._config.min_gain * price, _NOISE * noise, _CHANCE * noise * noise)
 
     def _move(self) -> Decision | None:

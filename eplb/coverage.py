@@ -43,7 +43,7 @@ def uncovered(placement: Placement, lost_ranks: Iterable[int]) -> tuple[tuple[in
 
 
 def host_matrix(placement: Placement) -> npt.NDArray[np.bool_]:
-    """bool [L, G, E]: which living rank has a slot of which expert."""
+    """bool [L, G, E]: which live rank has a slot of which expert."""
     num_layers, num_ranks, _ = placement.slot_to_expert.shape
     hosts = np.zeros((num_layers, num_ranks, placement.num_experts + 1), dtype=bool)
     np.put_along_axis(hosts, placement.slot_to_expert.astype(np.int64), True, axis=2)  # -1 is the last column

@@ -45,7 +45,7 @@ def _kernels() -> dict[str, Callable[..., None]] | None:
 
 
 def native_reweight(ids_LGS: Ids, load_LE: Floats, alive_G: npt.NDArray[np.bool_]) -> tuple[Shares, int] | None:
-    """(shares, -1), or (anything, layer * E + expert) of the first expert without a living slot."""
+    """(shares, -1), or (anything, layer * E + expert) of the first expert without a live slot."""
     kernels = _kernels()
     if kernels is None:
         return None

@@ -23,7 +23,7 @@ class Placement:
 
     alive: which ranks take part; failure_domains: a label per rank (ranks of one node share it), or nothing.
     The arrays are copied and made read-only. Two placements are compared by `checksum()`.
-    Raises ValueError when a shape does not fit, an id is out of range, an expert has no slot on a living rank, a dead
+    Raises ValueError when a shape does not fit, an id is out of range, an expert has no slot on a live rank, a dead
     rank or an unused slot holds a share, a share is negative, or the shares of an expert do not sum to 1.
     """
 
@@ -81,15 +81,15 @@ class Placement:
         for rank in dead:
             if share[:, rank].any():
                 raise ValueError(f"placement: rank {rank} is not alive but holds a share; it must be 0")
-        living = np.array(self.alive, dtype=bool)
+        live = np.array(self.alive, dtype=bool)
         for layer in range(self.num_layers):
-            held = ids[layer][living].ravel()
+            held = ids[layer][live].ravel()
             covered = np.zeros(self.num_experts, dtype=bool)
             covered[held[held >= 0]] = True
             if not covered.all():
                 missing = np.flatnonzero(~covered)
                 raise ValueError(
-                    f"placement: layer {layer}: {missing.size} expert(s) have no slot on a living rank, "
+                    f"placement: layer {layer}: {missing.size} expert(s) have no slot on a live rank, "
                     f"the first is {missing[0]}"
                 )
             used = ids[layer] >= 0
@@ -115,16 +115,16 @@ class Placement:
 
     @property
     def everywhere(self) -> bool:
-        """Every living rank has every expert, in order: only the shares can be better or worse."""
-        living = self.slot_to_expert[:, np.array(self.alive, dtype=bool)]
-        return self.slots_per_rank == self.num_experts and bool((living == np.arange(self.num_experts)).all())
+        """Every live rank has every expert, in order: only the shares can be better or worse."""
+        live = self.slot_to_expert[:, np.array(self.alive, dtype=bool)]
+        return self.slots_per_rank == self.num_experts and bool((live == np.arange(self.num_experts)).all())
 
     def experts_of(self, layer: int, rank: int) -> tuple[int, ...]:
         """The logical expert in each slot of `rank` (-1 unused)."""
         return tuple(int(e) for e in self.slot_to_expert[layer, rank])
 
     def slots_of(self, layer: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """For each logical expert its (global slot, share) pairs on living ranks, lowest slot first.
+        """For each logical expert its (global slot, share) pairs on live ranks, lowest slot first.
 
         A global slot is rank * S + the slot within the rank.
         """

@@ -61,7 +61,7 @@ def plan(
     min_copies: int = 1,
     current: Placement | None = None,
 ) -> Plan:
-    """Place every expert on the living ranks from scratch; equal inputs give equal plans.
+    """Place every expert on the live ranks from scratch; equal inputs give equal plans.
 
     load_LE: [L, E], any unit; slots_per_rank: one number, or one per layer (the placement then has the largest, the
     others are padded with unused slots). method: "auto" packs copies largest first, linking all ranks, with min-max
@@ -75,14 +75,14 @@ def plan(
     load = checked_load(load_LE, num_experts)
     if method not in ("auto", "flat") or coverage not in _THETAS:
         raise ValueError(f"method {method!r} or coverage {coverage!r} is unknown")
-    living = _living(num_ranks, alive)
-    slots_L = _slots(slots_per_rank, load.shape, len(living), min_copies)
-    bound_L = lower_bound(load, slots_L * len(living), len(living), min_copies)
-    layout = _Layout(len(living), slots_L, _domains(failure_domains, num_ranks, living), min_copies)
+    live = _live_ranks(num_ranks, alive)
+    slots_L = _slots(slots_per_rank, load.shape, len(live), min_copies)
+    bound_L = lower_bound(load, slots_L * len(live), len(live), min_copies)
+    layout = _Layout(len(live), slots_L, _domains(failure_domains, num_ranks, live), min_copies)
     packed = _flat(load, layout) if method == "flat" else _linked(load, layout, bound_L, coverage)
     ids = np.full((len(load), num_ranks, packed.shape[2]), -1, dtype=np.int32)
-    ids[:, living] = packed
-    mask = [rank in living for rank in range(num_ranks)]
+    ids[:, live] = packed
+    mask = [rank in live for rank in range(num_ranks)]
     if current is None:
         _even_out(ids, load.shape[1], rank_groups(mask, failure_domains))
     else:
@@ -97,7 +97,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Layout:
-    """The living ranks only, without gaps."""
+    """The live ranks only, without gaps."""
 
     num_ranks: int
     slots_L: npt.NDArray[np.int64]
@@ -176,42 +176,42 @@ def _even_out(ids: Ids, num_experts: int, groups: list[list[int]]) -> None:
             total_G[to] += alone_G[source]
 
 
-def _living(num_ranks: int, alive: Sequence[bool] | None) -> list[int]:
+def _live_ranks(num_ranks: int, alive: Sequence[bool] | None) -> list[int]:
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}; it must be 1 or more")
     if alive is not None and len(alive) != num_ranks:
         raise ValueError(f"alive has {len(alive)} entries for {num_ranks} ranks")
-    living = [rank for rank in range(num_ranks) if alive is None or alive[rank]]
-    if not living:
-        raise ValueError("alive has no living rank")
-    return living
+    live = [rank for rank in range(num_ranks) if alive is None or alive[rank]]
+    if not live:
+        raise ValueError("alive has no live rank")
+    return live
 
 
-def _domains(failure_domains: Sequence[int], num_ranks: int, living: list[int]) -> list[int]:
-    """Numbers from 0 without gaps, one per living rank."""
+def _domains(failure_domains: Sequence[int], num_ranks: int, live: list[int]) -> list[int]:
+    """Numbers from 0 without gaps, one per live rank."""
     if failure_domains and len(failure_domains) != num_ranks:
         raise ValueError(f"failure_domains has {len(failure_domains)} entries for {num_ranks} ranks")
-    return numbered([failure_domains[rank] if failure_domains else rank for rank in living])
+    return numbered([failure_domains[rank] if failure_domains else rank for rank in live])
 
 
 def _slots(
-    slots_per_rank: int | Sequence[int], shape: tuple[int, ...], num_living: int, min_copies: int
+    slots_per_rank: int | Sequence[int], shape: tuple[int, ...], num_live: int, min_copies: int
 ) -> npt.NDArray[np.int64]:
     num_layers, num_experts = shape
     given = np.asarray(slots_per_rank, dtype=np.int64)
     if given.ndim > 1 or (given.ndim == 1 and len(given) != num_layers):
         raise ValueError(f"slots_per_rank has shape {list(given.shape)}; it must be one number or one per layer")
     slots_L = np.array(np.broadcast_to(given, (num_layers,)))
-    if not 1 <= min_copies <= num_living:
+    if not 1 <= min_copies <= num_live:
         raise ValueError(
-            f"min_copies is {min_copies}; with {num_living} living rank(s) it must be 1 to {num_living} (copies of an "
+            f"min_copies is {min_copies}; with {num_live} live rank(s) it must be 1 to {num_live} (copies of an "
             "expert are on different ranks)"
         )
-    needed = -(-num_experts * min_copies // num_living)
+    needed = -(-num_experts * min_copies // num_live)
     if num_layers and slots_L.min() < needed:
         copies = f"{min_copies} copies of " if min_copies > 1 else ""
         raise ValueError(
-            f"slots_per_rank is {int(slots_L.min())}; {copies}{num_experts} experts on {num_living} living rank(s) "
+            f"slots_per_rank is {int(slots_L.min())}; {copies}{num_experts} experts on {num_live} live rank(s) "
             f"need at least {needed} slots a rank"
         )
     return slots_L

@@ -4,7 +4,7 @@ with. tests/eplb/test_algorithms.py holds them to it.
 Shares (`reweight`): the rank loads are those of `min_max_loads`, the lexicographically least, fullest rank first.
 Packing (`plan`): every expert has min_copies or more, never two on a rank; no rank has more than its slots, and all are
 used unless every expert is on every rank; with equal failure domains a second copy is in another one.
-Moves (`improve`): at most max_loads experts are brought; an expert keeps a copy on a living rank and its min_copies; no
+Moves (`improve`): at most max_loads experts are brought; an expert keeps a copy on a live rank and its min_copies; no
 rank and no failure domain comes to hold alone more experts than `keep_coverage` allows; the fullest rank gets no
 fuller.
 Renaming (`relabel`): a rank's contents stay together, and the ranks of a failure domain too; native, as many experts

@@ -17,7 +17,7 @@ from eplb.placement import Placement, linear_placement, owner_shares
 Ids = npt.NDArray[np.int32]
 
 
-class Load(NamedTuple):
+class SlotUpdate(NamedTuple):
     """The weights of `expert` have to be brought into `slot` of `rank`, in MoE layer `layer`."""
 
     layer: int
@@ -27,30 +27,30 @@ class Load(NamedTuple):
 
 
 def ranks_needed(num_experts: int, slots_per_rank: int) -> int:
-    """The fewest living ranks that can hold every expert: ceil(E / S)."""
+    """The fewest live ranks that can hold every expert: ceil(E / S)."""
     return -(-num_experts // slots_per_rank)
 
 
 def lost_experts(placement: Placement, alive: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
     """For each layer the experts that no rank of `alive` has a slot of, in rising order."""
-    living = np.array(alive, dtype=bool)
+    live = np.array(alive, dtype=bool)
     lost = []
     for layer in range(placement.num_layers):
-        held = placement.slot_to_expert[layer][living]
+        held = placement.slot_to_expert[layer][live]
         missing = np.setdiff1d(np.arange(placement.num_experts), held)
         lost.append(tuple(int(expert) for expert in missing))
     return tuple(lost)
 
 
 def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement:
-    """The placement of `epoch` among the ranks of `alive`, with as few loads as can be.
+    """The placement of `epoch` among the ranks of `alive`, with as few reads as can be.
 
     A rank that goes on keeps its slots; one that comes back gets those that the linear placement gives it, which is
-    what a rank that starts has read already. Only then experts without a living copy are placed: in the first unused
+    what a rank that starts has read already. Only then experts without a live copy are placed: in the first unused
     slots, then in slots whose expert has another copy, on the rank that has the fewest to read so far. The slots of
     dead ranks become -1 and one copy of each expert does all its work (owner_shares), until a planner that knows the
     loads says better. `alive` may be longer than the placement: those ranks are new, and treated like ranks that come
-    back. Raises ValueError, naming the experts and the number of ranks it takes, when the living have too few slots.
+    back. Raises ValueError, naming the experts and the number of ranks it takes, when the live ones have too few slots.
     """
     if len(alive) < placement.num_ranks:
         raise ValueError(f"alive has {len(alive)} entries for {placement.num_ranks} ranks")
@@ -70,10 +70,10 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
             placement.failure_domains,
         )
         ids[:, back] = home.slot_to_expert[:, back]
-    living = [rank for rank, lives in enumerate(alive) if lives]
+    live = [rank for rank, lives in enumerate(alive) if lives]
     reads_G = np.zeros(ids.shape[1], dtype=np.int64)
     for layer_GS, share_GS in zip(ids, placement.share, strict=True):
-        _cover(layer_GS, share_GS, living, placement.num_experts, reads_G)
+        _cover(layer_GS, share_GS, live, placement.num_experts, reads_G)
     return Placement(
         epoch=epoch,
         num_experts=placement.num_experts,
@@ -114,7 +114,7 @@ def even_shares(slot_to_expert: Ids, num_experts: int) -> npt.NDArray[np.float32
     return share
 
 
-def diff(old: Placement, new: Placement) -> tuple[Load, ...]:
+def diff(old: Placement, new: Placement) -> tuple[SlotUpdate, ...]:
     """What has to be read to come from `old` to `new`, ordered by layer, rank and slot. Slots that become unused need
     nothing. A rank that `old` does not know had nothing. Raises ValueError when the two differ in shape otherwise."""
     old = widen(old, new.num_ranks)
@@ -123,7 +123,7 @@ def diff(old: Placement, new: Placement) -> tuple[Load, ...]:
         raise ValueError(f"the placements have shapes {shapes[0]} and {shapes[1]}; they must be equal")
     changed = (old.slot_to_expert != new.slot_to_expert) & (new.slot_to_expert >= 0)
     return tuple(
-        Load(int(layer), int(rank), int(slot), int(new.slot_to_expert[layer, rank, slot]))
+        SlotUpdate(int(layer), int(rank), int(slot), int(new.slot_to_expert[layer, rank, slot]))
         for layer, rank, slot in np.argwhere(changed)
     )
 
@@ -131,18 +131,18 @@ def diff(old: Placement, new: Placement) -> tuple[Load, ...]:
 def _cover(
     ids_GS: Ids,
     share_GS: npt.NDArray[np.float32],
-    living: Sequence[int],
+    live: Sequence[int],
     num_experts: int,
     reads_G: npt.NDArray[np.int64],
 ) -> None:
-    """Write every expert without a slot into one of the living ranks' slots, and count in reads_G who has to read one.
+    """Write every expert without a slot into one of the live ranks' slots, and count in reads_G who has to read one.
 
     Serving waits for the rank that reads most, so the reads are spread first, in the layer and over all layers. No rank
     is sure of the loads here; but what was a small part of its expert's tokens is missed least.
     """
     slots = ids_GS.shape[1]
-    rank_N = np.repeat(np.array(living), slots)
-    slot_N = np.tile(np.arange(slots), len(living))
+    rank_N = np.repeat(np.array(live), slots)
+    slot_N = np.tile(np.arange(slots), len(live))
     copies = np.bincount(ids_GS[ids_GS >= 0], minlength=num_experts)
     before_G = reads_G.copy()
     share_N = share_GS[rank_N, slot_N]
@@ -167,6 +167,6 @@ def _too_few(placement: Placement, alive: Sequence[bool], needed: int) -> str:
     worst = max(range(len(lost)), key=lambda layer: len(lost[layer]))
     named = ", ".join(str(expert) for expert in lost[worst][:8]) + (", ..." if len(lost[worst]) > 8 else "")
     return (
-        f"{sum(alive)} living rank(s) of {placement.slots_per_rank} slots cannot hold {placement.num_experts} experts: "
-        f"it takes {needed} ranks (without a living copy, layer {worst}: {named})"
+        f"{sum(alive)} live rank(s) of {placement.slots_per_rank} slots cannot hold {placement.num_experts} experts: "
+        f"it takes {needed} ranks (without a live copy, layer {worst}: {named})"
     )

@@ -22,7 +22,7 @@ _DONORS = 3  # the heaviest experts of the fullest rank, of which another copy i
 
 
 def reweight_layer(ids_GS: Ids, load_E: Floats, alive_G: npt.NDArray[np.bool_], share_GS: Shares) -> int:
-    """Min-max shares of one layer into share_GS, which is zero. Gives the first expert without a living slot, or -1.
+    """Min-max shares of one layer into share_GS, which is zero. Gives the first expert without a live slot, or -1.
 
     Expert after expert is spread over its ranks so that they are as level as it can make them, until nothing changes:
     that is coordinate descent for the least sum of squares, whose loads are the lexicographically least too.
@@ -128,20 +128,20 @@ def improve_layer(
     loads: list[Load] = []
     if not load_E.any():
         return loads, 0.0
-    living = np.flatnonzero(alive_G)
+    live = np.flatnonzero(alive_G)
     ids_GS = np.where(alive_G[:, None], ids_GS, -1)
     start, load_G = _balance(ids_GS, load_E, alive_G)
     score, least = start, _alone(ids_GS, len(load_E), domain_G)
-    spare = max(0, 2 * len(load_E) - len(living) * ids_GS.shape[1])
-    allowed = -(-spare // len(living)) + 1
-    largest = max(np.bincount(np.array(domain_G)[living]).tolist())
+    spare = max(0, 2 * len(load_E) - len(live) * ids_GS.shape[1])
+    allowed = -(-spare // len(live)) + 1
+    largest = max(np.bincount(np.array(domain_G)[live]).tolist())
     most = max(allowed, least[0]), max(allowed * largest, least[1])
     while len(loads) < max_loads:
         best: tuple[float, Load] | None = None
-        fullest = int(living[load_G[living].argmax()])
+        fullest = int(live[load_G[live].argmax()])
         donors = sorted({e for e in ids_GS[fullest].tolist() if e >= 0}, key=lambda e: (-load_E[e], e))[:_DONORS]
         for expert in donors:
-            for rank in living[np.argsort(load_G[living], kind="stable")].tolist():
+            for rank in live[np.argsort(load_G[live], kind="stable")].tolist():
                 found = None if expert in ids_GS[rank] else _spare_slot(ids_GS, rank, min_copies, load_E)
                 if found is None:
                     continue
@@ -175,7 +175,7 @@ def _spare_slot(ids_GS: Ids, rank: int, min_copies: int, load_E: Floats) -> int 
 
 
 def _balance(ids_GS: Ids, load_E: Floats, alive_G: npt.NDArray[np.bool_]) -> tuple[float, Floats]:
-    """(mean / max of the living ranks' loads, the loads), with the best shares."""
+    """(mean / max of the live ranks' loads, the loads), with the best shares."""
     share_GS = np.zeros(ids_GS.shape, dtype=np.float32)
     reweight_layer(ids_GS, load_E, alive_G, share_GS)
     load_G: Floats = (share_GS * load_E[np.maximum(ids_GS, 0)]).sum(1)

@@ -42,8 +42,10 @@ from front.wire import ElasticRanks
 __all__ = ["AsyncLLM", "AsyncRanks", "EngineBusy", "EngineDraining", "EngineFailed", "RequestStream"]
 
 # The socket's descriptor is edge-triggered; should a wake-up ever be lost, this is how late its messages can be. A rank
-# that is ready but cannot be reached yet makes no wake-up at all (front/wire.py).
-_LOOK_AGAIN_SECONDS = 1.0
+# that is ready but cannot be reached yet makes no wake-up at all (front/wire.py). Where this process looks after the
+# ranks, a look is also how a hang is seen when no rank has anything to say: well within the STALL_SECONDS of
+# launch/monitor.py.
+_LOOK_AGAIN_SECONDS = 0.25
 _LOOK_AGAIN_UNREADY_SECONDS = 0.05
 
 
@@ -308,10 +310,10 @@ class AsyncLLM(Driver[AsyncRanks]):
             recovery.total,
         )
 
-    def _on_news(self, message: RankToFront) -> None:
+    def _on_event(self, message: RankToFront) -> None:
         """Something about the ranks themselves: those that wait for a state look again, and the log says so."""
         self._changed.set()
-        self.balancing.on_news(message)
+        self.balancing.on_event(message)
         members = self.front.members
         if isinstance(message, RankLost) and members.states[message.rank] not in _NO_MEMBERS:
             log.info("event=rank_lost rank=%d epoch=%d reason=%r", message.rank, members.epoch, message.reason)

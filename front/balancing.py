@@ -1,6 +1,6 @@
 """The front's side of the balancer: asks the rank that leads it, and keeps what it last said. No torch here.
 
-The lowest living rank leads. When it is lost before it has answered, the question goes to the next one.
+The lowest live rank leads. When it is lost before it has answered, the question goes to the next one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Balancing:
             self._front.balance = msgspec.json.decode(reply.body, type=BalanceStatus)
         return reply.body
 
-    def on_news(self, message: RankToFront) -> None:
+    def on_event(self, message: RankToFront) -> None:
         """To be told everything but tokens, after the front has taken it."""
         if isinstance(message, BalanceReply):
             self._on_reply(message)

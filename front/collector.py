@@ -23,7 +23,7 @@ class Collector:
         self._choices = [_Choice(prompt.params.logprobs is not None) for _ in range(prompt.params.n)]
         self._open = prompt.params.n
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
-        self._num_cached = 0
+        self._num_cached = self._num_accepted = self._num_rejected = 0
 
     @property
     def finished(self) -> bool:
@@ -43,6 +43,8 @@ class Collector:
             self._prompt_logprobs = delta.prompt_logprobs
         if delta.num_cached_tokens:
             self._num_cached = delta.num_cached_tokens
+        self._num_accepted += delta.num_accepted
+        self._num_rejected += delta.num_rejected
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
             choice.stop_reason = delta.stop_reason
@@ -57,6 +59,8 @@ class Collector:
             prompt_logprobs=self._prompt_logprobs,
             outputs=[self._completion(index) for index in range(len(self._choices))],
             num_cached_tokens=self._num_cached,
+            accepted_prediction_tokens=self._num_accepted,
+            rejected_prediction_tokens=self._num_rejected,
         )
 
     def _completion(self, index: int) -> CompletionOutput:

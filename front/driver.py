@@ -34,7 +34,7 @@ class Driver(ABC, Generic[R]):
     def _do(self, work: Work) -> None:
         """Give the requests what they got, and `_send` the messages."""
 
-    def _on_news(self, message: RankToFront) -> None:
+    def _on_event(self, message: RankToFront) -> None:
         """Something about the ranks themselves, which the front knows by now."""
         return
 
@@ -60,7 +60,7 @@ class Driver(ABC, Generic[R]):
         for message in messages:
             self._do(self.front.on_message(message))
             if not isinstance(message, Outputs):
-                self._on_news(message)
+                self._on_event(message)
         return messages
 
     def _look(self) -> None:

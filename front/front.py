@@ -324,6 +324,7 @@ class Front:
         logprobs = output.logprobs
         if logprobs is not None:
             delta.logprobs = [self._position(logprobs[place]) for place in range(num_new)]
+        delta.num_accepted, delta.num_rejected = output.num_accepted, output.num_rejected
         if sequence.awaited:
             self._first_output(sequence, output, delta, now)
         return delta

@@ -1,8 +1,8 @@
 """Which ranks serve, what is lost, and what every recovery took. Pure bookkeeping of the front: no sockets, no loop.
 
 One life of a rank, which is a process, says RankReady at most once, perhaps RankFailed, and the supervisor then says
-RankLost for it. The two speak through different sockets, so what they say of two lives may come in another order than
-it was said.
+RankLost for it. The two speak through different sockets, so messages of two incarnations may come in another order than
+they were sent.
 
     LOADING --RankReady--> UP --RankLost--> LOST --RankReady--> JOINING --Joined--> UP
     STARTING --RankReady--> JOINING;  any --resize--> LEFT --resize--> STARTING
@@ -53,11 +53,11 @@ class Recovery:
     reason: str
     epoch: int
     detect: float
-    told: float  # the front's clock
+    notified: float  # the front's clock
     agree: float = 0.0
     repair: float = 0.0
     first_token: float | None = None
-    total: float = 0.0  # detect, and from `told` to the first token (or to the last Joined)
+    total: float = 0.0  # detect, and from `notified` to the first token (or to the last Joined)
     replayed: int = 0  # requests moved to another rank
     missing: set[int] = field(default_factory=set)  # members that have not said Joined
     joined: float | None = None  # when the last one did
@@ -95,7 +95,7 @@ class Members:
         self._slots_per_rank = slots_per_rank
         self._clock = clock
         self._joined_epoch = [0] * num_ranks  # the epoch with which a rank came back
-        self._early: dict[int, RankReady] = {}  # of a next life, before the end of the last one was told
+        self._early: dict[int, RankReady] = {}  # of a next life, before the end of the last one is known
         self._ended: list[set[int]] = [set() for _ in range(num_ranks)]  # processes of each rank that have ended
 
     @property
@@ -325,7 +325,7 @@ class Members:
             return
         recovery.joined = now
         # A survivor may have been busy with its step for a while before it missed its peer.
-        recovery.agree = max(recovery.agree, now - recovery.told - recovery.repair)
+        recovery.agree = max(recovery.agree, now - recovery.notified - recovery.repair)
         if recovery.token_came:
             recovery.first_token = 0.0
         if recovery.token_came or not busy:
@@ -347,7 +347,7 @@ class Members:
                 self._end(recovery, recovery.joined)
 
     def _end(self, recovery: Recovery, now: float) -> None:
-        recovery.total = recovery.detect + now - recovery.told
+        recovery.total = recovery.detect + now - recovery.notified
         self.open.remove(recovery)
         self.done.append(recovery)
         self.last_recovery[recovery.rank] = recovery.total

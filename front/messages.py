@@ -45,6 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    prediction: str = ""  # what the output is expected to be: drafts (docs/speculation.md)
+    prediction_token_ids: tuple[int, ...] = ()  # made from it by the front
 
 
 # ---- front -> rank -----------------------------------------------------------------------------------------------
@@ -81,7 +83,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 
 class Membership(msgspec.Struct, tag="membership", frozen=True):
-    """Who takes part from `epoch` on. The front sends it to every living rank; epochs only rise. A rank that loses a
+    """Who takes part from `epoch` on. The front sends it to every live rank; epochs only rise. A rank that loses a
     peer drops its step and waits for one; when no rank is lost (one returns), ranks change over together after a
     step."""
 
@@ -90,7 +92,7 @@ class Membership(msgspec.Struct, tag="membership", frozen=True):
 
 
 class BalanceCommand(msgspec.Struct, tag="balance", frozen=True, kw_only=True):
-    """To the lowest living rank, which leads the balancing; answered by one BalanceReply.
+    """To the lowest live rank, which leads the balancing; answered by one BalanceReply.
 
     kind: status, placement and load ask; plan computes and shows what would move; rebalance takes that plan; record
     writes the loads of every step to `path` until a record without a path comes.
@@ -129,7 +131,8 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sequence. stop_reason: the stop token id that ended it (None for EOS or length).
 
-    prompt_logprobs comes once, with the first output: one entry per prompt token, None for the first.
+    prompt_logprobs comes once, with the first output: one entry per prompt token, None for the first. num_accepted,
+    num_rejected: drafts that turned out right and wrong.
     """
 
     request_id: int
@@ -139,6 +142,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
 
 
 class RankStats(msgspec.Struct, frozen=True, array_like=True):
@@ -156,6 +161,10 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     generation_tokens: int = 0
     dbo_steps: int = 0  # split in parts
     dbo_overlap: float = 0.0  # of the time that tokens were lately under way, the part not spent waiting for them
+    spec_drafts: int = 0  # steps of a request with drafts
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
+    spec_accepted_per_pos: list[int] = []
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

@@ -41,7 +41,8 @@ class PositionLogprobs(msgspec.Struct, gc=False):
 class Delta(msgspec.Struct, gc=False):
     """What one step added to one choice. text never ends inside a UTF-8 character nor holds part of a stop string.
 
-    prompt_logprobs and num_cached_tokens come with the first delta of choice 0 (None / 0 otherwise).
+    prompt_logprobs and num_cached_tokens come with the first delta of choice 0 (None / 0 otherwise). num_accepted,
+    num_rejected: drafts of this step that were right and wrong (docs/speculation.md).
     """
 
     index: int
@@ -52,6 +53,8 @@ class Delta(msgspec.Struct, gc=False):
     stop_reason: int | str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
 
 
 class CompletionOutput(msgspec.Struct):
@@ -71,3 +74,5 @@ class RequestOutput(msgspec.Struct):
     prompt_logprobs: list[PositionLogprobs | None] | None
     outputs: list[CompletionOutput]
     num_cached_tokens: int
+    accepted_prediction_tokens: int = 0  # drafts, of whatever source, that were right
+    rejected_prediction_tokens: int = 0

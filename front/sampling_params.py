@@ -63,6 +63,9 @@ def validate(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None
     _flag("include_stop_str_in_output", params.include_stop_str_in_output)
     _flag("ignore_eos", params.ignore_eos)
     _flag("skip_special_tokens", params.skip_special_tokens)
+    if not isinstance(params.prediction, str):
+        raise ValueError(f"prediction must be a text, not {type(params.prediction).__name__}")
+    _token_ids("prediction_token_ids", params.prediction_token_ids, vocab_size)
     for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None:
             _logprobs(field, count, vocab_size, max_logprobs)
@@ -70,9 +73,10 @@ def validate(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None
 
 def resolve(params: SamplingParams, tokenizer: Tokenizer | None, prompt_len: int, max_model_len: int) -> SamplingParams:
     """The parameters as the ranks get them: max_tokens decided (at most what the context has left), bad_words as token
-    ids (each with and without a space before it), logit_bias clamped to 100 either way, top_k -1 as 0.
+    ids (each with and without a space before it), the prediction too, logit_bias clamped to 100 either way, top_k -1 as
+    0.
 
-    ValueError when the prompt is empty or leaves no room for output. tokenizer is needed for bad_words only.
+    ValueError when the prompt is empty or leaves no room for output. tokenizer: needed for texts only.
     """
     if prompt_len < 1:
         raise ValueError("prompt must hold at least one token")
@@ -85,8 +89,14 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer | None, prompt_len: int
     if params.bad_words:
         assert tokenizer is not None
         words += _bad_words(params.bad_words, tokenizer)
+    predicted = params.prediction_token_ids
+    if params.prediction and not predicted:
+        assert tokenizer is not None
+        predicted = tuple(tokenizer.encode(params.prediction, add_special_tokens=False))
     return msgspec.structs.replace(
         params,
+        prediction="",
+        prediction_token_ids=predicted[:max_model_len],
         max_tokens=max_tokens,
         min_tokens=min(params.min_tokens, max_tokens),
         top_k=max(0, params.top_k),

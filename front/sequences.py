@@ -57,8 +57,8 @@ class LiveRequest:
 class Sequence:
     """One choice. token_ids is its log: the prompt, then every token that was released.
 
-    sequence_id: what its rank calls it; a new one for every rank it is sent to, so that what a lost rank said last, and
-    comes late, is not taken for the words of the next one.
+    sequence_id: what its rank calls it; a new one for every rank it is sent to, so that late messages of a
+    lost rank are not taken for those of the next one.
     """
 
     __slots__ = (

@@ -40,6 +40,7 @@ NAMES = {
     Kind.FORWARD: "forward",
     Kind.BALANCING: "balancing",
     Kind.SAMPLING: "sampling",
+    Kind.DRAFTING: "drafting",
 }
 _OF_LANES = frozenset(kind for kind in Kind if kind <= Kind.WAIT_COMBINE)
 _OF_SCHEDULER = frozenset((Kind.SCHEDULING, Kind.AGREEMENT))

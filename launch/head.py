@@ -91,7 +91,9 @@ class HeadSupervisor(Supervisor):
     def _new_monitor(self) -> RankMonitor:
         ranks = range(self.plan.data_parallel_size_local)
         options = self.network_options
-        return RankMonitor(self.children, self.plan, self.runtime, self.startup_timeout, ranks=ranks, options=options)
+        return RankMonitor(
+            self.children, self.plan, self.runtime, self.startup_timeout, ranks=ranks, options=options, standby=True
+        )
 
     def _start(self) -> None:
         """The ranks follow when all machines are there."""

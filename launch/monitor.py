@@ -21,6 +21,7 @@ from engine.process.heartbeat import last_beat
 from front.messages import EXIT_WEIGHTS, RankLost
 from launch.processes import Child, Children, RuntimeDir
 from launch.signs import WINDOW_SECONDS, Look, Window, signs_of
+from launch.standby import Standby
 from launch.weights import WeightsKept
 
 HANG_SECONDS = 2.0  # a heartbeat that is older means a hung rank, unless its process is at work ...
@@ -34,7 +35,9 @@ LOAD_HANG_SECONDS = 10.0  # the same while it loads, when a long operation may h
 STALL_SECONDS = 1.0  # when this process itself was not run for so long, the ranks get their time anew
 LOAD_FACTOR = 10  # a restarted rank may load for so many times what the first start took ...
 LOAD_SECONDS = 30.0  # ... or for this long, if that is more
-RESTART_PAUSE = 0.5  # seconds after a loss: the survivors recover before one that starts takes their cores
+RESTART_PAUSE = 0.5  # seconds after a loss: the survivors recover before one that starts takes their cores ...
+STANDBY_PAUSE = 0.1  # ... for which one that waits (launch/standby.py) has less need
+BECOME_SECONDS = 5.0  # for one that waits to give a first sign of life as a rank
 LONGEST_PAUSE = 30.0  # each failed try in a row doubles the pause, up to this ...
 LONGEST_PAUSE_ALONE = 10.0  # ... or this, when no rank is left
 SERVED_SECONDS = 1.0  # a rank that beat for so long was no failed try
@@ -54,6 +57,7 @@ class _Place:
     added: bool = False  # to a running server, and not started yet
     leaves: float | None = None  # since when this process is to leave
     started: float = 0.0
+    stood_by: bool = False  # this process has waited to become a rank
     load_seconds: float = 0.0  # from the first start to the first heartbeat
     verdict: str = ""  # why it was killed
     last_life: float = 0.0  # then: when it last gave a sign
@@ -86,12 +90,13 @@ class RankMonitor:
         ranks: range | None = None,
         options: Sequence[str] = (),
         signs: Look = signs_of,
+        standby: bool = False,
     ) -> None:
         """startup_timeout: the most seconds that a restarted rank may take to load; the first start is the caller's to
         bound.
 
         module: what a rank's process runs; options: more words of its command line. ranks: those of this machine; None:
-        all, and only then may their number change."""
+        all, and only then may their number change. standby: keep a process that becomes the next rank."""
         self.restarts = False
         self.left = False  # a rank has ended by itself with exit code 0, as the front told it to
         self._children = children
@@ -100,6 +105,7 @@ class RankMonitor:
         self._plan_path = runtime.write("plan.json", plan)
         self._weights = WeightsKept(plan, runtime)
         self._environment = child_environment(plan.threads_per_rank, plan.spin_threads, plan.device == "cuda")
+        self._standby = Standby(children, module, plan.architecture, self._environment) if standby else None
         self._startup_timeout = startup_timeout
         self._module = module
         self._options = options
@@ -168,6 +174,8 @@ class RankMonitor:
         self._looked = now
         if self.restarts:
             self._weights.look()
+        if self._standby is not None:
+            self._standby.look(dead, now)
         lost = []
         for place in self._places:
             if place.child is not None and place.child in dead:
@@ -181,6 +189,8 @@ class RankMonitor:
                     self._add(place)
                 else:
                     self._restart(place, now)
+        if self._standby is not None and self.restarts and all(place.serves for place in self._places if place.wanted):
+            self._standby.keep(self._words(self._places[-1]), now)
         return lost
 
     def fence(self, process: int) -> None:
@@ -203,15 +213,20 @@ class RankMonitor:
     def _start(self, place: _Place) -> None:
         for name in ("beat", "loading"):
             self._runtime.clear(f"{name}-{place.rank}")
-        arguments = ["--plan", str(self._plan_path), "--rank", str(place.rank), *self._runtime.options, *self._options]
-        if place.joins:
-            arguments.append("--join")
-        place.child = self._children.start(f"rank {place.rank}", place.rank, self._module, arguments, self._environment)
+        name, words = f"rank {place.rank}", self._words(place)
+        waited = None if self._standby is None else self._standby.become(name, place.rank, words)
+        place.stood_by = waited is not None
+        place.child = waited or self._children.start(name, place.rank, self._module, words, self._environment)
         place.started = self._clock()
         place.verdict = ""
         place.served_since = 0.0
         place.leaves = None
         place.window = None
+
+    def _words(self, place: _Place) -> list[str]:
+        """Of its command line."""
+        words = ["--plan", str(self._plan_path), "--rank", str(place.rank), *self._runtime.options, *self._options]
+        return [*words, "--join"] if place.joins else words
 
     def _on_end(self, place: _Place, child: Child, now: float) -> RankLost | None:
         self._children.forget(child)
@@ -281,6 +296,8 @@ class RankMonitor:
             place.verdict, place.last_life = f"hung while loading: no heartbeat for {now - beat:.1f} s, killed", beat
         elif place.joins and now - place.started > limit:
             place.verdict, place.last_life = f"not loaded within {limit:.3g} s, killed", place.started
+        elif beat is None and place.stood_by and now - max(place.started, self._awake_since) > BECOME_SECONDS:
+            place.verdict, place.last_life = "it did not begin as a rank, killed", place.started
 
     def _add(self, place: _Place) -> None:
         place.added, place.joins, place.said_down = False, True, False
@@ -295,10 +312,13 @@ class RankMonitor:
         if place.tries > QUIET_TRIES and not place.said_down:
             say("rank_stays_down", rank=place.rank, restarts=place.tries, next_try_seconds=round(pause))
             place.said_down = True
+        calm = RESTART_PAUSE
+        if self._standby is not None and self._standby.ready and not place.tries:
+            calm = pause = STANDBY_PAUSE
         # The first try after the loss of all of them has no survivor to wait for.
         if now - place.ended < (0.0 if alone and not place.tries else pause):
             return
-        if not alone and now - self._last_loss < RESTART_PAUSE:
+        if not alone and now - self._last_loss < calm:
             return
         place.said_down = False
         place.joins = True

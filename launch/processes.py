@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -161,9 +162,20 @@ def sweep(root: Path) -> None:
 @dataclass(slots=True)
 class Child:
     name: str
-    rank: int  # -1 for the front
+    rank: int  # -1 for what is no rank
     process: subprocess.Popen[bytes]
     pidfd: int
+    link: socket.socket | None = None  # to one that waits, and has nothing to bring to an end
+
+    def close(self) -> None:
+        """It has ended."""
+        os.close(self.pidfd)
+        self.unlink()
+
+    def unlink(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
 
     def exit_text(self) -> str:
         code = self.process.returncode
@@ -178,10 +190,18 @@ class Children:
     def __init__(self) -> None:
         self.all: list[Child] = []
 
-    def start(self, name: str, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Child:
+    def start(
+        self,
+        name: str,
+        rank: int,
+        module: str,
+        arguments: list[str],
+        environment: dict[str, str],
+        stdin: int = subprocess.DEVNULL,
+    ) -> Child:
         command = [sys.executable, "-m", module, *arguments, "--parent", str(os.getpid())]
         # A group of its own: Ctrl-C in the terminal reaches the supervisor only, which ends the others in order.
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        process = subprocess.Popen(command, env=environment, stdin=stdin, process_group=0)
         child = Child(name, rank, process, os.pidfd_open(process.pid))
         self.all.append(child)
         return child
@@ -201,7 +221,7 @@ class Children:
     def forget(self, child: Child) -> None:
         """One that has ended, and was reported."""
         self.all.remove(child)
-        os.close(child.pidfd)
+        child.close()
 
     def wait_for(self, child: Child, timeout: float) -> None:
         """Until `child` has left, at most `timeout` seconds; others may leave meanwhile."""
@@ -212,6 +232,9 @@ class Children:
     def end(self, grace: float) -> None:
         """Wait up to `grace` seconds for the rest to leave by themselves, then kill what is left."""
         deadline = time.monotonic() + grace
+        for child in self.all:
+            if child.link is not None:
+                child.process.kill()
         while any(child.process.returncode is None for child in self.all):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -223,7 +246,7 @@ class Children:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel: no more can be done
                     child.process.wait(KILLED_SECONDS)
         for child in self.all:
-            os.close(child.pidfd)
+            child.close()
         self.all.clear()
 
     def __enter__(self) -> Children:

@@ -187,7 +187,13 @@ class _Session:
         # Told by what each machine is, not by its address: two parts of a server may be on one machine.
         options = ("--network", str(path), "--front", front_endpoint(hosts.head, hosts.port))
         self._monitor = RankMonitor(
-            self._children, owner.plan, owner.runtime, owner.startup_timeout, ranks=ranks, options=options
+            self._children,
+            owner.plan,
+            owner.runtime,
+            owner.startup_timeout,
+            ranks=ranks,
+            options=options,
+            standby=True,
         )
         self._monitor.start(welcome.join)
         say_text(

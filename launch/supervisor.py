@@ -55,7 +55,7 @@ class Supervisor:
         self.stopped_by = 0  # the signal that ends everything at once
         self.ready = False
         self.clock = time.monotonic
-        self.monitor = RankMonitor(self.children, plan, self.runtime, startup_timeout)
+        self.monitor = RankMonitor(self.children, plan, self.runtime, startup_timeout, standby=True)
         self.reporter = Reporter(self.runtime.front)
         self.resizes = Numbers(self.runtime.file("resizes"))
         self.fences = Numbers(self.runtime.file("fences"))

@@ -3,7 +3,8 @@
 Everything that depends on the step alone (which rows, which blocks, which mask) is worked out once per step in
 `AttentionPlan` and shared by all layers. Where the native kernels are there, decodes and prompts run in them, and read
 the cache in place. Otherwise sequences with few queries (decodes above all) are gathered into padded batches of similar
-length, one call each; longer prefills go one by one, without padding.
+length, one call each; longer prefills go one by one, without padding. There a window or sinks are left to the
+reference.
 
 Legend: T tokens of the step, B sequences, b sequences of a batch, Q queries per sequence (padded), N blocks per
 sequence, L keys per sequence (padded), H query heads, Hkv key/value heads, G query heads per key head, D head size.
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layers import choice
+from layers import choice, reference
 from layers.norm import rms_norm
 from layers.paged_decode import PagedDecode, can_decode
 from layers.paged_prefill import PagedPrefill, can_prefill
@@ -71,14 +72,17 @@ class _Single:
 class WholeStep(Protocol):
     """The attention of a whole step elsewhere (layers/triton/attention.py)."""
 
-    def __call__(self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor: ...
+    def __call__(
+        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, sinks_H: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class AttentionPlan:
     """How the attention of one step is cut into calls."""
 
-    def __init__(self, step: StepInput, heads: HeadCounts, dtype: torch.dtype) -> None:
-        self.heads = heads
+    def __init__(self, step: StepInput, heads: HeadCounts, dtype: torch.dtype, window: int = 0) -> None:
+        """window: keys that a query sees, its own included; 0: all."""
+        self.step, self.heads, self.window = step, heads, window
         self.dtype = dtype
         self.block_size = step.block_size
         starts, lens = step.query_starts, step.kv_lens
@@ -87,17 +91,17 @@ class AttentionPlan:
         self.whole: WholeStep | None = None
         if choice.on_gpu(step.slots_T.device):
             self.whole = choice.triton_implementation("layers.triton.attention", "TritonAttentionPlan")(
-                step, heads, dtype
+                step, heads, dtype, window=window
             )
             return
         if step.num_decodes and can_decode(dtype, step.kv_lens_B.device):
             sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim)
-            self.decode = PagedDecode(step, *sizes, dtype)
+            self.decode = PagedDecode(step, *sizes, dtype, window)
             decodes = range(0)
         prefills = range(step.num_decodes, step.num_sequences)
         self.prefill: PagedPrefill | None = None
         if prefills and can_prefill(dtype, step.kv_lens_B.device, heads.head_dim):
-            self.prefill = PagedPrefill.behind_decodes(step)
+            self.prefill = PagedPrefill.behind_decodes(step, window)
             prefills = range(0)
         self.num_tokens = step.num_tokens
         counts = [1] * step.num_decodes
@@ -235,17 +239,26 @@ def qk_norm_rope_cache(
     return qk[:, :num_heads]
 
 
-def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def paged_attention(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Causal attention of every token to its own sequence: [T, H, D].
 
     k_cache, v_cache: [rows, Hkv, D], this step's keys and values already written; rows past a sequence's end must be
-    finite.
+    finite. sinks float32: as layers.reference.paged_attention has them.
     """
     if plan.whole is not None:
-        return plan.whole(q_THD, k_cache, v_cache, scale)
+        return plan.whole(q_THD, k_cache, v_cache, scale, sinks_H)
+    if (plan.window or sinks_H is not None) and (plan.batches or plan.singles):
+        return reference.paged_attention(q_THD, k_cache, v_cache, plan.step, scale, plan.window, sinks_H)
     if plan.decode is not None:
         num_decodes = plan.decode.num_sequences
-        out_THD = plan.decode(q_THD[:num_decodes], k_cache, v_cache, scale)
+        out_THD = plan.decode(q_THD[:num_decodes], k_cache, v_cache, scale, sinks_H)
         if num_decodes == plan.num_tokens:
             return out_THD
         out_THD = torch.cat((out_THD, q_THD[num_decodes:]))
@@ -256,7 +269,7 @@ def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Atten
     else:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     if plan.prefill is not None:
-        plan.prefill(q_THD, k_cache, v_cache, scale, out_THD)
+        plan.prefill(q_THD, k_cache, v_cache, scale, out_THD, sinks_H=sinks_H)
     for batch in plan.batches:
         if isinstance(batch.rows, slice):
             out_THD[batch.rows] = _attend_batch(q_THD[batch.rows], k_cache, v_cache, batch, plan, scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layers.greedy import greedy, greedy_tokens
 from layers.linear import Linear, logits
+from native import fixed_order
 
 
 class LMHead(Linear):
@@ -32,8 +33,8 @@ class LMHead(Linear):
 
     @property
     def is_faster_packed(self) -> bool:
-        """The best token is found without logits in memory, which takes the weights as they lie."""
-        return False
+        """Only for a fixed order: the best token is found without logits in memory, which takes weights as they lie."""
+        return self.tied is None and fixed_order() and super().is_faster_packed
 
     def forward(self, hidden_PD: Tensor) -> Tensor:
         """Logits [P, V], in the weights' dtype, as in the originals."""

@@ -59,13 +59,14 @@ class GatedMLP(nn.Module):
 
 
 class WeightedMLP(GatedMLP):
-    """The same, times sigmoid(gate(x)), a number for each token. gate [1, D]."""
+    """The same, times sigmoid(gate(x)), a number for each token. gate [1, D], float32 whatever the model's dtype:
+    converting once is exact."""
 
     def __init__(
         self, hidden_size: int, width: int, dtype: torch.dtype, device: torch.device, bias: bool = False
     ) -> None:
         super().__init__(hidden_size, width, dtype, device, bias)
-        self.gate = parameter((1, hidden_size), dtype, device)
+        self.gate = parameter((1, hidden_size), torch.float32, device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD = super().forward(x_TD)

@@ -28,6 +28,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight)
 
 
+def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, eps: float) -> None:
+    """x becomes its `rms_norm`. Rows of x [T, D] may be apart."""
+    if rows.can_run(x_TD):
+        rows.rms_norm_in_place(x_TD, weight_D, eps)
+    else:
+        x_TD.copy_(rms_norm(x_TD, weight_D, eps))
+
+
 class RMSNorm(nn.Module):
     """weight [D]."""
 

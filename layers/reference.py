@@ -20,19 +20,40 @@ def sequence_rows(step: StepInput, sequence: int) -> Tensor:
     return block_L * step.block_size + position_L % step.block_size
 
 
-def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, step: StepInput, scale: float) -> Tensor:
-    """Causal attention of every token to its own sequence. Caches [rows, Hkv, D] already hold this step's tokens."""
+def paged_attention(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: StepInput,
+    scale: float,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of every token to its own sequence. Caches [rows, Hkv, D] already hold this step's tokens.
+
+    window: keys that a query sees, its own included; 0: all. Rows behind it are not looked at. sinks: of each head a
+    score of no key, which takes part in the softmax and has no value (gpt-oss, arXiv:2309.17453).
+    """
     out_THD = torch.empty_like(q_THD)
     repeat = q_THD.shape[1] // k_cache.shape[1]
     for sequence, kv_len in enumerate(step.kv_lens):
-        rows_L = sequence_rows(step, sequence)
+        queries = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
+        num_queries = queries.stop - queries.start
+        gone = max(0, kv_len - num_queries + 1 - window) if window else 0
+        rows_L = sequence_rows(step, sequence)[gone:]
         k_LHD = k_cache[rows_L].repeat_interleave(repeat, dim=1).float()
         v_LHD = v_cache[rows_L].repeat_interleave(repeat, dim=1).float()
-        queries = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
-        position_Q = torch.arange(kv_len, device=rows_L.device)[kv_len - (queries.stop - queries.start) :]
-        future_QL = torch.arange(kv_len, device=rows_L.device) > position_Q[:, None]
+        position_L = torch.arange(gone, kv_len, device=rows_L.device)
+        position_Q = torch.arange(kv_len - num_queries, kv_len, device=rows_L.device)
+        hidden_QL = position_L > position_Q[:, None]
+        if window:
+            hidden_QL |= position_L <= position_Q[:, None] - window
         score_HQL = torch.einsum("qhd,lhd->hql", q_THD[queries].float(), k_LHD) * scale
-        weight_HQL = score_HQL.masked_fill(future_QL, float("-inf")).softmax(-1)
+        score_HQL = score_HQL.masked_fill(hidden_QL, float("-inf"))
+        if sinks_H is not None:
+            sink_HQ1 = sinks_H.float()[:, None, None].expand(-1, num_queries, 1)
+            score_HQL = torch.cat((score_HQL, sink_HQ1), -1)
+        weight_HQL = score_HQL.softmax(-1)[..., : kv_len - gone]
         out_THD[queries] = torch.einsum("hql,lhd->qhd", weight_HQL, v_LHD).to(q_THD.dtype)
     return out_THD
 

@@ -41,21 +41,33 @@ class NativeDecode:
         self, q_nope_BHN: Tensor, q_pe_BHP: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor
     ) -> Tensor:
         """[B, H, V]."""
-        shape, num = self._shape, self.num_sequences
-        x_type, threads = _X_TYPES[q_nope_BHN.dtype], torch.get_num_threads()
-        assert w_uk_HNC.is_contiguous() and w_uv_HVC.is_contiguous() and w_uk_HNC.dtype is q_nope_BHN.dtype
-        assert q_nope_BHN.stride(2) == q_pe_BHP.stride(2) == 1 and q_pe_BHP.dtype is q_nope_BHN.dtype
-        q_BHX = q_nope_BHN.new_empty(num, shape.num_heads, shape.cache_dim)
-        strides = _Strides(*q_nope_BHN.stride()[:2], *q_pe_BHP.stride()[:2])
-        _attention_absorb(
-            x_type, q_nope_BHN.data_ptr(), q_pe_BHP.data_ptr(), strides, w_uk_HNC.data_ptr(), q_BHX.data_ptr(),
-            num, shape.num_heads, shape.qk_nope_head_dim, shape.latent_dim, shape.qk_rope_head_dim, threads,
-        )  # fmt: skip
+        q_BHX = absorb(q_nope_BHN, q_pe_BHP, w_uk_HNC)
         keys = cache_RX[:, None]
-        mixed_BHC = self._attend(q_BHX, keys, keys[..., : shape.latent_dim], self._scale)
-        out_BHV = q_nope_BHN.new_empty(num, shape.num_heads, shape.v_head_dim)
-        _attention_expand(
-            x_type, mixed_BHC.data_ptr(), w_uv_HVC.data_ptr(), out_BHV.data_ptr(),
-            num, shape.num_heads, shape.latent_dim, shape.v_head_dim, threads,
-        )  # fmt: skip
-        return out_BHV
+        return expand(self._attend(q_BHX, keys, keys[..., : self._shape.latent_dim], self._scale), w_uv_HVC)
+
+
+def absorb(q_nope_THN: Tensor, q_pe_THP: Tensor, w_uk_HNC: Tensor) -> Tensor:
+    """Queries in the latent's space, [T, H, X]; a row's numbers are added up in one order, whatever T is."""
+    num, heads, nope = q_nope_THN.shape
+    latent, rope = w_uk_HNC.shape[2], q_pe_THP.shape[2]
+    assert w_uk_HNC.is_contiguous() and w_uk_HNC.dtype is q_nope_THN.dtype is q_pe_THP.dtype
+    assert q_nope_THN.stride(2) == q_pe_THP.stride(2) == 1
+    q_THX = q_nope_THN.new_empty(num, heads, latent + rope)
+    strides = _Strides(*q_nope_THN.stride()[:2], *q_pe_THP.stride()[:2])
+    _attention_absorb(
+        _X_TYPES[q_nope_THN.dtype], q_nope_THN.data_ptr(), q_pe_THP.data_ptr(), strides, w_uk_HNC.data_ptr(),
+        q_THX.data_ptr(), num, heads, nope, latent, rope, torch.get_num_threads(),
+    )  # fmt: skip
+    return q_THX
+
+
+def expand(mixed_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
+    """Out of the latent's space, [T, H, V]; the same holds."""
+    num, heads, latent = mixed_THC.shape
+    assert mixed_THC.is_contiguous() and w_uv_HVC.is_contiguous() and w_uv_HVC.dtype is mixed_THC.dtype
+    out_THV = mixed_THC.new_empty(num, heads, w_uv_HVC.shape[1])
+    _attention_expand(
+        _X_TYPES[mixed_THC.dtype], mixed_THC.data_ptr(), w_uv_HVC.data_ptr(), out_THV.data_ptr(),
+        num, heads, latent, w_uv_HVC.shape[1], torch.get_num_threads(),
+    )  # fmt: skip
+    return out_THV

@@ -17,8 +17,10 @@ from torch import Tensor
 from layers.paged_prefill import PagedPrefill, can_prefill
 from layers.step import StepInput
 from mla import latent_kv
+from mla.native_decode import absorb, expand
 from mla.plan import Limits, absorbs
 from mla.protocol import MlaShape, PrefillMode
+from native import fixed_order
 from native.linear import linear
 
 
@@ -70,13 +72,12 @@ class NativePrefill:
                 self._attend_built(built, q_THK, cache_RX, w_uk_HNC, w_uv_HVC, out_THV)
         if self._absorbed is not None:
             q_nope, q_pe = q_nope_THN.index_select(0, self._tokens), q_pe_THP.index_select(0, self._tokens)
-            q_latent_HTC = torch.bmm(q_nope.transpose(0, 1), w_uk_HNC)
-            q_THX = torch.cat([q_latent_HTC.transpose(0, 1), q_pe], dim=-1)
+            into, out_of = (absorb, expand) if fixed_order() else (_absorb, _expand)
+            q_THX = into(q_nope, q_pe, w_uk_HNC)
             mixed_THC = q_THX.new_empty((*q_THX.shape[:2], self._shape.latent_dim))
             keys = cache_RX[:, None]
             self._absorbed(q_THX, keys, keys[..., : self._shape.latent_dim], self._scale, mixed_THC)
-            out = torch.bmm(mixed_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
-            out_THV.index_copy_(0, self._tokens, out)
+            out_THV.index_copy_(0, self._tokens, out_of(mixed_THC, w_uv_HVC))
 
     def _attend_built(
         self, built: _Built, q_THK: Tensor, cache_RX: Tensor, w_uk_HNC: Tensor, w_uv_HVC: Tensor, out_THV: Tensor
@@ -89,6 +90,17 @@ class NativePrefill:
             k_ShN = linear(latent_SC, w_uk_HNC[heads].flatten(0, 1)).view(-1, num, self._shape.qk_nope_head_dim)
             v_ShV = linear(latent_SC, w_uv_HVC[heads].flatten(0, 1)).view(-1, num, self._shape.v_head_dim)
             built.attend(q_THK[:, heads], k_ShN, v_ShV, self._scale, out_THV[:, heads], k_pe_SP)
+
+
+def _absorb(q_nope_THN: Tensor, q_pe_THP: Tensor, w_uk_HNC: Tensor) -> Tensor:
+    """native_decode.absorb for many tokens, [T, H, X]."""
+    q_latent_HTC = torch.bmm(q_nope_THN.transpose(0, 1), w_uk_HNC)
+    return torch.cat([q_latent_HTC.transpose(0, 1), q_pe_THP], dim=-1)
+
+
+def _expand(mixed_THC: Tensor, w_uv_HVC: Tensor) -> Tensor:
+    """native_decode.expand for many tokens, [T, H, V]."""
+    return torch.bmm(mixed_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
 
 
 def _joined(q_nope_THN: Tensor, q_pe_THP: Tensor) -> Tensor:

@@ -53,8 +53,37 @@ def _one_sequence(
     queries = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
     length = step.kv_lens[sequence]
     positions_S = torch.arange(length, device=cache_RX.device)
-    blocks_S = step.block_table_BN[sequence][positions_S // step.block_size]
-    rows_SX = cache_RX[blocks_S * step.block_size + positions_S % step.block_size].float()
+    rows_SX = _rows_of(cache_RX, step, sequence)
     query_positions_Q = torch.arange(length - (queries.stop - queries.start), length, device=cache_RX.device)
     hidden_QS = positions_S > query_positions_Q[:, None]
     return queries, rows_SX[:, :latent_dim], rows_SX[:, latent_dim:], hidden_QS
+
+
+def _rows_of(cache_RX: Tensor, step: StepInput, sequence: int) -> Tensor:
+    """float32 [S, X]."""
+    positions_S = torch.arange(step.kv_lens[sequence], device=cache_RX.device)
+    blocks_S = step.block_table_BN[sequence][positions_S // step.block_size]
+    return cache_RX[blocks_S * step.block_size + positions_S % step.block_size].float()
+
+
+def sparse(
+    q_nope_THN: Tensor, q_pe_THP: Tensor, index_q_THI: Tensor, index_weight_TH: Tensor, cache_RX: Tensor,
+    index_cache_RI: Tensor, step: StepInput, w_uk_HNC: Tensor, w_uv_HVC: Tensor, scale: float, topk: int,
+) -> Tensor:  # fmt: skip
+    """`naive` over the keys that the indexer chooses for each query (mla/index.py). Returns [T, H, V]."""
+    out_THV = q_nope_THN.new_empty((*q_nope_THN.shape[:2], w_uv_HVC.shape[1]))
+    for sequence in range(step.num_sequences):
+        queries, latent_SC, k_pe_SP, hidden_QS = _one_sequence(cache_RX, step, sequence, w_uk_HNC.shape[2])
+        keys_SI = _rows_of(index_cache_RI, step, sequence)
+        dots_QHS = torch.einsum("qhi,si->qhs", index_q_THI[queries].float(), keys_SI).relu()
+        index_scores_QS = torch.einsum("qh,qhs->qs", index_weight_TH[queries], dots_QHS)
+        index_scores_QS.masked_fill_(hidden_QS, -torch.inf)
+        order_QS = index_scores_QS.sort(dim=-1, descending=True, stable=True).indices
+        hidden_QS = hidden_QS.clone().scatter_(1, order_QS[:, topk:], True)
+        k_nope_SHN = torch.einsum("sc,hnc->shn", latent_SC, w_uk_HNC.float())
+        v_SHV = torch.einsum("sc,hvc->shv", latent_SC, w_uv_HVC.float())
+        scores_HQS = torch.einsum("qhn,shn->hqs", q_nope_THN[queries].float(), k_nope_SHN)
+        scores_HQS += torch.einsum("qhp,sp->hqs", q_pe_THP[queries].float(), k_pe_SP)
+        weights_HQS = (scores_HQS * scale).masked_fill(hidden_QS, -torch.inf).softmax(-1)
+        out_THV[queries] = torch.einsum("hqs,shv->qhv", weights_HQS, v_SHV).to(out_THV.dtype)
+    return out_THV

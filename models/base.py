@@ -45,6 +45,14 @@ class CausalLM(Protocol):
         """Forward pass as a generator; its value is the hidden state after the last norm, [T, D]."""
         ...
 
+    def draft_steps(
+        self, step: StepInput, hidden_TD: Tensor, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER
+    ) -> Steps[Tensor]:
+        """A pass of the layer that drafts, where the facts have one (`drafts`). step: as of `steps`, but with each
+        token replaced by the one that follows it; hidden_TD: what `steps` gave, or an earlier pass of this kind. Its
+        value, [T, D], is what `greedy_tokens` makes drafts of, and the hidden_TD of one token further."""
+        ...
+
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, D] -> [P, V], in the model's dtype."""
         ...

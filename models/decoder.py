@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +18,19 @@ from cache.memory import CacheMemory
 from cache.spec import CacheSpec
 from dbo.alive import mark
 from dbo.steps import Steps
-from ep.moe import MoE
 from ep.parallel import Parallel
 from layers.embed import Embedding
 from layers.head import LMHead
-from layers.mlp import GatedMLP
 from layers.norm import RMSNorm
 from layers.rope import Rope
 from layers.rope_parameters import RopeParameters
 from layers.step import StepInput
 from models.base import WeightSource
+from models.decoder_layer import A, DecoderLayer, LayerContext, Mlp
 from models.expert_parallel import ExpertParallelMixin
 from models.graph_breaks import EAGER, GraphBreaks, Operation
 from models.loading import read_head
+from models.mtp import MtpLayer
 from models.parts import Part
 from store.memory import Store
 
@@ -56,48 +55,6 @@ class DecoderConfig(Protocol):
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec: ...
 
 
-@dataclass(frozen=True, slots=True)
-class LayerContext:
-    """What the sublayers of one forward pass share. rope: of its positions. operations: what the family has prepared
-    for this step (`Decoder.prepare`). lane: of the exchanges between ranks."""
-
-    step: StepInput
-    rope: tuple[Tensor, Tensor]
-    operations: tuple[Operation, ...]
-    breaks: GraphBreaks
-    lane: int
-
-
-class Mixer(Protocol):
-    """A sublayer that mixes tokens of a sequence: attention over a cache, or a recurrent state. It reads and writes its
-    layer's part of the cache and may yield wherever its bytes are in flight."""
-
-    def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]: ...
-
-
-A = TypeVar("A", bound=Mixer)
-Mlp = GatedMLP | MoE
-
-
-class DecoderLayer(nn.Module, Generic[A]):
-    """mixer and mlp, each behind its norm."""
-
-    def __init__(
-        self, mixer: A, mlp: Mlp, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.input_norm = RMSNorm(hidden_size, eps, dtype, device)
-        self.mixer = mixer
-        self.post_norm = RMSNorm(hidden_size, eps, dtype, device)
-        self.mlp = mlp
-
-    def mlp_steps(self, x_TD: Tensor, context: LayerContext) -> Steps[Tensor]:
-        """The feed-forward sublayer; where it exchanges rows with other ranks, a graph may break."""
-        if self.mlp.exchanges:
-            return context.breaks.exchange(self.mlp.steps, x_TD, context.lane)
-        return self.mlp.steps(x_TD, context.lane)
-
-
 class Decoder(ExpertParallelMixin, ABC, Generic[A]):
     """Implements the forward pass of models.base.CausalLM."""
 
@@ -112,7 +69,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """make_mixer(layer): the one of that layer. mlps: of each layer."""
+        """make_mixer(layer): the one of that layer. mlps: of each layer, and of one that drafts behind them."""
         super().__init__(parallel, config.hidden_size, device)
         self.dtype = dtype
         self.config = config
@@ -121,9 +78,11 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.embed = Embedding(config.vocab_size, size, dtype, device)
         self.register_moe_layers(mlps)
-        self.decoders = [
-            DecoderLayer(make_mixer(layer), mlp, size, eps, dtype, device) for layer, mlp in enumerate(mlps)
-        ]
+        layers = [DecoderLayer(make_mixer(layer), mlp, size, eps, dtype, device) for layer, mlp in enumerate(mlps)]
+        self.decoders = layers[: config.num_layers]
+        self.mtp: MtpLayer[A] | None = None
+        if len(layers) > config.num_layers:
+            self.mtp = MtpLayer(layers[-1], config.num_layers, size, eps, dtype, device)
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(size, eps, dtype, device)
         self.head = LMHead(size, config.vocab_size, self.embed.weight if self._tied else None, dtype, device)
@@ -151,6 +110,14 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             x_TD = following.add(mlp_TD, residual_TD)
         return x_TD
 
+    def draft_steps(
+        self, step: StepInput, hidden_TD: Tensor, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER
+    ) -> Steps[Tensor]:
+        """A pass of the layer that drafts (models/mtp.py), behind one of `steps` or of its own."""
+        assert self.mtp is not None
+        context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
+        return (yield from self.mtp.steps(self.embed(step.token_ids_T), hidden_TD, context, cache))
+
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, D] -> [P, V], in the model's dtype."""
         values_PV: Tensor = self.head(hidden_PD)
@@ -167,13 +134,23 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             Part(self.norm, self.read_norm),
             Part(self.head, lambda source: read_head(source, self.head.matrix, self._tied)),
         ]
-        layers = [Part(layer, partial(self.read_layer, index)) for index, layer in enumerate(self.decoders)]
+        layers: list[Part] = [Part(layer, partial(self.read_layer, at)) for at, layer in enumerate(self.decoders)]
+        if self.mtp is not None:
+            layers.append(Part(self.mtp, partial(self._read_mtp, self.mtp)))
         self.load_parts([*ends, *layers], source, self.config.num_experts, store)
         self.skip_rest(source)
 
     def read_norm(self, source: WeightSource) -> None:
         """Fill the last norm."""
         source.read("model.norm.weight", self.norm.weight)
+
+    def _read_mtp(self, mtp: MtpLayer[A], source: WeightSource) -> None:
+        mtp.read(source, self._tied, self.config.vocab_size)
+        self.read_layer(mtp.index, source)
+
+    def layer(self, index: int) -> DecoderLayer[A]:
+        """One of the main model's, or the one behind them, which drafts."""
+        return self.decoders[index] if self.mtp is None or index < self.mtp.index else self.mtp.layer
 
     @abstractmethod
     def read_layer(self, index: int, source: WeightSource) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 from cache.spec import CacheSpec
@@ -39,3 +40,19 @@ class ModelFacts(Protocol):
         """What the model keeps of every sequence when it computes in `dtype`. fp8: kept in 8 bits; raises ValueError,
         naming what cannot be, where the family or its widths have no such cache."""
         ...
+
+
+def mtp_layers(facts: ModelFacts) -> int:
+    """How many layers the checkpoint has that can draft. A family without any need not say so."""
+    return int(getattr(facts, "num_mtp_layers", 0))
+
+
+def with_drafts(facts: ModelFacts) -> ModelFacts:
+    """The same model with its first MTP layer: one layer more with experts, and one more in the cache."""
+    assert mtp_layers(facts)
+    if getattr(facts, "index", None) is not None:
+        raise ValueError(
+            f"speculative_config: the MTP layer of {facts.architecture} has an indexer, which cannot draft yet"
+        )
+    with_layer: ModelFacts = dataclasses.replace(facts, drafts=True)  # type: ignore[type-var]  # all are dataclasses
+    return with_layer

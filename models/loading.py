@@ -47,9 +47,10 @@ def read_shared(source: WeightSource, prefix: str, shared: nn.Module | None) -> 
         source.read(f"{prefix}shared_expert_gate.weight", shared.gate)
 
 
-def skip_mtp(source: WeightSource, num_layers: int, num_mtp_layers: int) -> None:
-    """The layers that predict further tokens come after the last one, under names of their own."""
-    extra = tuple(f"model.layers.{num_layers + i}." for i in range(num_mtp_layers))
+def skip_mtp(source: WeightSource, num_layers: int, num_mtp_layers: int, served: int = 0) -> None:
+    """The layers that predict further tokens come after the last one, under names of their own. The first `served` are
+    read."""
+    extra = tuple(f"model.layers.{num_layers + i}." for i in range(served, num_mtp_layers))
     for name in [name for name in source.names() if name.startswith(extra)]:
         source.skip(name)
 

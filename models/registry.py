@@ -114,8 +114,6 @@ def build(
 ) -> CausalLM:
     """The model that `read_config` described, with uninitialised weights: call its `load` next. mla_backend: a name of
     mla/backend.py; fp8_cache: the cache is kept in FP8. Raises ValueError where that cannot be."""
-    family = FAMILIES[config.architecture]
-    model_class = vars(importlib.import_module(family.module))[family.name]
     choices: dict[str, Any] = {}
     if config.mla_dims is not None:
         choices = {"mla_prefill": mla_prefill, "mla_backend": mla_backend, "fp8_cache": fp8_cache}
@@ -123,5 +121,12 @@ def build(
         raise ValueError(
             f"kv_cache_dtype fp8: {config.architecture} has no latent cache, which is what there is in FP8"
         )
-    model: CausalLM = model_class(config, parallel, dtype, device, **choices)
+    model: CausalLM = model_class(config.architecture)(config, parallel, dtype, device, **choices)
     return model
+
+
+def model_class(architecture: str) -> Callable[..., Any]:
+    """What makes the model; its modules are imported here."""
+    family = FAMILIES[architecture]
+    made: Callable[..., Any] = vars(importlib.import_module(family.module))[family.name]
+    return made

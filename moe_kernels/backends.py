@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from layers.choice import on_gpu
+from moe_kernels.activation import GATED, ExpertKind
 from moe_kernels.matrix import WeightFormat
 from moe_kernels.packed import can_pack
 from moe_kernels.quant import BLOCK
@@ -33,13 +34,22 @@ class ExpertFacts:
     on_gpu: bool
     capability: tuple[int, int] | None
     installed: frozenset[str]
+    kind: ExpertKind = GATED
 
 
-def facts_of(hidden: int, width: int, dtype: torch.dtype, device: torch.device, form: WeightFormat) -> ExpertFacts:
+def facts_of(
+    hidden: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    form: WeightFormat,
+    kind: ExpertKind = GATED,
+) -> ExpertFacts:
     """What is so on this machine. Imports nothing."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     installed = frozenset(name for name, package in _PACKAGES.items() if importlib.util.find_spec(package) is not None)
-    return ExpertFacts(hidden, width, dtype, form, can_pack(dtype, device), on_gpu(device), capability, installed)
+    where = can_pack(dtype, device), on_gpu(device), capability, installed
+    return ExpertFacts(hidden, width, dtype, form, *where, kind)
 
 
 def explain_experts(facts: ExpertFacts) -> dict[str, str]:
@@ -64,6 +74,8 @@ def _library(name: str, facts: ExpertFacts) -> str:
         return f"needs Hopper or Blackwell, not compute capability {facts.capability[0]}.{facts.capability[1]}"
     if facts.dtype != torch.bfloat16:
         return f"works in bfloat16, not {str(facts.dtype).removeprefix('torch.')}"
+    if facts.kind != GATED:
+        return "has neither biases nor another activation than silu(gate) * up"
     if facts.form is WeightFormat.INT8:
         return "has no weights in INT8"
     if name == "flashinfer" and facts.form is WeightFormat.FP8 and facts.capability != (9, 0):

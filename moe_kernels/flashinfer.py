@@ -57,6 +57,9 @@ class FlashInferExperts:
             return
         self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
 
+    def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
+        raise AssertionError("experts with biases are not kept here")
+
     def clear(self, slot: int) -> None:
         for tensor in self.storage(slot):
             tensor.view(torch.uint8).zero_()

@@ -66,6 +66,9 @@ class Fp8Experts:
             if self._round_scales:
                 _round_scales(weight, scale)
 
+    def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
+        raise AssertionError("experts with biases are not kept here")
+
     def clear(self, slot: int) -> None:
         for tensor in self.storage(slot):
             tensor.view(torch.uint8).zero_()

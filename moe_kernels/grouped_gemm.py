@@ -9,34 +9,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.activation import SILU, Activation
 from moe_kernels.layout import ExpertBatch, Layout
 from moe_kernels.quant import dequantize_rows
-from moe_kernels.silu_mul import silu_mul
 
 # F.grouped_mm refuses other strides.
 _STRIDE_BYTES = 16
 
 
-def run_experts(batch: ExpertBatch, gate_up_S2FD: Tensor, down_SDF: Tensor) -> Tensor:
+def run_experts(
+    batch: ExpertBatch,
+    gate_up_S2FD: Tensor,
+    down_SDF: Tensor,
+    gate_up_bias_S2F: Tensor | None = None,
+    down_bias_SD: Tensor | None = None,
+    activation: Activation = SILU,
+) -> Tensor:
     """Every slot's expert on its rows; the result has the layout of batch.x.
 
     gate_up [S, 2F, D] (gate rows first), down [S, D, F], contiguous, in batch.x's dtype; of rows in FP8 the result has
-    the weights' dtype. PADDED: rows past a slot's count hold anything.
+    the weights' dtype. The biases, if there are, are float32. PADDED: rows past a slot's count hold anything.
     """
     if batch.scale is not None:
         x = dequantize_rows(batch.x, batch.scale, gate_up_S2FD.dtype)
-        return run_experts(ExpertBatch(batch.layout, x, batch.rows_S), gate_up_S2FD, down_SDF)
+        batch = ExpertBatch(batch.layout, x, batch.rows_S)
+    hidden = activation(_with_bias(_products(batch, gate_up_S2FD), gate_up_bias_S2F, batch))
+    after = ExpertBatch(batch.layout, hidden, batch.rows_S)
+    return _with_bias(_products(after, down_SDF), down_bias_SD, batch)
+
+
+def _with_bias(y: Tensor, bias_SO: Tensor | None, batch: ExpertBatch) -> Tensor:
+    if bias_SO is None:
+        return y
     if batch.layout is Layout.PADDED:
-        return torch.bmm(silu_mul(torch.bmm(batch.x, gate_up_S2FD.transpose(1, 2))), down_SDF.transpose(1, 2))
-    num_rows, num_slots = batch.x.shape[0], gate_up_S2FD.shape[0]
-    fits = (batch.x.shape[1] | down_SDF.shape[2]) * down_SDF.element_size() % _STRIDE_BYTES == 0
+        return (y + bias_SO[:, None]).to(y.dtype)
+    return (y + bias_SO.repeat_interleave(batch.rows_S, 0, output_size=y.shape[0])).to(y.dtype)
+
+
+def _products(batch: ExpertBatch, weight_SOI: Tensor) -> Tensor:
+    """Each row by the transposed matrix of its slot."""
+    if batch.layout is Layout.PADDED:
+        return torch.bmm(batch.x, weight_SOI.transpose(1, 2))
+    num_rows, num_slots = batch.x.shape[0], weight_SOI.shape[0]
+    fits = (weight_SOI.shape[1] | weight_SOI.shape[2]) * weight_SOI.element_size() % _STRIDE_BYTES == 0
     # grouped_mm spends more on slots without rows than a loop over the others spends on Python, up to about this many.
     if num_rows == 0 or 2 * num_rows <= num_slots or not fits:
         counts: list[int] = batch.rows_S.tolist()
-        return _loop_mm(silu_mul(_loop_mm(batch.x, gate_up_S2FD, counts)), down_SDF, counts)
-    ends_S = batch.rows_S.cumsum(0, dtype=torch.int32)
-    hidden_RF = silu_mul(F.grouped_mm(batch.x, gate_up_S2FD.transpose(1, 2), offs=ends_S))
-    return F.grouped_mm(hidden_RF, down_SDF.transpose(1, 2), offs=ends_S)
+        return _loop_mm(batch.x, weight_SOI, counts)
+    return F.grouped_mm(batch.x, weight_SOI.transpose(1, 2), offs=batch.rows_S.cumsum(0, dtype=torch.int32))
 
 
 def _loop_mm(x_RI: Tensor, weight_SOI: Tensor, counts: list[int]) -> Tensor:

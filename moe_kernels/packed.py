@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.activation import GATED, ExpertKind
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
 from moe_kernels.matrix import SCALE_ROWS, ScaledMatrix, WeightFormat, dequantize, quantize
-from moe_kernels.panels import unpack_slot
+from moe_kernels.panels import panel_biases, unpack_slot
 from moe_kernels.quant import dequantize_rows
 from native import Isa, function, isa
 
@@ -36,16 +37,21 @@ _FIELDS = (
     "down_bytes",
     "slot_bytes",
     "hidden_stride",
+    "has_bias",
+    "bias_at",
 )
+_FLOATS = ("alpha", "limit", "offset")
 
 
 class _Shape(ctypes.Structure):
     """ExpertShape of experts.h."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in _FIELDS)
+    _fields_ = (*((name, ctypes.c_int64) for name in _FIELDS), *((name, ctypes.c_float) for name in _FLOATS))
 
     slot_bytes: int
     up_depth: int
+    up_panels: int
+    bias_at: int
 
 
 _SHAPE, _POINTER, _NUMBER, _INT = ctypes.POINTER(_Shape), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -69,10 +75,21 @@ class PackedExperts:
     Implements moe_kernels.weights.ExpertWeights.
     """
 
-    def __init__(self, num_slots: int, hidden: int, width: int, dtype: torch.dtype, form: WeightFormat) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        hidden: int,
+        width: int,
+        dtype: torch.dtype,
+        form: WeightFormat,
+        kind: ExpertKind = GATED,
+    ) -> None:
         self.num_slots, self.dtype, self.format = num_slots, dtype, form
-        self._hidden, self._width = hidden, width
-        self._shape = _Shape(_X_TYPES[dtype], _FORMATS[form], num_slots, hidden, width)
+        self._hidden, self._width, self._biased = hidden, width, kind.biased
+        activation = {name: getattr(kind.activation, name) for name in _FLOATS}
+        self._shape = _Shape(
+            _X_TYPES[dtype], _FORMATS[form], num_slots, hidden, width, has_bias=kind.biased, **activation
+        )
         _experts_shape(self._shape)
         self.packed_SB = torch.empty(num_slots, self._shape.slot_bytes, dtype=torch.uint8)
         self._num_touched = 0
@@ -104,6 +121,10 @@ class PackedExperts:
             self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in matrices))
             return
         self._pack_scaled(slot, list(matrices))
+
+    def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
+        assert self._biased
+        self.packed_SB[slot, self._shape.bias_at :] = panel_biases(gate_F, up_F, down_D)
 
     def clear(self, slot: int) -> None:
         self._bring_in(slot)

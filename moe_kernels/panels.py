@@ -29,6 +29,17 @@ def unpack_slot(
     return gate_up[0, :width, :hidden], gate_up[1, :width, :hidden], down[:hidden, :width]
 
 
+def panel_biases(gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> Tensor:
+    """uint8: what lies behind the panels of an expert with biases, float32 in the order of the panels' columns."""
+    width, hidden = gate_F.shape[0], down_D.shape[0]
+    gate_up_2F = torch.zeros(2, -(-width // 32) * 32)
+    gate_up_2F[0, :width], gate_up_2F[1, :width] = gate_F, up_F
+    down = torch.zeros(-(-hidden // PANEL) * PANEL)
+    down[:hidden] = down_D
+    up = gate_up_2F.view(2, -1, 2, GROUP).permute(1, 2, 0, 3).reshape(-1)
+    return torch.cat((up, down)).view(torch.uint8)
+
+
 def _panel_bytes(depth: int, dtype: torch.dtype, form: WeightFormat) -> int:
     if form is not WeightFormat.PLAIN:
         return -(-depth // BLOCK) * PANEL * 4 + (depth + depth % 2) * PANEL

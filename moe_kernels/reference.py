@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.activation import SILU, Activation
 from moe_kernels.layout import ExpertBatch, Layout
 from moe_kernels.quant import BLOCK, dequantize_rows, quantize_rows
 
@@ -97,19 +98,45 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def expert(x_RD: Tensor, gate_up_2FD: Tensor, down_DF: Tensor) -> Tensor:
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """[..., 2F] -> [..., F]: both clamped, then gate * sigmoid(alpha * gate) * (up + offset)."""
+    if activation == SILU:  # the same, but for rounding
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * (activation.alpha * gate).sigmoid() * (up + activation.offset)
+
+
+def expert(
+    x_RD: Tensor,
+    gate_up_2FD: Tensor,
+    down_DF: Tensor,
+    gate_up_bias_2F: Tensor | None = None,
+    down_bias_D: Tensor | None = None,
+    activation: Activation = SILU,
+) -> Tensor:
     """One expert: [R, D] -> [R, D]."""
-    return F.linear(silu_mul(F.linear(x_RD, gate_up_2FD)), down_DF)
+    return F.linear(gated(F.linear(x_RD, gate_up_2FD, gate_up_bias_2F), activation), down_DF, down_bias_D)
 
 
-def experts(batch: ExpertBatch, gate_up_S2FD: Tensor, down_SDF: Tensor) -> Tensor:
+def experts(
+    batch: ExpertBatch,
+    gate_up_S2FD: Tensor,
+    down_SDF: Tensor,
+    gate_up_bias_S2F: Tensor | None = None,
+    down_bias_SD: Tensor | None = None,
+    activation: Activation = SILU,
+) -> Tensor:
     """Every slot's expert on its rows; the result has the layout of batch.x. Rows past a padded slot's count are 0."""
     y = torch.zeros_like(batch.x)
     start = 0
     for slot, rows in enumerate(batch.rows_S.tolist()):
         x, out = (batch.x, y) if batch.layout is Layout.RAGGED else (batch.x[slot], y[slot])
         first = start if batch.layout is Layout.RAGGED else 0
-        out[first : first + rows] = expert(x[first : first + rows], gate_up_S2FD[slot], down_SDF[slot])
+        up_bias = None if gate_up_bias_S2F is None else gate_up_bias_S2F[slot]
+        down_bias = None if down_bias_SD is None else down_bias_SD[slot]
+        here = x[first : first + rows], gate_up_S2FD[slot], down_SDF[slot]
+        out[first : first + rows] = expert(*here, up_bias, down_bias, activation)
         start += rows
     return y
 

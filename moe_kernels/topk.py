@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from native import rows
+from native import fixed_order, rows
 from native.linear import linear
 
 MAX_DOT_ROWS = 512  # with more torch's product is the faster one
@@ -23,7 +23,8 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 def router_logits32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """The same in float32: x of any float dtype, weight float32."""
-    if x_TD.shape[0] <= MAX_DOT_ROWS and rows.can_run(x_TD) and x_TD.stride(1) == 1:
+    few = x_TD.shape[0] <= MAX_DOT_ROWS or fixed_order()
+    if few and rows.can_run(x_TD) and x_TD.stride(1) == 1:
         return rows.dots(x_TD, weight_ED)
     return F.linear(x_TD.float(), weight_ED)
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_kernels.activation import GATED, ExpertKind
 from moe_kernels.backends import choose_experts, facts_of
 from moe_kernels.choice import run_experts, triton_implementation
 from moe_kernels.deepgemm import DeepGemm
@@ -42,8 +43,12 @@ class ExpertWeights(Protocol):
         """The same from 8-bit weights, kept as they are where the format is the same."""
         ...
 
+    def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
+        """Of experts that have biases."""
+        ...
+
     def clear(self, slot: int) -> None:
-        """Make a slot's weights zero."""
+        """Make a slot's weights and biases zero."""
         ...
 
     def read(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,24 +74,25 @@ def expert_weights(
     device: torch.device,
     form: WeightFormat,
     backend: str = "auto",
+    kind: ExpertKind = GATED,
 ) -> ExpertWeights:
     """Uninitialised. Where nothing multiplies by weights in `form`, they are kept in dtype.
 
     Raises ValueError when `backend` (moe_kernels/backends.py) cannot run.
     """
-    facts = facts_of(hidden, width, dtype, device, form)
+    facts = facts_of(hidden, width, dtype, device, form, kind)
     chosen = choose_experts(backend, facts)
     sizes = num_slots, hidden, width, dtype
     if chosen == "native":
-        return PackedExperts(*sizes, form)
+        return PackedExperts(*sizes, form, kind)
     if chosen == "flashinfer":
         return FlashInferExperts(*sizes, device, form)
     library = DeepGemm(facts.capability) if chosen == "deepgemm" and facts.capability is not None else None
     if form is WeightFormat.FP8 and library is not None:
         return Fp8Experts(*sizes, device, library.run_experts_fp8, library.power_of_two_scales)
-    if form is WeightFormat.FP8 and chosen == "triton":
+    if form is WeightFormat.FP8 and chosen == "triton" and kind == GATED:
         return Fp8Experts(*sizes, device, triton_implementation("fp8_experts", "run_experts_fp8"))
-    return PlainExperts(*sizes, device, run_experts if library is None else library.run_experts)
+    return PlainExperts(*sizes, device, run_experts if library is None else library.run_experts, kind)
 
 
 class PlainExperts:
@@ -101,22 +107,29 @@ class PlainExperts:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
-        product: Callable[[ExpertBatch, Tensor, Tensor], Tensor] = run_experts,
+        product: Callable[..., Tensor] = run_experts,
+        kind: ExpertKind = GATED,
     ) -> None:
-        self.num_slots, self._product = num_slots, product
+        """product: called as moe_kernels.grouped_gemm.run_experts is; where the kind is GATED, without what is behind
+        the matrices."""
+        self.num_slots, self._product, self._kind = num_slots, product, kind
         self.gate_up_S2FD = torch.empty(num_slots, 2 * width, hidden, dtype=dtype, device=device)
         self.down_SDF = torch.empty(num_slots, hidden, width, dtype=dtype, device=device)
+        self._biases: tuple[Tensor, ...] = ()  # float32: of gate and up [S, 2F], of down [S, D]
+        if kind.biased:
+            self._biases = tuple(torch.empty(num_slots, size, device=device) for size in (2 * width, hidden))
 
     def storage(self, slot: int) -> tuple[Tensor, ...]:
-        return self.gate_up_S2FD[slot], self.down_SDF[slot]
+        return tuple(tensor[slot] for tensor in self.whole())
 
     def whole(self) -> tuple[Tensor, ...]:
         """The memory of all slots."""
-        return self.gate_up_S2FD, self.down_SDF
+        return self.gate_up_S2FD, self.down_SDF, *self._biases
 
     def lie_in(self, memory: Sequence[Tensor]) -> None:
         """Have the slots in `memory` from now on: like `whole`, and with what it holds."""
-        self.gate_up_S2FD, self.down_SDF = memory
+        self.gate_up_S2FD, self.down_SDF, *biases = memory
+        self._biases = tuple(biases)
 
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
         for ours, given in zip(self.read(slot), (gate_FD, up_FD, down_DF), strict=True):
@@ -124,6 +137,11 @@ class PlainExperts:
 
     def fill_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
         self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
+
+    def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
+        gate_up_S2F, down_SD = self._biases
+        gate_up_S2F[slot] = torch.cat((gate_F, up_F))
+        down_SD[slot] = down_D
 
     def clear(self, slot: int) -> None:
         for ours in self.storage(slot):
@@ -134,7 +152,11 @@ class PlainExperts:
         return gate_FD, up_FD, self.down_SDF[slot]
 
     def run_rows(self, batch: ExpertBatch) -> Tensor:
-        return self._product(batch, self.gate_up_S2FD, self.down_SDF)
+        if self._kind == GATED:
+            return self._product(batch, self.gate_up_S2FD, self.down_SDF)
+        more = dict(zip(("gate_up_bias_S2F", "down_bias_SD"), self._biases, strict=False))
+        activation = self._kind.activation
+        return self._product(batch, self.gate_up_S2FD, self.down_SDF, activation=activation, **more)
 
     def run_tokens(self, batch: TokenBatch) -> Tensor:
         return run_tokens(batch, self.num_slots, self.run_rows)

@@ -15,6 +15,7 @@ from configs.dbo import DBO_MODES
 from configs.engine import EngineConfig
 from configs.eplb import EplbConfig, parse_eplb_config
 from configs.json_option import json_object
+from configs.speculation import METHODS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -115,16 +116,19 @@ OPTIONS = [
     _of("dbo_decode_token_threshold", "Split a step of decodes from so many tokens on."),
     _of("dbo_prefill_token_threshold", "The same for a step with prompts in it."),
     _of("ubatch_size", "Parts of a step that is split."),
+    _of("speculative_config",
+        'Drafts, as a JSON object or a file with one, e.g. {"method": "ngram", "num_speculative_tokens": 5}; methods: '
+        f"{', '.join(METHODS)}, none.", **_TEXT),
     _of("quantization", "Keep all large matrices in 8 bits (native kernels)."),
     _of("kv_cache_dtype", "fp8: latents in 8 bits, a scale for 128 of them (DeepSeek)."),
     _of("attention_backend", "Of latent attention, on a GPU."),
     _of("moe_backend", "What multiplies by the experts' weights."),
-    _of("cudagraph_mode", "Which steps are captured as CUDA graphs: whole decode steps, all steps in pieces, or both; "
-        "tapes: decode steps, on a CPU."),
+    _of("cudagraph_mode", "Which steps are captured: whole decode steps (on a CPU too), all steps in pieces, or both."),
     click.option("--enforce-eager", is_flag=True, help="The same as --cudagraph-mode none."),
     _of("cudagraph_capture_sizes", "Rows of the graphs, e.g. 1,2,4,8; default: decided.", **_TEXT),
     _of("threads_per_rank", "CPU threads of each rank."),
     _of("mla_prefill"),
+    _of("deterministic", "Bit-equal tokens and log-probabilities alone and in any batch, on any number of ranks."),
     _of("logprobs_mode"),
     _of("max_logprobs", "-1: no limit."),
     _of("exchange_timeout", "Bound of waits between ranks, s."),
@@ -161,6 +165,8 @@ def engine_config(values: dict[str, Any], default_ranks: int = 1) -> EngineConfi
         values["cudagraph_mode"] = "none"
     values["cudagraph_capture_sizes"] = _numbers("cudagraph_capture_sizes", values.get("cudagraph_capture_sizes"))
     _take_eplb_config(values)
+    drafts = values.pop("speculative_config", None)
+    values["speculative_config"] = None if drafts is None else json_object("speculative_config", drafts)[0]
     overrides = values.pop("hf_overrides", None)
     values["hf_overrides"] = {} if overrides is None else json_object("hf_overrides", overrides)[0]
     return EngineConfig(

@@ -18,7 +18,7 @@ How to add a kernel
  6. src/selftest.cpp runs it under AddressSanitizer (tests/native).
 """
 
-from native.choice import Choice, choose, measured, parse
+from native.choice import Choice, choose, fixed_order, measured, parse
 from native.features import Isa, best_isa, isa, limit_isa
 from native.library import function, library, why_absent
 
@@ -27,6 +27,7 @@ __all__ = [
     "Isa",
     "best_isa",
     "choose",
+    "fixed_order",
     "function",
     "isa",
     "library",

@@ -22,10 +22,11 @@ _MOST_NARROW = 12
 class _Fields(ctypes.Structure):
     """KernelChoice of choice.h."""
 
-    _fields_ = (("products", ctypes.c_int64), ("narrow_rows", ctypes.c_int64))
+    _fields_ = (("products", ctypes.c_int64), ("narrow_rows", ctypes.c_int64), ("fixed_order", ctypes.c_int64))
 
 
 _choose = function("native_choose", ctypes.POINTER(_Fields))
+_chosen = function("native_chosen", ctypes.POINTER(_Fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,23 @@ def parse(text: str) -> Choice:
     return Choice(Isa[products.upper()], int(narrow_rows))
 
 
-def choose(choice: Choice) -> None:
-    """Take these ways in this process from now on, as far as the CPU and `limit_isa` allow. Between steps only."""
+def choose(choice: Choice, fixed_order: bool = False) -> None:
+    """Take these ways in this process from now on, as far as the CPU and `limit_isa` allow. Between steps only.
+
+    fixed_order: every kernel adds up a row's numbers in one order, whatever the number of rows, sequences and threads
+    beside it (docs/deterministic.md); before layers are packed.
+    """
     if library() is not None:
-        _choose(_Fields(int(choice.products), choice.narrow_rows))
+        _choose(_Fields(int(choice.products), 0 if fixed_order else choice.narrow_rows, int(fixed_order)))
+
+
+def fixed_order() -> bool:
+    """Whether `choose` asked for it."""
+    if library() is None:
+        return False
+    fields = _Fields()
+    _chosen(fields)
+    return bool(fields.fixed_order)
 
 
 @functools.cache

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from native import rows
+from native.choice import fixed_order
 from native.features import Isa, isa
 from native.library import function
 
-MAX_DOT_ROWS = 4  # of float32: with more torch is faster
+MAX_DOT_ROWS = 8  # of float32: with more torch is faster
 MAX_ROWS = 2048  # with more torch is as fast (benchmarks/bench_ops.py --only linear)
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
@@ -44,9 +45,9 @@ def can_run(x_TI: Tensor) -> bool:
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x W^T + b, [T, O]: as torch.nn.functional.linear, in the native kernels where they are faster."""
     num_rows = x_TI.shape[0]
-    if x_TI.dtype is torch.float32 and num_rows <= MAX_DOT_ROWS and bias_O is None and rows.can_run(x_TI):
-        return rows.dots(x_TI if x_TI.stride(1) == 1 else x_TI.contiguous(), weight_OI)
-    if num_rows > MAX_ROWS or not can_run(x_TI):
+    if x_TI.dtype is torch.float32 and rows.can_run(x_TI) and (num_rows <= MAX_DOT_ROWS or fixed_order()):
+        return rows.dots(x_TI if x_TI.stride(1) == 1 else x_TI.contiguous(), weight_OI, bias_O)
+    if not can_run(x_TI) or (num_rows > MAX_ROWS and not fixed_order()):
         return F.linear(x_TI, weight_OI, bias_O)
     if x_TI.stride(1) != 1:
         x_TI = x_TI.contiguous()

@@ -10,40 +10,42 @@ import ctypes
 import torch
 from torch import Tensor
 
+from native.choice import fixed_order
 from native.features import Isa, isa
 from native.library import function
 from native.linear import use_large_pages
 
 PANEL, BLOCK = 64, 128  # outputs of a panel; inputs that share a scale
 X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-FORMATS = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
+FORMATS = {torch.bfloat16: 0, torch.float32: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
-_fill = function("linear_packed_fill", _NUMBER, _POINTER, _POINTER, _POINTER, *[_NUMBER] * 3, ctypes.c_int)
+_fill = function("linear_packed_fill", _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER, *[_NUMBER] * 3, ctypes.c_int)
 _multiply = function(
     "linear_packed", _NUMBER, _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, *[_NUMBER] * 4, ctypes.c_int
 )
 
 
 def can_pack(weight_OI: Tensor) -> bool:
-    """Whether a layer of such weights can be kept in 8 bits here; the kernels read inputs in pairs."""
+    """Whether a layer of such weights can be packed here; the kernels read inputs in pairs."""
     usable = weight_OI.device.type == "cpu" and weight_OI.dtype in X_TYPES and isa() > Isa.NONE
     return usable and weight_OI.shape[1] % 2 == 0
 
 
 def is_faster_packed(weight_OI: Tensor) -> bool:
     """Whether a layer of such weights, kept as they are, is better packed: more than a few rows take less time, one
-    no more."""
-    return can_pack(weight_OI) and weight_OI.dtype is torch.bfloat16 and isa() >= Isa.AVX512_BF16
+    no more; and packed weights are multiplied in one order, whatever the number of rows."""
+    faster = weight_OI.dtype is torch.bfloat16 and isa() >= Isa.AVX512_BF16
+    return can_pack(weight_OI) and (faster or fixed_order())
 
 
 class PackedLinear:
     """y = x W^T + b.
 
     weight_OI: float8_e4m3fn or int8 [O, I], with scale: float32 [ceil(O / scale_rows), ceil(I / 128)]; a weight is its
-    number times the scale of its block. Or bfloat16 without scale, for rows of bfloat16. The weights are copied;
-    in_place: those of bfloat16 are rearranged where they lie, if they fill whole panels, and the caller uses them no
-    more.
+    number times the scale of its block. Or bfloat16 or float32 without scale, for rows of the same. The weights are
+    copied; in_place: those without scale are rearranged where they lie, if they fill whole panels, and the caller uses
+    them no more.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class PackedLinear:
         assert weight_OI.is_contiguous() and self._inputs % 2 == 0 and (scale is None) == (self._format == 0)
         num_blocks = -(-self._inputs // BLOCK)
         if scale is None:
-            panel_bytes = self._inputs * PANEL * 2
+            panel_bytes = self._inputs * PANEL * weight_OI.itemsize
         else:
             assert scale.is_contiguous() and scale.dtype is torch.float32
             assert scale.shape == (-(-self.num_outputs // scale_rows), num_blocks)
@@ -66,8 +68,9 @@ class PackedLinear:
             self.packed_B = torch.empty(-(-self.num_outputs // PANEL) * panel_bytes, dtype=torch.uint8)
             use_large_pages(self.packed_B)
         _fill(
-            self._format, self.packed_B.data_ptr(), weight_OI.data_ptr(), None if scale is None else scale.data_ptr(),
-            scale_rows, self._inputs, self.num_outputs, torch.get_num_threads(),
+            X_TYPES.get(weight_OI.dtype, X_TYPES[torch.bfloat16]), self._format, self.packed_B.data_ptr(),
+            weight_OI.data_ptr(), None if scale is None else scale.data_ptr(), scale_rows, self._inputs,
+            self.num_outputs, torch.get_num_threads(),
         )  # fmt: skip
 
     @classmethod
@@ -80,11 +83,11 @@ class PackedLinear:
         return layer
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """[T, I] float32 or bfloat16 (of bfloat16 weights: bfloat16) -> [T, O] in the same; bias_O in the same."""
+        """[T, I] float32 or bfloat16 (the weights', where they have no scale) -> [T, O] in the same; bias_O too."""
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         num_rows = x_TI.shape[0]
-        assert self._format or x_TI.dtype is torch.bfloat16
+        assert self._format or x_TI.dtype is self.weight_dtype
         assert x_TI.shape[1] == self._inputs and (bias_O is None or bias_O.dtype is x_TI.dtype)
         y_TO = x_TI.new_empty(num_rows, self.num_outputs)
         _multiply(

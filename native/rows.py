@@ -58,7 +58,7 @@ class _GroupedCall(ctypes.Structure):
 
 
 _rows_norm = function(
-    "rows_norm", _INT, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _FLOAT, _INT
+    "rows_norm", _INT, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _FLOAT, _INT
 )
 _rows_heads = function("rows_heads", ctypes.POINTER(_HeadsCall), _NUMBER, _INT)
 _rows_latent = function("rows_latent", ctypes.POINTER(_LatentCall), _NUMBER, _INT)
@@ -76,7 +76,9 @@ _rows_weigh = function(
 )
 _rows_gather = function("rows_gather", _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_rope = function("rows_rope", _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
-_rows_dots = function("rows_dots", _INT, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT)
+_rows_dots = function(
+    "rows_dots", _INT, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT
+)
 
 
 def can_run(x: Tensor) -> bool:
@@ -96,10 +98,16 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     return _norm(x_TD.contiguous(), residual_TD, weight_D, eps)
 
 
-def _norm(x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, eps: float) -> None:
+    """x becomes its `rms_norm`; its rows may be apart."""
+    assert x_TD.stride(1) == 1
+    _norm(None, x_TD, weight_D, eps, x_TD)
+
+
+def _norm(x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor | None = None) -> Tensor:
     num_rows, size = residual_TD.shape
     assert weight_D.dtype is residual_TD.dtype and weight_D.shape == (size,)
-    y_TD = residual_TD.new_empty(num_rows, size)
+    y_TD = residual_TD.new_empty(num_rows, size) if y_TD is None else y_TD
     _rows_norm(
         _X_TYPES[y_TD.dtype],
         None if x_TD is None else x_TD.data_ptr(),
@@ -107,6 +115,7 @@ def _norm(x_TD: Tensor | None, residual_TD: Tensor, weight_D: Tensor, eps: float
         residual_TD.stride(0),
         weight_D.data_ptr(),
         y_TD.data_ptr(),
+        y_TD.stride(0),
         num_rows,
         size,
         eps,
@@ -372,21 +381,15 @@ def rope(positions_T: Tensor, frequency_R: Tensor, scale: float, dtype: torch.dt
     return cos, sin
 
 
-def dots(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T in float32, [T, O]; x float32 or bfloat16, weight float32. Rows of x may be apart."""
+def dots(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W^T + b in float32, [T, O]; x float32 or bfloat16, weight and bias float32. Rows of x may be apart."""
     assert x_TI.stride(1) == 1 and weight_OI.is_contiguous() and weight_OI.dtype is torch.float32
     num_rows, num_inputs = x_TI.shape
     num_outputs = weight_OI.shape[0]
     y_TO = torch.empty((num_rows, num_outputs), dtype=torch.float32)
     _rows_dots(
-        _X_TYPES[x_TI.dtype],
-        x_TI.data_ptr(),
-        x_TI.stride(0),
-        weight_OI.data_ptr(),
-        y_TO.data_ptr(),
-        num_rows,
-        num_inputs,
-        num_outputs,
+        _X_TYPES[x_TI.dtype], x_TI.data_ptr(), x_TI.stride(0), weight_OI.data_ptr(),
+        None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), num_rows, num_inputs, num_outputs,
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return y_TO

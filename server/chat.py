@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,6 +36,8 @@ class ChatCompletions:
         params = sampling_params(
             body, service.defaults, max_tokens=wanted, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
         )
+        if taken.prediction:
+            params = msgspec.structs.replace(params, prediction_token_ids=tuple(taken.prediction))
         return make_job(
             service,
             taken,

@@ -9,7 +9,7 @@ import msgspec
 
 from front.text import Tokenizer
 from server.errors import bad_request
-from server.openai import ChatMessage, ChatRequest, ToolCall
+from server.openai import ChatMessage, ChatRequest, ContentPart, Prediction, ToolCall
 from server.params import either
 
 # A request may not set these through chat_template_kwargs: they have fields of their own.
@@ -83,6 +83,15 @@ def text_of(message: ChatMessage, index: int) -> str:
         if message.role == "assistant":
             return ""
         raise bad_request(f"{where} is missing", where, "invalid_value")
+    return _joined(content, where)
+
+
+def predicted_text(prediction: Prediction) -> str:
+    content = prediction.content
+    return content if isinstance(content, str) else _joined(content, "prediction.content")
+
+
+def _joined(content: Sequence[ContentPart], where: str) -> str:
     texts = []
     for place, part in enumerate(content):
         if part.type not in ("text", "input_text", "refusal"):

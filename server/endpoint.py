@@ -36,6 +36,7 @@ class Taken(Generic[Body]):
     request_id: str
     token_id_lists: list[list[int]]
     texts: list[str] | None
+    prediction: list[int]
 
 
 async def take(
@@ -55,7 +56,7 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
-    return Taken(body, found.model, name, token_id_lists, found.texts)
+    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction))
 
 
 def make_job(

@@ -23,7 +23,7 @@ from server.errors import RETRY_AFTER, ApiError, unavailable
 from server.flights import Flight
 from server.http import ResponseWriter, response_writer_of
 from server.logs import Record
-from server.openai import Usage, usage
+from server.openai import CompletionTokensDetails, Usage, usage
 from server.service import Service, json_response, record_of
 
 SSE_HEADERS = [
@@ -119,7 +119,7 @@ async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], Non
     """Several prompts: a task each."""
     arrived: list[list[Delta]] = []
     errors: list[Exception] = []
-    news = asyncio.Event()
+    woken = asyncio.Event()
 
     async def pump(number: int, prompt: Prompt) -> None:
         try:
@@ -128,11 +128,11 @@ async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], Non
                     for delta in deltas:
                         delta.index += number * job.n
                     arrived.append(deltas)
-                    news.set()
+                    woken.set()
         except Exception as error:
             errors.append(error)
         finally:
-            news.set()
+            woken.set()
 
     pumps: list[asyncio.Task[None]] = []
     try:
@@ -142,7 +142,7 @@ async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], Non
                 await asyncio.sleep(0)  # others have their turn
         while True:
             running = any(not task.done() for task in pumps)
-            news.clear()
+            woken.clear()
             if arrived:
                 joined = [delta for deltas in arrived for delta in deltas]
                 arrived.clear()
@@ -152,7 +152,7 @@ async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], Non
             elif not running:
                 return
             else:
-                await news.wait()
+                await woken.wait()
     finally:
         for task in pumps:
             task.cancel()
@@ -328,6 +328,8 @@ class _Counter:
             if self._hides:
                 _hide(delta)
             record.output_tokens += len(delta.token_ids)
+            record.accepted_drafts += delta.num_accepted
+            record.rejected_drafts += delta.num_rejected
             if delta.finish_reason is not None:
                 record.finish = delta.finish_reason
                 self.num_open -= 1
@@ -341,7 +343,8 @@ class _Counter:
 
 
 def _usage(record: Record) -> Usage:
-    return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens)
+    drafts = CompletionTokensDetails(record.accepted_drafts, record.rejected_drafts)
+    return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens, drafts)
 
 
 def _hide(delta: Delta) -> None:

@@ -16,7 +16,7 @@ from configs.engine import Plan
 from configs.server import ServerConfig
 from front.sampling_params import room_for_output
 from front.text import Tokenizer
-from server.conversation import render_messages, template_kwargs, text_of
+from server.conversation import predicted_text, render_messages, template_kwargs, text_of
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 from server.openai import (
     ChatRequest,
@@ -49,6 +49,7 @@ class Prompts(msgspec.Struct, tag=True, kw_only=True):
     model: str
     token_ids: list[bytes] | None = None
     texts: list[str] | None = None
+    prediction: bytes = b""  # packed too
 
 
 class Answered(msgspec.Struct, tag=True):
@@ -141,6 +142,7 @@ class Intake:
         model = self._checked(body, vocab_size)
         check_chat(body)
         messages, kwargs = body.messages, template_kwargs(body)
+        expected, body.prediction = body.prediction, None
         body.messages, body.chat_template_kwargs = [], None
         if not serving:
             return Prompts(chat=body, model=model)
@@ -149,9 +151,12 @@ class Intake:
         (token_ids,) = self._encode([text], either(body.add_special_tokens, False), "messages", fitting=cut is None)
         wanted = either(body.max_completion_tokens, body.max_tokens)
         token_ids = self._fitted(token_ids, body, wanted, "messages", vocab_size)
+        prediction = self._encode([predicted_text(expected)], False, "prediction", fitting=False)[0] if expected else []
+        check_token_ids(prediction, "prediction", vocab_size)
         last = messages[-1]
         texts = [text_of(last, len(messages) - 1)] if body.echo and last.role == "assistant" else None
-        return Prompts(chat=body, model=model, token_ids=[_pack(token_ids)], texts=texts)
+        tokens, prediction = [_pack(token_ids)], prediction[: self._plan.max_model_len]
+        return Prompts(chat=body, model=model, token_ids=tokens, texts=texts, prediction=_pack(prediction))
 
     def _checked(self, body: GenerationRequest, vocab_size: int) -> str:
         """The model's name. What is left of the body is small then."""

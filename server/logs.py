@@ -29,6 +29,8 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
     first_token: float | None = None
     finish: str | None = None
 

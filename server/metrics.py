@@ -34,6 +34,13 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RankStats], int]], ...] = (
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda stats: stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
     ("vllm:num_preemptions", "Requests put back for want of KV blocks.", lambda stats: stats.preemptions),
+    ("vllm:spec_decode_num_drafts", "Steps of a sequence with drafts.", lambda stats: stats.spec_drafts),
+    ("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", lambda stats: stats.spec_draft_tokens),
+    (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Drafts that were what was then sampled.",
+        lambda stats: stats.spec_accepted_tokens,
+    ),
     ("moesaic:steps", "Steps of the engine.", lambda stats: stats.steps),
     ("moesaic:dbo_steps", "Steps that were split in parts, to overlap.", lambda stats: stats.dbo_steps),
 )
@@ -147,6 +154,13 @@ class Metrics(Collector):
         for make, numbers in ((gauge, _GAUGES), (counter, _COUNTERS)):
             for metric, text, value in numbers:
                 yield make(metric, text, labels, (((name, str(rank)), value(of_rank)) for rank, of_rank in stats))
+        per_pos = (
+            ((name, str(rank), str(position)), count)
+            for rank, of_rank in stats
+            for position, count in enumerate(of_rank.spec_accepted_per_pos)
+        )
+        text = "Accepted drafts by their place behind the last known token."
+        yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", text, [*labels, "position"], per_pos)
         yield from self._surviving(name, labels)
         balance = self._engine.front.balance
         if balance is not None:

@@ -95,8 +95,16 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
 
 
+class Prediction(msgspec.Struct, kw_only=True):
+    """What the answer is expected to be: a text, or parts of one."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     messages: list[ChatMessage]
+    prediction: Prediction | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -151,6 +159,10 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
+    """OpenAI counts tokens of the request's prediction; here drafts of every source count."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     reasoning_tokens: int = 0
 
 
@@ -162,10 +174,10 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, drafts: CompletionTokensDetails) -> Usage:
     total = prompt_tokens + completion_tokens
     details = PromptTokensDetails(cached_tokens)
-    return Usage(prompt_tokens, completion_tokens, total, details, CompletionTokensDetails())
+    return Usage(prompt_tokens, completion_tokens, total, details, drafts)
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -37,7 +37,7 @@ def together(size: int, act: Callable[[int], T]) -> list[T | PeerLost]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive(), "a rank hangs"
     values: list[T | PeerLost] = []
     for rank in range(size):

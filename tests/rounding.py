@@ -17,6 +17,7 @@ from torch import Tensor
 
 from layers import reference
 from layers.step import StepInput
+from moe_kernels.activation import SILU, Activation
 
 STANDARD_DEVIATIONS = 5.0  # beyond them: not once in a million numbers, and what is called one here is more than one
 FUNCTION_ULPS = 4.0  # exp and sigmoid: what a polynomial in the same dtype may lose, in units of u
@@ -90,22 +91,38 @@ def attention_bound(
     )
 
 
-def paged_attention_bound(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, step: StepInput, scale: float) -> Tensor:
+def paged_attention_bound(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: StepInput,
+    scale: float,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Of layers.reference.paged_attention, float64 [T, H, D], where sums are taken in float32."""
     bound_THD = torch.zeros(q_THD.shape, dtype=torch.float64)
     repeat = q_THD.shape[1] // k_cache.shape[1]
     for sequence, kv_len in enumerate(step.kv_lens):
-        rows_L = reference.sequence_rows(step, sequence)
+        queries = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
+        q_HQD = q_THD[queries].double().transpose(0, 1)
+        gone = max(0, kv_len - q_HQD.shape[1] + 1 - window) if window else 0
+        rows_L = reference.sequence_rows(step, sequence)[gone:]
         k_HLD, v_HLD = (
             cache[rows_L].double().repeat_interleave(repeat, 1).transpose(0, 1) for cache in (k_cache, v_cache)
         )
-        queries = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
-        q_HQD = q_THD[queries].double().transpose(0, 1)
+        position_L = torch.arange(gone, kv_len)
         position_Q = torch.arange(kv_len)[kv_len - q_HQD.shape[1] :]
-        future_QL = torch.arange(kv_len) > position_Q[:, None]
-        score_HQL = (scale * (q_HQD @ k_HLD.mT)).masked_fill(future_QL, -torch.inf)
+        hidden_QL = position_L > position_Q[:, None]
+        if window:
+            hidden_QL |= position_L <= position_Q[:, None] - window
+        score_HQL = (scale * (q_HQD @ k_HLD.mT)).masked_fill(hidden_QL, -torch.inf)
         norm_HQL = scale * (q_HQD.square() @ k_HLD.square().mT).sqrt()
         error_HQL = bound(q_HQD.shape[2] + 2, norm_HQL)
+        if sinks_H is not None:  # a key whose value is zero
+            sink_HQ1 = sinks_H.double()[:, None, None].expand(-1, q_HQD.shape[1], 1)
+            score_HQL, error_HQL = torch.cat((score_HQL, sink_HQ1), -1), torch.cat((error_HQL, 0 * sink_HQ1), -1)
+            v_HLD = torch.cat((v_HLD, torch.zeros_like(v_HLD[:, :1])), 1)
         of_sequence = attention_bound(score_HQL, error_HQL, v_HLD, v_HLD.square(), kv_len + 2, q_THD.dtype)
         bound_THD[queries] = of_sequence.transpose(0, 1)
     return bound_THD
@@ -145,14 +162,25 @@ def mla_bound(tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], step: Step
     return bound_THV
 
 
-def expert_bound(x_RD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, dtype: torch.dtype) -> Tensor:
+def expert_bound(
+    x_RD: Tensor,
+    gate_FD: Tensor,
+    up_FD: Tensor,
+    down_DF: Tensor,
+    dtype: torch.dtype,
+    biases: tuple[Tensor, Tensor, Tensor] | None = None,
+    activation: Activation = SILU,
+) -> Tensor:
     """Of moe_kernels.reference.expert, float64 [R, D], with sums in float32 and what lies between the matrices in
-    `dtype`."""
+    `dtype`. biases: of gate, up and down."""
     x_RD, gate_FD, up_FD, down_DF = (tensor.double() for tensor in (x_RD, gate_FD, up_FD, down_DF))
-    gate_RF, up_RF = x_RD @ gate_FD.T, x_RD @ up_FD.T
-    hidden_RF = torch.nn.functional.silu(gate_RF) * up_RF
-    # No slope of silu is steeper than 1.1.
-    error_RF = 1.1 * up_RF.abs() * matmul_bound(x_RD, gate_FD)
-    error_RF += torch.nn.functional.silu(gate_RF).abs() * matmul_bound(x_RD, up_FD)
-    error_RF += (FUNCTION_ULPS * unit(torch.float32) + unit(dtype)) * hidden_RF.abs()
-    return error_RF @ down_DF.abs().T + matmul_bound(hidden_RF, down_DF)
+    gate_F, up_F, down_D = (None, None, None) if biases is None else (bias.double() for bias in biases)
+    gate_RF = torch.nn.functional.linear(x_RD, gate_FD, gate_F).clamp(max=activation.limit)
+    up_RF = torch.nn.functional.linear(x_RD, up_FD, up_F).clamp(-activation.limit, activation.limit)
+    gated_RF, factor_RF = gate_RF * (activation.alpha * gate_RF).sigmoid(), up_RF + activation.offset
+    # No slope of silu is steeper than 1.1, whatever alpha.
+    error_RF = 1.1 * factor_RF.abs() * matmul_bound(x_RD, gate_FD, gate_F)
+    error_RF += gated_RF.abs() * matmul_bound(x_RD, up_FD, up_F)
+    ulps_RF = FUNCTION_ULPS + (activation.alpha * gate_RF).abs() * (activation != SILU)
+    error_RF += (ulps_RF * unit(torch.float32) + unit(dtype)) * (gated_RF * factor_RF).abs()
+    return error_RF @ down_DF.abs().T + matmul_bound(gated_RF * factor_RF, down_DF, down_D)

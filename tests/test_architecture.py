@@ -134,7 +134,7 @@ def test_habits(path: Path) -> None:
 
 # Where a room asks whether there is a GPU, and which; all else is told, or has tensors that are there.
 ASKS_FOR_THE_DEVICE = {
-    "engine/device.py",
+    "engine/device.py", "engine/speculation/plan.py",
     "ep/device.py", "ep/transport/device_group.py",
     "layers/choice.py", "layers/triton/device.py",
     "mla/requirements.py",

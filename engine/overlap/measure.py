@@ -61,7 +61,7 @@ class Measure:
         self._context_tokens = max(1, min(CONTEXT_TOKENS, max_model_len - 1))
         self._block_size = block_size
         self._context_cost = context_cost
-        num_layers = min(MAX_LAYERS, len(model.moe_layer_ids))
+        num_layers = min(MAX_LAYERS, sum(layer < model.config.num_layers for layer in model.moe_layer_ids))
         # The first layer may come behind others without experts, and with the embedding.
         self._skipped = 1 if num_layers > 1 else 0
         self.num_layers = num_layers - self._skipped  # those that are measured

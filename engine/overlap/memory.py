@@ -19,10 +19,10 @@ def with_memory(plan: Plan, folder: Path) -> Plan:
         return plan
     file = file_of(folder, _key(plan))
     found = recall(file)
-    told = "measured when no rank has work, and then remembered" if found is None else _told(found)
+    source = "measured when no rank has work, and then remembered" if found is None else _source(found)
     given = {"decode": dbo.decode_tokens, "prompt": dbo.prefill_tokens}
     asked = [f"from {tokens} {kind} tokens as asked" for kind, tokens in given.items() if tokens is not None]
-    reasons = {**plan.reasons, "dbo": "; ".join(["where it pays", *asked, told])}
+    reasons = {**plan.reasons, "dbo": "; ".join(["where it pays", *asked, source])}
     return replace(plan, dbo=replace(dbo, memory=str(file)), reasons=reasons)
 
 
@@ -53,7 +53,7 @@ def _key(plan: Plan) -> dict[str, str | int]:
     }
 
 
-def _told(found: Remembered) -> str:
+def _source(found: Remembered) -> str:
     parts = []
     kinds = (("decodes", found.crossover.decode, found.decode), ("prompts", found.crossover.prefill, found.prefill))
     for name, tokens, samples in kinds:

@@ -96,9 +96,9 @@ class Overlap(StepCompanion):
 
     def propose_parts(self, schedule: Schedule, num_tokens: int) -> int:
         """In how many parts this rank would compute that step."""
-        return self._threshold.propose(num_tokens, num_tokens > len(schedule.rows))
+        return self._threshold.propose(num_tokens, num_tokens > len(schedule.rows) + schedule.num_drafts)
 
-    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> None:
+    def join(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> None:
         self.num_steps += plan.parts > 1
 
     def add_to(self, stats: RankStats) -> RankStats:

@@ -61,11 +61,11 @@ class LocalRanks:
             if not self._resting and not self._rank.has_work:
                 self._resting = True
                 self._at_rest.set()
-            news = self._rank.take_news()
+            events = self._rank.take_events()
             if outputs:
-                news.append(Outputs(0, outputs, self._rank.stats, time.monotonic()))
-            if news:
-                return news
+                events.append(Outputs(0, outputs, self._rank.stats, time.monotonic()))
+            if events:
+                return events
             left = deadline - time.monotonic()
             if left <= 0:
                 break

@@ -15,52 +15,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
+import importlib
 import os
 import signal
-import sys
-import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import msgspec
-from msgspec import structs
-
-from configs.engine import Plan
-from configs.hosts import Network
-from dbo.alive import mark
-from engine.build import build_rank
-from engine.device import own_device, use_device
-from engine.process.console import drain_console, guard_console, say_line
-from engine.process.cores import keep_to_cores
-from engine.process.heartbeat import Heartbeat, LoopBeat
+from engine.process.console import drain_console, guard_console
 from engine.process.malloc import tune_malloc
-from engine.process.orphan import die_with_parent, life_of
-from engine.process.places import STORE, Places
-from engine.process.progress import LoadProgress
-from engine.process.warm_up import practise, warm_up
-from engine.reading import await_checkpoint
-from engine.team import Groups, Meet, Opening, OpeningThread
-from ep.protocol import PeerLost
-from ep.table import choose, make_groups
-from ep.transport.remote import remote_groups
-from front.messages import EXIT_WEIGHTS, Membership, Outputs, RankFailed, Waiting
-from front.wire import RankSocket, ZmqDoorbell, sleep_until_called
-from layers.identity import CheckpointError
-from store.memory import Store
+from engine.process.orphan import die_with_parent
 
-log = logging.getLogger("moesaic.rank")
-
-EXIT_ERROR = 3
-MOST_WIDENED = 4  # times: FP8 to float32
-EXIT_PEER_LOST = 4
-THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
-SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
-# For weights that are away to come back, when a rank is started again; then the monitor has its turn.
-WEIGHTS_SECONDS = 20.0
+LOOP = "engine.process.rank_loop"
 
 
 def main() -> None:
@@ -81,155 +45,24 @@ def main() -> None:
     tune_malloc()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {options.rank}: %(message)s")
-    code = 0
-    network = None
-    if options.network is not None:
-        network = msgspec.json.decode(options.network.read_bytes(), type=Network)
-    places = Places(options.runtime_dir, options.memory)
-    socket = RankSocket(options.front or places.socket("front.ipc"), options.rank)
-    try:
-        plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
-        start = Start(plan, options.rank, places, network, bool(options.front), options.join)
-        _serve(start, socket)
-    except CheckpointError as error:
-        code = _report(socket, options.rank, error, EXIT_WEIGHTS if options.join else EXIT_ERROR)
-    except PeerLost as error:
-        code = _report(socket, options.rank, error, EXIT_PEER_LOST)
-    except Exception as error:
-        code = _report(socket, options.rank, error, EXIT_ERROR)
-    socket.close()
+    import_loop()
+    code = importlib.import_module(LOOP).run(options)
     drain_console()
     # Not sys.exit: the device thread may still wait for a lost peer, and nothing here needs the interpreter's clean-up.
     os._exit(code)
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What a rank's process was started with. remote: on another machine than the front."""
-
-    plan: Plan
-    rank: int
-    places: Places
-    network: Network | None
-    remote: bool
-    join: bool
-
-    def bells(self, alive: Sequence[bool]) -> list[str]:
-        """Where the living ranks hear the doorbell."""
-        return [self._bell(rank) for rank, lives in enumerate(alive) if lives]
-
-    def _bell(self, rank: int) -> str:
-        return self.places.socket(f"bell-{rank}.ipc") if self.network is None else self.network.bell(rank)
-
-
-def _serve(start: Start, socket: RankSocket) -> None:
-    plan, rank_id, places, network = start.plan, start.rank, start.places, start.network
-    loading = Heartbeat(places.file(f"loading-{rank_id}"))
-    if plan.pin_ranks:
-        keep_to_cores(rank_id if network is None else network.place(rank_id), plan.threads_per_rank)
-    bell = ZmqDoorbell(start.bells([True] * plan.data_parallel_size), rank_id)
-    if plan.eplb is not None:
-        sys.setswitchinterval(THINKING_SECONDS)
-    # One bar is enough; every rank says in the end what it has read.
-    progress = LoadProgress(f"rank {rank_id}", sys.stderr, leads=rank_id == 0)
-    store = _store(plan, places)
-    if start.join and plan.checkpoint and not (store is not None and store.complete):
-        await_checkpoint(plan.model_path, plan.checkpoint, WEIGHTS_SECONDS, partial(_say_waiting, socket, rank_id))
-    meet = _meet_in(plan, rank_id, places.meetings) if network is None else _meet_at(plan, network, rank_id)
-    rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store)
-    progress.finish(rank.ready.bytes_read)
-    if start.join or network is not None:
-        practise(rank, alone=True)
-    else:
-        warm_up(rank, places, rank_id, plan.data_parallel_size)
-    gc.collect()
-    gc.freeze()  # the model's objects are never garbage; do not look through them again
-    heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
-    loading.close()
-    socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
-    was_idle = True
-    while not rank.done:
-        mark()
-        for message in socket.poll(0):
-            if isinstance(message, Membership):
-                bell.reach(start.bells(message.alive))
-            rank.submit(message)
-        outputs = rank.step()
-        joined = rank.take_joined()
-        if joined is not None:  # before the tokens of that epoch
-            socket.send(joined)
-        if outputs or rank.idle != was_idle:  # also when falling asleep: the front's gauges should not go stale
-            socket.send(Outputs(rank_id, outputs, rank.stats, time.monotonic()))
-        was_idle = rank.idle
-        for news in rank.take_news():
-            socket.send(news)
-        pause = rank.pause(SLEEP_SECONDS)
-        if pause > 0:
-            sleep_until_called(socket, bell, 0.0 if rank.prepare() else pause)
-    rank.close()
-    heartbeat.close()
-    bell.close()
-
-
-def _store(plan: Plan, places: Places) -> Store | None:
-    """Where this machine's ranks have their weights."""
-    if not plan.weight_store:
-        return None
-    capacity = MOST_WIDENED * sum(size for size, *_ in plan.checkpoint.values()) + (1 << 30)
-    return Store(places.file(STORE), plan.weight_key, capacity)
-
-
-def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:
-    log.warning("event=weights_unavailable reason=%r", reason)
-    socket.send(Waiting(rank_id, reason))
-
-
-def _meet_in(plan: Plan, own: int, place: Path) -> Meet:
-    """Ranks of one machine meet in a file (ep/transport/shm_rendezvous.py)."""
-
-    def meet(epoch: int, rank: int, size: int) -> Opening:
-        backend = backend_of(plan, size)
-
-        def open_groups(stop: Callable[[], bool]) -> Groups:
-            use_device(own_device(plan.device, own, plan.ranks_per_machine))
-            return Groups(*make_groups(backend, place, rank, size, plan.exchange_timeout, epoch, stop))
-
-        return OpeningThread(open_groups)
-
-    return meet
-
-
-def backend_of(plan: Plan, size: int) -> str:
-    """What joins so many ranks of one machine. A server that began with one rank and has grown had no exchange to plan:
-    between GPUs it is the one that is always there."""
-    if plan.all2all_backend != "local":
-        return plan.all2all_backend
-    return choose("auto", size) if plan.device == "cpu" or size == 1 else "nccl"
-
-
-def _meet_at(plan: Plan, network: Network, rank_id: int) -> Meet:
-    """Ranks of several machines meet in the head's store."""
-
-    def meet(epoch: int, rank: int, size: int) -> Opening:
-        def open_groups(stop: Callable[[], bool]) -> Groups:
-            address = network.addresses[rank_id]
-            return Groups(*remote_groups(network.store, address, rank, size, plan.exchange_timeout, epoch, stop))
-
-        return OpeningThread(open_groups)
-
-    return meet
-
-
-def _report(socket: RankSocket, rank_id: int, error: Exception, code: int) -> int:
-    if not isinstance(error, ValueError):  # that is bad input, and its text says it all
-        traceback.print_exc(file=sys.stderr)
-    first_line = (str(error).splitlines() or [""])[0]
+def import_loop(architecture: str = "") -> None:
+    """Import what a rank needs, once per process; also a model's modules, where its architecture is named. What comes
+    of it is never garbage: it is not looked through while it grows, nor later."""
+    gc.disable()
     try:
-        socket.send(RankFailed(rank_id, f"rank {rank_id}: {type(error).__name__}: {first_line}"))
-    except ConnectionError as unheard:
-        say_line(f"rank {rank_id}: {unheard}")
-    return code
+        loop = importlib.import_module(LOOP)
+        if architecture:
+            loop.prepare(architecture)
+    finally:
+        gc.enable()
+    gc.freeze()
 
 
 if __name__ == "__main__":

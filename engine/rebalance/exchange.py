@@ -34,12 +34,12 @@ Ints = npt.NDArray[np.int64]
 
 # What the leading rank wants done in a step: its word in the record.
 GATHER = 1  # what was counted since the last time goes to the leader
-PUBLISH = 2  # a change goes to everybody; it consists of order // STAGES stages
-STAGES = 4
+PUBLISH = 2  # a rebalance goes to everybody; it consists of order // BATCH_UNIT batches
+BATCH_UNIT = 4
 
 
-class Stage(NamedTuple):
-    """One placement on the way of a change, and all that a rank needs to go over to it."""
+class MoveBatch(NamedTuple):
+    """One placement on the way of a rebalance, and all that a rank needs to go over to it."""
 
     placement: Placement
     tables: Sequence[SlotTable]
@@ -47,29 +47,29 @@ class Stage(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Change:
+class Rebalance:
     """Placements under way, to be taken one after the other.
 
-    num_stages: known to all when it is published. prepared: there once it has come. stage: the one that is next;
-    ordered, received: pieces of its weights so far (ordered: by the rank's thread, received: by the device thread).
+    num_batches: known to all when it is published. prepared: there once it has come. batch: the one that is next;
+    ordered, received: chunks of its weights so far (ordered: by the rank's thread, received: by the device thread).
     """
 
-    num_stages: int
-    prepared: Future[list[Stage]] | None = None
-    stage: int = 0
+    num_batches: int
+    prepared: Future[list[MoveBatch]] | None = None
+    batch: int = 0
     ordered: int = 0
     received: int = 0
 
     @property
-    def next(self) -> Stage:
+    def next(self) -> MoveBatch:
         assert self.prepared is not None
-        return self.prepared.result()[self.stage]
+        return self.prepared.result()[self.batch]
 
 
-class Piece(NamedTuple):
-    """Of the weights of a change's next stage."""
+class Chunk(NamedTuple):
+    """Of the weights of a rebalance's next batch."""
 
-    change: Change
+    rebalance: Rebalance
     migration: Migration
     number: int
 
@@ -82,7 +82,7 @@ class Counted(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What all ranks have counted. rows_NLG: rows that arrived at each living rank, in the last of these steps."""
+    """What all ranks have counted. rows_NLG: rows that arrived at each live rank, in the last of these steps."""
 
     counted: Counted
     load_LE: Ints
@@ -99,9 +99,9 @@ class BalanceExchange:
         rows: RowLoad,
         max_steps: int,
         on_counts: Callable[[Counted, list[npt.NDArray[np.int32]]], None],
-        prepare: Callable[[Placement, list[bytes]], Future[list[Stage]]],
+        prepare: Callable[[Placement, list[bytes]], Future[list[MoveBatch]]],
     ) -> None:
-        """max_steps: rows are told of so many steps at most; on_counts: called on the leading rank with every living
+        """max_steps: of how many steps at most rows are sent; on_counts: called on the leading rank with every live
         rank's counts, for `sum_up`; prepare: on all."""
         self._team = team
         self._load = load
@@ -121,7 +121,7 @@ class BalanceExchange:
         return placement.num_bytes
 
     def begin(self, parcels: Parcels, size: int, index: int) -> None:
-        """A new epoch, in which this is rank `index` of `size` living ones."""
+        """A new epoch, in which this is rank `index` of `size` live ones."""
         self.parcels, self.size, self.index = parcels, size, index
         self._load.reset()
         self.rows.take()
@@ -129,31 +129,31 @@ class BalanceExchange:
     def end(self) -> None:
         self.parcels = None
 
-    def commit(self, stage: Stage) -> None:
+    def commit(self, batch: MoveBatch) -> None:
         """Go over: this step is the first by the new placement."""
-        stage.migration.swap()
-        self._team.hosts(stage.placement, stage.tables)
+        batch.migration.swap()
+        self._team.hosts(batch.placement, batch.tables)
 
-    def adopt(self, change: Change, publish: bytes) -> None:
-        """A change has come: make it ready, beside the steps."""
+    def adopt(self, rebalance: Rebalance, publish: bytes) -> None:
+        """A rebalance has come: make it ready, beside the steps."""
         size = self.publish_bytes
-        assert self._team.placement is not None and len(publish) == change.num_stages * size
+        assert self._team.placement is not None and len(publish) == rebalance.num_batches * size
         packed = [publish[at : at + size] for at in range(0, len(publish), size)]
-        change.prepared = self._prepare(self._team.placement, packed)
+        rebalance.prepared = self._prepare(self._team.placement, packed)
 
     def count(self, counted: Counted) -> npt.NDArray[np.int32]:
         """Tokens per layer and expert, then rows of the last steps; begins anew."""
         rows_NL = self.rows.take()
         assert len(rows_NL) == counted.steps, "the ranks count different steps"
         rows_NL = rows_NL[-self._max_steps :]
-        told_NL = np.zeros((self._max_steps, self.rows.num_layers), dtype=np.int64)
-        told_NL[: len(rows_NL)] = rows_NL
+        sent_NL = np.zeros((self._max_steps, self.rows.num_layers), dtype=np.int64)
+        sent_NL[: len(rows_NL)] = rows_NL
         load_LE = self._load.window()
         self._load.reset()
-        return np.concatenate([load_LE.ravel(), told_NL.ravel()]).astype(np.int32)
+        return np.concatenate([load_LE.ravel(), sent_NL.ravel()]).astype(np.int32)
 
     def sum_up(self, counted: Counted, counts: Sequence[npt.NDArray[np.int32]]) -> Counts:
-        """counts: of every living rank. Any thread may call it."""
+        """counts: of every live rank. Any thread may call it."""
         layers, experts = self._load.num_layers, self._load.num_experts
         whole = np.stack(counts).astype(np.int64)  # [G, L * E + N * L]
         load_LE = whole[:, : layers * experts].sum(0).reshape(layers, experts)
@@ -167,7 +167,7 @@ class RowCounter(StepCompanion):
     def __init__(self, rows: RowLoad) -> None:
         self._rows = rows
 
-    def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook:
+    def join(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> StepHook:
         return _RowCount(self._rows, any(plan.num_tokens))
 
 
@@ -187,25 +187,25 @@ class _RowCount(StepHook):
 class StepMoves(StepHook):
     """Of one step; what is None is not done.
 
-    commit: go over to it before the step; counted: gather; new, publish: a change that is published, and on the leader
-    its bytes; piece: of weights, travels.
+    commit: go over to it before the step; counted: gather; new, publish: a rebalance that is published, and on the
+    leader its bytes; chunk: of weights, travels.
     """
 
     needed = True  # what they do has been ordered
 
     exchange: BalanceExchange
-    commit: Stage | None = None
+    commit: MoveBatch | None = None
     counted: Counted | None = None
-    new: Change | None = None
+    new: Rebalance | None = None
     publish: bytes = b""
-    piece: Piece | None = None
+    chunk: Chunk | None = None
     _pending: Pending[list[Tensor]] | None = None
     _own: npt.NDArray[np.int32] | None = None
 
     def before(self) -> None:
         if self.commit is not None:
             self.exchange.commit(self.commit)
-        if self.counted is not None or self.new is not None or self.piece is not None:
+        if self.counted is not None or self.new is not None or self.chunk is not None:
             self._send()
 
     def after(self) -> Steps[None]:
@@ -227,13 +227,13 @@ class StepMoves(StepHook):
             sizes_GG[0, 1:] += self._published
             if exchange.index == 0:
                 content = torch.frombuffer(bytearray(self.publish), dtype=torch.uint8)
-                for pieces in parcels.values():
-                    pieces.append(content)
-        if self.piece is not None:
-            _, migration, number = self.piece
+                for chunks in parcels.values():
+                    chunks.append(content)
+        if self.chunk is not None:
+            _, migration, number = self.chunk
             sizes_GG += migration.sizes(number)
-            for peer, pieces in migration.outgoing(number).items():
-                parcels[peer] += pieces
+            for peer, chunks in migration.outgoing(number).items():
+                parcels[peer] += chunks
         self._pending = exchange.parcels.send(sizes_GG, parcels)
 
     def _receive(self, arrived: list[Tensor]) -> None:
@@ -250,16 +250,16 @@ class StepMoves(StepHook):
                 self.publish = _bytes(arrived[0][: self._published])
                 arrived[0] = arrived[0][self._published :]
             exchange.adopt(self.new, self.publish)
-        if self.piece is not None:
-            change, migration, number = self.piece
+        if self.chunk is not None:
+            rebalance, migration, number = self.chunk
             migration.receive(number, arrived)
-            change.received += 1
+            rebalance.received += 1
         exchange.parcels.release()
 
     @property
     def _published(self) -> int:
         """Bytes."""
-        return 0 if self.new is None else self.new.num_stages * self.exchange.publish_bytes
+        return 0 if self.new is None else self.new.num_batches * self.exchange.publish_bytes
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -1,6 +1,6 @@
 """The leading rank's part of balancing: what it thinks, beside the steps, on the worker (engine/rebalance/follower.py).
 
-Legend: L MoE layers, G living ranks, E logical experts, N steps.
+Legend: L MoE layers, G live ranks, E logical experts, N steps.
 
 The balancer (eplb/balancer.py) sees the counts of all ranks and decides. What it decides becomes proposals, one at a
 time: new shares for every layer, or placements that follow each other, each of which brings a rank as many experts as
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.eplb import EplbConfig
-from engine.rebalance.exchange import Counts, Stage
+from engine.rebalance.exchange import Counts, MoveBatch
 from eplb.balance import balancedness, placement_balance
 from eplb.balancer import Balancer, BalancerConfig, Decision
 from eplb.bounds import balance_bound
@@ -37,7 +37,7 @@ from front.messages import BalanceCommand, BalanceReply, BalanceReport, BalanceS
 
 log = logging.getLogger("moesaic.eplb")
 
-MAX_STAGES = 8  # placements of one proposal
+MAX_BATCHES = 8  # placements of one proposal
 LEAST_SHARE = 0.005  # shares that change by less are not worth a change-over
 
 Ints = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class Facts:
     model: str
     layer_ids: tuple[int, ...]
     expert_bytes: int
-    piece_bytes: int  # what a rank may receive per step
+    chunk_bytes: int  # what a rank may receive per step
 
 
 class _Window:
@@ -90,7 +90,7 @@ class Coordinator:
                 memory_steps=config.memory_steps,
                 reweight_interval=config.reweight_interval,
                 move_interval=config.move_interval,
-                move_budget_bytes=facts.piece_bytes,
+                move_budget_bytes=facts.chunk_bytes,
                 min_gain=config.min_gain,
                 bytes_per_expert=facts.expert_bytes,
             ),
@@ -127,13 +127,13 @@ class Coordinator:
             self._last, self._window = self._window, self._new_window()
             self._report()
 
-    def committed(self, stage: Stage, last: bool) -> None:
+    def committed(self, batch: MoveBatch, last: bool) -> None:
         """All ranks go over to a placement; last: of what was proposed."""
-        before, self._current = self._current, stage.placement
+        before, self._current = self._current, batch.placement
         self._reweights += 1
         if not np.array_equal(before.slot_to_expert, self._current.slot_to_expert):
-            self._moves += len(stage.migration.moves)
-            self._bytes_moved += stage.migration.bytes_received
+            self._moves += len(batch.migration.moves)
+            self._bytes_moved += batch.migration.bytes_received
             self._changed_at = self._steps
         self._balancer.resync(self._current)
         if last:
@@ -210,24 +210,24 @@ class Coordinator:
         """Propose the next placements towards the target. whole: what to propose at the end of it."""
         if self._target is None:
             return
-        per_rank = max(1, self._facts.piece_bytes // self._facts.expert_bytes)
-        old, stages = self._current, list[Placement]()
-        while len(stages) < MAX_STAGES and not np.array_equal(old.slot_to_expert, self._target):
+        per_rank = max(1, self._facts.chunk_bytes // self._facts.expert_bytes)
+        old, batches = self._current, list[Placement]()
+        while len(batches) < MAX_BATCHES and not np.array_equal(old.slot_to_expert, self._target):
             ids = next_batch(old, self._target, per_rank)
             if whole is not None and np.array_equal(ids, whole.slot_to_expert):
                 old = whole
             else:
                 share = reweight(ids, self._balancer.load_LE, old.alive)
                 old = Placement(old.epoch, old.num_experts, ids, share, old.alive, old.failure_domains)
-            stages.append(old)
-        if stages:
-            self._propose(stages)
+            batches.append(old)
+        if batches:
+            self._propose(batches)
         else:
             self._target = None
 
-    def _propose(self, stages: list[Placement]) -> None:
-        self._outstanding = stages[-1].slot_to_expert
-        self.proposal = stages
+    def _propose(self, batches: list[Placement]) -> None:
+        self._outstanding = batches[-1].slot_to_expert
+        self.proposal = batches
 
     # ---- what it says ----
 
@@ -260,8 +260,8 @@ class Coordinator:
             self._recording.flush()
 
     def _bound(self, load_LE: Ints) -> Floats:
-        living = sum(self._current.alive)
-        return balance_bound(load_LE, self._current.slots_per_rank * living, living)
+        live = sum(self._current.alive)
+        return balance_bound(load_LE, self._current.slots_per_rank * live, live)
 
     def _new_window(self) -> _Window:
         current = self._current

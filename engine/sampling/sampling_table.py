@@ -88,6 +88,18 @@ class History:
             self.num_ids += 1
         self.counts_N[place] += 1
 
+    def counts_after(self, drafts: Sequence[int]) -> tuple[Ints, Floats]:
+        """The tokens and how often each is in the output, if these drafts were part of it. Not to be changed."""
+        ids_N, counts_N = self.ids_N[: self.num_ids], self.counts_N[: self.num_ids]
+        if not drafts:
+            return ids_N, counts_N
+        new = sorted({token for token in drafts if token not in self.place})
+        ids_N = np.concatenate((ids_N, np.array(new, np.int64)))
+        counts_N = np.concatenate((counts_N, np.zeros(len(new), np.float32)))
+        for token in drafts:
+            counts_N[self.place[token] if token in self.place else self.num_ids + new.index(token)] += 1
+        return ids_N, counts_N
+
 
 class SamplingTable:
     """set() when a row is taken, clear() when it is freed, gather() per step, note() after its tokens are drawn."""
@@ -181,9 +193,12 @@ class SamplingTable:
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
-    def gather(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingBatch:
+    def gather(
+        self, rows: Sequence[int], positions: Sequence[int], drafts: Sequence[Sequence[int]] = ()
+    ) -> SamplingBatch:
         """For the rows sampled in this step, in the order of their logits. positions: of the token to be sampled,
-        which is the number of tokens in its sequence before it."""
+        which is the number of tokens in its sequence before it. drafts: those among them that are not known yet, for
+        each row; empty: there are none."""
         if not self._num_needy:
             return SamplingBatch(len(rows), self.num_valid_tokens)
         rows_P = np.asarray(rows, np.int64)
@@ -200,7 +215,7 @@ class SamplingTable:
         if needs & LOGPROBS:
             batch.num_logprobs_P = self._num_logprobs[rows_P]
         if needs & EDITS:
-            self._gather_edits(batch, rows, positions)
+            self._gather_edits(batch, rows, positions, drafts or [()] * len(rows))
         return batch
 
     @property
@@ -208,18 +223,21 @@ class SamplingTable:
         """Whether any row's next token depends on those before it, other than through the model."""
         return bool(self._history)
 
-    def note(self, rows: Sequence[int], token_ids_P: Tensor) -> None:
-        """The tokens just drawn (int64 [P]) become part of the rows' histories. Reads them on the host only when some
-        row has a history."""
-        if not self._history:
-            return
-        histories = [(p, self._history[row]) for p, row in enumerate(rows) if row in self._history]
-        if histories:
-            tokens = token_ids_P.tolist()
-            for p, history in histories:
-                history.append(tokens[p])
+    def note(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        """The tokens just drawn for each row become part of its history."""
+        for row, tokens in zip(rows, token_ids, strict=True):
+            history = self._history.get(row)
+            if history is not None:
+                for token in tokens:
+                    history.append(token)
 
-    def _gather_edits(self, batch: SamplingBatch, rows: Sequence[int], positions: Sequence[int]) -> None:
+    def _gather_edits(
+        self,
+        batch: SamplingBatch,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+    ) -> None:
         forbidden_p: list[int] = []
         forbidden_ids: list[int] = []
         bias: list[tuple[int, Ints, Floats]] = []
@@ -232,7 +250,7 @@ class SamplingTable:
                 batch.allowed.append((p, self._allowed[row]))
             ids: list[int] = []
             if needs & BAD_WORDS:
-                ids += self._bad_tokens(row, new)
+                ids += self._bad_tokens(row, new, drafts[p])
             if needs & MIN_TOKENS and positions[p] - new.prompt_len < new.params.min_tokens:
                 ids += self._stops[row]
             forbidden_ids += ids
@@ -241,7 +259,7 @@ class SamplingTable:
                 ids_N, values_N = self._bias[row]
                 bias.append((p, ids_N, values_N[None]))
             if needs & PENALTY:
-                penalties.append((p, *self._penalty_values(row, new)))
+                penalties.append((p, *self._penalty_values(row, new, drafts[p])))
         if forbidden_p:
             places = np.array(forbidden_p, np.int64), np.array(forbidden_ids, np.int64)
             at_N, tokens_N = to_device(places, self.device)
@@ -249,9 +267,11 @@ class SamplingTable:
         batch.bias = self._pairs(bias)
         batch.penalties = self._pairs(penalties)
 
-    def _bad_tokens(self, row: int, new: NewRow) -> list[int]:
+    def _bad_tokens(self, row: int, new: NewRow, drafts: Sequence[int]) -> list[int]:
         """Last tokens of the bad words whose other tokens end the output now."""
         output = self._history[row].output
+        if drafts:
+            output = [*output[-max(map(len, new.params.bad_words_token_ids)) :], *drafts]
         bad: list[int] = []
         for word in new.params.bad_words_token_ids:
             before = len(word) - 1
@@ -259,15 +279,15 @@ class SamplingTable:
                 bad.append(word[-1])
         return bad
 
-    def _penalty_values(self, row: int, new: NewRow) -> tuple[Ints, Floats]:
-        history, params = self._history[row], new.params
-        num_ids = history.num_ids
-        values_MN = np.empty((4, num_ids), np.float32)
-        values_MN[0] = history.counts_N[:num_ids]
+    def _penalty_values(self, row: int, new: NewRow, drafts: Sequence[int]) -> tuple[Ints, Floats]:
+        params = new.params
+        ids_N, counts_N = self._history[row].counts_after(drafts)
+        values_MN = np.empty((4, len(ids_N)), np.float32)
+        values_MN[0] = counts_N
         values_MN[1] = params.repetition_penalty
         values_MN[2] = params.presence_penalty
         values_MN[3] = params.frequency_penalty
-        return history.ids_N[:num_ids], values_MN
+        return ids_N, values_MN
 
     def _pairs(self, lists: list[tuple[int, Ints, Floats]]) -> Pairs | None:
         if not lists:

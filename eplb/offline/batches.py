@@ -1,4 +1,4 @@
-"""A large change of placement in small ones, each of which keeps every expert on some living rank.
+"""A large change of placement in small ones, each of which keeps every expert on some live rank.
 
 Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 """

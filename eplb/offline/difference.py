@@ -18,7 +18,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class Transfer(NamedTuple):
-    """`expert` of MoE layer `layer` goes from rank `source` to rank `target`; source -1: no living rank has it, it is
+    """`expert` of MoE layer `layer` goes from rank `source` to rank `target`; source -1: no live rank has it, it is
     read from the checkpoint."""
 
     layer: int

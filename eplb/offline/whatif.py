@@ -25,6 +25,7 @@ from eplb.repair import diff, lost_experts, ranks_needed, repair
 from eplb.shares import reweight
 
 MAX_SETS = 2000  # of k ranks that are looked at; more are sampled
+EXTRA_MOVES = 3  # a layer, after a repair
 Bools = npt.NDArray[np.bool_]
 
 
@@ -42,39 +43,39 @@ def parse_kill(text: str, placement: Placement) -> Sets:
 
     Raises ValueError when it is none of these, or names a rank or node that is not there or not alive.
     """
-    living = [rank for rank, alive in enumerate(placement.alive) if alive]
+    live = [rank for rank, alive in enumerate(placement.alive) if alive]
     domains = domains_of(placement)
     kind, _, rest = text.partition(":")
     if text == "any-rank":
-        return Sets(text, tuple((rank,) for rank in living))
+        return Sets(text, tuple((rank,) for rank in live))
     if text == "any-node":
-        return Sets(text, tuple(_of_node(node, domains, living) for node in sorted({domains[rank] for rank in living})))
+        return Sets(text, tuple(_of_node(node, domains, live) for node in sorted({domains[rank] for rank in live})))
     if text.startswith("k="):
-        return _any_k(text, living)
+        return _any_k(text, live)
     numbers = [int(part) for part in rest.split(",") if part.isascii() and part.isdigit()]
     if kind not in ("rank", "node") or len(numbers) != len(rest.split(",")):
         raise ValueError(f"--kill {text}: it must be rank:3, rank:3,7, node:1, any-rank, any-node or k=2")
-    known = living if kind == "rank" else sorted({domains[rank] for rank in living})
+    known = live if kind == "rank" else sorted({domains[rank] for rank in live})
     for number in numbers:
         if number not in known:
-            raise ValueError(f"--kill {text}: there is no living {kind} {number}; they are {known[0]} to {known[-1]}")
-    ranks = numbers if kind == "rank" else [rank for node in numbers for rank in _of_node(node, domains, living)]
+            raise ValueError(f"--kill {text}: there is no live {kind} {number}; they are {known[0]} to {known[-1]}")
+    ranks = numbers if kind == "rank" else [rank for node in numbers for rank in _of_node(node, domains, live)]
     return Sets(text, (tuple(sorted(set(ranks))),))
 
 
-def _of_node(node: int, domains: Sequence[int], living: Sequence[int]) -> tuple[int, ...]:
-    return tuple(rank for rank in living if domains[rank] == node)
+def _of_node(node: int, domains: Sequence[int], live: Sequence[int]) -> tuple[int, ...]:
+    return tuple(rank for rank in live if domains[rank] == node)
 
 
-def _any_k(text: str, living: list[int]) -> Sets:
+def _any_k(text: str, live: list[int]) -> Sets:
     count = text.removeprefix("k=")
-    if not (count.isascii() and count.isdigit()) or not 1 <= int(count) < len(living):
-        raise ValueError(f"--kill {text}: k must be 1 or more, and less than the {len(living)} living rank(s)")
+    if not (count.isascii() and count.isdigit()) or not 1 <= int(count) < len(live):
+        raise ValueError(f"--kill {text}: k must be 1 or more, and less than the {len(live)} live rank(s)")
     k = int(count)
-    if math.comb(len(living), k) <= MAX_SETS:
-        return Sets(text, tuple(itertools.combinations(living, k)))
+    if math.comb(len(live), k) <= MAX_SETS:
+        return Sets(text, tuple(itertools.combinations(live, k)))
     rng = np.random.default_rng(0)
-    drawn = {tuple(sorted(rng.choice(living, k, replace=False).tolist())) for _ in range(MAX_SETS)}
+    drawn = {tuple(sorted(rng.choice(live, k, replace=False).tolist())) for _ in range(MAX_SETS)}
     return Sets(text, tuple(sorted(drawn)), complete=False)
 
 
@@ -108,14 +109,13 @@ def loss(
     slots_L: Sequence[int],
     expert_bytes: float,
     read_gbps: float,
-    extra_moves: int = 3,
     predict: Callable[[Floats], dict[str, float]] | None = None,
 ) -> dict[str, Any]:
     """One scenario in full.
 
     uncovered: experts per layer; load_part: what of a layer's tokens they take; reload_gb, reload_s: what is read again
     and for how long the busiest survivor reads at read_gbps; balance before, after the repair (even and re-solved
-    shares) and after at most `extra_moves` moves a layer, and what `predict` (loads of the living ranks' slots -> a
+    shares) and after at most EXTRA_MOVES moves a layer, and what `predict` (loads of the live ranks' slots -> a
     step's cost) says of the last. feasible False: the survivors have too few slots, smallest_slots is what they would
     need.
     """
@@ -144,7 +144,7 @@ def loss(
     loads = diff(placement, after)
     brought = [step.rank for step in loads]
     share = reweight(after.slot_to_expert, load, after.alive)
-    moved = improve(after, load, max_moves=extra_moves * placement.num_layers, max_moves_per_layer=max(1, extra_moves))
+    moved = improve(after, load, max_moves=EXTRA_MOVES * placement.num_layers, max_moves_per_layer=EXTRA_MOVES)
     busiest = max((brought.count(rank) for rank in set(brought)), default=0)
     last = after if moved is None else moved
     last_share = share if moved is None else moved.share
@@ -169,14 +169,14 @@ def _balance(placement: Placement, share: npt.NDArray[np.float32], load_LE: Floa
 
 def guarantees(placement: Placement, slots_L: Sequence[int], worst: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The verdicts: rows of {id, holds, says}. worst: `loss` of the scenario in question, for F3 and F4."""
-    living = sum(placement.alive)
+    live = sum(placement.alive)
     least = min(slots_L)
-    k = survivable_losses(placement.num_experts, least, living)
+    k = survivable_losses(placement.num_experts, least, live)
     hosts = host_matrix(placement)
     copies_LE = hosts.sum(1)
     single = int((copies_LE == 1).sum(1).max(initial=0))
     by_rank = uncovered_by_group(placement, range(placement.num_ranks))[1].max(1, initial=0)
-    bound = [fewest_uncovered(placement.num_experts, slots * living, living) for slots in slots_L]
+    bound = [fewest_uncovered(placement.num_experts, slots * live, live) for slots in slots_L]
     domains = domains_of(placement)
     spread = _spread(hosts, domains)
     several = copies_LE > 1

@@ -45,12 +45,14 @@ def rows_of(position, seen, table_ptr, block_size):
 # would be compiled while requests wait.
 @triton.jit(do_not_specialize=["table_stride", "num_splits"], do_not_specialize_on_alignment=["table_ptr", "lens_ptr"])
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, tiles_ptr, out_ptr, lse_ptr, q_stride_t, q_stride_h, table_stride,
-    num_heads, num_kv_heads, num_splits, block_size, scale, DECODE: tl.constexpr, SIZE: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, table_ptr, lens_ptr, tiles_ptr, out_ptr, lse_ptr, q_stride_t, q_stride_h,
+    table_stride, num_heads, num_kv_heads, num_splits, block_size, scale, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    DECODE: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out [T, G, H, D], lse [T, G, H] (natural logarithm). tiles int32 [I, 4]: sequence, its first token, its number of
-    queries, the first query of the tile. DECODE: program b has the one query of sequence b."""
+    queries, the first query of the tile. DECODE: program b has the one query of sequence b. WINDOW: keys that a query
+    sees; 0: all. sinks [H]: looked at where SINKS."""
     if DECODE:
         b = tl.program_id(0).to(tl.int64)
         first_token, num_queries, first_query = b, 1, 0
@@ -74,10 +76,16 @@ def _attention_kernel(
     length = tl.load(lens_ptr + b).to(tl.int32)
     last_seen = length - num_queries + query
     reach = tl.minimum(length - num_queries + first_query + BLOCK_M // GROUP, length)
-    first, last = split_of(reach, split, num_splits, BLOCK_S)
+    begin = tl.maximum(length - num_queries + first_query + 1 - WINDOW, 0) if WINDOW else 0
+    first, last = split_of(reach - begin, split, num_splits, BLOCK_S)
+    first, last = first + begin, last + begin
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
-    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # Not -inf: behind its window a row sees none of a tile's keys.
+    highest = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS and split == 0:
+        highest = tl.load(sinks_ptr + head, mask=there, other=0.0) * LOG2_E
+        total += 1.0
     for at in range(first, last, BLOCK_S):
         position = at + line
         seen = position < last
@@ -86,7 +94,10 @@ def _attention_kernel(
         kv_mask = seen[:, None] & inside[None, :]
         k = tl.load(k_ptr + place[:, None] + column[None, :], mask=kv_mask, other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-        score = tl.where(seen[None, :] & (position[None, :] <= last_seen[:, None]), score, float("-inf"))
+        visible = seen[None, :] & (position[None, :] <= last_seen[:, None])
+        if WINDOW:
+            visible &= position[None, :] > last_seen[:, None] - WINDOW
+        score = tl.where(visible, score, float("-inf"))
         v = tl.load(v_ptr + place[:, None] + column[None, :], mask=kv_mask, other=0.0)
         acc, highest, total = fold(score, v, acc, highest, total)
     out, lse = finish(acc, highest, total)
@@ -118,9 +129,10 @@ class TritonAttentionPlan:
         dtype: torch.dtype,
         decode: AttentionConfig | None = None,
         prefill: AttentionConfig | None = None,
+        window: int = 0,
     ) -> None:
         chip = chip_of(step.slots_T.device)
-        self.heads = heads
+        self.heads, self.window = heads, window
         self.step = step
         n = step.num_decodes
         # float32 has no matrix unit: small tiles.
@@ -139,6 +151,7 @@ class TritonAttentionPlan:
         first, last = step.query_starts[members.start], step.query_starts[members.stop]
         if members.stop <= step.num_decodes:
             longest = max((step.kv_lens[b] for b in members), default=1)
+            longest = min(longest, self.window or longest)
             programs = max(1, len(members) * heads.num_kv_heads)
             splits = max(1, min(config.programs // programs, -(-longest // config.keys)))
             return _Launch(first, last, len(members), None, splits, replace(config, block_m=block_m))
@@ -149,12 +162,21 @@ class TritonAttentionPlan:
         rows = torch.tensor(tiles, dtype=torch.int32, device=step.slots_T.device)
         return _Launch(first, last, len(tiles), rows, 1, replace(config, block_m=block_m))
 
-    def __call__(self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """As layers.attention.paged_attention."""
-        return paged_attention(q_THD, k_cache, v_cache, self, scale)
+        return paged_attention(q_THD, k_cache, v_cache, self, scale, sinks_H)
 
 
-def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonAttentionPlan, scale: float) -> Tensor:
+def paged_attention(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: TritonAttentionPlan,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """As layers.attention.paged_attention. q: any strides but 1 for the last."""
     step, heads = plan.step, plan.heads
     assert q_THD.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -169,9 +191,10 @@ def paged_attention(q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Trito
         part = out_THD if splits == 1 else torch.empty(shape, dtype=torch.float32, device=q_THD.device)
         lse = torch.empty(q_THD.shape[0], splits, heads.num_heads, dtype=torch.float32, device=q_THD.device)
         _attention_kernel[(launch.num_tiles, heads.num_kv_heads, splits)](
-            q_THD, k_cache, v_cache, step.block_table_BN, step.kv_lens_B, launch.tiles, part, lse, q_THD.stride(0),
-            q_THD.stride(1), step.block_table_BN.stride(0), heads.num_heads, heads.num_kv_heads, splits,
-            step.block_size, scale, DECODE=launch.tiles is None, SIZE=heads.head_dim, GROUP=heads.group,
+            q_THD, k_cache, v_cache, sinks_H, step.block_table_BN, step.kv_lens_B, launch.tiles, part, lse,
+            q_THD.stride(0), q_THD.stride(1), step.block_table_BN.stride(0), heads.num_heads, heads.num_kv_heads,
+            splits, step.block_size, scale, WINDOW=plan.window, SINKS=sinks_H is not None,
+            DECODE=launch.tiles is None, SIZE=heads.head_dim, GROUP=heads.group,
             BLOCK_M=config.block_m, BLOCK_S=config.block_s, COLUMNS=max(16, triton.next_power_of_2(heads.head_dim)),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

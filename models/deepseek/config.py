@@ -1,5 +1,5 @@
-"""Configurations of DeepSeek-V2 (V2, V2-Lite, Coder-V2), DeepSeek-V3 (V3, R1, V3.1), and the models built like V3:
-Kimi-K2, Moonlight, GLM-4.7-Flash. Free of torch.
+"""Configurations of DeepSeek-V2 (V2, V2-Lite, Coder-V2), DeepSeek-V3 (V3, R1, V3.1), the models built like V3
+(Kimi-K2, Moonlight, GLM-4.7-Flash), and those with sparse attention: DeepSeek-V3.2 and GLM-5. Free of torch.
 
 https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json and its V2 sibling are the sources of the names.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters, yarn_mscale
+from models.deepseek.index_config import SPARSE, IndexConfig, read_index
 from models.fields import Fields
 from models.key_names import KIMI_WRAPPER, PLAIN, KeyNames
 from models.router_config import RouterConfig, RouterMethod, read_groups
@@ -18,7 +19,7 @@ from models.shared_fields import check_quantization, context_limit, read_rope
 
 V2 = "DeepseekV2ForCausalLM"
 # All but V2 route as DeepSeek-V3 does. Glm4MoeLite: GLM-4.7-Flash.
-ARCHITECTURES = (V2, "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "Glm4MoeLiteForCausalLM")
+ARCHITECTURES = (V2, "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "Glm4MoeLiteForCausalLM", *SPARSE)
 _SCALING = {V2: 1.0, "Glm4MoeLiteForCausalLM": 1.8}  # where routed_scaling_factor is absent
 WRAPPED = "_wrapped"  # a field of our own: `parse` is given the text_config of a model with vision
 LATENT_NORM_EPS = 1e-6  # of the norms inside attention: the originals do not pass rms_norm_eps to them
@@ -29,7 +30,8 @@ class DeepseekConfig:
     """q_lora_rank 0: queries come from one projection. router None and num_experts 0: a dense model.
 
     Layers from first_moe_layer on have routed experts. num_mtp_layers: extra layers in the checkpoint, numbered after
-    the last, that predict further tokens; they are not part of the forward pass.
+    the last, that predict further tokens. drafts: the first of them is served (models/mtp.py). index: None: attention
+    is dense.
     """
 
     architecture: str
@@ -55,7 +57,9 @@ class DeepseekConfig:
     moe_intermediate_size: int
     num_shared_experts: int
     router: RouterConfig | None
+    index: IndexConfig | None = None
     key_names: KeyNames = PLAIN
+    drafts: bool = False
 
     @property
     def context_limit(self) -> int:
@@ -67,7 +71,7 @@ class DeepseekConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return self.num_layers - self.first_moe_layer if self.num_experts else 0
+        return self.num_layers + self.drafts - self.first_moe_layer if self.num_experts else 0
 
     @property
     def mla_dims(self) -> tuple[int, int, int, int, int]:
@@ -83,7 +87,8 @@ class DeepseekConfig:
         return scale * mscale * mscale
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
-        """One row per token and layer: the latent, then the rotated key; in FP8 the rows of mla/latent_fp8.py."""
+        """One row per token and layer: the latent, then the rotated key; in FP8 the rows of mla/latent_fp8.py. Layers
+        with an indexer keep its key beside it; in FP8 the rows of mla/index_keys.py."""
         if fp8 and (self.kv_lora_rank % 4 or self.qk_rope_head_dim % 2):
             widths = f"kv_lora_rank {self.kv_lora_rank} and qk_rope_head_dim {self.qk_rope_head_dim}"
             raise ValueError(f"latents in FP8 need multiples of 4 and 2, not {widths}")
@@ -92,7 +97,14 @@ class DeepseekConfig:
             latent = Field("latent", (width,), "uint8")
         else:
             latent = Field("latent", (self.kv_lora_rank + self.qk_rope_head_dim,), dtype)
-        return (CacheGroup("paged", tuple(range(self.num_layers)), (latent,)),)
+        fields = (latent,) if self.index is None else (latent, self._index_key(self.index, dtype, fp8))
+        return (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), fields),)
+
+    def _index_key(self, index: IndexConfig, dtype: str, fp8: bool) -> Field:
+        layers = None if len(index.full_layers) == self.num_layers else index.full_layers
+        if fp8:
+            return Field("index_key", (index.key_bytes(),), "uint8", layers)
+        return Field("index_key", (index.head_dim,), dtype, layers)
 
 
 def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
@@ -131,6 +143,7 @@ def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
         intermediate_size=fields.integer("intermediate_size"),
         num_mtp_layers=fields.integer(mtp, 0, minimum=0),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        index=read_index(fields, architecture, num_layers, qk_rope_head_dim),
         key_names=KIMI_WRAPPER if fields.flag(WRAPPED, False) else PLAIN,
         **experts,
     )
@@ -158,7 +171,7 @@ def _first_moe_layer(fields: Fields, architecture: str, num_layers: int) -> int:
     """first_k_dense_replace, or where mlp_layer_types (GLM-4.7-Flash) goes from "dense" to "sparse"."""
     kinds = fields.raw.get("mlp_layer_types")
     if kinds is None:
-        default = 1 if architecture == "Glm4MoeLiteForCausalLM" else 0
+        default = 1 if architecture == "Glm4MoeLiteForCausalLM" else 3 if architecture in SPARSE else 0
         return fields.integer("first_k_dense_replace", default, minimum=0)
     first = kinds.index("sparse") if isinstance(kinds, list) and "sparse" in kinds else num_layers
     if kinds != ["dense"] * first + ["sparse"] * (num_layers - first):

@@ -1,6 +1,8 @@
-"""DeepSeek-V2 and DeepSeek-V3: latent attention, routed and shared experts behind the first dense layers."""
+"""DeepSeek-V2, V3 and V3.2: latent attention, routed and shared experts behind the first dense layers."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
@@ -9,13 +11,15 @@ from ep.parallel import Parallel
 from layers.mlp import GatedMLP
 from layers.step import StepInput
 from mla.backend import make_backend
+from mla.index import IndexShape
 from mla.protocol import MlaBackend, MlaShape, PrefillMode
+from mla.sparse import SparseMla
 from models.base import WeightSource
 from models.decoder import Decoder
 from models.deepseek import weights
 from models.deepseek.attention import Attention
 from models.deepseek.config import DeepseekConfig
-from models.graph_breaks import GraphBreaks, Operation
+from models.graph_breaks import EAGER, GraphBreaks, Operation
 from models.loading import read_mlp, skip_mtp
 from models.routers import make_router
 
@@ -37,23 +41,32 @@ class DeepseekForCausalLM(Decoder[Attention]):
         fp8_cache: bool = False,
     ) -> None:
         mlps = make_mlps(config, parallel, dtype, device)
-        super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
+        super().__init__(config, lambda layer: Attention(config, layer, dtype, device), mlps, parallel, dtype, device)
         self.fp8_cache = fp8_cache
-        self.mla: MlaBackend = make_backend(
-            MlaShape(*config.mla_dims), config.attention_scale, mla_prefill, dtype, device, mla_backend, fp8_cache
-        )
+        self.mla: MlaBackend | None = None
+        self.sparse: SparseMla | None = None
+        shape, scale = MlaShape(*config.mla_dims), config.attention_scale
+        if config.index is None:
+            self.mla = make_backend(shape, scale, mla_prefill, dtype, device, mla_backend, fp8_cache)
+        else:
+            index = IndexShape(*config.index.dims)
+            self.sparse = SparseMla(shape, index, scale, mla_prefill, dtype, device, mla_backend, fp8_cache)
 
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
+        if self.sparse is not None:
+            captured = breaks is not EAGER
+            return (breaks.operation(partial(self.sparse.prepare, captured=captured), step, 4),)
+        assert self.mla is not None
         return (breaks.operation(self.mla.prepare, step, 2),)
 
     def read_layer(self, index: int, source: WeightSource) -> None:
-        layer, prefix = self.decoders[index], f"model.layers.{index}."
+        layer, prefix = self.layer(index), f"model.layers.{index}."
         weights.load_attention(source, prefix, layer.mixer, self.config)
         weights.load_norms(source, prefix, layer.input_norm, layer.post_norm)
         read_feed_forward(source, prefix, layer.mlp)
 
     def skip_rest(self, source: WeightSource) -> None:
-        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
+        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers, self.config.drafts)
 
 
 def read_feed_forward(source: WeightSource, prefix: str, mlp: GatedMLP | MoE) -> None:
@@ -68,7 +81,8 @@ def make_mlps(
 ) -> list[GatedMLP | MoE]:
     """The feed-forward layer of each decoder layer."""
     sizes = config.hidden_size, config.intermediate_size
-    dense = [GatedMLP(*sizes, dtype, device) for _ in range(config.first_moe_layer)]
+    num_dense = config.num_layers + config.drafts - config.num_moe_layers
+    dense = [GatedMLP(*sizes, dtype, device) for _ in range(num_dense)]
     return [*dense, *_moe_layers(config, parallel, dtype, device)]
 
 

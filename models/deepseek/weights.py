@@ -13,6 +13,8 @@ from layers.norm import RMSNorm
 from models.base import WeightSource
 from models.deepseek.attention import Attention
 from models.deepseek.config import DeepseekConfig
+from models.deepseek.index_config import IndexConfig
+from models.deepseek.indexer import Indexer
 from models.loading import read_linear, read_merged, read_shared
 from models.routers import read_router
 
@@ -57,6 +59,24 @@ def load_attention(source: WeightSource, prefix: str, attention: Attention, conf
         split_pairs(down.weight_of("kv_a_proj_with_mqa")[None, shape.latent_dim :])
         if down.bias is not None:
             split_pairs(down.bias_of("kv_a_proj_with_mqa")[None, shape.latent_dim :, None])
+    if attention.indexer is not None and config.index is not None:
+        load_indexer(source, f"{prefix}indexer.", attention.indexer, config.index, shape.qk_rope_head_dim)
+
+
+def load_indexer(source: WeightSource, prefix: str, indexer: Indexer, config: IndexConfig, rotated: int) -> None:
+    """The dot product is scaled by 1 / sqrt(width) and the weights of the heads by 1 / sqrt(heads): both go into what
+    makes the weights, as relu lets a positive factor through."""
+    heads, dim, _ = indexer.shape
+    source.read(f"{prefix}wq_b.weight", indexer.wq_b.weight)
+    source.read(f"{prefix}wk.weight", indexer.wk.weight)
+    source.read(f"{prefix}k_norm.weight", indexer.k_norm)
+    source.read(f"{prefix}k_norm.bias", indexer.k_norm_bias)
+    source.read(f"{prefix}weights_proj.weight", indexer.weights_proj)
+    indexer.weights_proj.mul_((heads * dim) ** -0.5)
+    if config.interleave:
+        split_pairs(indexer.wq_b.weight.view(heads, dim, -1)[:, :rotated])
+        for key in (indexer.wk.weight, indexer.k_norm[:, None], indexer.k_norm_bias[:, None]):
+            split_pairs(key[None, :rotated])
 
 
 def split_pairs(rows_HPA: Tensor) -> None:

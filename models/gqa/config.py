@@ -22,7 +22,8 @@ class GqaConfig:
     vector, all of the keys as another). o_bias: bias of the output projection of attention. intermediate_size: of the
     layers without experts. moe_layers: which layers have routed experts, in order (empty for a dense model).
     shared_width: of the expert that every token takes; has_shared_gate: it is weighted by a sigmoid. num_mtp_layers:
-    layers of the checkpoint after the last one, which predict further tokens; they are not part of the forward pass."""
+    layers of the checkpoint after the last one, which predict further tokens; drafts: the first of them is served
+    (models/mtp.py), with experts if the last layer has them."""
 
     architecture: str
     vocab_size: int
@@ -51,6 +52,7 @@ class GqaConfig:
     window: int | None = None  # tokens that attention looks back; None: all
     key_names: KeyNames = PLAIN
     output_gate: bool = False  # of attention: the sigmoid of a projection of its own
+    drafts: bool = False
 
     @property
     def context_limit(self) -> int:
@@ -66,7 +68,10 @@ class GqaConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return len(self.moe_layers)
+        return sum(self.has_experts(layer) for layer in range(self.num_layers + self.drafts))
+
+    def has_experts(self, layer: int) -> bool:
+        return min(layer, self.num_layers - 1) in self.moe_layers
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         """Keys and values of every layer."""
@@ -74,7 +79,7 @@ class GqaConfig:
             raise ValueError(f"only latents (DeepSeek) can be kept in FP8, {self.architecture} has none")
         shape = (self.num_kv_heads, self.head_dim)
         fields = (Field("key", shape, dtype), Field("value", shape, dtype))
-        return (CacheGroup("paged", tuple(range(self.num_layers)), fields),)
+        return (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), fields),)
 
 
 def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> GqaConfig:

@@ -14,10 +14,11 @@ from ep.parallel import Parallel
 from layers.attention import AttentionPlan, HeadCounts, paged_attention, qk_norm_rope_cache
 from layers.linear import Linear, MergedLinear, parameter
 from layers.mlp import GatedMLP, WeightedMLP, sigmoid_gate
-from layers.norm import rms_norm
+from layers.norm import rms_norm_in_place
 from layers.step import StepInput
 from models.base import WeightSource
-from models.decoder import Decoder, LayerContext
+from models.decoder import Decoder
+from models.decoder_layer import LayerContext
 from models.gqa import weights
 from models.gqa.config import GqaConfig
 from models.graph_breaks import GraphBreaks, Operation
@@ -71,7 +72,7 @@ class Attention(nn.Module):
         for heads in (slice(0, self.num_heads), slice(self.num_heads, None)):
             weight = self.qk_norm[heads].flatten()
             part = qkv[:, start : start + weight.shape[0]]
-            part.copy_(rms_norm(part, weight, self.eps))
+            rms_norm_in_place(part, weight, self.eps)
             start += weight.shape[0]
 
 
@@ -93,14 +94,14 @@ class GqaForCausalLM(Decoder[Attention]):
         return lambda q_THD, k_cache, v_cache, scale: paged_attention(q_THD, k_cache, v_cache, plan, scale)
 
     def read_layer(self, index: int, source: WeightSource) -> None:
-        layer, prefix = self.decoders[index], f"model.layers.{index}."
+        layer, prefix = self.layer(index), f"model.layers.{index}."
         source.read(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
         source.read(f"{prefix}post_attention_layernorm.weight", layer.post_norm.weight)
         read_mixer(source, f"{prefix}self_attn.", self.config, layer.mixer)
         read_feed_forward(source, f"{prefix}mlp.", layer.mlp)
 
     def skip_rest(self, source: WeightSource) -> None:
-        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)
+        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers, self.config.drafts)
 
 
 def read_mixer(source: WeightSource, prefix: str, config: GqaConfig, attention: Attention) -> None:
@@ -120,8 +121,8 @@ def make_mlps(config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device:
     """The feed-forward layer of each decoder layer."""
     moe_layers = MoELayers(parallel, config.hidden_size, dtype, device) if config.moe_layers else None
     mlps: list[GatedMLP | MoE] = []
-    for layer in range(config.num_layers):
-        if moe_layers is None or layer not in config.moe_layers:
+    for layer in range(config.num_layers + config.drafts):
+        if moe_layers is None or not config.has_experts(layer):
             mlps.append(GatedMLP(config.hidden_size, config.intermediate_size, dtype, device, config.mlp_bias))
             continue
         assert config.router is not None

@@ -16,7 +16,8 @@ from layers.step import StepInput
 from mla.backend import make_backend
 from mla.protocol import MlaBackend, MlaShape, PrefillMode
 from models.base import WeightSource
-from models.decoder import Decoder, LayerContext
+from models.decoder import Decoder
+from models.decoder_layer import LayerContext
 from models.deepseek.attention import Attention
 from models.deepseek.model import make_mlps, read_feed_forward
 from models.deepseek.weights import load_attention, load_norms
@@ -85,8 +86,9 @@ class KimiLinearForCausalLM(Decoder[Attention | KimiDeltaAttention]):
         fp8_cache: bool = False,
     ) -> None:
         def make_mixer(layer: int) -> Attention | KimiDeltaAttention:
-            kind = Attention if layer in config.full_layers else KimiDeltaAttention
-            return kind(config, dtype, device)
+            if layer in config.full_layers:
+                return Attention(config, layer, dtype, device)
+            return KimiDeltaAttention(config, dtype, device)
 
         mlps = make_mlps(config, parallel, dtype, device)
         super().__init__(config, make_mixer, mlps, parallel, dtype, device)

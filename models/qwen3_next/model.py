@@ -16,7 +16,8 @@ from layers.gated_delta import DeltaShape, GatedDelta, GatedDeltaStep
 from layers.linear import Linear, MergedLinear
 from layers.step import StepInput
 from models.base import WeightSource
-from models.decoder import Decoder, LayerContext
+from models.decoder import Decoder
+from models.decoder_layer import LayerContext
 from models.gqa.model import Attention, make_mlps, read_feed_forward, read_mixer
 from models.graph_breaks import GraphBreaks, Operation
 from models.qwen3_next import weights

@@ -104,8 +104,8 @@ def _balance(file: PlacementFile, trace: Trace) -> dict[str, Any]:
     rows = [trace.layer_ids.index(layer) for layer in file.layer_ids]
     load_LE = trace.window(0, trace.num_records)[rows]
     balance = placement_balance(placement, load_LE)
-    living = sum(placement.alive)
-    bound = balance_bound(load_LE, np.array(file.slots) * living, living)
+    live = sum(placement.alive)
+    bound = balance_bound(load_LE, np.array(file.slots) * live, live)
     worst = int(balance.argmin())
     return {
         "balance": balance.mean(),
@@ -121,8 +121,8 @@ def _coverage(file: PlacementFile) -> dict[str, Any]:
     rank, by_rank = worst_rank(placement)
     node, by_node = worst_node(placement)
     at_rank, at_node = int(by_rank.argmax()), int(by_node.argmax())
-    living = sum(placement.alive)
-    fewest = [fewest_uncovered(placement.num_experts, slots * living, living) for slots in file.slots]
+    live = sum(placement.alive)
+    fewest = [fewest_uncovered(placement.num_experts, slots * live, live) for slots in file.slots]
     return {
         "uncovered_by_worst_rank": by_rank.mean(),
         "uncovered_by_any_rank_at_least": float(np.mean(fewest)),

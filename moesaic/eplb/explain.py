@@ -124,14 +124,14 @@ def _with_placement(view: _View, file: PlacementFile, index: int) -> _View:
         whole.failure_domains,
     )
     load_LG = rank_load(one.slot_to_expert, one.share, view.load_E[None])
-    living = sum(whole.alive)
+    live = sum(whole.alive)
     rank, lost = worst_rank(one)
     facts = {
         **view.facts,
         "slots": slots,
         "balance": balancedness(load_LG, one.alive)[0],
         "fullest_rank": int(load_LG[0].argmax()),
-        "balance_bound": balance_bound(view.load_E[None], slots * living, living)[0],
+        "balance_bound": balance_bound(view.load_E[None], slots * live, live)[0],
         "worst_rank_to_lose": rank[0],
         "experts_lost_with_it": lost[0],
     }

@@ -174,7 +174,13 @@ def _made(load_LE: Floats, layout: Layout, slots_L: tuple[int, ...], moves: _Mov
     budget = moves.budget()
     if old is None or budget is None or moves.full or _num_moved(old, full.placement) <= budget:
         return full.placement, full.method
-    better = improve(old, load_LE, max_moves=budget, max_moves_per_layer=max(slots_L) * layout.num_ranks)
+    better = improve(
+        old,
+        load_LE,
+        max_moves=budget,
+        max_moves_per_layer=max(slots_L) * layout.num_ranks,
+        min_copies=layout.min_copies,
+    )
     kept = old if better is None else better
     share = (
         even_shares(kept.slot_to_expert, kept.num_experts)
@@ -230,11 +236,11 @@ def _next_window(trace: Trace, records: int, layout: Layout, slots_L: tuple[int,
 def coverage_facts(placement: Placement, slots_L: tuple[int, ...]) -> dict[str, Any]:
     """Experts that the worst rank and the worst node would take along, mean over layers, and what no placement can
     be under."""
-    living = sum(placement.alive)
+    live = sum(placement.alive)
     return {
         "uncovered_by_worst_rank": float(worst_rank(placement)[1].mean()),
         "uncovered_at_least": float(
-            np.mean([fewest_uncovered(placement.num_experts, slots * living, living) for slots in slots_L])
+            np.mean([fewest_uncovered(placement.num_experts, slots * live, live) for slots in slots_L])
         ),
         "uncovered_by_worst_node": float(worst_node(placement)[1].mean()),
         "nodes": len(set(domains_of(placement))),

@@ -201,10 +201,10 @@ def _layers(facts: dict[str, Any], trace: Trace, files: list[tuple[str, Placemen
     load_LE = trace.window(0, trace.num_records)
     for name, file in files[1:] if len(files) > 1 else []:
         placement = file.placement
-        living = sum(placement.alive)
+        live = sum(placement.alive)
         columns = {
             f"{name}: balance": _balance(placement, load_LE),
-            f"{name}: bound": balance_bound(load_LE, np.array(file.slots) * living, living),
+            f"{name}: bound": balance_bound(load_LE, np.array(file.slots) * live, live),
             f"{name}: uncovered by the worst rank": worst_rank(placement)[1],
         }
         for column, values in columns.items():

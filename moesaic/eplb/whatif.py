@@ -125,10 +125,10 @@ def _planned(trace: Trace, asked: LayoutOptions, described: Described) -> Placem
 
 def _predictor(costing: Costing | None, placement: Placement, lost: int) -> Callable[[Floats], dict[str, float]] | None:
     """A step of the survivors: each keeps its own requests, those of the lost ranks wait elsewhere."""
-    living = sum(placement.alive) - lost
-    if costing is None or living < 1:
+    live = sum(placement.alive) - lost
+    if costing is None or live < 1:
         return None
-    smaller = dataclasses.replace(costing, cluster=dataclasses.replace(costing.cluster, num_gpus=living))
+    smaller = dataclasses.replace(costing, cluster=dataclasses.replace(costing.cluster, num_gpus=live))
     return lambda part: smaller.step(part).as_dict()
 
 

@@ -32,6 +32,7 @@ struct Job {
   const uint8_t *q, *keys, *values;
   int64_t q_stride;
   float scale;
+  const float *sinks;  // [heads], or null
   uint8_t *out;
   int64_t item_bytes, longest_chunk;
   Item *items;
@@ -45,8 +46,19 @@ struct Job {
   int64_t part_size() const { return s->value_dim + 2; }
   int64_t p_stride() const { return longest_chunk + 2; }
 
+  // The first key that a sequence's query sees, and how many it sees.
+  int64_t first_seen(int64_t sequence) const { return s->lens[sequence] - seen(sequence); }
+  int64_t seen(int64_t sequence) const { return s->window && s->window < s->lens[sequence] ? s->window : s->lens[sequence]; }
+
+  // What the sum of values is multiplied by, given the sum of exp(score - largest).
+  float share(int64_t head, float sum, float largest) const {
+    if (!sinks) return 1 / sum;
+    float top = fmaxf(largest, sinks[head]), less = expf(largest - top);
+    return less / (sum * less + expf(sinks[head] - top));
+  }
+
   void run(const Item &item, const Item *next, int thread) const {
-    int64_t chunk = chunk_of(s->lens[item.sequence]), start = item.chunk * chunk;
+    int64_t chunk = chunk_of(seen(item.sequence)), start = first_seen(item.sequence) + item.chunk * chunk;
     int64_t left = s->lens[item.sequence] - start, n = left < chunk ? left : chunk;
     uint8_t *at = work + thread * work_bytes;
     const uint8_t **rows = (const uint8_t **)at;
@@ -93,7 +105,7 @@ struct Job {
       const float *own = acc + h * s->value_dim;
       int64_t head = item.first_head + h;
       if (part < 0) {
-        ops->finish(own, s->value_dim, 1 / found[h].sum, out + (item.sequence * s->num_heads + head) * s->value_dim * item_bytes);
+        ops->finish(own, s->value_dim, share(head, found[h].sum, found[h].largest), out + (item.sequence * s->num_heads + head) * s->value_dim * item_bytes);
         continue;
       }
       float *to = parts + ((part + item.chunk) * s->num_heads + head) * part_size();
@@ -110,14 +122,15 @@ struct Job {
 
   // The first keys of an item.
   void bring_block(const Item &item) const {
-    int64_t block = s->table[item.sequence * s->table_stride + item.chunk * chunk_of(s->lens[item.sequence]) / s->block_size];
+    int64_t key = first_seen(item.sequence) + item.chunk * chunk_of(seen(item.sequence));
+    int64_t block = s->table[item.sequence * s->table_stride + key / s->block_size];
     const uint8_t *start = keys + block * s->block_size * s->key_stride * item_bytes;
     for (int64_t byte = 0; byte < 4096 && byte < s->block_size * s->key_stride * item_bytes; byte += 64) __builtin_prefetch(start + byte, 0, 2);
   }
 
   // Join the parts of one head of one sequence, in order, into the first of them.
   void merge(int64_t sequence, int64_t head) const {
-    int64_t chunk = chunk_of(s->lens[sequence]), num = (s->lens[sequence] + chunk - 1) / chunk, dim = s->value_dim;
+    int64_t keys_seen = seen(sequence), chunk = chunk_of(keys_seen), num = (keys_seen + chunk - 1) / chunk, dim = s->value_dim;
     float *first = parts + (first_part[sequence] * s->num_heads + head) * part_size();
     float largest = first[dim];
     int64_t step = s->num_heads * part_size();
@@ -130,7 +143,7 @@ struct Job {
       sum += more[dim + 1] * factor;
       for (int64_t j = 0; j < dim; j++) first[j] += more[j] * factor;
     }
-    ops->finish(first, dim, 1 / sum, out + (sequence * s->num_heads + head) * dim * item_bytes);
+    ops->finish(first, dim, share(head, sum, largest), out + (sequence * s->num_heads + head) * dim * item_bytes);
   }
 
   static int64_t chunk_of(int64_t len) { return CHUNK * ((len + CHUNK * MOST_CHUNKS - 1) / (CHUNK * MOST_CHUNKS)); }
@@ -141,19 +154,19 @@ int64_t up_to_64(int64_t n) { return (n + 63) / 64 * 64; }
 }  // namespace
 
 // out[b] = attention of query b over the keys of its sequence. q [B, heads, key_dim] with q_stride numbers from one b to the next;
-// keys, values: the caches; out [B, heads, value_dim].
+// keys, values: the caches; sinks [heads], or null; out [B, heads, value_dim].
 NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t q_stride, const void *keys, const void *values,
-                                 float scale, void *out, int threads) {
-  tape_note(attention_decode, s, q, q_stride, keys, values, scale, out, threads);
+                                 float scale, const float *sinks, void *out, int threads) {
+  tape_note(attention_decode, s, q, q_stride, keys, values, scale, sinks, out, threads);
   if (s->num_sequences == 0) return;
   Job job = {};
-  job.s = s, job.ops = ops_for(s->x_type), job.q = (const uint8_t *)q, job.q_stride = q_stride, job.scale = scale;
+  job.s = s, job.ops = ops_for(s->x_type), job.q = (const uint8_t *)q, job.q_stride = q_stride, job.scale = scale, job.sinks = sinks;
   job.keys = (const uint8_t *)keys, job.values = (const uint8_t *)values, job.out = (uint8_t *)out;
   job.item_bytes = s->x_type == ATTENTION_F32 ? 4 : 2;
   int64_t num_chunks = 0, num_parts = 0, all_keys = 0;
   for (int64_t b = 0; b < s->num_sequences; b++) {
-    int64_t chunk = Job::chunk_of(s->lens[b]), chunks = (s->lens[b] + chunk - 1) / chunk;
-    num_chunks += chunks, all_keys += s->lens[b];
+    int64_t seen = job.seen(b), chunk = Job::chunk_of(seen), chunks = (seen + chunk - 1) / chunk;
+    num_chunks += chunks, all_keys += seen;
     if (chunks > 1) num_parts += chunks;
     if (chunk > job.longest_chunk) job.longest_chunk = chunk;
   }
@@ -174,7 +187,7 @@ NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t
   job.items = (Item *)(job.work + items_at), job.first_part = (int64_t *)(job.work + first_at), job.parts = (float *)(job.work + parts_at);
   num_parts = 0;
   for (int64_t b = 0; b < s->num_sequences; b++) {
-    int64_t chunk = Job::chunk_of(s->lens[b]), chunks = (s->lens[b] + chunk - 1) / chunk;
+    int64_t seen = job.seen(b), chunk = Job::chunk_of(seen), chunks = (seen + chunk - 1) / chunk;
     job.first_part[b] = chunks > 1 ? num_parts : -1;
     if (chunks > 1) num_parts += chunks;
     for (int64_t c = 0; c < chunks; c++)

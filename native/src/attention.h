@@ -5,6 +5,8 @@
 // A sequence's keys are cut into chunks that depend on its length alone. Each chunk gives its sum of values weighted by
 // exp(score - largest), the sum of those weights, and the largest score; they are merged in order. So a result depends neither on
 // the company nor on the number of threads.
+//
+// A sink is a score of no key: it takes part in the softmax of its head, and has no value.
 #pragma once
 #include "native.h"
 
@@ -18,6 +20,7 @@ struct AttentionShape {
   const int64_t *lens;               // [num_sequences] keys of each, at least 1
   const int64_t *table;              // [num_sequences, table_stride] block numbers
   int64_t table_stride;
+  int64_t window;  // keys that a query sees, its own included; 0: all. Blocks behind them are not looked at
 };
 
 // What ctypes passes to attention_absorb: numbers from one token and one head to the next.

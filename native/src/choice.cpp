@@ -7,11 +7,13 @@
 #include "experts.h"
 #include "scratch.h"
 
-static KernelChoice chosen = {ISA_AMX, FEW_NARROW_ROWS};
+static KernelChoice chosen = {ISA_AMX, FEW_NARROW_ROWS, 0};
 
 const KernelChoice &kernel_choice(void) { return chosen; }
 
 NATIVE_API void native_choose(const KernelChoice *choice) { chosen = *choice; }
+
+NATIVE_API void native_chosen(KernelChoice *choice) { *choice = chosen; }
 
 #if defined(__x86_64__)
 enum { DEPTH = 512, PANELS = 4, REPEATS = 7 };

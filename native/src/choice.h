@@ -7,6 +7,7 @@ enum { FEW_NARROW_ROWS = 1 };
 struct KernelChoice {
   int64_t products;     // instruction set of products by panels of bfloat16, or the limit if that is less
   int64_t narrow_rows;  // where that is ISA_AMX: with up to so many rows 8-bit weights are widened in vector registers all the same
+  int64_t fixed_order;  // not 0: the numbers of a sum are added in an order that does not depend on how many rows there are
 };
 
 const KernelChoice &kernel_choice(void);

@@ -148,12 +148,12 @@ struct Flows {
 
 };
 
-// The living ranks of each expert of one layer, each with the first slot that it has of it.
+// The live ranks of each expert of one layer, each with the first slot that it has of it.
 struct Hosts {
   std::vector<int> begin, slot;  // slots (rank * S + slot) of expert e: slot[begin[e]] .. slot[begin[e + 1] - 1]
   std::vector<int> seen;
 
-  // Returns the first expert without a living slot, or -1.
+  // Returns the first expert without a live slot, or -1.
   int build(const int32_t* ids, const uint8_t* alive, int G, int S, int E) {
     begin.assign(E + 1, 0);
     seen.assign(E, -1);

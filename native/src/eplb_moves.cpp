@@ -43,7 +43,7 @@ struct Improver {
   std::vector<int> ranks_in;
   int most_rank = 0, most_domain = 0;  // experts that a rank, a domain may have alone
   double mean = 0.0;
-  int living = 0;
+  int live = 0;
 
   // mean / (64-norm of the loads): like balancedness, but the second fullest rank counts a little too.
   double score(const std::vector<double>& load) const {
@@ -54,7 +54,7 @@ struct Improver {
       for (int i = 0; i < 6; ++i) x *= x;
       total += x;
     }
-    total /= living;
+    total /= live;
     for (int i = 0; i < 6; ++i) total = std::sqrt(total);
     return 1.0 / total;
   }
@@ -99,7 +99,7 @@ struct Improver {
       if (d >= 0) ++alone_domain[d];
     }
     // One more per rank than in the most covering placement is always allowed: heavy experts may need a third copy.
-    const int allowed = (std::max(0, 2 * E - living * S) + living - 1) / living + 1;
+    const int allowed = (std::max(0, 2 * E - live * S) + live - 1) / live + 1;
     std::vector<int>& size = ranks_in;
     size.assign(G, 0);
     for (int g = 0; g < G; ++g) size[domain[g]] += alive[g] != 0;
@@ -274,10 +274,10 @@ struct Improver {
   // where the gain per expert brought was best worth it. At most `max_loads` experts are brought, each into out as (rank,
   // slot, expert); returns how many and sets `gain`.
   int improve(int max_loads, double min_gain, bool keep, int32_t* out, double* gain) {
-    mean = 0.0, living = 0, *gain = 0.0;
+    mean = 0.0, live = 0, *gain = 0.0;
     for (int e = 0; e < E; ++e) mean += w[e];
-    for (int g = 0; g < G; ++g) living += alive[g];
-    mean /= living;
+    for (int g = 0; g < G; ++g) live += alive[g];
+    mean /= live;
     if (!(mean > 0)) return 0;
     int done = 0, kept = 0;
     double first = 0.0;

@@ -43,7 +43,7 @@ void reweight_layer(const Hosts& hosts, const double* load, int G, int S, int E,
 }  // namespace
 
 // Shares of L layers: ids int32 [L, G, S], load double [L, E], alive uint8 [G], share float [L, G, S] (zeroed by the
-// caller). missing: set to layer * E + expert of the first expert without a living slot, if any.
+// caller). missing: set to layer * E + expert of the first expert without a live slot, if any.
 NATIVE_API void eplb_reweight(const int32_t* ids, const double* load, const uint8_t* alive, float* share,
                               int64_t* missing, int64_t L, int64_t G, int64_t S, int64_t E) {
   Hosts hosts;

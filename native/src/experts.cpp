@@ -19,7 +19,8 @@ NATIVE_API void experts_shape(ExpertShape *s) {
   Multiplier of = {nullptr, nullptr, s->x_type, s->format, 0};
   s->up_bytes = of.panel_bytes(s->up_depth);
   s->down_bytes = of.panel_bytes(s->down_depth);
-  s->slot_bytes = up_to(s->up_panels * s->up_bytes + s->down_panels * s->down_bytes, 64);
+  s->bias_at = up_to(s->up_panels * s->up_bytes + s->down_panels * s->down_bytes, 64);
+  s->slot_bytes = s->bias_at + (s->has_bias ? (s->up_panels + s->down_panels) * PANEL * 4 : 0);
   s->hidden_stride = s->up_panels * 32;
 }
 
@@ -89,6 +90,11 @@ struct Job {
     return weights + active[j] * s->slot_bytes + s->up_panels * s->up_bytes + n * s->down_bytes;
   }
 
+  // Of the columns of panel n, those of up first; null: there is none.
+  const float *bias(int64_t j, int64_t n) const {
+    return s->has_bias ? (const float *)(weights + active[j] * s->slot_bytes + s->bias_at) + n * PANEL : nullptr;
+  }
+
   // Panels of an expert cost their bytes or their products, whichever takes longer; a thread has a run of them.
   int64_t cost(int64_t j) const {
     int64_t rows = start[j + 1] - start[j], least = bands ? 64 : 12;
@@ -108,10 +114,10 @@ struct Job {
       if (first >= last) continue;
       auto panel_at = [&](int64_t n) { return n < panels ? up_panel(j, n) : j + 1 < num_active ? up_panel(j + 1, 0) : nullptr; };
       by().panels(rows_at, start[j], start[j + 1], s->up_depth, first, last, panel_at, work + thread * work_bytes,
-                  [&](int64_t n, const float *c, int64_t i, int rows) {
+                  [&](int64_t n, float *c, int64_t i, int rows) {
                     void *h[MAX_BAND];
                     for (int m = 0; m < rows; m++) h[m] = hidden + (i + m) * stride + n * 32 * item();
-                    ops->silu(c, rows, h);
+                    ops->gated(c, rows, h, {s->alpha, s->limit, s->offset, bias(j, n)});
                   });
     }
   }
@@ -130,7 +136,9 @@ struct Job {
       for (int64_t j = 0; j < num_active; j++) {
         auto panel_at = [&](int64_t m) { return m == n ? down_panel(j, n) : j + 1 < num_active ? down_panel(j + 1, n) : nullptr; };
         by().panels(rows_at, start[j], start[j + 1], s->down_depth, n, n + 1, panel_at, work + thread * work_bytes,
-                    [&](int64_t, const float *c, int64_t i, int rows) {
+                    [&](int64_t, float *c, int64_t i, int rows) {
+                      if (const float *own = bias(j, s->up_panels + n))
+                        for (int m = 0; m < rows * PANEL; m++) c[m] += own[m % PANEL];
                       void *to[MAX_BAND];
                       for (int m = 0; m < rows; m++) to[m] = to_rows + target[i + m] * row_bytes;
                       ops->store(c, PANEL, rows, to, first ? (int)PANEL : columns);

@@ -1,4 +1,5 @@
-// The two matrices of every expert of a rank, in one pass over rows sorted by expert: y = down(silu(gate x) * (up x)).
+// The two matrices of every expert of a rank, in one pass over rows sorted by expert: y = down(gated(gate x, up x)), where
+// gated(g, u) = g * sigmoid(alpha * g) * (u + offset) of g below and u within a limit; silu(g) * u has no limit and alpha 1.
 //
 // An expert's weights are packed into panels of 64 output columns, so that a panel is read from its first byte to its last:
 //   up panels    ceil(F/32) of them over D: columns are 16 of gate, 16 of up, 16 of gate, 16 of up
@@ -6,7 +7,8 @@
 // A panel of float32 has 64 numbers for each k, one of bfloat16 64 pairs (k, k + 1). A panel of 8-bit weights has for each
 // block of 128 k 64 scales (float32), then for each pair (k, k + 1) 128 bytes, ordered so that two byte unpackings make them
 // pairs of bfloat16. A byte is sign and magnitude: e4m3 as it is, INT8 with its sign in the top bit.
-// Columns and k beyond the matrix are zero. moe_kernels/panels.py says the same in torch.
+// Columns and k beyond the matrix are zero. Behind the panels of an expert with biases there are theirs: 64 numbers of float32 for
+// each panel, in its columns' order. moe_kernels/panels.py says the same in torch.
 #pragma once
 #include "native.h"
 
@@ -18,6 +20,14 @@ enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2 };  // plain: of x's type
 struct ExpertShape {
   int64_t x_type, format, num_slots, hidden, width;  // given: D and F
   int64_t up_panels, down_panels, up_depth, down_depth, up_bytes, down_bytes, slot_bytes, hidden_stride;  // worked out
+  int64_t has_bias, bias_at;    // given; worked out: where in a slot they begin
+  float alpha, limit, offset;   // given: of gated
+};
+
+// Between the two matrices. bias: of the 64 columns, or null.
+struct Gating {
+  float alpha, limit, offset;
+  const float *bias;
 };
 
 // The part of a panel that is multiplied at a time: it stays in the nearest cache while the rows of a band pass by.
@@ -37,7 +47,7 @@ struct ExpertOps {
   TileFn scaled[MAX_ROWS + 1];               // 8-bit weights that `widen` has made x's type, with their scales
   TileFn narrow[2][MAX_NARROW_ROWS + 1];     // 8-bit weights, FP8 and INT8, widened in registers
   const uint8_t *(*widen[2])(const uint8_t *block, int64_t depth, uint8_t *out);  // returns out
-  void (*silu)(const float *c, int rows, void *const *h);                             // 64 columns to 32 of x's type
+  void (*gated)(const float *c, int rows, void *const *h, const Gating &gating);      // 64 columns to 32 of x's type
   void (*weigh)(const void *rows, const float *weight, int64_t n, float *sum);        // sum = their weighted sum; n rows of 64 of x's type
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
 };

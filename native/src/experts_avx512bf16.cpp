@@ -132,7 +132,7 @@ constexpr ExpertOps table = {
     {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>(), narrow<W_FP8, 5>(), narrow<W_FP8, 6>()},
      {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>(), narrow<W_INT8, 5>(), narrow<W_INT8, 6>()}},
     {widen_bytes<W_FP8>, widen_bytes<W_INT8>},
-    silu_columns<bf16>,
+    gated_columns<bf16>,
     weigh_columns<bf16>,
     store_columns<bf16>,
 };

@@ -94,14 +94,14 @@ NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *ga
   }
 }
 
-// One matrix [outputs, inputs] (inputs even) of bfloat16, or of 8-bit weights with their scales, into panels of 64 outputs one after
-// another. packed may be weight, of bfloat16 and with outputs for whole panels: a panel takes the place of its rows.
-NATIVE_API void linear_packed_fill(int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
+// One matrix [outputs, inputs] (inputs even) of x's type, or of 8-bit weights with their scales, into panels of 64 outputs one after
+// another. packed may be weight, if that is no 8-bit one and has outputs for whole panels: a panel takes the place of its rows.
+NATIVE_API void linear_packed_fill(int64_t x_type, int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
                                    int64_t inputs, int64_t outputs, int threads) {
   Matrix w = {(const uint8_t *)weight, scale, outputs, inputs};
   ExpertShape s = {};
-  s.x_type = X_BF16, s.format = format;
-  int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = Multiplier{nullptr, nullptr, X_BF16, format, 0}.panel_bytes(inputs);
+  s.x_type = x_type, s.format = format;
+  int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = Multiplier{nullptr, nullptr, x_type, format, 0}.panel_bytes(inputs);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t n = 0; n < panels; n++) {
     uint8_t *to = packed + n * bytes, *panel = packed == weight ? scratch(bytes) : to;

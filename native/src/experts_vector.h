@@ -4,12 +4,17 @@
 
 enum { PARTS = 16 / LANES };  // registers to a group
 
-template <class X> static void silu_columns(const float *c, int rows, void *const *h) {
+template <class X> static void gated_columns(const float *c, int rows, void *const *h, const Gating &by) {
+  const vf limit = splat(by.limit);
   for (int m = 0; m < rows; m++)
     for (int at = 0; at < 32; at += LANES) {
       const float *q = c + m * PANEL + at / 16 * 32 + at % 16;
       vf gate = *(const vf *)q, up = *(const vf *)(q + 16);
-      vf y = gate / (1.f + exp_of(-gate)) * up;
+      if (by.bias) gate += load(by.bias + (q - c) % PANEL), up += load(by.bias + (q - c) % PANEL + 16);
+      gate = gate > limit ? limit : gate;
+      up = up > limit ? limit : up;
+      up = up < -limit ? -limit : up;
+      vf y = gate / (1.f + exp_of(gate * -by.alpha)) * (up + by.offset);
       y = gate != gate ? gate : y;
       if (sizeof(X) == 4) *(vf *)((float *)h[m] + at) = y;
       else *(vh *)((bf16 *)h[m] + at) = bf16_of(y);
@@ -186,7 +191,7 @@ template <class X> struct Ops {
       {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>(), narrow<W_FP8, 5>(), narrow<W_FP8, 6>()},
        {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>(), narrow<W_INT8, 5>(), narrow<W_INT8, 6>()}},
       {widen<X, W_FP8>, widen<X, W_INT8>},
-      silu_columns<X>,
+      gated_columns<X>,
       weigh_columns<X>,
       store_columns<X>,
   };

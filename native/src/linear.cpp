@@ -1,6 +1,7 @@
 // Linear layers: outputs shared among threads, ways by the number of rows.
 #include "linear.h"
 
+#include "choice.h"
 #include "scratch.h"
 #include "tape.h"
 #include "team.h"
@@ -16,7 +17,9 @@ struct Work {
   Work(const LinearCall &call, int64_t more, int threads) {
     // What cannot be cut into pairs is left to the ways that read weights as they lie.
     bool pairs = call.inputs % 2 == 0;
-    way = has_tiles() ? (call.rows <= TILE_ROWS_AT_ONCE ? TILES : pairs ? MANY : FEW) : call.rows >= MANY_ROWS && pairs ? MANY : FEW;
+    bool fixed = kernel_choice().fixed_order;
+    if (has_tiles() && (pairs || !fixed)) way = call.rows <= TILE_ROWS_AT_ONCE ? TILES : pairs ? MANY : FEW;
+    else way = call.rows >= MANY_ROWS && pairs && !fixed ? MANY : FEW;
     panel_bytes = way == MANY ? linear_many_rows_bytes(call.rows, call.inputs) : way == TILES ? linear_tile_rows_bytes(call.inputs) : 0;
     bytes = (panel_bytes + more + 63) / 64 * 64;
     start = scratch(bytes * threads);

@@ -61,9 +61,12 @@ struct Job {
     queries_each = most > group ? most / group : 1;
   }
 
+  int64_t first_of(int64_t sequence) const { return c->starts ? c->starts[sequence] : sequence; }
+  int64_t queries_of(int64_t sequence) const { return c->starts ? c->ends[sequence] - c->starts[sequence] : 1; }
+
   int64_t count() const {
     int64_t items = 0;
-    for (int64_t b = 0; b < c->num_sequences; b++) items += (c->ends[b] - c->starts[b] + queries_each - 1) / queries_each * c->num_kv_heads;
+    for (int64_t b = 0; b < c->num_sequences; b++) items += (queries_of(b) + queries_each - 1) / queries_each * c->num_kv_heads;
     return items;
   }
 
@@ -85,16 +88,18 @@ struct Job {
   }
 
   void run(const Item &item, const Work &work) const {
-    int64_t len = c->lens[item.sequence], start = c->starts[item.sequence], total = c->ends[item.sequence] - start;
-    int64_t num = item.queries * group, first_seen = len - total + item.first + 1;  // keys that the first query sees
+    int64_t len = c->lens[item.sequence], start = first_of(item.sequence), total = queries_of(item.sequence);
+    int64_t num = item.queries * group, first_seen = len - total + item.first + 1;  // keys up to the first query's own
+    int64_t least = c->window && first_seen > c->window ? first_seen - c->window : 0;  // the first key that any query sees
     memset(work.acc, 0, num * acc_stride * 4);
     memset(work.sum, 0, num * 4);
     for (int64_t r = 0; r < num; r++) work.largest[r] = -INFINITY;
     int64_t longest = first_seen + item.queries - 1;
     if (bands) collect(item, num, work);
-    for (int64_t key = 0; key < longest; key += chunk) {
+    // Chunks begin where they would without a window: where a query's keys are cut does not depend on the queries beside it.
+    for (int64_t key = least / chunk * chunk; key < longest; key += chunk) {
       int64_t n = longest - key < chunk ? longest - key : chunk;
-      pack(item, key, n, work);
+      pack(item, key, n, least, work);
       for (int64_t r = 0; r < num; r += strip_rows) {
         int64_t rows_here = num - r < strip_rows ? num - r : strip_rows;
         strip(item, r, rows_here, first_seen - key, n, work);
@@ -102,14 +107,16 @@ struct Job {
     }
     for (int64_t r = 0; r < num; r++) {
       int64_t token = start + item.first + r / group, head = item.kv_head * group + r % group;
-      use.single->finish(work.acc + r * acc_stride, c->value_dim, 1 / work.sum[r],
+      float sum = work.sum[r];
+      if (c->sinks) sum += expf(c->sinks[head] - work.largest[r] * use.ops->unit);
+      use.single->finish(work.acc + r * acc_stride, c->value_dim, 1 / sum,
                          (uint8_t *)c->out + (token * c->out_stride + head * c->value_dim) * item_bytes);
     }
     if (bands) bands->release();
   }
 
   const uint8_t *query(const Item &item, int64_t r) const {
-    int64_t token = c->starts[item.sequence] + item.first + r / group, head = item.kv_head * group + r % group;
+    int64_t token = first_of(item.sequence) + item.first + r / group, head = item.kv_head * group + r % group;
     return (const uint8_t *)c->q + (token * c->q_stride + head * key_depth) * item_bytes;
   }
 
@@ -124,12 +131,12 @@ struct Job {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
   }
 
-  // Keys and values from `key` on, n of them.
-  void pack(const Item &item, int64_t key, int64_t n, const Work &work) const {
+  // Keys and values from `key` on, n of them. The key `least` stands for those before it, which no query sees.
+  void pack(const Item &item, int64_t key, int64_t n, int64_t least, const Work &work) const {
     const int64_t *blocks = c->table + item.sequence * c->table_stride;
     const uint8_t *own[PANEL], *shared[PANEL], *value[256];
     for (int64_t i = 0; i < n; i++) {
-      int64_t row = blocks[(key + i) / c->block_size] * c->block_size + (key + i) % c->block_size;
+      int64_t place = key + i > least ? key + i : least, row = blocks[place / c->block_size] * c->block_size + place % c->block_size;
       int64_t at = i % PANEL;
       own[at] = (const uint8_t *)c->keys + (row * c->key_stride + item.kv_head * c->key_dim) * item_bytes;
       shared[at] = (const uint8_t *)c->shared + row * c->shared_stride * item_bytes;
@@ -165,8 +172,13 @@ struct Job {
       int64_t keys = seen + row / group;
       return keys < 0 ? 0 : keys < n ? keys : n;
     };
+    // Keys of the chunk that lie behind the row's window.
+    auto hidden = [&](int64_t row) {
+      int64_t keys = c->window ? seen + row / group - c->window : 0;
+      return keys < 0 ? 0 : keys;
+    };
     int64_t most = visible(r + count - 1);
-    if (most == 0) return;
+    if (most <= hidden(r)) return;
     for (int64_t panel = 0; panel * PANEL < most; panel++)
       for (int64_t m = 0; m < count; m += tall) {
         int64_t height = count - m < tall ? count - m : tall;
@@ -179,9 +191,13 @@ struct Job {
     for (int64_t m = 0; m < count; m += tall) {
       int64_t height = count - m < tall ? count - m : tall;
       depth[m] = up_to(visible(r + m + height - 1), together);
-      for (int64_t i = m; i < m + height; i++)
-        factor[i] = use.ops->softmax(work.scores + i * PANEL, strip_rows * PANEL, visible(r + i), depth[m], c->scale, work.largest + r + i,
+      for (int64_t i = m; i < m + height; i++) {
+        int64_t keys = visible(r + i), behind = hidden(r + i);
+        if (behind >= keys) keys = 0;
+        for (int64_t k = 0; keys && k < behind; k++) work.scores[i * PANEL + k / PANEL * strip_rows * PANEL + k % PANEL] = -INFINITY;
+        factor[i] = use.ops->softmax(work.scores + i * PANEL, strip_rows * PANEL, keys, depth[m], c->scale, work.largest + r + i,
                                      work.sum + r + i, work.p + i * p_bytes);
+      }
     }
     for (int64_t panel = 0; panel < value_panels; panel++)
       for (int64_t m = 0; m < count; m += tall) {
@@ -195,12 +211,11 @@ struct Job {
 
 }  // namespace
 
-// out[t] = attention of query t over the keys of its sequence up to its own. key_dim and shared_dim are even for bfloat16.
-NATIVE_API void attention_prefill(const PrefillCall *call, int threads) {
-  tape_refuse("attention_prefill");
+namespace {
+void attend(const PrefillCall *call, int threads) {
   Job job(call);
   int64_t pairs = 0, num_items = job.count();
-  for (int64_t b = 0; b < call->num_sequences; b++) pairs += (call->ends[b] - call->starts[b]) * call->lens[b];
+  for (int64_t b = 0; b < call->num_sequences; b++) pairs += job.queries_of(b) * call->lens[b];
   if (num_items == 0) return;
   if (pairs * call->num_heads * (job.key_depth + call->value_dim) < 65536) threads = 1;
   // Smaller pieces where there would be too few for all threads.
@@ -212,7 +227,7 @@ NATIVE_API void attention_prefill(const PrefillCall *call, int threads) {
   num_items = 0;
   // The last queries of a sequence see most keys: they come first, so that all end at about the same time.
   for (int64_t b = 0; b < call->num_sequences; b++) {
-    int64_t queries = call->ends[b] - call->starts[b];
+    int64_t queries = job.queries_of(b);
     for (int64_t end = queries; end > 0; end -= job.queries_each)
       for (int64_t kv = 0; kv < call->num_kv_heads; kv++) {
         int64_t first = end < job.queries_each ? 0 : end - job.queries_each;
@@ -224,4 +239,17 @@ NATIVE_API void attention_prefill(const PrefillCall *call, int threads) {
     job.lay_out(start + worker * each, &own);
     job.run(items[i], own);
   });
+}
+}  // namespace
+
+// out[t] = attention of query t over the keys of its sequence up to its own. key_dim and shared_dim are even for bfloat16.
+NATIVE_API void attention_prefill(const PrefillCall *call, int threads) {
+  tape_refuse("attention_prefill");
+  attend(call, threads);
+}
+
+// The same for a query of each sequence, call->starts null; lens and table are kept where they are.
+NATIVE_API void attention_fixed_order(const PrefillCall *call, int threads) {
+  tape_note(attention_fixed_order, call, threads);
+  attend(call, threads);
 }

@@ -13,7 +13,7 @@ enum { STRIP = 24, MOST_STRIP = 32, QUERY_ROWS = 768, MOST_SUMS = 98304 };
 struct PrefillCall {
   int64_t x_type, num_sequences, num_heads, num_kv_heads, key_dim, shared_dim, value_dim, block_size;
   int64_t q_stride, key_stride, shared_stride, value_stride, out_stride;
-  const int64_t *starts, *ends;  // [num_sequences] each one's first query in q and out, and the place behind its last
+  const int64_t *starts, *ends;  // [num_sequences] each one's first query in q and out, and the place behind its last; null: one query each, one after another
   const int64_t *lens;   // [num_sequences] keys of each, its queries' included
   const int64_t *table;  // [num_sequences, table_stride] block numbers
   int64_t table_stride;
@@ -22,6 +22,8 @@ struct PrefillCall {
   const void *shared;  // shared_dim numbers of every key, the same for all heads, behind the others; or null
   const void *values;  // value head h has value_dim numbers from h * value_dim on
   void *out;           // [., heads, value_dim]
+  int64_t window;      // keys that a query sees, its own included; 0: all. Blocks behind them are not looked at
+  const float *sinks;  // [heads]: a score of no key, which takes part in the softmax; or null
   float scale;         // above 0
 };
 
@@ -37,6 +39,7 @@ struct PrefillOps {
   float (*softmax)(const float *s, int64_t panel_stride, int64_t visible, int64_t depth, float scale, float *largest, float *sum, void *p);
   // acc[m * stride + j] = acc[..] * factor[m] + c[m * 64 + j], 64 columns.
   void (*fold)(const float *c, int rows, const float *factor, float *acc, int64_t stride);
+  float unit;  // of `largest`: times this it is the logarithm of a weight
 };
 
 extern const PrefillOps *const prefill_avx2[2], *const prefill_avx512[2];  // by XType of experts.h

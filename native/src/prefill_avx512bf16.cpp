@@ -68,7 +68,7 @@ float softmax_of_pairs(const float *s, int64_t panel_stride, int64_t visible, in
   return change;
 }
 
-constexpr PrefillOps table = {pack_keys, pack_values<bf16>, softmax_of_pairs, fold};
+constexpr PrefillOps table = {pack_keys, pack_values<bf16>, softmax_of_pairs, fold, .69314718f};
 }  // namespace
 const PrefillOps *const prefill_avx512_bf16 = &table;
 #endif

@@ -1,12 +1,23 @@
 // Attention of prompts in GCC's vector types. Included inside a namespace of one instruction set, after `enum { LANES = ... }`.
 #include "vector.h"
 
+// Which words of two rows change places when parts of s words do. Written element by element where it is used, the compiler would make
+// it anew each time.
+struct Exchange {
+  int32_t first[5][LANES], second[5][LANES];
+  constexpr Exchange() : first(), second() {
+    for (int log = 0; log < 5; log++)
+      for (int j = 0, s = 1 << log; j < LANES; j++)
+        first[log][j] = j & s ? LANES + j - s : j, second[log][j] = j & s ? LANES + j : j + s;
+  }
+};
+alignas(64) constexpr Exchange exchange;
+
 // LANES rows of LANES words, in place.
 INLINE void transpose(vi *r) {
 #pragma GCC unroll 4
   for (int s = LANES / 2; s; s /= 2) {
-    vi first, second;
-    for (int j = 0; j < LANES; j++) first[j] = j & s ? LANES + j - s : j, second[j] = j & s ? LANES + j : j + s;
+    const vi first = *(const vi *)exchange.first[__builtin_ctz(s)], second = *(const vi *)exchange.second[__builtin_ctz(s)];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
       if (!(i & s)) {
@@ -111,5 +122,5 @@ static void fold(const float *c, int rows, const float *factor, float *acc, int6
 }
 
 template <class X> struct Ops {
-  static constexpr PrefillOps table = {pack_keys, pack_values<X>, softmax<X>, fold};
+  static constexpr PrefillOps table = {pack_keys, pack_values<X>, softmax<X>, fold, 1.f};
 };

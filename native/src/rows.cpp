@@ -1,6 +1,8 @@
 // Operations on the rows of a step: rows shared among threads where there are many, arithmetic by instruction set (rows.h).
 #include "rows.h"
 
+#include <math.h>
+
 #include <string.h>
 
 #include "scratch.h"
@@ -25,15 +27,15 @@ template <class Row> static void each_row(int64_t rows, int64_t numbers, int thr
   });
 }
 
-// residual += x (x may be null); y = residual / rms(residual) * weight. x, residual, y [rows, dim]; weight [dim]. stride: numbers
-// from one row of residual to the next.
-NATIVE_API void rows_norm(int x_type, const void *x, void *residual, int64_t stride, const void *weight, void *y, int64_t rows,
-                          int64_t dim, float eps, int threads) {
-  tape_note(rows_norm, x_type, x, residual, stride, weight, y, rows, dim, eps, threads);
+// residual += x (x may be null); y = residual / rms(residual) * weight. x, residual, y [rows, dim]; weight [dim]. strides: numbers
+// from one row of residual or y to the next. y may be residual.
+NATIVE_API void rows_norm(int x_type, const void *x, void *residual, int64_t stride, const void *weight, void *y, int64_t y_stride,
+                          int64_t rows, int64_t dim, float eps, int threads) {
+  tape_note(rows_norm, x_type, x, residual, stride, weight, y, y_stride, rows, dim, eps, threads);
   const RowOps *ops = ops_for(x_type);
   int64_t item = x_type == ROWS_F32 ? 4 : 2, bytes = dim * item;
   each_row(rows, dim, threads, [&](int64_t i, int) {
-    ops->norm(x ? (const uint8_t *)x + i * bytes : nullptr, (uint8_t *)residual + i * stride * item, weight, (uint8_t *)y + i * bytes, dim, eps);
+    ops->norm(x ? (const uint8_t *)x + i * bytes : nullptr, (uint8_t *)residual + i * stride * item, weight, (uint8_t *)y + i * y_stride * item, dim, eps);
   });
 }
 
@@ -49,6 +51,16 @@ NATIVE_API void rows_latent(const LatentCall *call, int64_t rows, int threads) {
   tape_note(rows_latent, call, rows, threads);
   const RowOps *ops = ops_for(call->x_type);
   each_row(rows, call->num_heads * call->rope_dim + call->latent_dim, threads, [&](int64_t i, int) { ops->latent(*call, i); });
+}
+
+// The indexer's keys are normed, rotated and stored; its queries, where there are any, are rotated.
+NATIVE_API void rows_index(const IndexKeyCall *call, int64_t rows, int threads) {
+  tape_note(rows_index, call, rows, threads);
+  const RowOps *ops = ops_for(call->x_type);
+  int64_t room = (call->dim * 4 + 63) / 64 * 64;
+  uint8_t *work = scratch(threads * room);
+  each_row(rows, call->num_heads * call->rope_dim + 4 * call->dim, threads,
+           [&](int64_t i, int worker) { ops->index_key(*call, i, work + worker * room); });
 }
 
 // gate_up [rows, 2 * width] -> y [rows, width].
@@ -145,14 +157,17 @@ NATIVE_API void rows_rope(int x_type, const int64_t *positions, const float *fre
   });
 }
 
-// y [rows, outputs] float32 = x [rows, inputs] of x's type times w [outputs, inputs] float32, transposed; all in float32.
-NATIVE_API void rows_dots(int x_type, const void *x, int64_t x_stride, const float *w, float *y, int64_t rows, int64_t inputs,
-                          int64_t outputs, int threads) {
-  tape_note(rows_dots, x_type, x, x_stride, w, y, rows, inputs, outputs, threads);
+// y [rows, outputs] float32 = x [rows, inputs] of x's type times w [outputs, inputs] float32, transposed, plus bias [outputs] if there
+// is one; all in float32.
+NATIVE_API void rows_dots(int x_type, const void *x, int64_t x_stride, const float *w, const float *bias, float *y, int64_t rows,
+                          int64_t inputs, int64_t outputs, int threads) {
+  tape_note(rows_dots, x_type, x, x_stride, w, bias, y, rows, inputs, outputs, threads);
   const RowOps *ops = ops_for(x_type);
-  int64_t each = 16, blocks = (outputs + each - 1) / each, x_bytes = x_stride * (x_type == ROWS_F32 ? 4 : 2);
-  each_row(rows * blocks, each * inputs, threads, [&](int64_t i, int) {
-    int64_t first = i % blocks * each, count = outputs - first < each ? outputs - first : each;
-    ops->dots((const uint8_t *)x + i / blocks * x_bytes, w + first * inputs, inputs, count, y + i / blocks * outputs + first);
+  int64_t each = 16, blocks = (outputs + each - 1) / each;  // a block of weights stays near while all rows pass by
+  each_row(blocks, rows * each * inputs, threads, [&](int64_t i, int) {
+    int64_t first = i * each, count = outputs - first < each ? outputs - first : each;
+    ops->dots(x, x_stride, rows, w + first * inputs, inputs, count, y + first, outputs);
+    for (int64_t r = 0; bias && r < rows; r++)
+      for (int64_t o = first; o < first + count; o++) y[r * outputs + o] += bias[o];
   });
 }

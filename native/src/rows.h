@@ -31,6 +31,21 @@ struct LatentCall {
   float eps;
 };
 
+// What ctypes passes to rows_index (sparse attention's indexer). Strides in numbers, but for the cache's.
+struct IndexKeyCall {
+  int64_t x_type, fp8, num_heads, dim, rope_dim;
+  void *q;             // [rows, num_heads, dim]: the rotated part, the first, is changed in place; no heads: only keys are placed
+  int64_t q_stride;    // from one row to the next
+  const void *key;     // [rows, dim]
+  int64_t key_stride;
+  const void *norm, *bias;  // [dim] of a layer norm
+  const void *cos, *sin;    // [rows, rope_dim]; the first half of sin is negative
+  const int64_t *slots;     // [rows]
+  uint8_t *cache;           // rows of dim numbers of x's type, or of dim e4m3 and a scale (float32)
+  int64_t cache_bytes;      // from one row to the next
+  float eps;
+};
+
 // What ctypes passes to rows_grouped_topk: sigmoid scores, the best `kept` of `groups` by the sum of their two best biased scores.
 struct GroupedCall {
   int64_t experts, groups, kept, k;
@@ -48,6 +63,8 @@ struct RowOps {
   void (*heads)(const HeadsCall &call, int64_t row);
   // Norm of one row's latent and rotation of its key, to the cache; rotation of its queries.
   void (*latent)(const LatentCall &call, int64_t row);
+  // Norm, rotation and writing of one row's index key; rotation of its index queries. work: dim numbers of x's type.
+  void (*index_key)(const IndexKeyCall &call, int64_t row, void *work);
   // y = silu(gate_up[0..width)) * gate_up[width..2 width).
   void (*silu_mul)(const void *gate_up, void *y, int64_t width);
   // y *= sigmoid(gate), with a number of the gate for each of y, or one for all.
@@ -63,7 +80,8 @@ struct RowOps {
   // cos and sin of one position's angles, [2 * planes]; the first half of sin is negative.
   void (*rope)(int64_t position, const float *frequency, float scale, void *cos, void *sin, int64_t planes);
   // y[o] = x . w[o], for o < outputs.
-  void (*dots)(const void *x, const float *w, int64_t inputs, int64_t outputs, float *y);
+  // y[r][o] = x[r] . w[o]; rows of x and y begin so many numbers apart. The order of a sum is the same for any number of rows.
+  void (*dots)(const void *x, int64_t x_stride, int64_t rows, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride);
 };
 
 extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType

@@ -77,6 +77,65 @@ template <class X> static void latent(const LatentCall &call, int64_t row) {
   for (int64_t head = 0; head < call.num_heads; head++) rotate(q + head * key_dim, cos, sin, q + head * key_dim, rope_dim);
 }
 
+// y = (x - mean) / sqrt(variance + eps) * weight + bias, rounded once.
+template <class X> INLINE void layer_norm(const X *x, const X *weight, const X *bias, X *y, int64_t dim, float eps) {
+  vf sum = {}, squares = {};
+  float rest = 0, rest_squares = 0;
+  int64_t i = 0;
+  for (; i + LANES <= dim; i += LANES) sum += load(x + i);
+  for (; i < dim; i++) rest += number(x + i);
+  float mean = (total(sum) + rest) / dim;
+  for (i = 0; i + LANES <= dim; i += LANES) squares += (load(x + i) - mean) * (load(x + i) - mean);
+  for (; i < dim; i++) rest_squares += (number(x + i) - mean) * (number(x + i) - mean);
+  float factor = 1 / __builtin_sqrtf((total(squares) + rest_squares) / dim + eps);
+  for (i = 0; i + LANES <= dim; i += LANES) store(y + i, (load(x + i) - mean) * factor * load(weight + i) + load(bias + i));
+  for (; i < dim; i++) put(y + i, (number(x + i) - mean) * factor * number(weight + i) + number(bias + i));
+}
+
+// Rounded to the nearest e4m3, ties to even. |x| is at most 448.
+INLINE uint8_t e4m3_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint32_t sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
+  if (size < 0x3c800000) {  // below 2^-6: multiples of 2^-9, which adding 2^14 rounds to
+    float magnitude, shift = 16384.f;
+    memcpy(&magnitude, &size, 4);
+    magnitude += shift;
+    memcpy(&size, &magnitude, 4);
+    return (uint8_t)(sign | (size & 0xff));
+  }
+  size += 0x7ffff + (size >> 20 & 1);
+  return (uint8_t)(sign | ((size >> 20) - (120 << 3)));
+}
+
+// As mla/index_keys.py: the scale is a power of two.
+template <class X> INLINE void pack_fp8(const X *x, int64_t dim, uint8_t *row) {
+  float largest = 0;
+  for (int64_t i = 0; i < dim; i++) {
+    float size = __builtin_fabsf(number(x + i));
+    largest = size > largest ? size : largest;
+  }
+  float scale = largest / 448.f;
+  scale = scale > 0x1p-100f ? scale : 0x1p-100f;
+  uint32_t bits;
+  memcpy(&bits, &scale, 4);
+  bits = (bits + 0x7fffff) & 0x7f800000;
+  memcpy(&scale, &bits, 4);
+  for (int64_t i = 0; i < dim; i++) row[i] = e4m3_of(number(x + i) / scale);
+  memcpy(row + dim, &scale, 4);
+}
+
+template <class X> static void index_key(const IndexKeyCall &call, int64_t row, void *work) {
+  const X *cos = (const X *)call.cos + row * call.rope_dim, *sin = (const X *)call.sin + row * call.rope_dim;
+  const X *key = (const X *)call.key + row * call.key_stride;
+  uint8_t *entry = call.cache + call.slots[row] * call.cache_bytes;
+  X *normed = call.fp8 ? (X *)work : (X *)entry, *q = (X *)call.q + row * call.q_stride;
+  layer_norm(key, (const X *)call.norm, (const X *)call.bias, normed, call.dim, call.eps);
+  rotate(normed, cos, sin, normed, call.rope_dim);
+  if (call.fp8) pack_fp8(normed, call.dim, entry);
+  for (int64_t head = 0; head < call.num_heads; head++) rotate(q + head * call.dim, cos, sin, q + head * call.dim, call.rope_dim);
+}
+
 template <class X> static void silu_mul(const void *gate_up, void *yv, int64_t width) {
   const X *gate = (const X *)gate_up, *up = gate + width;
   X *y = (X *)yv;
@@ -203,27 +262,57 @@ template <class X> static void rope(int64_t position, const float *frequency, fl
   }
 }
 
-template <int count, class X> INLINE void some_dots(const X *x, const float *w, int64_t inputs, float *y) {
-  vf sum[count] = {};
-  int64_t i = 0;
-  for (; i + LANES <= inputs; i += LANES) {
-    vf a = load(x + i);
-    for (int o = 0; o < count; o++) sum[o] += a * load(w + o * inputs + i);
-  }
-  for (int o = 0; o < count; o++) {
-    float rest = 0;
-    for (int64_t j = i; j < inputs; j++) rest += number(x + j) * w[o * inputs + j];
-    y[o] = total(sum[o]) + rest;
-  }
+// The totals of LANES vectors, each in its lane: neighbours are added, until one vector is left.
+INLINE vf totals(vf *sum) {
+  typedef int32_t mask __attribute__((vector_size(sizeof(vf))));
+  mask even, odd;
+  for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+#pragma GCC unroll 4
+  for (int left = LANES / 2; left; left /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < left; i++) sum[i] = __builtin_shuffle(sum[2 * i], sum[2 * i + 1], even) + __builtin_shuffle(sum[2 * i], sum[2 * i + 1], odd);
+  return sum[0];
 }
 
-template <class X> static void dots(const void *xv, const float *w, int64_t inputs, int64_t outputs, float *y) {
-  const X *x = (const X *)xv;
+// `live` of LANES / rows outputs, of so many rows.
+template <int rows, bool all, class X>
+INLINE void some_dots(const X *x, int64_t x_stride, const float *w, int64_t inputs, int live, float *y, int64_t y_stride) {
+  enum { COUNT = LANES / rows };
+  vf sum[LANES] = {};
+  int64_t i = 0;
+  for (; i + LANES <= inputs; i += LANES)
+#pragma GCC unroll 16
+    for (int o = 0; o < COUNT; o++) {
+      if (!all && o >= live) break;
+      vf b = load(w + o * inputs + i);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; r++) sum[r * COUNT + o] += load(x + r * x_stride + i) * b;
+    }
+  vf found = totals(sum);
+  for (int r = 0; r < rows; r++)
+    for (int o = 0; o < live; o++) {
+      float rest = 0;
+      for (int64_t j = i; j < inputs; j++) rest += number(x + r * x_stride + j) * w[o * inputs + j];
+      y[r * y_stride + o] = found[r * COUNT + o] + rest;
+    }
+}
+
+template <int rows, class X>
+static void row_dots(const X *x, int64_t x_stride, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride) {
+  enum { COUNT = LANES / rows };
   int64_t o = 0;
-  for (; o + 8 <= outputs; o += 8) some_dots<8>(x, w + o * inputs, inputs, y + o);
-  for (; o < outputs; o++) some_dots<1>(x, w + o * inputs, inputs, y + o);
+  for (; o + COUNT <= outputs; o += COUNT) some_dots<rows, true>(x, x_stride, w + o * inputs, inputs, COUNT, y + o, y_stride);
+  if (o < outputs) some_dots<rows, false>(x, x_stride, w + o * inputs, inputs, (int)(outputs - o), y + o, y_stride);
+}
+
+template <class X>
+static void dots(const void *xv, int64_t x_stride, int64_t rows, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride) {
+  const X *x = (const X *)xv;
+  for (; rows >= 4; rows -= 4, x += 4 * x_stride, y += 4 * y_stride) row_dots<4>(x, x_stride, w, inputs, outputs, y, y_stride);
+  for (; rows >= 2; rows -= 2, x += 2 * x_stride, y += 2 * y_stride) row_dots<2>(x, x_stride, w, inputs, outputs, y, y_stride);
+  if (rows) row_dots<1>(x, x_stride, w, inputs, outputs, y, y_stride);
 }
 
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
 };

@@ -121,7 +121,7 @@ void expect_near(float got, float wanted, float scale, const char *what) {
 
 void test(int x_type, int format, int64_t hidden, int64_t width, int64_t num_tokens, int threads) {
   const int64_t num_slots = 3, top_k = 2;
-  ExpertShape s = {x_type, format, num_slots, hidden, width, 0, 0, 0, 0, 0, 0, 0, 0};
+  ExpertShape s = {x_type, format, num_slots, hidden, width, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, INFINITY, 0};
   experts_shape(&s);
   std::vector<uint8_t> weights(num_slots * s.slot_bytes, 0xff);
   std::vector<Expert> experts;
@@ -161,6 +161,7 @@ void test(int x_type, int format, int64_t hidden, int64_t width, int64_t num_tok
 
 }  // namespace
 #include "selftest_layers.h"
+#include "selftest_index.h"
 #include "selftest_prompts.h"
 #include "selftest_tape.h"
 #include "selftest_delta.h"
@@ -170,7 +171,7 @@ int main() {
   const int64_t sizes[][2] = {{64, 32}, {1, 1}, {7, 5}, {130, 66}, {300, 140}};
   for (int isa = ISA_AVX2; isa <= best; isa++) {
     native_limit_isa(isa);
-    count += test_layers(isa) + test_prompts() + test_tapes() + test_deltas();
+    count += test_layers(isa) + test_prompts() + test_indexes() + test_tapes() + test_deltas();
     for (int x_type : {X_F32, X_BF16})
       for (int format : {W_PLAIN, W_FP8, W_INT8})
         for (auto &size : sizes)

@@ -4,7 +4,7 @@
 #include "rows.h"
 
 NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t q_stride, const void *keys, const void *values,
-                                 float scale, void *out, int threads);
+                                 float scale, const float *sinks, void *out, int threads);
 NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_pe, const QueryStrides *strides, const void *w, void *out,
                                  int64_t tokens, int64_t heads, int64_t nope, int64_t latent, int64_t rope, int threads);
 NATIVE_API void attention_expand(int x_type, const void *x, const void *w, void *out, int64_t tokens, int64_t heads, int64_t latent,
@@ -13,12 +13,12 @@ NATIVE_API void linear_bf16(const void *x, int64_t x_stride, const void *w, int6
                             int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int threads);
 NATIVE_API void linear_bf16_best(const void *x, int64_t x_stride, const void *w, int64_t w_stride, int64_t *place, int64_t rows,
                                  int64_t inputs, int64_t outputs, int threads);
-NATIVE_API void linear_packed_fill(int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
+NATIVE_API void linear_packed_fill(int64_t x_type, int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
                                    int64_t inputs, int64_t outputs, int threads);
 NATIVE_API void linear_packed(int64_t x_type, int64_t format, const uint8_t *packed, const void *x, int64_t x_stride, const void *bias,
                               void *y, int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int threads);
-NATIVE_API void rows_norm(int x_type, const void *x, void *residual, int64_t stride, const void *weight, void *y, int64_t rows,
-                          int64_t dim, float eps, int threads);
+NATIVE_API void rows_norm(int x_type, const void *x, void *residual, int64_t stride, const void *weight, void *y, int64_t y_stride,
+                          int64_t rows, int64_t dim, float eps, int threads);
 NATIVE_API void rows_heads(const HeadsCall *call, int64_t rows, int threads);
 NATIVE_API void rows_latent(const LatentCall *call, int64_t rows, int threads);
 NATIVE_API void rows_silu_mul(int x_type, const void *gate_up, void *y, int64_t rows, int64_t width, int threads);
@@ -34,7 +34,7 @@ float dot(const std::vector<float> &a, int64_t at, const std::vector<float> &b, 
   return (float)sum;
 }
 
-void test_attention(int x_type, int64_t heads, int64_t kv_heads, int64_t dim, std::vector<int64_t> lens, int threads) {
+void test_attention(int x_type, int64_t heads, int64_t kv_heads, int64_t dim, std::vector<int64_t> lens, int threads, int64_t window = 0) {
   const int64_t size = 4, num = (int64_t)lens.size(), item = x_type == X_F32 ? 4 : 2;
   int64_t longest = 0, blocks = 0;
   for (int64_t len : lens) longest = len > longest ? len : longest, blocks += (len + size - 1) / size;
@@ -44,15 +44,19 @@ void test_attention(int x_type, int64_t heads, int64_t kv_heads, int64_t dim, st
     for (int64_t i = 0; i * size < lens[b]; i++) table[b * columns + i] = --next;
   Rows keys(x_type, blocks * size, kv_heads * dim, kv_heads * dim), values(x_type, blocks * size, kv_heads * dim, kv_heads * dim);
   Rows q(x_type, num, heads * dim, heads * dim);
-  AttentionShape s = {x_type, num, heads, kv_heads, dim, dim, size, kv_heads * dim, kv_heads * dim, lens.data(), table.data(), columns};
+  AttentionShape s = {x_type, num, heads, kv_heads, dim, dim, size, kv_heads * dim, kv_heads * dim, lens.data(), table.data(), columns, window};
   std::vector<uint8_t> out(num * heads * dim * item);
-  attention_decode(&s, q.bytes.data(), heads * dim, keys.bytes.data(), values.bytes.data(), .5f, out.data(), threads);
+  std::vector<float> sinks;
+  for (int64_t h = 0; window && h < heads; h++) sinks.push_back(number());
+  for (int64_t b = 0; window && b < num; b++)
+    for (int64_t i = 0; (i + 1) * size <= lens[b] - window; i++) table[b * columns + i] = -1000000;  // must not be looked at
+  attention_decode(&s, q.bytes.data(), heads * dim, keys.bytes.data(), values.bytes.data(), .5f, window ? sinks.data() : nullptr, out.data(), threads);
   for (int64_t b = 0; b < num; b++)
     for (int64_t h = 0; h < heads; h++) {
       int64_t at = h / (heads / kv_heads) * dim;
       std::vector<double> wanted(dim);
-      double sum = 0;
-      for (int64_t i = 0; i < lens[b]; i++) {
+      double sum = window ? exp(sinks[h]) : 0;
+      for (int64_t i = window && lens[b] > window ? lens[b] - window : 0; i < lens[b]; i++) {
         int64_t row = table[b * columns + i / size] * size + i % size;
         double weight = exp(.5 * dot(q.value[b], h * dim, keys.value[row], at, dim));
         sum += weight;
@@ -106,17 +110,17 @@ void test_linear(int64_t rows, int64_t inputs, int64_t outputs, int threads) {
 void test_linear_packed(int x_type, int format, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
   const int64_t blocks = (inputs + 127) / 128, scale_rows = format == W_INT8 ? 1 : 128;
   Rows x(x_type, rows, inputs, inputs), bias(x_type, 1, outputs, outputs), scale(X_F32, (outputs + scale_rows - 1) / scale_rows, blocks, blocks);
-  const int64_t column_bytes = format == W_PLAIN ? 2 * inputs : blocks * 4 + inputs;
-  std::vector<uint8_t> weight(outputs * inputs * (format == W_PLAIN ? 2 : 1), 3), y(rows * outputs * (x_type == X_F32 ? 4 : 2));
+  const int64_t item = x_type == X_F32 ? 4 : 2, column_bytes = format == W_PLAIN ? item * inputs : blocks * 4 + inputs;
+  std::vector<uint8_t> weight(outputs * inputs * (format == W_PLAIN ? item : 1), 3), y(rows * outputs * item);
   std::vector<uint8_t> packed((outputs + 63) / 64 * 64 * column_bytes);
-  linear_packed_fill(format, packed.data(), weight.data(), (const float *)scale.bytes.data(), scale_rows, inputs, outputs, threads);
+  linear_packed_fill(x_type, format, packed.data(), weight.data(), (const float *)scale.bytes.data(), scale_rows, inputs, outputs, threads);
   linear_packed(x_type, format, packed.data(), x.bytes.data(), inputs, bias.bytes.data(), y.data(), outputs, rows, inputs, outputs, threads);
 }
 
 void test_rows(int x_type, int64_t rows, int64_t dim, int threads) {
   const int64_t heads = 3, kv_heads = 2, nope = 4;
   Rows x(x_type, rows, dim, dim), residual(x_type, rows, dim, dim), weight(x_type, kv_heads + heads, dim, dim), y(x_type, rows, dim, dim);
-  rows_norm(x_type, x.bytes.data(), residual.bytes.data(), dim, weight.bytes.data(), y.bytes.data(), rows, dim, 1e-6f, threads);
+  rows_norm(x_type, x.bytes.data(), residual.bytes.data(), dim, weight.bytes.data(), y.bytes.data(), dim, rows, dim, 1e-6f, threads);
   rows_silu_mul(x_type, x.bytes.data(), y.bytes.data(), rows, dim / 2, threads);
   std::vector<int64_t> slots, index(rows * (dim / 2 + 1));
   std::vector<float> weights(index.size());
@@ -156,7 +160,8 @@ int test_layers(int isa) {
     for (int x_type : {X_F32, X_BF16}) {
       for (auto &lens : {std::vector<int64_t>{1}, {3, 700, 17}, {256, 257}})
         for (int64_t dim : {1, 36, 64, 130})
-          for (int64_t group : {1, 7}) test_attention(x_type, 2 * group, 2, dim, lens, threads), test_attention(x_type, group, 1, dim, lens, threads), count += 2;
+          for (int64_t group : {1, 7})
+            test_attention(x_type, 2 * group, 2, dim, lens, threads), test_attention(x_type, group, 1, dim, lens, threads, 9), count += 2;
       for (int64_t tokens : {1, 2, 7}) test_latent_space(x_type, tokens, 3, 10, 36, 6, 19, threads), test_latent_space(x_type, tokens, 2, 32, 64, 8, 16, threads), count += 2;
       for (int64_t rows : {0, 1, 5, 2000})
         for (int64_t dim : {1, 2, 7, 32, 66}) test_rows(x_type, rows, dim, threads), count++;
@@ -166,7 +171,7 @@ int test_layers(int isa) {
         for (int64_t rows : {0, 1, 5, 13, 40, 100})
           for (int64_t inputs : {2, 130, 256})
             for (int64_t outputs : {1, 64, 150})
-              if (format != W_PLAIN || x_type == X_BF16) test_linear_packed(x_type, format, rows, inputs, outputs, threads), count++;
+              test_linear_packed(x_type, format, rows, inputs, outputs, threads), count++;
     if (isa < ISA_AVX512_BF16) continue;
     for (int64_t rows : {0, 1, 2, 3, 4, 6, 23, 24, 31, 60})
       for (int64_t inputs : {1, 2, 31, 64, 130})

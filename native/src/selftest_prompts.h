@@ -9,7 +9,7 @@ namespace {
 
 // Sequences of (queries, keys); queries and results lie in the order of the sequences.
 void test_prefill(int x_type, int64_t heads, int64_t kv_heads, int64_t dim, int64_t shared, int64_t value_dim,
-                  std::vector<std::vector<int64_t>> sequences, int threads) {
+                  std::vector<std::vector<int64_t>> sequences, int threads, int64_t window = 0) {
   const int64_t size = 4, num = (int64_t)sequences.size(), width = dim + shared;
   std::vector<int64_t> starts, ends, lens;
   int64_t longest = 0, blocks = 0, tokens = 0;
@@ -20,21 +20,28 @@ void test_prefill(int x_type, int64_t heads, int64_t kv_heads, int64_t dim, int6
   int64_t columns = (longest + size - 1) / size, next = blocks;
   std::vector<int64_t> table(num * columns);
   for (int64_t b = 0; b < num; b++)
-    for (int64_t i = 0; i * size < lens[b]; i++) table[b * columns + i] = --next;
+    for (int64_t i = 0; i * size < lens[b]; i++) {
+      bool gone = window && (i + 1) * size <= lens[b] - (ends[b] - starts[b]) + 1 - window;
+      table[b * columns + i] = --next;
+      if (gone) table[b * columns + i] = -1000000;  // must not be looked at
+    }
   Rows q(x_type, tokens, heads * width, heads * width), keys(x_type, blocks * size, kv_heads * dim, kv_heads * dim);
   Rows common(x_type, blocks * size, shared, shared), values(x_type, blocks * size, kv_heads * value_dim, kv_heads * value_dim);
   std::vector<uint8_t> out(tokens * heads * value_dim * (x_type == X_F32 ? 4 : 2));
+  std::vector<float> sinks;
+  for (int64_t h = 0; h < heads; h++) sinks.push_back(number());
   PrefillCall call = {x_type, num, heads, kv_heads, dim, shared, value_dim, size, heads * width, kv_heads * dim, shared, kv_heads * value_dim,
                       heads * value_dim, starts.data(), ends.data(), lens.data(), table.data(), columns, q.bytes.data(), keys.bytes.data(),
-                      common.bytes.data(), values.bytes.data(), out.data(), .5f};
+                      common.bytes.data(), values.bytes.data(), out.data(), window, window ? sinks.data() : nullptr, .5f};
   attention_prefill(&call, threads);
   for (int64_t b = 0; b < num; b++)
     for (int64_t t = starts[b]; t < ends[b]; t++)
       for (int64_t h = 0; h < heads; h++) {
         int64_t kv = h / (heads / kv_heads);
         std::vector<double> wanted(value_dim);
-        double sum = 0;
-        for (int64_t i = 0; i <= lens[b] - (ends[b] - t); i++) {
+        double sum = window ? exp(sinks[h]) : 0;
+        int64_t own = lens[b] - (ends[b] - t);
+        for (int64_t i = window && own >= window ? own - window + 1 : 0; i <= own; i++) {
           int64_t row = table[b * columns + i / size] * size + i % size;
           double weight = exp(.5 * (dot(q.value[t], h * width, keys.value[row], kv * dim, dim) + dot(q.value[t], h * width + dim, common.value[row], 0, shared)));
           sum += weight;
@@ -80,7 +87,7 @@ int test_prompts() {
       for (auto &sequences : {std::vector<std::vector<int64_t>>{{1, 1}}, {{3, 3}, {0, 5}, {2, 259}}, {{30, 70}, {5, 129}}})
         for (int64_t dim : {2, 36, 64})
           for (int64_t group : {1, 7})
-            test_prefill(x_type, 2 * group, 2, dim, 0, dim + 1, sequences, threads), test_prefill(x_type, group, 1, dim, 6, 70, sequences, threads), count += 2;
+            test_prefill(x_type, 2 * group, 2, dim, 0, dim + 1, sequences, threads, 9), test_prefill(x_type, group, 1, dim, 6, 70, sequences, threads), count += 2;
       for (int64_t tokens : {1, 5, 128, 700, 3001})
         for (int64_t rows : {0, 1, 40}) test_sampling(x_type, rows, tokens, threads), count++;
     }

@@ -14,8 +14,8 @@ NATIVE_API void rows_copy(const void *x, void *y, int64_t rows, int64_t bytes, i
 NATIVE_API void rows_gather(const void *table, int64_t table_rows, const int64_t *ids, void *y, int64_t rows, int64_t bytes, int threads);
 NATIVE_API void rows_rope(int x_type, const int64_t *positions, const float *frequency, float scale, void *cos, void *sin, int64_t rows,
                           int64_t planes, int threads);
-NATIVE_API void rows_dots(int x_type, const void *x, int64_t x_stride, const float *w, float *y, int64_t rows, int64_t inputs,
-                          int64_t outputs, int threads);
+NATIVE_API void rows_dots(int x_type, const void *x, int64_t x_stride, const float *w, const float *bias, float *y, int64_t rows,
+                          int64_t inputs, int64_t outputs, int threads);
 
 namespace {
 
@@ -23,7 +23,7 @@ namespace {
 void test_tape(int x_type, int64_t rows, int64_t dim, int threads) {
   const int64_t item = x_type == X_F32 ? 4 : 2, planes = (dim + 1) / 2;
   Rows x(x_type, rows, dim, dim);
-  std::vector<float> weight(dim * dim, .5f), y(rows * dim), frequency(planes, .1f);
+  std::vector<float> weight(dim * dim, .5f), bias(dim), y(rows * dim), frequency(planes, .1f);
   std::vector<int64_t> ids, positions(rows, 3);
   for (int64_t i = 0; i < rows; i++) ids.push_back(rows - 1 - i);
   std::vector<uint8_t> taken(rows * dim * item), sum(rows * dim * item), cos(rows * 2 * planes * item), sin(rows * 2 * planes * item);
@@ -34,7 +34,7 @@ void test_tape(int x_type, int64_t rows, int64_t dim, int threads) {
   rows_gather(x.bytes.data(), rows, ids.data(), taken.data(), rows, dim * item, threads);
   rows_copy(taken.data(), sum.data(), rows, dim * item, threads);
   rows_add(x_type, taken.data(), sum.data(), rows, dim, threads);
-  rows_dots(x_type, taken.data(), dim, weight.data(), y.data(), rows, dim, dim, threads);
+  rows_dots(x_type, taken.data(), dim, weight.data(), bias.data(), y.data(), rows, dim, dim, threads);
   rows_rope(x_type, positions.data(), frequency.data(), 2, cos.data(), sin.data(), rows, planes, threads);
   for (int i = 0; i < 40; i++) rows_copy(x.bytes.data(), taken.data(), rows, dim * item, threads);  // the tape grows
   tape_end(tape, &refused);
@@ -46,7 +46,7 @@ void test_tape(int x_type, int64_t rows, int64_t dim, int threads) {
       float wanted = 0;
       for (int64_t d = 0; d < dim; d++) {
         wanted += .5f * x.value[ids[t]][d];
-        expect_near(read(sum, x_type, t * dim + d), 2 * x.value[ids[t]][d], 0, "added");
+        expect_near(read(sum, x_type, t * dim + d), (t < dim ? 1 : 2) * x.value[ids[t]][d], 0, "added");
       }
       for (int64_t d = 0; d < dim; d++) expect_near(y[t * dim + d], wanted, (float)dim, "dots");
     }

@@ -66,6 +66,7 @@ def processes(*words: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_few_parts(tmp_path: Path) -> None:
     rows = check(tmp_path, "--only", "graphs", "deepgemm")
     assert {row["part"] for row in rows} == {"graphs", "deepgemm"}

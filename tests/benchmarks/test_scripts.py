@@ -67,6 +67,9 @@ LONG = {
         "--ranks 2 --streams 2 --kills 1 --max-tokens 8 --json",
         ("ranks", "cold_s", "warm_s", "pss_mb", "return_s", "p95_gap_s", "max_gap_s", "failed", "mismatched"),
     ),
+    "bench_deterministic.py": Small(
+        "--repeats 1 --prompts 1 --json", ("tpot_ms", "tpot_price_pct", "prefill_tok_price_pct")
+    ),
     "bench_mla_prefill.py": Small("--heads 1 --threads 1", ("absorbed_cost",)),
     "bench_ops.py": Small("--json --only rows --tokens 1 --seconds 0.01 --threads 1", ("op", "ms", "limit_ms")),
     "bench_overhead.py": Small("--models {made} --repeats 1 --json", ("us_per_output_token",)),

@@ -162,3 +162,11 @@ def test_whatever_happens_nothing_is_lost_and_states_are_those_of_their_prefix(
             sequence, _ = live.pop(rng.randrange(len(live)))
             cache.free(sequence)
         cache.check([sequence.held for sequence, _ in live])
+
+
+def test_what_is_free_is_said_of_the_paged_groups() -> None:
+    """A window's pool is smaller: what it has left says nothing of how full the cache is."""
+    cache = manager(num_blocks=1000)
+    assert cache.num_free_blocks == 1000
+    one, _ = begin(cache, list(range(12)))
+    assert cache.allocate(one, 12) is not None and cache.num_free_blocks == 994

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from made_up_caches import numbers_per_token
 
-from cache.spec import CacheGroup, Field
 from configs.chips import CHIPS
 from configs.engine import EngineConfig, Plan
 from configs.env import child_environment
@@ -85,7 +84,7 @@ def test_what_is_captured_follows_from_the_backend() -> None:
     assert balanced.cudagraph_mode == "piecewise" and "balanced" in balanced.reasons["cudagraph_mode"]
     assert plan(cudagraph_mode="none").cudagraph_capture_sizes == ()
     with pytest.raises(ValueError, match="the host counts"):
-        plan(exchange=counting, cudagraph_mode="full")
+        plan(exchange=counting, cudagraph_mode="full_decode_only")
 
 
 def test_it_says_which_split_steps_are_captured() -> None:
@@ -98,42 +97,33 @@ def test_it_says_which_split_steps_are_captured() -> None:
 
 
 def test_a_cpu_records_decode_steps_where_it_has_native_kernels() -> None:
-    assert resolve(EngineConfig(), MOE, CPU).cudagraph_mode == "tapes"
+    assert resolve(EngineConfig(), MOE, CPU).cudagraph_mode == "full_decode_only"
     assert resolve(EngineConfig(cudagraph_mode="none"), MOE, CPU).reasons["cudagraph_mode"] == "as asked"
     without = resolve(EngineConfig(), MOE, replace(CPU, native_kernels="none"))
     assert without.cudagraph_mode == "none" and "no native kernels" in without.reasons["cudagraph_mode"]
 
 
 def test_graphs_want_a_gpu() -> None:
-    for wishes in ({"cudagraph_mode": "full"}, {"cudagraph_capture_sizes": (1, 2)}):
+    for wishes in ({"cudagraph_mode": "full_and_piecewise"}, {"cudagraph_capture_sizes": (1, 2)}):
         with pytest.raises(ValueError, match="needs a GPU"):
             resolve(EngineConfig(**wishes), MOE, CPU)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="is for a CPU"):
-        plan(cudagraph_mode="tapes")
     with pytest.raises(ValueError, match="unknown"):
         graph_mode("some", None, False)
     assert graph_mode("auto", None, False, planned_attention=True)[0] == "piecewise"
     with pytest.raises(ValueError, match="FlashInfer plans its attention on the host"):
-        graph_mode("full", None, False, planned_attention=True)
-
-
-def test_a_model_with_states_has_no_graphs_on_a_gpu() -> None:
-    group = CacheGroup("state", (1,), (Field("state", (4,), "float32"),))
-    model = replace(MOE, cache_spec=lambda dtype, fp8=False: (group, *numbers_per_token(8192)(dtype)))
-    without = plan(model=model)
-    assert without.cudagraph_mode == "none" and "states" in without.reasons["cudagraph_mode"]
-    with pytest.raises(ValueError, match="cudagraph_mode full: rows of padding"):
-        plan(model=model, cudagraph_mode="full")
+        graph_mode("full_decode_only", None, False, planned_attention=True)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 512, 5000])
 def test_sizes_ascend_and_pad_little(most: int) -> None:
-    sizes = capture_sizes("full", (), most, 8192)
+    sizes = capture_sizes("full_decode_only", (), most, 8192)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == min(most, 512)
     assert all(after <= max(8, 1.5 * before) for before, after in itertools.pairwise(sizes))
-    assert capture_sizes("full", (3, 900, 1), most, 8192) == tuple(sorted({min(3, most), min(900, most), 1}))
+    assert capture_sizes("full_decode_only", (3, 900, 1), most, 8192) == tuple(
+        sorted({min(3, most), min(900, most), 1})
+    )
     with pytest.raises(ValueError, match="at least 1"):
-        capture_sizes("full", (0,), most, 8192)
+        capture_sizes("full_decode_only", (0,), most, 8192)
 
 
 def test_a_gpu_that_is_not_there() -> None:

@@ -22,7 +22,7 @@ RESTLESS = EplbConfig(window_size=8, memory_steps=4, reweight_interval=2, move_i
 def answer(rank: Rank, kind: Any, path: str | None = None) -> BalanceReply:
     """Of a rank whose worker thinks at once."""
     rank.submit(BalanceCommand(command_id=7, kind=kind, path=path))
-    replies = [news for news in rank.take_news() if isinstance(news, BalanceReply)]
+    replies = [news for news in rank.take_events() if isinstance(news, BalanceReply)]
     assert len(replies) == 1 and replies[0].command_id == 7
     return replies[0]
 

@@ -32,7 +32,7 @@ class LaidOut:
         self.cache = cache
         self._has_state = bool(state_groups(cache.kv.spec))
         limits = Limits(
-            max_num_seqs, max_tokens, max_len, cache.kv.block_size, scratch_block=scratch, has_state=self._has_state
+            max_num_seqs, max_tokens, max_len, cache.kv.block_size, scratch_blocks=(scratch,), has_state=self._has_state
         )
         self.buffers = StepBuffers(limits, drive.CPU, context_cost)
         self.num_advanced = 0

@@ -37,14 +37,14 @@ DEFAULTS: dict[str, Any] = {
     "logprobs_mode": "raw_logprobs",
     "max_logprobs": 20,
     "exchange_timeout": 10.0,
-    "cudagraph_mode": "tapes",
+    "cudagraph_mode": "full_decode_only",
 }
 
 
 def make_plan(path: Path, **overrides: Any) -> Plan:
     facts = read_config(path)
     values = {**DEFAULTS, **overrides}
-    if values["device"] == "cuda":  # tapes are a CPU's
+    if values["device"] == "cuda":  # without sizes it is a CPU's
         values["cudagraph_mode"] = overrides.get("cudagraph_mode", "none")
     slots = -(-facts.num_experts // values["data_parallel_size"]) if facts.num_experts else 0
     values.setdefault("slots_per_rank", slots)

@@ -67,7 +67,7 @@ def undisturbed(path: Path, jobs: Sequence[Job]) -> dict[int, list[int]]:
 
 
 class Survivors:
-    """`round` lets every rank take one step. Requests are spread over the living ranks."""
+    """`round` lets every rank take one step. Requests are spread over the live ranks."""
 
     def __init__(self, path: Path, size: int, **overrides: Any) -> None:
         self.plan = make_plan(path, data_parallel_size=size, all2all_backend="mailbox", **overrides)
@@ -96,8 +96,8 @@ class Survivors:
 
     def _send(self, request_id: int) -> None:
         add, tokens = self.requests[request_id], self.released[request_id]
-        living = sorted(self.ranks)
-        self.owner[request_id] = living[request_id % len(living)]
+        live = sorted(self.ranks)
+        self.owner[request_id] = live[request_id % len(live)]
         self.ranks[self.owner[request_id]].submit(
             AddRequest(
                 request_id=request_id,

@@ -132,7 +132,7 @@ def test_counts_are_those_of_every_token(expected: list[list[int]]) -> None:
     for size, dbo in ((2, None), (4, None), (2, SPLIT)):
         ranks = mailbox_ranks(CHECKPOINT, size, slots_per_rank=9, eplb=config, dbo=dbo)
         assert tokens(drive(ranks, JOBS)) == expected
-        (report, *_) = reports(ranks[0].take_news())
+        (report, *_) = reports(ranks[0].take_events())
         load = ask(ranks[0], "load")
         counts = np.array(load["load"])
         assert counts.shape == (LAYERS, EXPERTS) and load["steps"] == report.steps == 20
@@ -143,7 +143,7 @@ def test_counts_are_those_of_every_token(expected: list[list[int]]) -> None:
         for window, step, bound in zip(report.window_balance, report.step_balance, report.lower_bound, strict=True):
             assert 1 / size <= step <= window <= 1 and bound <= 1
         loads.append(counts)
-        assert not reports(ranks[1].take_news())
+        assert not reports(ranks[1].take_events())
     assert (loads[0] == loads[1]).all() and (loads[0] == loads[2]).all(), (
         "who computes what changes nothing in what is counted"
     )
@@ -154,7 +154,7 @@ def test_balance_gets_better() -> None:
     config = EplbConfig(window_size=20, reweight_interval=0, move_interval=0)
     ranks = mailbox_ranks(CHECKPOINT, 4, slots_per_rank=6, eplb=config)
     drive(ranks, JOBS)
-    before = reports(ranks[0].take_news())[-1]
+    before = reports(ranks[0].take_events())[-1]
     assert before.reweights == before.moves == 0
     planned = ask(ranks[0], "plan")
     assert planned["moves"] == len(planned["moved"]) > 0 and status(ranks[0]).moving == 0
@@ -165,7 +165,7 @@ def test_balance_gets_better() -> None:
     done = status(ranks[0])
     assert done.moving == 0 and done.moves == taken["moves"] and done.age_steps < 24
     drive(ranks, JOBS)
-    after = reports(ranks[0].take_news())[-1]
+    after = reports(ranks[0].take_events())[-1]
     assert np.mean(after.window_balance) > np.mean(before.window_balance) + 0.05
     check_slots(CHECKPOINT, ranks)
 
@@ -202,7 +202,7 @@ def test_a_failing_balancer_says_so_and_serving_goes_on(
 ) -> None:
     ranks = mailbox_ranks(CHECKPOINT, 4, slots_per_rank=6, eplb=RESTLESS)
     drive(ranks, JOBS[:1])
-    ranks[0].take_news()
+    ranks[0].take_events()
     before = placement_of(ranks[0]).checksum()
 
     def fail(counts_LE: object) -> None:
@@ -211,7 +211,7 @@ def test_a_failing_balancer_says_so_and_serving_goes_on(
     with caplog.at_level(logging.ERROR, "moesaic.eplb"), monkeypatch.context() as broken:
         broken.setattr(balance_of(ranks[0])._coordinator._balancer, "observe", fail)
         assert tokens(drive(ranks, JOBS)) == expected
-    failed = reports(ranks[0].take_news())
+    failed = reports(ranks[0].take_events())
     assert failed[0].failures == 1 and failed[0].last_error == "ValueError: every load must be finite"
     assert failed[-1].failures > 1, "reports of windows go on"
     assert [record.message.startswith("event=eplb_failed") for record in caplog.records] == [True], "once"
@@ -250,13 +250,13 @@ def test_what_is_asked_is_answered(tmp_path: Path) -> None:
     ranks = mailbox_ranks(CHECKPOINT, 2, slots_per_rank=9, eplb=EplbConfig())
     command = BalanceCommand(command_id=3, kind="status")
     ranks[0].submit(command)
-    assert not ranks[0].take_news(), "not before the ranks have met"
+    assert not ranks[0].take_events(), "not before the ranks have met"
     drive(ranks, [])
-    (reply,) = ranks[0].take_news()
+    (reply,) = ranks[0].take_events()
     assert isinstance(reply, BalanceReply) and reply.command_id == 3 and not reply.error
     assert "no tokens have been counted" in answer(ranks[0], "plan").error
     ranks[1].submit(command)
-    (reply,) = ranks[1].take_news()
+    (reply,) = ranks[1].take_events()
     assert isinstance(reply, BalanceReply) and "rank 1 does not lead" in reply.error
     found = decode_placement(answer(ranks[0], "placement").body)
     assert np.array_equal(found.placement.slot_to_expert, placement_of(ranks[0]).slot_to_expert)

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 NUM_EXPERTS = 8
 JOBS = [Job([5 + 3 * i, 7, 11 * i % 90 + 2, *range(2, 2 + i)], 16 + i % 4) for i in range(7)]
-SLOW = dataclasses.replace(RESTLESS, move_budget_mib=0.002)  # many pieces for each expert: moves take many steps
+SLOW = dataclasses.replace(RESTLESS, move_budget_mib=0.002)  # many chunks for each expert: moves take many steps
 
 
 @pytest.fixture(scope="session")
@@ -51,14 +51,16 @@ def test_a_rank_dies_while_experts_move(
         cluster.round()
     answer(cluster.ranks[0], "rebalance")
     bound = 30
-    while not any((change := balance_of(rank)._change) and change.received > 0 for rank in cluster.ranks.values()):
+    while not any(
+        (under_way := balance_of(rank)._rebalance) and under_way.received > 0 for rank in cluster.ranks.values()
+    ):
         cluster.round()
         bound -= 1
         assert bound, "nothing moves"
     before = {rank: placement_of(cluster.ranks[rank]) for rank in cluster.ranks}
     cluster.round(victim=victim, turns=4)
     for rank, alive in cluster.ranks.items():
-        assert balance_of(alive)._change is None and balance_of(alive)._exchange.parcels is None, (
+        assert balance_of(alive)._rebalance is None and balance_of(alive)._exchange.parcels is None, (
             "the move is forgotten"
         )
         assert placement_of(alive) is before[rank]

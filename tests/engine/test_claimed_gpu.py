@@ -138,6 +138,11 @@ def deepseek(path: Path) -> None:
     deepseek_tiny.make_v3(path, num_hidden_layers=2)
 
 
+def glm5(path: Path) -> None:
+    """The second layer uses what the first has chosen."""
+    deepseek_tiny.make_glm5(path, num_hidden_layers=2, indexer_types=["full", "shared"], index_topk=5)
+
+
 @pytest.mark.parametrize(
     ("make", "choices"),
     [
@@ -145,6 +150,8 @@ def deepseek(path: Path) -> None:
         pytest.param(deepseek, {}, id="deepseek", marks=pytest.mark.slow),
         pytest.param(qwen3, GRAPHS, id="qwen3 in graphs", marks=pytest.mark.slow),
         pytest.param(deepseek, GRAPHS | {"async_scheduling": True}, id="deepseek in graphs", marks=pytest.mark.slow),
+        pytest.param(glm5, {}, id="glm5", marks=pytest.mark.slow),
+        pytest.param(glm5, GRAPHS | {"async_scheduling": True}, id="glm5 in graphs", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # of rows that stay padding
@@ -179,6 +186,7 @@ def test_two_ranks_of_one_thread(choices: dict[str, Any], tmp_path: Path) -> Non
     assert [got.tokens for got in ours] == [got.tokens for got in expected]
 
 
+@pytest.mark.slow
 def test_an_llm_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """moesaic.LLM as a user calls it: what nvidia-smi says, the plan, the embedded model, its tokens."""
     tool = tmp_path / "nvidia-smi"

@@ -101,7 +101,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 def test_steps_that_are_copied_equal_those_that_are_not(steps: list[tuple[int, int, int]]) -> None:
     """Fields, tables and what else there is, of steps of any shape; padding too. Nothing is there before it is sent."""
     upload = PinnedUpload(FakeEvents().new, pinned=False)
-    limits = Limits(8, 16, 16, 4, num_tables=2, scratch_block=3)
+    limits = Limits(8, 16, 16, 4, num_tables=2, scratch_blocks=(3, 4))
     memories = [StepMemory(limits, (0, 0, 9), (1, 5), 1, CPU, way) for way in (None, upload)]
     for number, (more_tokens, num_sequences, columns) in enumerate(steps):
         found = []

@@ -139,7 +139,7 @@ def test_measured_overlap_leaves_the_ranks_alive(
     monkeypatch.setattr(build, "graph_library", lambda device: FakeGraphLibrary())
     checkpoint = hf_tiny.make_qwen3_moe(tmp_path / "model", hidden_size=2048, num_hidden_layers=2).path
     choices = {"all2all_backend": backend, "dtype": "bfloat16", "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    captured = {"cudagraph_mode": "full", "cudagraph_capture_sizes": (1, 2, 4)} if graphs else {}
+    captured = {"cudagraph_mode": "full_decode_only", "cudagraph_capture_sizes": (1, 2, 4)} if graphs else {}
     try:
         ours = tokens_on_ranks(tmp_path, checkpoint, JOBS[:2], dbo=DboPlan(), **choices, **captured)
     finally:

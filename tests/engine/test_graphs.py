@@ -6,9 +6,10 @@ Legend: T tokens, D hidden size.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import deepseek_tiny
 import drive
@@ -125,9 +126,9 @@ def test_full_decode_graphs_equal_eager(moe: CausalLM, num_parts: int) -> None:
     work = sorted(prompts(captured, lengths), key=lambda item: len(item[1]) > 1)
     assert captured.check(work) == 0  # a prefill is none of theirs
     parts = set()
-    for step, living in enumerate([6, 6, 3, 5, 5, 1, 1, 1, 2]):
-        work = [(b, [7 * b + step], lengths[b]) for b in range(living)]
-        for b in range(living):
+    for step, live in enumerate([6, 6, 3, 5, 5, 1, 1, 1, 2]):
+        work = [(b, [7 * b + step], lengths[b]) for b in range(live)]
+        for b in range(live):
             lengths[b] += 1
         split = num_parts if step != 2 else 1
         assert captured.check(work, split) == 1
@@ -180,12 +181,15 @@ def test_experts_that_count_on_the_host_are_left_out(ragged: CausalLM) -> None:
     assert captured.check([(0, [5], 5), (1, [6], 8)]) > 1
 
 
-def test_deepseek_piecewise(tmp_path: Path) -> None:
-    """Its attention in torch plans on the host; that is what the cut is for."""
-    model = drive.load_ours(deepseek_tiny.make_v3(tmp_path).path)
+@pytest.mark.parametrize("make", [deepseek_tiny.make_v3, deepseek_tiny.make_v32, deepseek_tiny.make_glm5])
+def test_deepseek_piecewise(make: Callable[..., Any], tmp_path: Path) -> None:
+    """Its attention in torch plans on the host; that is what the cut is for. With an indexer (of 8 keys) graphs must not
+    know how many keys there were when they were captured."""
+    model = drive.load_ours(make(tmp_path).path)
     captured = Captured.of(model, replace(PIECEWISE, break_exchanges=True))
     assert captured.check([(0, [1, 2, 3, 4, 5], 0), (1, [8] * 8, 0)]) > 1
     assert captured.check([(0, [5], 5), (1, [6], 8)]) > 1
+    assert captured.check([(1, [7, 8, 9], 9)]) > 1
 
 
 def test_a_step_without_tokens_runs_eager(moe: CausalLM) -> None:

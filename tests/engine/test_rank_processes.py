@@ -21,7 +21,7 @@ from configs.dbo import DboPlan
 from configs.engine import Plan
 from dbo.memory import recall
 from engine.build import build_rank
-from engine.process.rank_process import backend_of
+from engine.process.rank_loop import backend_of
 from front.messages import RankFailed, Shutdown
 from models.tiny import CHECKPOINT
 
@@ -88,7 +88,8 @@ def test_two_processes_equal_one_rank(checkpoint: Path, start: Callable[[Plan], 
     assert [process.wait(10) for process in cluster.processes] == [0, 0]
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_without_word_of_who_is_left_a_rank_gives_up(
     checkpoint: Path, start: Callable[[Plan], Cluster], asynchronous: bool
 ) -> None:

@@ -14,16 +14,16 @@ from test_team import formed, make_team
 
 from dbo.steps import drain, weave
 from engine import reading as reading_module
-from engine.reading import Piece, ReadingThread, await_checkpoint
+from engine.reading import ReadingThread, StagedExpert, await_checkpoint
 from engine.team import Groups, Opened, Team
 from ep.transport.group import MailboxGroup, MailboxWorld
-from eplb.repair import Load
+from eplb.repair import SlotUpdate
 from layers.identity import CheckpointError, identify
 from layers.weights import Checkpoint
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.attacks
-LOADS = [Load(0, 0, slot, slot) for slot in range(6)]
+UPDATES = [SlotUpdate(0, 0, slot, slot) for slot in range(6)]
 
 
 class Disk:
@@ -34,11 +34,11 @@ class Disk:
         self.gate = threading.Event()
         self.gate.set()
 
-    def stage(self, load: Load) -> Piece:
+    def stage(self, update: SlotUpdate) -> StagedExpert:
         self.gate.wait(20)
         if self.error:
             raise CheckpointError(self.error)
-        return Piece(load, cast(Any, None), 1)
+        return StagedExpert(update, cast(Any, None), 1)
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
@@ -51,16 +51,16 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 def test_a_file_that_is_away_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     disk = Disk()
     disk.error = "model.safetensors: cannot be read"
-    reading = ReadingThread(LOADS, disk.stage)
+    reading = ReadingThread(UPDATES, disk.stage)
     wait_for(lambda: reading.trouble, "it says what is wrong")
     assert reading.trouble == disk.error and reading.take(0.0) is None and reading.left == 6
     disk.error = ""
     got = []
     while reading.left:
-        piece = reading.take(5.0)
-        assert piece is not None
-        got.append(piece.load)
-    assert got == LOADS and reading.trouble == ""
+        expert = reading.take(5.0)
+        assert expert is not None
+        got.append(expert.update)
+    assert got == UPDATES and reading.trouble == ""
     assert caplog.text.count("event=weights_unavailable") == 1
 
 
@@ -68,7 +68,7 @@ def test_a_disk_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading_module, "STALLED_SECONDS", 0.05)
     disk = Disk()
     disk.gate.clear()
-    reading = ReadingThread(LOADS, disk.stage)
+    reading = ReadingThread(UPDATES, disk.stage)
     began = time.monotonic()
     assert reading.take(0.01) is None and time.monotonic() - began < 5.0
     wait_for(lambda: reading.trouble, "it says that nothing comes")
@@ -79,10 +79,10 @@ def test_a_disk_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_errors_are_raised_where_experts_are_taken() -> None:
-    def stage(load: Load) -> Piece:
+    def stage(update: SlotUpdate) -> StagedExpert:
         raise ValueError("of a kind that waiting does not mend")
 
-    reading = ReadingThread(LOADS, stage)
+    reading = ReadingThread(UPDATES, stage)
     with pytest.raises(ValueError, match="waiting does not mend"):
         wait_for(lambda: reading.take(0.01), "an error")
 
@@ -119,13 +119,13 @@ def flaky_teams(world: MailboxWorld, disk: Disk) -> list[Team]:
         checkpoint = Checkpoint(CHECKPOINT)
         team._model.load(checkpoint)
 
-        def stage(load: Load, inner: Any = (team, checkpoint)) -> Piece:
+        def stage(update: SlotUpdate, inner: Any = (team, checkpoint)) -> StagedExpert:
             team, checkpoint = inner
-            disk.stage(load)
-            keys = team._model.expert_keys(checkpoint, load.layer, load.expert)
-            return Piece(load, *checkpoint.stage(keys))
+            disk.stage(update)
+            keys = team._model.expert_keys(checkpoint, update.layer, update.expert)
+            return StagedExpert(update, *checkpoint.stage(keys))
 
-        team._read = lambda loads, stage=stage: ReadingThread(loads, stage)
+        team._read = lambda updates, stage=stage: ReadingThread(updates, stage)
         team.begin(0, (True, True, True))
     formed(teams)
     return teams

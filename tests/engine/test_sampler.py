@@ -194,7 +194,7 @@ def test_history_grows_with_the_tokens_drawn() -> None:
     drawn = []
     for position in range(1, 60):
         sampled = sample(logits.clone(), table.gather([0, 2], [position] * 2))
-        table.note([0, 2], sampled.token_ids_P)
+        table.note([0, 2], [[token] for token in sampled.token_ids_P.tolist()])
         drawn.append(tokens_of(sampled))
     assert all(first == 99 for first, _ in drawn)
     counts = np.bincount([second for _, second in drawn], minlength=100)

@@ -19,8 +19,8 @@ MAX_LEN = 40
 MAX_SEQS = 3
 SCRATCH = 999
 CPU = torch.device("cpu")
-LIMITS = Limits(MAX_SEQS + 1, 64, MAX_LEN, BLOCK, scratch_block=SCRATCH)
-GROUPS = LIMITS._replace(num_tables=2, has_state=True)
+LIMITS = Limits(MAX_SEQS + 1, 64, MAX_LEN, BLOCK, scratch_blocks=(SCRATCH,))
+GROUPS = LIMITS._replace(num_tables=2, has_state=True, scratch_blocks=(SCRATCH, SCRATCH))
 
 
 def new_row(row: int, tokens: list[int]) -> NewRow:

@@ -119,10 +119,15 @@ def start(checkpoint: Path) -> Iterator[type[Front]]:
 @pytest.mark.parametrize(
     ("backend", "dbo"),
     [
-        pytest.param("gloo", None, id="whole-gloo"),
-        pytest.param("shm", SPLIT, id="split-shm"),
-        pytest.param("shm", None, id="whole-shm", marks=pytest.mark.slow),
-        pytest.param("gloo", SPLIT, id="split-gloo", marks=pytest.mark.slow),
+        pytest.param("gloo", SPLIT, id="split-gloo"),
+        *(
+            pytest.param(backend, dbo, id=name, marks=pytest.mark.slow)
+            for backend, dbo, name in (
+                ("gloo", None, "whole-gloo"),
+                ("shm", None, "whole-shm"),
+                ("shm", SPLIT, "split-shm"),
+            )
+        ),
     ],
 )
 def test_a_killed_rank_is_survived_and_returns(

@@ -38,6 +38,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "llama": hf_tiny.make_llama,
     "deepseek_v2": deepseek_tiny.make_v2,
     "deepseek_v3": deepseek_tiny.make_v3,
+    "deepseek_v3.2": deepseek_tiny.make_v32,
+    "glm5": deepseek_tiny.make_glm5,
 }
 
 
@@ -81,9 +83,9 @@ class Captured:
         self.check(
             [(b, [b + i for i in range(length)], 0) for b, length in sorted(enumerate(lengths), key=lambda x: x[1] > 1)]
         )
-        for step, living in enumerate([4, 4, 4, 2, 2, 3, 1, 2, 4, 1, 3]):
-            self.check([(b, [7 * b + step], lengths[b]) for b in range(living)])
-            lengths[:living] = [length + 1 for length in lengths[:living]]
+        for step, live in enumerate([4, 4, 4, 2, 2, 3, 1, 2, 4, 1, 3]):
+            self.check([(b, [7 * b + step], lengths[b]) for b in range(live)])
+            lengths[:live] = [length + 1 for length in lengths[:live]]
         assert self.laid_out.num_advanced == 3  # of the others the sequences were not those of the step before
 
 

@@ -138,7 +138,7 @@ def test_whoever_has_just_started_learns_the_placement(slots: int) -> None:
     joined = formed(teams)
     expected = repair(twice, (True, True, True), 9)
     for team in teams:
-        assert team._placement is not None and team.working and team.living == (0, 1, 2)
+        assert team._placement is not None and team.working and team.live == (0, 1, 2)
         assert team._placement.checksum() == expected.checksum() and team._placement.epoch == 9
     assert [one.epoch for one in joined] == [9, 9, 9]
     pending = [team.agreement.propose(PROPOSAL) for team in teams]
@@ -160,7 +160,7 @@ def test_ranks_that_are_added_count_more_ranks_than_the_others(news: bool) -> No
     joined = formed([*teams.values()])
     expected = repair(old, alive, 9)
     for team in teams.values():
-        assert team._placement is not None and team.living == (0, 1, 3, 4)
+        assert team._placement is not None and team.live == (0, 1, 3, 4)
         assert team._placement.checksum() == expected.checksum()
     assert [one.experts_loaded for one in joined] == [0, 0, 0, 0]  # all are what each has read at its start
     pending = [team.agreement.propose(PROPOSAL) for team in teams.values()]

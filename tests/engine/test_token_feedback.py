@@ -326,7 +326,7 @@ def test_a_rank_is_lost(path: Path, turns: int, monkeypatch: pytest.MonkeyPatch)
     assert cluster.released == expected
 
 
-@pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
+@pytest.mark.parametrize("mode", ["full_decode_only", "full_and_piecewise"])
 def test_replayed_steps_are_fed_from_the_device(mode: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs read the tokens from their own memory, which is filled on the device too."""
     before = isa()

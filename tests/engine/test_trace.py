@@ -43,7 +43,7 @@ def parts_of(ranks: list[Rank], stop: ProfileCommand = STOP) -> list[ProfilePart
     parts = []
     for rank in ranks:
         rank.submit(stop)
-        (part,) = (news for news in rank.take_news() if isinstance(news, ProfilePart))
+        (part,) = (news for news in rank.take_events() if isinstance(news, ProfilePart))
         parts.append(part)
     return parts
 

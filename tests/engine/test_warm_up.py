@@ -39,7 +39,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGraphLibrary]:
 @pytest.fixture
 def rank(library: FakeGraphLibrary, tmp_path: Path) -> Rank:
     path = hf_tiny.make_qwen3(tmp_path / "model").path
-    plan = make_plan(path, max_num_seqs=2, cudagraph_mode="full", cudagraph_capture_sizes=(1, 2))
+    plan = make_plan(path, max_num_seqs=2, cudagraph_mode="full_decode_only", cudagraph_capture_sizes=(1, 2))
     return build.build_rank(plan)
 
 

@@ -1,4 +1,4 @@
-"""Experts travel in pieces and are swapped in: every slot then holds the bytes of its expert, and the layer computes as before."""
+"""Experts travel in chunks and are swapped in: every slot then holds the bytes of its expert, and the layer computes as before."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ LAYERS = 2
 
 
 def placement(seed: int, ranks: int, slots: int, alive: tuple[bool, ...], domains: tuple[int, ...] = ()) -> Placement:
-    """Every expert once on a living rank, then replicas and unused slots at random."""
+    """Every expert once on a live rank, then replicas and unused slots at random."""
     rng = np.random.default_rng(seed)
-    living = np.flatnonzero(alive)
+    live = np.flatnonzero(alive)
     ids = np.full((LAYERS, ranks, slots), -1, dtype=np.int32)
     for layer in range(LAYERS):
-        values = rng.integers(-1, MOE_EXPERTS, len(living) * slots)
+        values = rng.integers(-1, MOE_EXPERTS, len(live) * slots)
         values[:MOE_EXPERTS] = np.arange(MOE_EXPERTS)
-        ids[layer, living] = rng.permutation(values).reshape(len(living), slots)
+        ids[layer, live] = rng.permutation(values).reshape(len(live), slots)
     return Placement(3, MOE_EXPERTS, ids, even_shares(ids, MOE_EXPERTS), alive, domains)
 
 
@@ -67,9 +67,9 @@ def content(layer: int, expert: int, part: int, like: Tensor) -> Tensor:
 
 
 def carry_out(migration: Migration, parcels: Parcels) -> None:
-    for piece in range(migration.num_pieces):
-        pending = parcels.send(migration.sizes(piece), migration.outgoing(piece))
-        migration.receive(piece, pending.wait())
+    for chunk in range(migration.num_chunks):
+        pending = parcels.send(migration.sizes(chunk), migration.outgoing(chunk))
+        migration.receive(chunk, pending.wait())
         parcels.release()
 
 
@@ -79,38 +79,36 @@ def carry_out(migration: Migration, parcels: Parcels) -> None:
     seeds=st.tuples(st.integers(0, 999), st.integers(0, 999)),
     ranks=st.integers(1, 5),
     spare=st.integers(0, 3),
-    piece_bytes=st.sampled_from([100, 3000, 4096, 1 << 20]),
+    chunk_bytes=st.sampled_from([100, 3000, 4096, 1 << 20]),
     dead=st.booleans(),
 )
 def test_every_slot_gets_its_expert(
-    seeds: tuple[int, int], ranks: int, spare: int, piece_bytes: int, dead: bool
+    seeds: tuple[int, int], ranks: int, spare: int, chunk_bytes: int, dead: bool
 ) -> None:
     alive = tuple(not (dead and ranks > 1 and rank == 1) for rank in range(ranks))
-    living = [rank for rank in range(ranks) if alive[rank]]
-    slots = -(-MOE_EXPERTS // len(living)) + spare
+    live = [rank for rank in range(ranks) if alive[rank]]
+    slots = -(-MOE_EXPERTS // len(live)) + spare
     old, new = (placement(seed, ranks, slots, alive) for seed in seeds)
-    world = MailboxWorld(len(living))
-    hosts = [Slots(old, rank) for rank in living]
-    migrations = [
-        Migration(old, new, rank, host.storage, piece_bytes) for rank, host in zip(living, hosts, strict=True)
-    ]
-    parcels = [make_parcels(MailboxGroup(world, index), 0) for index in range(len(living))]
-    (pieces,) = {migration.num_pieces for migration in migrations}
-    for piece in range(pieces):
-        sizes = [migration.sizes(piece) for migration in migrations]
+    world = MailboxWorld(len(live))
+    hosts = [Slots(old, rank) for rank in live]
+    migrations = [Migration(old, new, rank, host.storage, chunk_bytes) for rank, host in zip(live, hosts, strict=True)]
+    parcels = [make_parcels(MailboxGroup(world, index), 0) for index in range(len(live))]
+    (chunks,) = {migration.num_chunks for migration in migrations}
+    for chunk in range(chunks):
+        sizes = [migration.sizes(chunk) for migration in migrations]
         assert all(np.array_equal(sizes[0], other) for other in sizes)
-        assert sizes[0].sum(0).max() <= piece_bytes and sizes[0].trace() == 0
+        assert sizes[0].sum(0).max() <= chunk_bytes and sizes[0].trace() == 0
         pending = [
-            one.send(size, migration.outgoing(piece))
+            one.send(size, migration.outgoing(chunk))
             for one, size, migration in zip(parcels, sizes, migrations, strict=True)
         ]
         for migration, arrived in zip(migrations, pending, strict=True):
-            migration.receive(piece, arrived.wait())
-    for rank, host in zip(living, hosts, strict=True):
+            migration.receive(chunk, arrived.wait())
+    for rank, host in zip(live, hosts, strict=True):
         host.check(old, rank)  # nothing has changed so far
     for migration in migrations:
         migration.swap()
-    for rank, host in zip(living, hosts, strict=True):
+    for rank, host in zip(live, hosts, strict=True):
         host.check(new, rank)
     changed = (old.slot_to_expert != new.slot_to_expert) & (new.slot_to_expert >= 0)
     assert len(migrations[0].moves) == changed.sum() and world.num_waiting == 0
@@ -140,7 +138,7 @@ def test_experts_come_from_near_and_from_whoever_sends_least() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @torch.inference_mode()
 def test_through_shared_memory(tmp_path: Path, size: int) -> None:
-    """Rooms of exactly one piece, used again and again."""
+    """Rooms of exactly one chunk, used again and again."""
     alive = (True,) * size
     slots = -(-MOE_EXPERTS // size) + 1
     route = [placement(seed, size, slots, alive) for seed in (1, 2, 3, 1)]
@@ -150,7 +148,7 @@ def test_through_shared_memory(tmp_path: Path, size: int) -> None:
         host, parcels = Slots(route[0], rank), make_parcels(groups[rank], 1000)
         for old, new in itertools.pairwise(route):
             migration = Migration(old, new, rank, host.storage, 1000)
-            assert migration.num_pieces > 10
+            assert migration.num_chunks > 10
             carry_out(migration, parcels)
             migration.swap()
             host.check(new, rank)
@@ -164,7 +162,7 @@ def test_alone_there_is_nothing_to_carry() -> None:
     host, group = Slots(old, 0), LocalGroup()
     with torch.inference_mode():
         migration = Migration(old, new, 0, host.storage, 100)
-        assert migration.num_pieces == migration.bytes_received == 0
+        assert migration.num_chunks == migration.bytes_received == 0
         migration.swap()
         host.check(new, 0)
     local: Group = group

@@ -90,7 +90,7 @@ def test_equal_numbers_cost_nothing() -> None:
     assert SlotTable(linear_placement(1, 7, 3), 0)(torch.tensor([[2, 3, 5]])).tolist() == [[2, 3, 6]]
 
 
-def test_slots_are_counted_among_the_living() -> None:
+def test_slots_are_counted_among_the_live_ranks() -> None:
     """Ranks 0 and 2 of three live: they are 0 and 1 to each other."""
     ids = np.array([[[0, 1, 2], [-1, -1, -1], [3, 1, -1]]], dtype=np.int32)
     placement = Placement(4, 4, ids, even_shares(ids, 4), (True, False, True))

@@ -57,7 +57,7 @@ def improved(
 
 
 def drawn(seed: int, even: bool = False, most_ranks: int = 12) -> tuple[Ids, Floats, Bools]:
-    """ids [1, G, S] with every expert on a living rank, unused slots and doubled copies; loads [1, E]; living ranks."""
+    """ids [1, G, S] with every expert on a live rank, unused slots and doubled copies; loads [1, E]; live ranks."""
     rng = np.random.default_rng(seed)
     num_ranks, slots = int(rng.integers(1, most_ranks)), int(rng.integers(1, 7))
     alive = rng.random(num_ranks) < 0.8
@@ -122,7 +122,7 @@ def test_moves(native: bool, seed: int) -> None:
     for rank, slot, expert in found.loads:
         assert alive[rank] and expert not in after[0, rank]
         after[0, rank, slot] = expert
-    living, num_experts = int(alive.sum()), load.shape[1]
+    live, num_experts = int(alive.sum()), load.shape[1]
     copies = [np.array([(of[0, alive] == e).any(1).sum() for e in range(num_experts)]) for of in (ids, after)]
     assert (copies[1] >= np.minimum(copies[0], min_copies)).all() and copies[1].min() >= 1
     shares = [reweighted(native, of, load, alive) for of in (ids, after)]
@@ -131,7 +131,7 @@ def test_moves(native: bool, seed: int) -> None:
     )
     assert now >= before - (0.01 if native else 1e-6)
     if keep:
-        allowed = -(-max(0, 2 * num_experts - living * ids.shape[2]) // living) + 1
+        allowed = -(-max(0, 2 * num_experts - live * ids.shape[2]) // live) + 1
         largest = max(np.bincount(np.array(domains)[alive]))
         made = [
             Placement(0, num_experts, of, share, tuple(alive)) for of, share in zip((ids, after), shares, strict=True)
@@ -154,16 +154,16 @@ def test_renaming(native: bool, seed: int) -> None:
     groups = rank_groups(alive.tolist(), domains)
     out = native_relabel(new, before, num_experts, groups) if native else simple.relabel(new, before, groups)
     assert out is not None
-    living = np.flatnonzero(alive)
+    live = np.flatnonzero(alive)
     contents = [sorted(row) for row in new[0].tolist()]
     assert sorted(sorted(row) for row in out[0].tolist()) == sorted(contents)
     assert (out[0, ~alive] == new[0, ~alive]).all()
     for group in groups:  # its ranks' contents came from the ranks of one group
         mine = sorted(sorted(row) for row in out[0, group].tolist())
         assert mine in [sorted(contents[rank] for rank in other) for other in groups]
-    for rank in living:  # what stays keeps a slot that it had
+    for rank in live:  # what stays keeps a slot that it had
         kept = {*out[0, rank].tolist()} & {*before[0, rank].tolist()} - {-1}
         assert all((out[0, rank] == e)[before[0, rank] == e].any() for e in kept)
     if native and len(groups) == 1:
-        kept = [{*a} & {*b} - {-1} for a, b in zip(out[0, living].tolist(), old.tolist(), strict=True)]
-        assert sum(map(len, kept)) == most_kept(new[0, living].tolist(), old.tolist())
+        kept = [{*a} & {*b} - {-1} for a, b in zip(out[0, live].tolist(), old.tolist(), strict=True)]
+        assert sum(map(len, kept)) == most_kept(new[0, live].tolist(), old.tolist())

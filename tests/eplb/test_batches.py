@@ -14,14 +14,14 @@ from eplb.repair import even_shares
 def random_placement(
     seed: int, layers: int, ranks: int, slots: int, experts: int, alive: tuple[bool, ...]
 ) -> Placement:
-    """Every expert somewhere on a living rank, the slots left over at random (some unused)."""
+    """Every expert somewhere on a live rank, the slots left over at random (some unused)."""
     rng = np.random.default_rng(seed)
-    living = np.flatnonzero(alive)
+    live = np.flatnonzero(alive)
     ids = np.full((layers, ranks, slots), -1, dtype=np.int32)
     for layer in range(layers):
-        values = rng.integers(-1, experts, len(living) * slots)
+        values = rng.integers(-1, experts, len(live) * slots)
         values[:experts] = np.arange(experts)
-        ids[layer, living] = rng.permutation(values).reshape(len(living), slots)
+        ids[layer, live] = rng.permutation(values).reshape(len(live), slots)
     return Placement(0, experts, ids, even_shares(ids, experts), alive)
 
 

@@ -91,9 +91,9 @@ def test_f1_two_copies_of_everything_need_no_reload_after_any_one_loss(case: Cas
 
 
 def test_f1_is_refused_where_the_slots_do_not_suffice() -> None:
-    with pytest.raises(ValueError, match=r"2 copies of 8 experts on 4 living rank.* need at least 4 slots"):
+    with pytest.raises(ValueError, match=r"2 copies of 8 experts on 4 live rank.* need at least 4 slots"):
         plan(np.ones((1, 8)), 4, 3, min_copies=2)
-    with pytest.raises(ValueError, match="min_copies is 2; with 1 living rank"):
+    with pytest.raises(ValueError, match="min_copies is 2; with 1 live rank"):
         plan(np.ones((1, 8)), 1, 16, min_copies=2)
 
 

@@ -62,7 +62,7 @@ def test_arrays_are_read_only_copies() -> None:
         ({"slot_to_expert": [[[0, 1], [2, -1]]], "share": [[[1, 1], [1, 0.5]]]}, "unused slot holds a share"),
         ({"slot_to_expert": [[[0, 1], [1, 0]]]}, "layer 0: 1 expert.*the first is 2"),
         ({"alive": (True, False)}, "rank 1 is not alive but holds a share"),
-        ({"alive": (True, False), "share": [[[1, 1], [0, 0]]]}, "no slot on a living rank, the first is 2"),
+        ({"alive": (True, False), "share": [[[1, 1], [0, 0]]]}, "no slot on a live rank, the first is 2"),
     ],
 )
 def test_bad_placements_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -275,7 +275,7 @@ def test_whatif_without_kill_only_looks(planned: Path) -> None:
 
 
 def test_bad_input_of_whatif(trace: Path, planned: Path) -> None:
-    assert "no living rank 99" in refused(2, "whatif", planned, "--kill", "rank:99")
+    assert "no live rank 99" in refused(2, "whatif", planned, "--kill", "rank:99")
     assert run("whatif", trace, "--trace", trace).exit_code == 1
 
 

@@ -43,23 +43,23 @@ def test_any_shape(
     """Nothing has to divide anything; slots may differ from layer to layer; Placement checks that every expert is served."""
     rng = np.random.default_rng(seed)
     alive = [rank != dead for rank in range(num_ranks)]
-    living = max(1, sum(alive))
+    live = max(1, sum(alive))
     alive = alive if any(alive) else [True]
     load = rng.lognormal(0, 1, (3, num_experts)) * rng.integers(0, 2, (3, 1))
-    slots = [-(-num_experts // living) + more for more in extra]
+    slots = [-(-num_experts // live) + more for more in extra]
     made = plan(load, num_ranks, slots, alive=alive, method=method, coverage=coverage)
     used = (made.placement.slot_to_expert >= 0).sum(2)
     assert made.placement.slots_per_rank == max(slots)
     assert (used <= np.array(slots)[:, None]).all()
     assert not used[:, [not lives for lives in alive]].any()
-    most = (load.sum(1) / living) / made.balance
+    most = (load.sum(1) / live) / made.balance
     assert (most >= made.lower_bound * (1 - 1e-6)).all()
     if method == "flat":
         for layer in range(3):
             for pairs in made.placement.slots_of(layer):
                 assert len({round(share, 6) for _, share in pairs}) == 1
     if method == "auto":  # every slot is used, unless every expert is everywhere
-        assert (used.sum(1) == np.minimum(np.array(slots) * living, num_experts * living)).all()
+        assert (used.sum(1) == np.minimum(np.array(slots) * live, num_experts * live)).all()
 
 
 @needs_native
@@ -113,15 +113,15 @@ def test_renaming_saves_moves_and_keeps_coverage() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"slots_per_rank": 2}, "slots_per_rank is 2; 10 experts on 4 living rank.s. need at least 3 slots a rank"),
+        ({"slots_per_rank": 2}, "slots_per_rank is 2; 10 experts on 4 live rank.s. need at least 3 slots a rank"),
         ({"alive": [True, False, False, True]}, "need at least 5 slots"),
         ({"alive": [True]}, "alive has 1 entries for 4 ranks"),
-        ({"alive": [False] * 4}, "no living rank"),
+        ({"alive": [False] * 4}, "no live rank"),
         ({"failure_domains": [1, 2]}, "failure_domains has 2 entries"),
         ({"slots_per_rank": [3, 3]}, "one number or one per layer"),
         ({"num_ranks": 0}, "num_ranks is 0"),
         ({"min_copies": 0}, "min_copies is 0"),
-        ({"min_copies": 2}, "2 copies of 10 experts on 4 living rank.s. need at least 5"),
+        ({"min_copies": 2}, "2 copies of 10 experts on 4 live rank.s. need at least 5"),
         ({"load_LE": [[float("nan")] * 10]}, "expert 0 is nan"),
         ({"load_LE": [[1.0] * 9], "num_experts": 10}, "load has 9 experts"),
         ({"method": "best"}, "method 'best'"),

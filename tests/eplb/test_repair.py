@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb.placement import Placement, linear_placement
-from eplb.repair import Load, diff, even_shares, lost_experts, ranks_needed, repair, widen
+from eplb.repair import SlotUpdate, diff, even_shares, lost_experts, ranks_needed, repair, widen
 
 
 @st.composite
@@ -120,12 +120,12 @@ def test_unused_slots_are_taken_before_replicas() -> None:
     placement = Placement(0, 6, ids, even_shares(ids, 6), (True, True, True))
     repaired = repair(placement, (True, False, True), 1)
     # Expert 2 takes the unused slot, expert 3 the doubled one of rank 2.
-    assert diff(placement, repaired) == (Load(0, 0, 2, 2), Load(0, 2, 0, 3))
+    assert diff(placement, repaired) == (SlotUpdate(0, 0, 2, 2), SlotUpdate(0, 2, 0, 3))
 
 
 def test_too_few_ranks_are_named() -> None:
     placement = linear_placement(2, 8, 4, 3)
-    with pytest.raises(ValueError, match=r"2 living rank\(s\) of 3 slots cannot hold 8 experts: it takes 3 ranks"):
+    with pytest.raises(ValueError, match=r"2 live rank\(s\) of 3 slots cannot hold 8 experts: it takes 3 ranks"):
         repair(placement, (True, True, False, False), 1)
     with pytest.raises(ValueError, match="alive has 3 entries for 4 ranks"):
         repair(placement, (True, True, False), 1)

@@ -57,7 +57,7 @@ def test_dead_ranks_get_nothing() -> None:
         ([[[0], [1]]], [[1.0, -1.0]], None, "expert 1 is -1.0"),
         ([[[0], [1]]], [1.0, 1.0], None, r"\[layers, experts\]"),
         ([[[0], [1]]], [[1.0, 1.0, 1.0]], None, "expert 2 has no slot"),
-        ([[[0], [1]]], [[1.0, 1.0]], [True, False], "expert 1 has no slot on a living rank"),
+        ([[[0], [1]]], [[1.0, 1.0]], [True, False], "expert 1 has no slot on a live rank"),
         ([[[0], [1]]], [[1.0, 1.0]], [True], "alive has 1 entries for 2 ranks"),
         ([[[0], [2]]], [[1.0, 1.0]], None, "ids from 0 to 2"),
         ([[[0], [1]]], [[1.0, 1.0]] * 2, None, "layers must be equal"),

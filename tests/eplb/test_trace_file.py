@@ -225,7 +225,7 @@ def test_layers_with_different_numbers_of_slots() -> None:
         ("layer_ids", [1], "layer_ids has 1 entries for 2 layers"),
         ("layer_ids", [1, 1], "a layer twice"),
         ("slot_to_expert", [[[0, 1], [2, 9]], [[0, 1], [2, 3]]], "ids from 0 to 9"),
-        ("slot_to_expert", [[[0, 1], [2, 2]], [[0, 1], [2, 3]]], "no slot on a living rank"),
+        ("slot_to_expert", [[[0, 1], [2, 2]], [[0, 1], [2, 3]]], "no slot on a live rank"),
         ("slot_to_expert", [[[0, 1], [2, "x"]]], "$.slot_to_expert"),
         ("share_u16", [[[1, 1], [1, 1]], [[1, 1], [1, 1]]], "sum to 0.0000"),
         ("share_u16", [[[65536, 1], [1, 1]], [[1, 1], [1, 1]]], "holds 1 to 65536"),

@@ -55,11 +55,11 @@ def test_many_sets_are_sampled_and_say_so() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rank:6", "no living rank 6; they are 0 to 5"),
+        ("rank:6", "no live rank 6; they are 0 to 5"),
         ("rank:x", "must be rank:3"),
         ("rank:1,", "must be rank:3"),
         ("rank:", "must be rank:3"),
-        ("node:2", "no living node 2"),
+        ("node:2", "no live node 2"),
         ("nothing", "must be rank:3"),
         ("k=0", "k must be 1 or more, and less than the 6"),
         ("k=6", "k must be 1 or more, and less than the 6"),
@@ -75,7 +75,7 @@ def test_the_dead_cannot_die_again() -> None:
     ids = np.array([[[0, 1], [0, 1], [-1, -1]]])
     share = np.array([[[0.5, 0.5], [0.5, 0.5], [0, 0]]])
     placement = Placement(0, 2, ids, share, (True, True, False))
-    with pytest.raises(ValueError, match="no living rank 2"):
+    with pytest.raises(ValueError, match="no live rank 2"):
         parse_kill("rank:2", placement)
     assert parse_kill("any-rank", placement).ranks == ((0,), (1,))
 

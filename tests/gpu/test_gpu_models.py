@@ -58,8 +58,8 @@ def test_captured_steps_equal_eager_ones(family: str, kind: str) -> None:
     driver, eager = Driver(model, 7, 64, 16, GPU), Driver(model, 7, 64, 16, GPU)
     captured = driver.capture(graph_library(GPU), policy)
     first = 0
-    for count, living in ((9, 7), (1, 7), (1, 3), (1, 5), (4, 7), (1, 7)):
-        step = eager.step(range(living), first, count)
-        ours = driver.logits(captured.run(captured.step(range(living), first, count, step.token_ids_T)))
+    for count, live in ((9, 7), (1, 7), (1, 3), (1, 5), (4, 7), (1, 7)):
+        step = eager.step(range(live), first, count)
+        ours = driver.logits(captured.run(captured.step(range(live), first, count, step.token_ids_T)))
         assert relative(ours, eager.logits(eager.run(step))) < 2e-2
         first += count

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import streams
 from prometheus_client.parser import text_string_to_metric_families
 from served import Server, served, until
 from streams import mode, wave
@@ -41,12 +42,13 @@ def steps_from_now(server: Server, steps: int) -> None:
     until(lambda: server.get("/eplb/status")["steps"] >= goal, 60, f"{steps} more steps")
 
 
-def test_a_rebalance_under_load_changes_no_token(tmp_path: Path) -> None:
+def test_a_rebalance_under_load_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "NUM_TOKENS", 200)  # for as many steps
     with balanced(tmp_path, 2, BY_HAND, "--num-redundant-experts", "4") as server:
         with pytest.raises(urllib.error.HTTPError) as refusal:
             command(server, "rebalance")
         assert refusal.value.code == 409 and "no tokens" in refusal.value.read().decode()
-        expected = asyncio.run(wave(server))
+        expected = asyncio.run(wave(server))  # also the load to plan for
         before, start = server.get("/eplb/status"), server.get("/eplb/placement")
         assert before["moves"] == before["reweights"] == 0
         answers: dict[str, Any] = {}

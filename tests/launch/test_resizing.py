@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hf_tiny import make_qwen3
 from served import Server, command_line, served, until
-from streams import mode, wave, waves
+from streams import mode, undisturbed, wave, waves
 
 from models.tiny import CHECKPOINT
 
@@ -79,7 +79,8 @@ def elastic(tmp_path: Path, *arguments: str) -> Iterator[Elastic]:
         yield Elastic(server, tmp_path / "server.log")
 
 
-@pytest.mark.parametrize("most", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [3, 4])
 def test_growing_and_shrinking_with_losses(tmp_path: Path, most: int) -> None:
     """2, 3 (and 4) and 2 ranks; one that was added is killed while it loads, and one that stays while others come or leave."""
     with elastic(tmp_path, "-dp", "2") as it:
@@ -164,3 +165,12 @@ def test_the_command_and_what_it_refuses(tmp_path: Path) -> None:
         until(lambda: mode(server) == "full", 60, "it is back")
         smaller = ranks("--count", "2", "--json")
         assert smaller.returncode == 0 and json.loads(smaller.stdout)["count"] == 2
+        until(lambda: len(server.get("/admin/ranks", KEY)["ranks"]) == 2, 20, "rank 2 has left")
+        expected = undisturbed(server)
+
+        def grow() -> None:
+            assert ranks("--count", "3").returncode == 0
+            until(lambda: mode(server) == "full", 60, "3 ranks serve")
+
+        assert asyncio.run(wave(server, grow)) == expected
+        assert len(server.get("/admin/ranks", KEY)["ranks"]) == 3

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 from served import Server, served, starting, until
-from streams import mode, wave
+from streams import mode, undisturbed, wave
 
 pytestmark = pytest.mark.attacks
 
 
 def lose_a_rank(server: Server) -> None:
     """Streams go on over a kill, and the rank comes back."""
-    expected = asyncio.run(wave(server))
+    expected = undisturbed(server)
     victim = server.children()["rank 1"]
     assert asyncio.run(wave(server, lambda: os.kill(victim, signal.SIGKILL))) == expected
     until(

@@ -115,6 +115,28 @@ def test_attention(lengths: list[tuple[int, int]], heads: HeadCounts, dtype: tor
         assert_within(ours, expected, paged_attention_bound(q_THD, *caches, step, 0.3))
 
 
+@pytest.mark.parametrize(("window", "sinks"), [(0, True), (1, False), (7, True), (30, True)])
+def test_windows_and_sinks(window: int, sinks: bool) -> None:
+    """What lies behind the windows is NaN, and its blocks are others'."""
+    heads, lengths = HeadCounts(6, 2, 20), [(1, 40), (1, 5), (9, 9), (20, 47), (3, 30)]
+    step, rows = make_step(lengths, 4)
+    caches = [torch.full(((int(step.block_table_BN.max()) + 2) * 4, 2, 20), torch.nan) for _ in range(2)]
+    for seed, cache in enumerate(caches):
+        cache[rows] = normal(rows.shape[0], 2, 20, seed=seed)
+    for b, (queries, keys) in enumerate(lengths):
+        gone = max(0, keys - queries + 1 - window) if window else 0
+        for cache in caches:
+            cache[reference.sequence_rows(step, b)[:gone]] = torch.nan
+        step.block_table_BN[b, : gone // 4] = 0
+    q_THD, sinks_H = normal(step.num_tokens, 6, 20, seed=5), 3 * normal(6, seed=6) if sinks else None
+    expected = reference.paged_attention(q_THD, *caches, step, 0.3, window, sinks_H)
+    allowed = paged_attention_bound(q_THD, *caches, step, 0.3, window, sinks_H)
+    for decode in (SMALL, AttentionConfig(16, 16, 4, 2, programs=1)):
+        with running(triton_attention, triton_merge, triton_softmax):
+            plan = TritonAttentionPlan(step, heads, torch.float32, decode, SMALL, window)
+            assert_within(triton_attention.paged_attention(q_THD, *caches, plan, 0.3, sinks_H), expected, allowed)
+
+
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -134,6 +156,20 @@ def test_compiles_for_qwen3(capability: int) -> None:
     report(found)
     assert len(found) == 6 and all(item.spills == 0 for item in found)
     assert found[2].matrix_unit == {90: "wgmma", 100: "tcgen05.mma"}[capability]  # prefill
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_compiles_for_gpt_oss(capability: int) -> None:
+    """64 query heads and 8 key heads of 64, a window of 128, sinks."""
+    step, _ = make_step([(1, 4096), (1, 3000), (200, 1000)], 16)
+    caches = meta(8192, 8, 64), meta(8192, 8, 64)
+    with compiling(capability, triton_attention, triton_merge) as found:
+        for window in (0, 128):
+            plan = TritonAttentionPlan(step, HeadCounts(64, 8, 64), torch.bfloat16, window=window)
+            triton_attention.paged_attention(meta(202, 64, 64), *caches, plan, 0.1, meta(64, dtype=torch.float32))
+    report(found)
+    assert found[1].matrix_unit == {90: "wgmma", 100: "tcgen05.mma"}[capability]  # prefill
+    assert all(item.spills <= 16 for item in found)
 
 
 def test_float32_compiles() -> None:

@@ -58,6 +58,22 @@ def make_glm4_moe_lite(path: Path, **overrides: Any) -> HfModel:
     )
 
 
+# 16 index heads or more: with few, relu makes scores of zero, and the last of the chosen are among equals.
+INDEX: dict[str, Any] = {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 10}
+
+
+def make_v32(path: Path, **overrides: Any) -> HfModel:
+    config = {**ATTENTION, **EXPERTS, **INDEX, "n_shared_experts": 1, **overrides}
+    return make_hf(path, "DeepseekV32Config", "DeepseekV32ForCausalLM", **config)
+
+
+def make_glm5(path: Path, **overrides: Any) -> HfModel:
+    """Of three layers the second uses what the first has chosen."""
+    config = {**ATTENTION, **EXPERTS, **INDEX, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, **overrides}
+    kinds = {"indexer_types": ["full", "shared", "full"]} if "indexer_types" not in config else {}
+    return make_hf(path, "GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", **kinds, **config)
+
+
 def make_kimi_k2(path: Path, **overrides: Any) -> HfModel:
     """Kimi-K2 is DeepSeek-V3 by another name, without groups."""
     hf = make_v3(path, n_group=1, topk_group=1, routed_scaling_factor=2.827, **overrides)

@@ -264,7 +264,7 @@ def make_fp8(hf: HfModel) -> None:
         out = {}
         for key, tensor in tensors.items():
             out[key] = tensor
-            if key.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+            if key.endswith(("_proj.weight", "_proj_with_mqa.weight", ".wq_b.weight", ".wk.weight")):
                 out[key], out[f"{key}_scale_inv"] = quantize_fp8(tensor)
                 wide = out[f"{key}_scale_inv"].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
                 plain[key] = out[key].float() * wide[: tensor.shape[0], : tensor.shape[1]]

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from deepseek_tiny import V2_YARN, YARN, make_glm4_moe_lite, make_kimi_k2, make_kimi_k25, make_v2, make_v3
+from deepseek_tiny import (
+    V2_YARN,
+    YARN,
+    make_glm4_moe_lite,
+    make_glm5,
+    make_kimi_k2,
+    make_kimi_k25,
+    make_v2,
+    make_v3,
+    make_v32,
+)
 from drive import chunked_logits, generate_greedy, load_ours, relative_error
 from hf_tiny import VOCAB, HfModel, make_fp8
 from safetensors.torch import load_file
@@ -35,6 +45,10 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "v3-dense": (make_v3, {"first_k_dense_replace": 3}),
     "kimi-k2": (make_kimi_k2, {}),
     "kimi-k2.5": (make_kimi_k25, {}),
+    "v3.2": (make_v32, {}),
+    "v3.2-yarn-biases": (make_v32, {"rope_parameters": YARN, "attention_bias": True, "index_topk": 13}),
+    "v3.2-dense": (make_v32, {"index_topk": 512, "first_k_dense_replace": 3}),
+    "glm-5": (make_glm5, {}),
     "glm-flash": (make_glm4_moe_lite, {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
 }
 TINY = Path(__file__).parents[2] / "models" / "tiny" / "checkpoint"

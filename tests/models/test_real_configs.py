@@ -17,10 +17,20 @@ from models.registry import parse_config, read_config
 KIMI = {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840,
         "routed_scaling_factor": 2.827, "first_k_dense_replace": 1}  # fmt: skip
 DOTS = {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+    "scale_fmt": "ue8m0",
+}
+GLM5 = {"index_topk_freq": 4, "quantization_config": FP8}
 # Class of the config, architecture, fields that are not defaults, billions of parameters in routed experts.
 MODELS: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "DeepSeek-V3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {}, 653.9),
     "Kimi-K2": ("DeepseekV3Config", "KimiK2ForCausalLM", KIMI, 1014.7),
+    "DeepSeek-V3.2": ("DeepseekV32Config", "DeepseekV32ForCausalLM", {}, 653.9),
+    "GLM-5-FP8": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", GLM5, 724.8),  # in bfloat16 it is too large for 16 H200
     "GLM-4.5-Air": ("Glm4MoeConfig", "Glm4MoeForCausalLM", {"head_dim": 128}, 99.7),
     "GLM-4.7-Flash": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {}, 27.8),
     "MiniMax-M2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", {}, 224.7),

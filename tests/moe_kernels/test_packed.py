@@ -18,6 +18,7 @@ from rounding import assert_within, bound, expert_bound, unit
 from torch import Tensor
 
 from moe_kernels import ExpertBatch, Layout, TokenBatch, WeightFormat, expert_weights, permute_some, reference
+from moe_kernels.activation import Activation, ExpertKind
 from moe_kernels.matrix import ScaledMatrix, dequantize, quantize
 from moe_kernels.packed import PackedExperts
 from moe_kernels.quant import dequantize_rows, quantize_rows
@@ -104,6 +105,37 @@ def test_rows(level: Isa, dtype: torch.dtype, form: WeightFormat, hidden: int, w
         y_RD = ours.run_rows(batch)
         assert y_RD.dtype is dtype and y_RD.shape == batch.x.shape
         assert_rounding_only(y_RD, batch, exact)
+
+
+@pytest.mark.parametrize(("hidden", "width"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_biases_and_another_activation(level: Isa, dtype: torch.dtype, hidden: int, width: int) -> None:
+    """gpt-oss's, with a limit that many numbers are beyond; of rows, and of tokens' weighted sums."""
+    activation = Activation(1.702, 0.7, 1.0)
+    ours = PackedExperts(4, hidden, width, dtype, PLAIN, ExpertKind(activation, biased=True))
+    theirs = PlainExperts(4, hidden, width, torch.float32, CPU, kind=ExpertKind(activation, biased=True))
+    ours.packed_SB.fill_(0xFF)
+    biases = []
+    for slot in range(4):
+        given, generator = matrices(hidden, width, dtype, slot), torch.Generator().manual_seed(9 + slot)
+        biases.append(tuple(torch.randn(size, generator=generator) for size in (width, width, hidden)))
+        for experts in (ours, theirs):
+            experts.fill(slot, *given)
+            experts.fill_biases(slot, *biases[-1])
+    for rows in ROWS:
+        batch, allowed, expected = ragged(rows, hidden, dtype), [], []
+        y_RD = ours.run_rows(batch)
+        for slot, x_RD in enumerate(batch.x.split(rows)):
+            gate, up, down = matrices(hidden, width, dtype, slot)
+            exact = [tensor.double() for tensor in (x_RD, torch.cat((gate, up)), down, torch.cat(biases[slot][:2]))]
+            expected.append(reference.expert(*exact, biases[slot][2].double(), activation))
+            allowed.append(expert_bound(x_RD, gate, up, down, dtype, biases[slot], activation))
+        assert_within(y_RD, torch.cat(expected), torch.cat(allowed))
+        wide = ExpertBatch(batch.layout, batch.x.float(), batch.rows_S)
+        assert_within(theirs.run_rows(wide), torch.cat(expected), torch.cat(allowed))
+    ours.clear(2)
+    cleared = ExpertBatch(Layout.RAGGED, ragged([2], hidden, dtype).x, torch.tensor([0, 0, 2, 0], dtype=torch.int32))
+    assert not ours.run_rows(cleared).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

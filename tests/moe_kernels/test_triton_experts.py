@@ -11,6 +11,7 @@ from torch import Tensor
 from triton_support import compiling, report, running
 
 from moe_kernels import ExpertBatch, Layout, dequantize_rows, quantize_rows, reference
+from moe_kernels.activation import Activation
 from moe_kernels.quant import num_blocks
 from moe_kernels.triton import fp8_experts as fp8
 from moe_kernels.triton import grouped_gemm as gemm
@@ -65,7 +66,7 @@ def run(
 ) -> Tensor:
     config = replace(SMALL, tma=int(by_tma))
     with running(gemm, tma):
-        return gemm.run_experts(batch, gate_up, down, row_weight, config, config)
+        return gemm.run_experts(batch, gate_up, down, row_weight=row_weight, gate_up_config=config, down_config=config)
 
 
 @pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
@@ -93,6 +94,26 @@ def test_row_weights(layout: Layout) -> None:
     expected = reference.experts(batch, *matrices) * row_weight[..., None]
     allowed = of_rows(batch, *matrices) * valid(batch, row_weight)[:, None]
     assert_within(valid(batch, y), valid(batch, expected), allowed + bound(1, valid(batch, expected).abs()))
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
+@pytest.mark.parametrize("biased", [False, True])
+def test_biases_and_another_activation(layout: Layout, biased: bool) -> None:
+    """gpt-oss's, with a limit that many numbers are beyond."""
+    (gate_up, down), rows, activation = weights(4, 40, 24, torch.float32), [3, 0, 18, 1], Activation(1.702, 0.7, 1.0)
+    batch = make_batch(layout, rows, 40, torch.float32)
+    biases = (normal(4, 48, seed=7), normal(4, 40, seed=8)) if biased else (None, None)
+    row_weight = torch.ones(batch.x.shape[:-1])
+    with running(gemm, tma):
+        y = gemm.run_experts(batch, gate_up, down, *biases, activation, row_weight, SMALL, SMALL)
+    expected = reference.experts(batch, gate_up, down, *biases, activation)
+    slots = zip(range(4), valid(batch, batch.x).split(rows), strict=True)
+    allowed = []
+    for slot, x in slots:
+        given = (*biases[0][slot].chunk(2), biases[1][slot]) if biased else None
+        halves = gate_up[slot].chunk(2)
+        allowed.append(expert_bound(x, *halves, down[slot], torch.float32, given, activation))
+    assert_within(valid(batch, y), valid(batch, expected), torch.cat(allowed))
 
 
 def test_no_rows_at_all() -> None:
@@ -192,7 +213,7 @@ def test_tiles_fetched_by_the_copy_engine_compile(capability: int, is_fp8: bool)
             scales = meta(64, 32, 56, dtype=f32), meta(64, 56, 16, dtype=f32)
             fp8.run_experts_fp8(batch, gate_up, scales[0], down, scales[1], None, config, config)
         else:
-            gemm.run_experts(batch, gate_up, down, None, config, config)
+            gemm.run_experts(batch, gate_up, down, gate_up_config=config, down_config=config)
     report(found)
     assert [item.kernel for item in found] == ["_gate_up_tma_kernel", "_down_tma_kernel"]
     assert all(item.spills == 0 for item in found)
@@ -206,7 +227,19 @@ def test_padded_rows_in_fp8_compile(capability: int) -> None:
     batch = ExpertBatch(Layout.PADDED, x, meta(64, dtype=torch.int32), scale)
     with compiling(capability, gemm, tiles) as found:
         row_weight = meta(64, 1024, dtype=torch.float32)
-        gemm.run_experts(batch, meta(64, 4096, 7168), meta(64, 7168, 2048), row_weight)
+        gemm.run_experts(batch, meta(64, 4096, 7168), meta(64, 7168, 2048), row_weight=row_weight)
+    report(found)
+    assert len(found) == 2 and all(item.spills == 0 for item in found)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_gpt_oss_compiles(capability: int) -> None:
+    """128 experts of 2880 x 2880."""
+    batch = ExpertBatch(Layout.RAGGED, meta(512, 2880), meta(128, dtype=torch.int32))
+    biases = meta(128, 5760, dtype=torch.float32), meta(128, 2880, dtype=torch.float32)
+    with compiling(capability, gemm, tiles) as found:
+        matrices = meta(128, 5760, 2880), meta(128, 2880, 2880)
+        gemm.run_experts(batch, *matrices, *biases, Activation(1.702, 7.0, 1.0))
     report(found)
     assert len(found) == 2 and all(item.spills == 0 for item in found)
 

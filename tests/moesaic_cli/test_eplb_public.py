@@ -27,6 +27,7 @@ def test_balanced_or_not_the_text_is_the_same() -> None:
         assert len(llm.balance.window_balance) == 3 and llm.balance.reweights > 0
 
 
+@pytest.mark.slow  # a server asks its engine in the same way: tests/launch/test_eplb_serving.py
 def test_the_async_engine_answers_for_its_balancer() -> None:
     async def run() -> None:
         llm = AsyncLLM(enable_eplb=True, eplb=RESTLESS, **OPTIONS)

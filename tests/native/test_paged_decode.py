@@ -72,9 +72,9 @@ def decodes(lens: list[int], block_size: int, seed: int = 0) -> tuple[StepInput,
 
 @lru_cache
 def case(
-    lens: tuple[int, ...], heads: HeadCounts, dtype: torch.dtype, block_size: int
-) -> tuple[Tensor, list[Tensor], StepInput, Tensor, Tensor]:
-    """(queries, caches, step, the reference's result, its bound); everything that is no sequence's own is NaN."""
+    lens: tuple[int, ...], heads: HeadCounts, dtype: torch.dtype, block_size: int, window: int = 0, sinks: bool = False
+) -> tuple[Tensor, list[Tensor], StepInput, Tensor, Tensor, Tensor | None]:
+    """(queries, caches, step, the reference's result, its bound, sinks); what no query sees is NaN."""
     step, used = decodes(list(lens), block_size)
     generator = torch.Generator().manual_seed(1)
     shape = (len(used), heads.num_kv_heads, heads.head_dim)
@@ -84,16 +84,46 @@ def case(
     # Queries lie apart, as in a fused projection.
     q = torch.randn((len(lens), heads.num_heads + 2, heads.head_dim), generator=generator).to(dtype)
     q = q[:, : heads.num_heads]
-    wanted = reference.paged_attention(q.contiguous(), *caches, step, SCALE)
-    return q, caches, step, wanted, paged_attention_bound(q, *caches, step, SCALE)
+    leave_behind(step, window, caches)
+    sinks_H = torch.randn(heads.num_heads, generator=generator) * 3 if sinks else None
+    wanted = reference.paged_attention(q.contiguous(), *caches, step, SCALE, window, sinks_H)
+    return q, caches, step, wanted, paged_attention_bound(q, *caches, step, SCALE, window, sinks_H), sinks_H
 
 
-def check(lens: list[int], heads: HeadCounts, dtype: torch.dtype, block_size: int = 16, threads: int = 1) -> None:
+def leave_behind(step: StepInput, window: int, caches: list[Tensor]) -> None:
+    """Blocks behind the window belong to others now: their entries in the table are 0, as is what they hold."""
+    for b, kv_len in enumerate(step.kv_lens):
+        queries = step.query_starts[b + 1] - step.query_starts[b]
+        gone = max(0, kv_len - queries + 1 - window) if window else 0
+        for row in reference.sequence_rows(step, b)[:gone]:
+            for cache in caches:
+                cache[row] = torch.nan
+        step.block_table_BN[b, : gone // step.block_size] = 0
+
+
+def check(
+    lens: list[int],
+    heads: HeadCounts,
+    dtype: torch.dtype,
+    block_size: int = 16,
+    threads: int = 1,
+    window: int = 0,
+    sinks: bool = False,
+) -> None:
     """Ours equals the reference's."""
-    q, caches, step, wanted, allowed = case(tuple(lens), heads, dtype, block_size)
+    q, caches, step, wanted, allowed, sinks_H = case(tuple(lens), heads, dtype, block_size, window, sinks)
     torch.set_num_threads(threads)
-    plan = AttentionPlan(step, heads, dtype)
-    assert_within(paged_attention(q, *caches, plan, SCALE), wanted, allowed)
+    plan = AttentionPlan(step, heads, dtype, window)
+    assert_within(paged_attention(q, *caches, plan, SCALE, sinks_H), wanted, allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", EVERY_ISA)
+def test_windows_and_sinks(level: Isa, dtype: torch.dtype) -> None:
+    limit_isa(level)
+    for heads in HEADS[:4]:
+        for window, sinks in ((0, True), (1, False), (17, True), (CHUNK + 3, True), (CHUNK + 3, False)):
+            check([CHUNK + 20, 1, 17, 18, 700], heads, dtype, threads=2, window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -115,10 +145,14 @@ def test_equals_the_reference(level: Isa, dtype: torch.dtype, threads: int) -> N
     block_size=st.sampled_from([1, 3, 16, 64]),
     dtype=st.sampled_from(DTYPES),
     level=st.sampled_from(ISAS or [Isa.NONE]),
+    window=st.one_of(st.just(0), st.integers(1, 300)),
+    sinks=st.booleans(),
 )
-def test_any_sizes(lens: list[int], heads: HeadCounts, block_size: int, dtype: torch.dtype, level: Isa) -> None:
+def test_any_sizes(
+    lens: list[int], heads: HeadCounts, block_size: int, dtype: torch.dtype, level: Isa, window: int, sinks: bool
+) -> None:
     limit_isa(level)
-    check(lens, heads, dtype, block_size)
+    check(lens, heads, dtype, block_size, window=window, sinks=sinks)
 
 
 def test_thousands_of_keys() -> None:

@@ -65,9 +65,14 @@ def prompts(lengths: list[tuple[int, int]], block_size: int = 16, seed: int = 0)
 
 @lru_cache
 def case(
-    lengths: tuple[tuple[int, int], ...], heads: HeadCounts, dtype: torch.dtype, block_size: int
-) -> tuple[Tensor, list[Tensor], StepInput, Tensor, Tensor]:
-    """(queries, caches, step, the reference's result, its bound); everything that is no sequence's own is NaN."""
+    lengths: tuple[tuple[int, int], ...],
+    heads: HeadCounts,
+    dtype: torch.dtype,
+    block_size: int,
+    window: int = 0,
+    sinks: bool = False,
+) -> tuple[Tensor, list[Tensor], StepInput, Tensor, Tensor, Tensor | None]:
+    """(queries, caches, step, the reference's result, its bound, sinks); what no query sees is NaN."""
     step, used = prompts(list(lengths), block_size)
     generator = torch.Generator().manual_seed(1)
     shape = (len(used), heads.num_kv_heads, heads.head_dim)
@@ -77,19 +82,41 @@ def case(
     # Queries lie apart, as in a fused projection.
     q = torch.randn((step.num_tokens, heads.num_heads + 2, heads.head_dim), generator=generator).to(dtype)
     q = q[:, : heads.num_heads]
-    wanted = reference.paged_attention(q.contiguous(), *caches, step, SCALE)
-    return q, caches, step, wanted, paged_attention_bound(q, *caches, step, SCALE)
+    for b, kv_len in enumerate(step.kv_lens):  # blocks behind the window are others' now
+        queries = step.query_starts[b + 1] - step.query_starts[b]
+        gone = max(0, kv_len - queries + 1 - window) if window else 0
+        for cache in caches:
+            cache[reference.sequence_rows(step, b)[:gone]] = torch.nan
+        step.block_table_BN[b, : gone // block_size] = 0
+    sinks_H = torch.randn(heads.num_heads, generator=generator) * 3 if sinks else None
+    wanted = reference.paged_attention(q.contiguous(), *caches, step, SCALE, window, sinks_H)
+    return q, caches, step, wanted, paged_attention_bound(q, *caches, step, SCALE, window, sinks_H), sinks_H
 
 
 def check(
-    lengths: list[tuple[int, int]], heads: HeadCounts, dtype: torch.dtype, block_size: int = 16, threads: int = 1
+    lengths: list[tuple[int, int]],
+    heads: HeadCounts,
+    dtype: torch.dtype,
+    block_size: int = 16,
+    threads: int = 1,
+    window: int = 0,
+    sinks: bool = False,
 ) -> None:
     """Ours equals the reference's."""
-    q, caches, step, wanted, allowed = case(tuple(lengths), heads, dtype, block_size)
+    q, caches, step, wanted, allowed, sinks_H = case(tuple(lengths), heads, dtype, block_size, window, sinks)
     torch.set_num_threads(threads)
-    plan = AttentionPlan(step, heads, dtype)
+    plan = AttentionPlan(step, heads, dtype, window)
     assert plan.prefill is not None or step.num_decodes == step.num_sequences
-    assert_within(paged_attention(q, *caches, plan, SCALE), wanted, allowed)
+    assert_within(paged_attention(q, *caches, plan, SCALE, sinks_H), wanted, allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", EVERY_ISA)
+def test_windows_and_sinks(level: Isa, dtype: torch.dtype) -> None:
+    limit_isa(level)
+    for heads in HEADS[:4]:
+        for window, sinks in ((0, True), (1, False), (17, True), (CHUNK + 3, True)):
+            check([(1, 40), (200, 700), (17, 17), (9, 513)], heads, dtype, threads=2, window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -122,6 +149,8 @@ def test_equals_the_reference(level: Isa, dtype: torch.dtype, threads: int) -> N
     block_size=st.sampled_from([1, 3, 16, 64]),
     dtype=st.sampled_from(DTYPES),
     level=st.sampled_from(ISAS or [Isa.NONE]),
+    window=st.one_of(st.just(0), st.integers(1, 300)),
+    sinks=st.booleans(),
 )
 def test_any_sizes(
     lengths: list[tuple[int, int]],
@@ -130,10 +159,12 @@ def test_any_sizes(
     block_size: int,
     dtype: torch.dtype,
     level: Isa,
+    window: int,
+    sinks: bool,
 ) -> None:
     limit_isa(level)
     step = [(1, keys) for keys in decodes] + [(queries, queries + context) for queries, context in lengths]
-    check(step, heads, dtype, block_size)
+    check(step, heads, dtype, block_size, window=window, sinks=sinks)
 
 
 def test_an_odd_width_in_float32_runs_too_and_in_bfloat16_in_torch() -> None:

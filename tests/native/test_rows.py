@@ -185,5 +185,21 @@ def test_dots(level: Isa, dtype: torch.dtype, sizes: tuple[int, int, int], threa
     x = torch.full((num_rows, num_inputs + 3), torch.nan, dtype=dtype)[:, 1 : 1 + num_inputs]
     x[:] = normal(num_rows, num_inputs).to(dtype)
     weight = normal(num_outputs, num_inputs, seed=1)
-    assert_within(rows.dots(x, weight), x.float() @ weight.T, matmul_bound(x, weight))
+    found = rows.dots(x, weight)
+    assert_within(found, x.float() @ weight.T, matmul_bound(x, weight))
+    for row in range(min(num_rows, 7)):  # of drafts the same comes as without them
+        assert torch.equal(rows.dots(x[row : row + 1], weight), found[row : row + 1])
+    bias = normal(num_outputs, seed=2)
+    assert_within(rows.dots(x, weight, bias), x.float() @ weight.T + bias, matmul_bound(x, weight, bias))
     torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("size", [1, 24, 200])
+def test_norm_in_place(level: Isa, dtype: torch.dtype, size: int) -> None:
+    """Of a part of wider rows, whose other parts stay."""
+    limit_isa(level)
+    wide, weight = normal(5, size + 9).to(dtype), normal(size, seed=1).to(dtype)
+    wanted, before = rows.rms_norm(wide[:, 4 : 4 + size], weight, 1e-5), wide.clone()
+    rows.rms_norm_in_place(wide[:, 4 : 4 + size], weight, 1e-5)
+    assert torch.equal(wide[:, 4 : 4 + size], wanted)
+    assert torch.equal(wide[:, :4], before[:, :4]) and torch.equal(wide[:, 4 + size :], before[:, 4 + size :])

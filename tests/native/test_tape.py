@@ -143,4 +143,4 @@ def test_every_kernel_is_recorded_or_refuses(threads: int) -> None:
         for match in re.finditer(r"NATIVE_API void (\w+)\([^{;]*\) \{\n(.*)\n", text):
             name, first = match.groups()
             if not re.match(OTHERS, name):
-                assert first.startswith((f"  tape_note({name}, ", f'  tape_refuse("{name}");')), name
+                assert f"tape_note({name}, " in first or f'tape_refuse("{name}");' in first, name

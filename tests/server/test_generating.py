@@ -34,7 +34,11 @@ def test_a_completion() -> None:
                 "completion_tokens": output,
                 "total_tokens": prompt + output,
                 "prompt_tokens_details": {"cached_tokens": 4},
-                "completion_tokens_details": {"reasoning_tokens": 0},
+                "completion_tokens_details": {
+                    "accepted_prediction_tokens": 0,
+                    "rejected_prediction_tokens": 0,
+                    "reasoning_tokens": 0,
+                },
             }
             short = await s.complete(max_tokens=None)
             assert short["usage"]["completion_tokens"] == 16 and short["choices"][0]["finish_reason"] == "length"
@@ -338,5 +342,20 @@ def test_messages() -> None:
             body = await s.chat(messages=half, continue_final_message=True, echo=True, max_tokens=1)
             assert last_prompt(s) == "user: Hello\nassistant: Well"
             assert body["choices"][0]["message"]["content"].startswith("Well")
+
+    asyncio.run(run())
+
+
+def test_a_prediction_reaches_the_rank_as_tokens() -> None:
+    async def run() -> None:
+        async with server() as s:
+            for content in (STORY, [{"type": "text", "text": STORY}]):
+                await s.chat(prediction={"type": "content", "content": content})
+                sent = [message for message in s.ranks.sent if isinstance(message, AddRequest)][-1]
+                assert list(sent.params.prediction_token_ids) == small_tokenizer().encode(STORY, False)
+            prediction = {"type": "content", "content": [{"type": "image_url"}]}
+            body = {"model": MODEL, "messages": MESSAGES, "prediction": prediction}
+            wrong = await s.post("/v1/chat/completions", body)
+            assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prediction.content[0].type"
 
     asyncio.run(run())

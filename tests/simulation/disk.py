@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
 
-from engine.reading import Piece
-from eplb.repair import Load
+from engine.reading import StagedExpert
+from eplb.repair import SlotUpdate
 from tests.simulation.transport import Delays
 from tests.simulation.world import World
 
@@ -36,12 +36,12 @@ class Disk:
 class SimReading:
     """engine.reading.Reading: one expert after another, tried again as long as it is wanted."""
 
-    def __init__(self, disk: Disk, loads: Sequence[Load], world: World) -> None:
-        self.left = len(loads)
+    def __init__(self, disk: Disk, updates: Sequence[SlotUpdate], world: World) -> None:
+        self.left = len(updates)
         self._disk = disk
-        self._loads = deque(loads)
+        self._updates = deque(updates)
         self._world = world
-        self._pieces: deque[Piece] = deque()
+        self._staged: deque[StagedExpert] = deque()
         self._dropped = False
         self._error = ""
         self._begin()
@@ -51,17 +51,17 @@ class SimReading:
         stalled = self._world.now + 2.0 < self._disk.stalled_until
         return self._error or ("reading an expert takes longer than 2 s" if stalled and self.left else "")
 
-    def take(self, timeout: float) -> Piece | None:
-        if not self._pieces:
+    def take(self, timeout: float) -> StagedExpert | None:
+        if not self._staged:
             return None
         self.left -= 1
-        return self._pieces.popleft()
+        return self._staged.popleft()
 
     def drop(self) -> None:
         self._dropped = True
 
     def _begin(self) -> None:
-        if self._loads:
+        if self._updates:
             took = self._world.between(*self._disk.delays.read)
             self._world.at(max(self._world.now + took, self._disk.stalled_until), self._end)
 
@@ -72,9 +72,9 @@ class SimReading:
         if self._error:
             self._world.at(self._world.now + self._world.between(0.05, 1.0), self._end)
             return
-        load = self._loads.popleft()
+        update = self._updates.popleft()
         other = cast(Any, self._disk.changed)  # the model is told whether it gets other weights (StandIn.read_expert)
-        self._pieces.append(Piece(load, other, 1))
+        self._staged.append(StagedExpert(update, other, 1))
         self._begin()
 
     def refused(self) -> str:

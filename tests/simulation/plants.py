@@ -10,7 +10,7 @@ import msgspec
 
 from dbo.steps import Steps
 from engine.rank import Rank
-from engine.reading import Piece
+from engine.reading import StagedExpert
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.team import Team
@@ -118,7 +118,7 @@ def work_is_a_hang() -> Iterator[None]:
 def fail_unread() -> Iterator[None]:
     """A real one of once: a rank that could not read an expert ended."""
 
-    def take(self: SimReading, timeout: float) -> Piece | None:
+    def take(self: SimReading, timeout: float) -> StagedExpert | None:
         if self.trouble:
             raise CheckpointError(self.trouble)
         return real(self, timeout)

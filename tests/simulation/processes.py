@@ -12,7 +12,7 @@ from cache.manager import PAGED
 from configs.engine import Plan
 from dbo.steps import Steps
 from engine.build import _scheduler
-from engine.process.rank_process import WEIGHTS_SECONDS
+from engine.process.rank_loop import WEIGHTS_SECONDS
 from engine.rank import Rank
 from engine.reading import Reading
 from engine.scheduler import Scheduler
@@ -21,7 +21,7 @@ from engine.team import Team
 from ep.protocol import PeerLost
 from ep.transport.group import LocalGroup
 from eplb.placement import Placement, linear_placement
-from eplb.repair import Load
+from eplb.repair import SlotUpdate
 from front.messages import (
     EXIT_WEIGHTS,
     FrontToRank,
@@ -41,9 +41,7 @@ from tests.simulation.transport import Channel, Delays, Exchange, LocalLane, Mee
 from tests.simulation.world import Violation, World
 
 BEAT_SECONDS = 0.25  # engine/process/heartbeat.py
-SLEEP_SECONDS = (
-    10.0  # longer than that of engine/process/rank_process.py, so that a call that wakes no rank is found out
-)
+SLEEP_SECONDS = 10.0  # longer than that of engine/process/rank_loop.py, so that a call that wakes no rank is found out
 
 
 class SimBell:
@@ -107,7 +105,7 @@ class House(list[Any]):
 
 
 class RankProcess:
-    """What engine/process/rank_process.py does around a Rank, one event at a time.
+    """What engine/process/rank_loop.py does around a Rank, one event at a time.
 
     Between two events it may be killed or stopped. A turn of the rank's generator ends where it would wait for others.
     """
@@ -196,7 +194,7 @@ class RankProcess:
     def in_lockstep(self) -> bool:
         """Other ranks wait for it now, or will in a moment."""
         team = self.team
-        alone = team is None or not team.working or len(team.living) < 2
+        alone = team is None or not team.working or len(team.live) < 2
         return not alone and self.rank is not None and not self.rank.idle
 
     def cut(self) -> None:
@@ -304,10 +302,10 @@ class RankProcess:
         self.house.watch("meets", self.rank_id)
         return Opening(self.house.meeting(epoch, size), index, self)
 
-    def _read(self, loads: Sequence[Load]) -> Reading:
-        if loads:
+    def _read(self, updates: Sequence[SlotUpdate]) -> Reading:
+        if updates:
             self.house.watch("reads", self.rank_id)
-        return SimReading(self.house.disk, loads, self.world)
+        return SimReading(self.house.disk, updates, self.world)
 
     def _connect(self) -> None:
         """The sockets: the front's and the doorbells'."""
@@ -316,7 +314,7 @@ class RankProcess:
         self.bell.rings += rings
 
     def _loaded(self) -> None:
-        """As engine/process/rank_process.py: a rank that was started again waits for its weights, and ends when they do not come."""
+        """As engine/process/rank_loop.py: a rank that was started again waits for its weights, and ends when they do not come."""
         assert self.rank is not None
         trouble = self.house.disk.trouble
         if self.joins and trouble:
@@ -384,7 +382,7 @@ class RankProcess:
             self._resume_at(self.world.now)
 
     def _fail(self, error: Exception) -> None:
-        """As rank_process._report: the front is told, and the process ends."""
+        """As rank_loop._report: the front is told, and the process ends."""
         code = 4 if isinstance(error, PeerLost) else 3
         self.house.ended.append(f"rank {self.rank_id} ended with {code}: {type(error).__name__}: {error}")
         if isinstance(error, Violation | AssertionError):
@@ -399,12 +397,12 @@ class RankProcess:
         if joined is not None:
             self.house.watch("joined", self.rank_id)
             self.send(joined)
-        for news in rank.take_news():
+        for news in rank.take_events():
             self.send(news)
         if outputs or rank.idle != self._was_asleep:
             self.send(Outputs(self.rank_id, list(outputs), rank.stats, self.world.now))
         self._was_asleep = rank.idle
-        for news in rank.take_news():
+        for news in rank.take_events():
             self.send(news)
         if rank.done:
             rank.close()

@@ -243,10 +243,10 @@ class Simulation:
         if victim == -2:
             victim = of_phase
         if victim < 0:
-            living = [process for process in self.house if process is not None and process.gets_on]
-            if not living:
+            live = [process for process in self.house if process is not None and process.gets_on]
+            if not live:
                 return
-            process = self.world.random.choice(living)
+            process = self.world.random.choice(live)
         else:
             process = self.house[victim]
         if process is None:

@@ -149,11 +149,11 @@ class StandIn:
         if placement is None:
             return
         self.lane = parallel.make_lanes(placement.slots_per_rank, 1)[0]
-        living = [rank for rank, alive in enumerate(placement.alive) if alive]
+        live = [rank for rank, alive in enumerate(placement.alive) if alive]
         self._hosts = []
         for layer in placement.slot_to_expert.tolist():
             hosts: list[list[tuple[int, int]]] = [[] for _ in range(placement.num_experts)]
-            for index, rank in enumerate(living):
+            for index, rank in enumerate(live):
                 for slot, expert in enumerate(layer[rank]):
                     if expert >= 0:
                         hosts[expert].append((index, slot))

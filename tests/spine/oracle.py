@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from engine.rank import Rank
+from engine.request import Request
+from engine.speculation.speculation import Speculation
 
 POISON = 1e30  # finite, so that a mask discards it; any other use of it shows
 
@@ -20,20 +22,27 @@ class Oracle:
     def __init__(self, answers: Mapping[int, tuple[Sequence[int], Sequence[int]]], right: float, seed: int = 0) -> None:
         self._answers, self._right, self._rng = answers, right, random.Random(seed)
         self.accepted: Counter[tuple[int, int]] = Counter()
+        self._num_drafts: dict[int, int] = {}
 
-    def propose(self, request_id: int, tokens: Sequence[int], limit: int) -> list[int]:
-        prompt, answer = self._answers[request_id]
+    def propose(self, request: Request, limit: int) -> list[int]:
+        prompt, answer = self._answers[request.request_id]
+        tokens = request.tokens
         assert list(tokens) == [*prompt, *answer][: len(tokens)], "the stream has left the plain one"
         following = [*prompt, *answer][len(tokens) :]
         count = self._rng.randint(0, min(limit, len(following)))
-        return [token if self._rng.random() < self._right else (token + 1) % 90 for token in following[:count]]
+        drafts = [token if self._rng.random() < self._right else (token + 1) % 90 for token in following[:count]]
+        self._num_drafts[request.request_id] = count
+        return drafts
 
-    def observe(self, request_id: int, num_drafts: int, num_accepted: int) -> None:
-        self.accepted[num_drafts, num_accepted] += 1
+    def observe(self, request: Request, num_accepted: int) -> None:
+        self.accepted[self._num_drafts[request.request_id], num_accepted] += 1
+
+    def forget(self, request: Request) -> None:
+        """It knows all answers for ever."""
 
 
 def take_drafts(rank: Rank, oracle: Oracle, max_drafts: int) -> None:
-    rank._scheduler.drafter, rank._scheduler.max_drafts = oracle, max_drafts
+    rank._scheduler.speculation = Speculation(oracle, max_drafts, 256)
 
 
 def poison_what_nobody_may_read(rank: Rank) -> None:

@@ -15,15 +15,19 @@ from overlapped import OFTEN
 from rank_parts import Job, drive, mailbox_ranks, make_plan
 from survivors import Survivors
 
+from configs.speculation import SpeculativeConfig
 from engine.build import build_rank
-from engine.drafts import num_new
 from engine.rank import Rank
 
 pytestmark = pytest.mark.spine
 torch.set_num_threads(1)
 
 RANDOM = {"temperature": 0.8, "top_k": 20}
-PENALTY = {"temperature": 1.0, "presence_penalty": 0.5}
+PENALTY = {
+    "temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 4, "stop_token_ids": (5, 9),
+    "bad_words_token_ids": ((7,), (3, 8), (11, 12)),
+}  # fmt: skip
+SPECULATION = SpeculativeConfig(method="prediction", num_speculative_tokens=4)
 STEM = [3 + 5 * i % 80 for i in range(13)]
 JOBS = [
     Job([*STEM[: 13 - 2 * i], 7 + i], 14 + i % 3, params=[{}, RANDOM, PENALTY][i % 3] if i else {}) for i in range(6)
@@ -44,13 +48,6 @@ def expected(checkpoint: Path) -> dict[int, list[int]]:
 
 def answers(expected: dict[int, list[int]]) -> dict[int, tuple[list[int], list[int]]]:
     return {index: (job.prompt, expected[index]) for index, job in enumerate(JOBS)}
-
-
-@pytest.mark.parametrize(
-    ("sampled", "drafts", "count"), [([5], [], 1), ([5, 6, 7], [5, 6], 3), ([5, 6, 7], [5, 9], 2), ([5, 6], [4], 1)]
-)
-def test_what_counts(sampled: list[int], drafts: list[int], count: int) -> None:
-    assert num_new(sampled, drafts) == count
 
 
 @settings(max_examples=25, deadline=None)
@@ -79,9 +76,11 @@ def test_whatever_the_engine_does(
 ) -> None:
     jobs = [Job(job.prompt, job.max_tokens, at, params=job.params) for job, at in zip(JOBS, arrivals, strict=True)]
     if size == 1:
-        ranks = [build_rank(make_plan(checkpoint, max_model_len=36, **{**choices, "dbo": None}))]
+        ranks = [
+            build_rank(make_plan(checkpoint, max_model_len=36, speculation=SPECULATION, **{**choices, "dbo": None}))
+        ]
     else:
-        ranks = mailbox_ranks(checkpoint, size, max_model_len=36, **choices)
+        ranks = mailbox_ranks(checkpoint, size, max_model_len=36, speculation=SPECULATION, **choices)
     for rank in ranks:
         take_drafts(rank, Oracle(answers(expected), right), MAX_DRAFTS)
     assert {index: one.tokens for index, one in enumerate(drive(ranks, jobs))} == expected
@@ -96,7 +95,7 @@ def test_every_number_of_accepted_drafts_comes_up_and_steps_are_saved(
     seen: Counter[tuple[int, int]] = Counter()
     steps = {}
     for right in (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
-        rank = build_rank(make_plan(checkpoint))
+        rank = build_rank(make_plan(checkpoint, speculation=SPECULATION))
         oracle = Oracle(answers(expected), right)
         take_drafts(rank, oracle, MAX_DRAFTS)
         assert {index: one.tokens for index, one in enumerate(drive([rank], JOBS))} == expected
@@ -110,7 +109,7 @@ def test_every_number_of_accepted_drafts_comes_up_and_steps_are_saved(
 
 
 def test_rejected_rows_are_never_read(checkpoint: Path, expected: dict[int, list[int]]) -> None:
-    rank = build_rank(make_plan(checkpoint, num_kv_blocks=24))
+    rank = build_rank(make_plan(checkpoint, num_kv_blocks=24, speculation=SPECULATION))
     take_drafts(rank, Oracle(answers(expected), 0.5), MAX_DRAFTS)
     for index, job in enumerate(JOBS):
         rank.submit(job.message(index))
@@ -150,6 +149,7 @@ def test_kills_at_any_moment(checkpoint: Path, expected: dict[int, list[int]], d
         max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),
         num_kv_blocks=data.draw(st.sampled_from([9, 64])),
         max_model_len=36,
+        speculation=SPECULATION,
         dbo=data.draw(st.sampled_from(OFTEN)),
     )
     for index, job in enumerate(JOBS):

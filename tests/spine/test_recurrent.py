@@ -6,28 +6,35 @@ requests that were never moved go wrong. Versions of the state are what prevents
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import hf_tiny
 import pytest
 import torch
+from fake_cuda_graph import FakeGraphLibrary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped import OFTEN, SPLIT
 from rank_parts import Job, drive, mailbox_ranks, make_plan
-from recurrent_toy import greedy, make_toy
+from recurrent_toy import RECURRENT, UNWINDOWED, Recurrence, greedy, in_place, make_toy
 from survivors import Survivors
 
+from cache.records import ZEROS
 from configs.cache import cache_bytes
 from configs.dbo import DboPlan
+from engine import build
 from engine.build import build_rank
 from engine.rank import Rank
 from models.registry import read_config
+from native import Isa, isa, limit_isa
 
 pytestmark = pytest.mark.spine
 torch.set_num_threads(1)
 
 NUM_EXPERTS = 8
+NUM_TURNS = 13
 RANDOM = {"temperature": 1.0, "presence_penalty": 0.5}
 STEM = [3 + 5 * i % 80 for i in range(19)]
 JOBS = [Job([*STEM[: 19 - 3 * i], 7 + i], 9 + i % 4, params=RANDOM if i % 3 == 2 else {}) for i in range(6)]
@@ -99,14 +106,9 @@ def test_the_engine_really_does_those_things(toy: Path, expected: dict[int, list
     rank.close()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("turns", range(13))
-@pytest.mark.parametrize("dbo", [None, SPLIT], ids=["whole", "split"])
-def test_a_kill_at_every_turn(
-    toy: Path, expected: dict[int, list[int]], asynchronous: bool, turns: int, dbo: DboPlan | None
-) -> None:
-    """A step of three layers has two exchanges in each: the state of the first layer has moved on when any of them is lost."""
-    cluster = Survivors(toy, 3, slots_per_rank=4, async_scheduling=asynchronous, dbo=dbo)
+def after_a_kill(toy: Path, turns: int, **plan: Any) -> Survivors:
+    """Three ranks that have finished all jobs although rank 1 died after so many turns of a step, and came back."""
+    cluster = Survivors(toy, 3, slots_per_rank=4, **plan)
     for index in range(5):
         cluster.add(index, JOBS[index])
     for _ in range(4):
@@ -122,9 +124,38 @@ def test_a_kill_at_every_turn(
     cluster.tell_all()
     cluster.add(5, JOBS[5])
     cluster.finish()
+    return cluster
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("turns", range(NUM_TURNS))
+@pytest.mark.parametrize("dbo", [None, SPLIT], ids=["whole", "split"])
+def test_a_kill_at_every_turn(
+    toy: Path, expected: dict[int, list[int]], asynchronous: bool, turns: int, dbo: DboPlan | None
+) -> None:
+    """A step of three layers has two exchanges in each: the state of the first layer has moved on when any of them is lost."""
+    cluster = after_a_kill(toy, turns, async_scheduling=asynchronous, dbo=dbo)
     assert cluster.released == expected
     for rank in cluster.ranks.values():
         clean(rank)
+
+
+def test_a_state_updated_in_place_is_found(
+    toy: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted error: the record that a step reads gets the new state too. That is right as long as no step is dropped, and
+    wrong for requests of the ranks that survive one."""
+    if toy.name != "toy":
+        pytest.skip("the error is planted in the toy's layer")
+    monkeypatch.setattr(Recurrence, "steps", in_place(Recurrence.steps))
+    rank = build_rank(make_plan(toy, enable_prefix_caching=False))
+    assert {index: got.tokens for index, got in enumerate(drive([rank], JOBS))} == expected
+    wrong: set[int] = set()
+    for turns in range(NUM_TURNS):
+        released = after_a_kill(toy, turns, enable_prefix_caching=False).released
+        wrong |= {index for index in expected if released[index] != expected[index]}
+    never_moved = {0, 2, 3}  # of ranks 0 and 2
+    assert wrong & never_moved
 
 
 @settings(max_examples=15, deadline=None)
@@ -157,6 +188,33 @@ def test_kills_at_any_moment(toy: Path, expected: dict[int, list[int]], data: st
             cluster.tell_all()
     cluster.finish()
     assert cluster.released == expected
+
+
+@pytest.mark.parametrize("mode", ["full_decode_only", "piecewise"])
+def test_padded_graphs_leave_every_state_alone(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs captured ahead, over the fake of CUDA graphs: rows of padding go on from no state, and write to a record that
+    no sequence has."""
+    library = FakeGraphLibrary()
+    monkeypatch.setattr(build, "graph_library", lambda device: library)
+    monkeypatch.setattr(build, "limit_isa", lambda level: None)
+    path = make_toy(hf_tiny.make_qwen3(tmp_path / "dense", num_hidden_layers=3).path, tmp_path / "toy", UNWINDOWED)
+    plan = make_plan(path, max_model_len=36, max_num_seqs=4, num_kv_blocks=20)
+    graphs = {"cudagraph_mode": mode, "cudagraph_capture_sizes": (4, 32)}
+    jobs = [dataclasses.replace(job, arrive=2 * index) for index, job in enumerate(JOBS)]
+    before = isa()
+    limit_isa(Isa.NONE)  # native kernels are no operations of torch: the fake does not see them
+    try:
+        expected = [got.tokens for got in drive([build_rank(plan)], jobs)]
+        rank = build_rank(dataclasses.replace(plan, **graphs))
+        states = rank._runner._kv.layers[RECURRENT]
+        assert [got.tokens for got in drive([rank], jobs)] == expected
+        assert library.num_replays > 10
+        for state in states:
+            assert not state[ZEROS].any() and state[-1].any(), "padding has written to the last record, and to no other"
+        clean(rank)
+        rank.close()
+    finally:
+        limit_isa(before)
 
 
 def test_explain_prices_it(toy: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import urllib.request
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import streams
-from served import Server, served, starting, until
+from served import Server, descendants, served, starting, until
 from streams import mode, wave
 from test_losing_all import all_serve, copied, kill_all, ranks_of
 
@@ -51,6 +52,12 @@ def mappings(inode: int) -> dict[int, set[str]]:
     return found
 
 
+def waiting(folder: Path) -> int:
+    """The last process of which the log says that it waits to become a rank; 0: of none."""
+    found = re.findall(r"event=standby_ready pid=(\d+)", (folder / "server.log").read_text())
+    return int(found[-1]) if found else 0
+
+
 def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
     """All of them, twice; and one is enough for every expert."""
     weights = copied(tmp_path)
@@ -80,11 +87,30 @@ def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_killed_supervisor(tmp_path: Path) -> None:
     with served(tmp_path, "-dp", "2") as server:
-        inode, children = store_of(server), server.children()
+        inode, standby = store_of(server), until(server.standby, 30, "a process waits to become a rank")
+        children = descendants(server.process.pid)
+        assert standby in children and len(children) > len(server.children())
         server.process.kill()
         server.process.wait(30)
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children.values()), 30, "all have ended")
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 30, "all have ended")
         assert not mappings(inode)
+
+
+def test_a_rank_is_one_that_waited(tmp_path: Path) -> None:
+    """It holds no weights until then, and its own end costs nothing."""
+    with served(tmp_path, "-dp", "2") as server:
+        expected = asyncio.run(wave(server))
+        inode = store_of(server)
+        first = until(lambda: waiting(tmp_path), 60, "a process waits to become a rank")
+        os.kill(first, signal.SIGKILL)
+        second = until(lambda: waiting(tmp_path) not in (0, first) and waiting(tmp_path), 60, "another one waits")
+        assert second not in mappings(inode)
+        lost = ranks_of(server)["rank 1"]
+        assert asyncio.run(wave(server, lambda: os.kill(lost, signal.SIGKILL))) == expected
+        all_serve(server)
+        assert ranks_of(server)["rank 1"] == second and mappings(inode)[second] == {"r--s"}
+        assert "rank_losses_total" in server.get("/metrics") and mode(server) == "full"
+    assert (tmp_path / "server.log").read_text().count("event=rank_restarted") == 1
 
 
 def test_a_rank_killed_while_it_fills(tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""What drafts bring over HTTP: two servers of one model, with drafts and without, measured in turns by the same requests.
+
+    python benchmarks/bench_speculation.py [--model DIR] [--cases mtp,prediction,ngram] [--streams 1,8,64] [--tokens 160]
+                                           [--repeats 3] [--drafts N] [--json]
+
+mtp: stories of the model's own making, where its MTP layer drafts. prediction: a text is to come again with a tenth of its words
+changed, and the request says what it expects (the changed text is what a model would edit; the tokens are the model's).
+ngram: text that repeats itself. Every request is greedy, and its tokens are the same with and without drafts, which is checked.
+
+A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; ratio, the
+middle one of tokens per second with drafts over those without. --drafts: always so many, not as many as pay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from server_process import Server
+
+PROMPTS = [
+    "Once upon a time, there was a little dog", "Lily and her mom went to", "One day, a boy named Tim found",
+    "The big red bird wanted to", "In a small house there lived", "Sara had a toy car that", "It was a sunny day and",
+    "Ben saw a frog near the",
+]  # fmt: skip
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+
+
+async def answer(url: str, body: dict[str, Any]) -> str:
+    """The text of a streamed chat answer."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    data = json.dumps({"stream": True, **body}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    if "messages" in body:
+        head = head.replace("/v1/completions", "/v1/chat/completions")
+    writer.write(head.encode() + data)
+    text = []
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            choice = json.loads(line[6:])["choices"][0]
+            text.append(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
+    writer.close()
+    return "".join(text)
+
+
+async def run(url: str, bodies: list[dict[str, Any]]) -> tuple[list[str], float]:
+    began = time.perf_counter()
+    texts = await asyncio.gather(*(answer(url, body) for body in bodies))
+    return list(texts), time.perf_counter() - began
+
+
+def counters(server: Server) -> list[float]:
+    lines = server.metrics().splitlines()
+    return [
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:spec_decode_{name}_total{{"))
+        for name in COUNTERS
+    ]
+
+
+def changed(text: str, seed: int) -> str:
+    words, rng = text.split(" "), random.Random(seed)
+    return " ".join("tree" if rng.random() < 0.1 else word for word in words)
+
+
+def bodies_of(case: str, streams: int, tokens: int, plain: Server) -> list[dict[str, Any]]:
+    common = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+    prompts = [f"{PROMPTS[i % len(PROMPTS)]}{' again' * (i // len(PROMPTS))}" for i in range(streams)]
+    if case != "prediction":
+        return [{**common, "prompt": prompt} for prompt in prompts]
+    chats = [{**common, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
+    texts, _ = asyncio.run(run(plain.url, chats))
+    return [
+        {**chat, "prediction": {"type": "content", "content": changed(text, seed)}}
+        for seed, (chat, text) in enumerate(zip(chats, texts, strict=True))
+    ]
+
+
+def measure(case: str, streams: int, options: argparse.Namespace, plain: Server, drafting: Server) -> dict[str, Any]:
+    bodies = bodies_of(case, streams, options.tokens, plain)
+    asyncio.run(run(plain.url, bodies)), asyncio.run(run(drafting.url, bodies))
+    before, ratios = counters(drafting), []
+    for _ in range(options.repeats):
+        expected, without = asyncio.run(run(plain.url, bodies))
+        got, with_drafts = asyncio.run(run(drafting.url, bodies))
+        assert got == expected, "the texts differ"
+        ratios.append(without / with_drafts)
+    drafts, tokens, accepted = (now - then for now, then in zip(counters(drafting), before, strict=True))
+    return {
+        "model": options.model or "moesaic-tiny",
+        "method": case,
+        "streams": streams,
+        "k_mean": round(tokens / drafts, 2) if drafts else 0.0,
+        "acceptance": round(accepted / tokens, 3) if tokens else 0.0,
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "tokens_per_s": round(streams * options.tokens / with_drafts),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--cases", default="mtp,prediction,ngram")
+    parser.add_argument("--streams", default="1,8,64")
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--drafts", type=int)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    model = [options.model] if options.model else []
+    plain = Server([*model, "--speculative-config", '{"method": "none"}'])
+    plain.wait_ready()
+    for case in options.cases.split(","):
+        config: dict[str, Any] = {
+            "method": case,
+            **({"prompt_lookup_max": 3, "prompt_lookup_min": 2} if case == "ngram" else {}),
+        }
+        if options.drafts:
+            config |= {"num_speculative_tokens": options.drafts, "adaptive": False}
+        drafting = Server([*model, "--speculative-config", json.dumps(config)])
+        drafting.wait_ready()
+        for streams in map(int, options.streams.split(",")):
+            row = measure(case, streams, options, plain, drafting)
+            print(json.dumps(row) if options.json else row, flush=True)
+        drafting.end()
+    plain.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Speculation of one rank: which drafts a request gets, and what became of them. Its scheduler asks. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cache.manager import CacheManager
+from engine.request import Request, Status
+from engine.schedule import Schedule
+from engine.speculation.drafter import Drafter
+from engine.speculation.model_drafts import ModelDrafts
+from engine.speculation.prediction import PredictionDrafter
+
+
+class Speculation:
+    """drafter: for all requests; None: only the predictions that requests bring. max_drafts: of a request in a step;
+    max_in_step: of all; 0: nobody has any. depth: of a request, how many are wanted now (engine/speculation/gate.py).
+    lookahead: tokens behind the drafts for which the drafter wants room in the cache.
+
+    A model that drafts (`ModelDrafts`) has a cache of its own, a layer more. Steps may leave it out, where drafts are
+    not worth their while; a request that was in such a step is *cold*, and gets no drafts any more, and so are requests
+    that begin with a prefix of which a block was computed so. Its row for the last token of a block depends on the
+    token behind it, which the block's key does not tell: such a row may be that of another text. Both bear on what is
+    drafted, never on what is sampled.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter | None = None,
+        max_drafts: int = 0,
+        max_in_step: int = 0,
+        lookahead: int = 0,
+        block_size: int = 1,
+    ) -> None:
+        self._block_size = block_size
+        self.depth = self.max_drafts = max_drafts
+        self.max_in_step = max_in_step
+        self.lookahead = lookahead
+        self._drafter = drafter
+        self._predictions = PredictionDrafter()
+        self._model = drafter if isinstance(drafter, ModelDrafts) else None
+        self._cold: set[int] = set()  # requests
+        self._warm_blocks: set[int] = set()
+        self._sources: dict[int, Drafter] = {}  # of the drafts under way
+        self.forget_counts()
+
+    def forget_counts(self) -> None:
+        """Count from here on."""
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.accepted_per_pos = [0] * self.max_drafts
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Fields of RankStats."""
+        return {
+            "spec_drafts": self.num_drafts,
+            "spec_draft_tokens": self.num_draft_tokens,
+            "spec_accepted_tokens": self.num_accepted_tokens,
+            "spec_accepted_per_pos": self.accepted_per_pos,
+        }
+
+    def takes(self, request: Request) -> bool:
+        """Whether that request may ever have drafts. They wait until all its tokens are known."""
+        return self.max_drafts > 0 and (self._drafter is not None or bool(request.message.params.prediction_token_ids))
+
+    def propose(self, request: Request, limit: int) -> list[int]:
+        """At most `limit` drafts, and no more than are wanted now."""
+        limit = min(limit, self.depth)
+        if limit <= 0:
+            return []
+        for source in (self._predictions, self._drafter):
+            drafts = [] if source is None else source.propose(request, limit)[:limit]
+            if drafts:
+                assert source is not None
+                self._sources[request.request_id] = source
+                return drafts
+        return []
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """So many of the request's drafts have come back, and so many were right."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.accepted_per_pos[position] += 1
+        request.num_accepted += num_accepted
+        request.num_rejected += num_drafts - num_accepted
+        source = self._sources.pop(request.request_id, None)
+        if source is not None:
+            source.observe(request, num_accepted)
+
+    def ahead(self, request: Request, num_tokens: int, cache: CacheManager) -> int:
+        """So many tokens, and as many more as the drafter wants room for and no other request has to give it."""
+        if not request.speculates or not self.lookahead:
+            return num_tokens
+        most = min(cache.room(request), request.max_length - 1)
+        return max(num_tokens, min(num_tokens + self.lookahead, most))
+
+    def warm(self, request: Request) -> bool:
+        """Whether the model can draft for it."""
+        return request.request_id not in self._cold
+
+    def admit(self, request: Request) -> None:
+        """It begins, or begins again, with the blocks of a prefix."""
+        if self._model is not None:
+            self._cold.discard(request.request_id)
+            if not self._warm_blocks.issuperset(request.held.tables[0]):
+                self._cold.add(request.request_id)
+
+    def settle(
+        self,
+        step: Schedule,
+        requests: Sequence[Request],
+        token_ids: Sequence[list[int]],
+        drafts: Sequence[list[int]] | None,
+    ) -> None:
+        """The step is over, and the requests will get these tokens. drafts: behind them; None: the model has made
+        none."""
+        if self._model is None:
+            return
+        for index, request in enumerate(requests):
+            if request.status is not Status.RUNNING:
+                continue
+            if drafts is None:
+                self._cold.add(request.request_id)
+            elif drafts[index]:
+                self._model.offer(request, len(request.tokens) + len(token_ids[index]), drafts[index])
+            start, size = step.starts[index], self._block_size
+            written = request.held.tables[0][start // size : (start + step.counts[index]) // size]
+            if self.warm(request):
+                self._warm_blocks.update(written)
+            else:
+                self._warm_blocks.difference_update(written)
+
+    def forget(self, request: Request) -> None:
+        self._cold.discard(request.request_id)
+        self._sources.pop(request.request_id, None)
+        self._predictions.forget(request)
+        if self._drafter is not None:
+            self._drafter.forget(request)

@@ -1,0 +1,100 @@
+"""What can be on or off while the same requests run: options of the engine, of requests, and what happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.eplb import EplbConfig
+from moesaic import AsyncLLM
+
+EVENT_SECONDS = 60.0  # bounds what an event waits for
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run has shown of itself, to tell whether a feature was at work."""
+
+    hits: int  # tokens found in the prefix cache
+    preemptions: int
+    split_steps: int
+    replayed: int  # requests
+    reweights: int
+    longest_prompt: int
+    aborted: int
+    llm: AsyncLLM
+
+
+@dataclass(frozen=True)
+class Feature:
+    """options: of EngineConfig. params: of every request's SamplingParams. ranks: at least so many. place: features of the same one
+    exclude each other. event: done when a part of the tokens has come. own: results differ from those without it, so it
+    has its own. seen: whether it was at work."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    place: str = ""
+    event: Callable[[AsyncLLM], Awaitable[None]] | None = None
+    own: bool = False
+    priorities: bool = False
+    aborts: bool = False
+    seen: Callable[[Seen], bool] = lambda seen: True
+
+
+async def _kill(llm: AsyncLLM) -> None:
+    os.kill(llm.ready[0].process, signal.SIGKILL)
+
+
+async def _hang(llm: AsyncLLM) -> None:
+    """Of the last rank, so that it is not the one that is killed."""
+    os.kill(llm.ready[max(llm.ready)].process, signal.SIGSTOP)
+
+
+async def _grow(llm: AsyncLLM) -> None:
+    """Once all ranks serve: a resize in the middle of a recovery is refused."""
+    async with asyncio.timeout(EVENT_SECONDS):
+        while len(llm.members.up) < llm.members.count:
+            await asyncio.sleep(0.02)
+    llm.resize(llm.members.count + 1)
+
+
+OFTEN = EplbConfig(window_size=8, memory_steps=4, reweight_interval=2, move_interval=4)
+PENALTIES = {"presence_penalty": 0.3, "frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_tokens": 30}
+DBO = {"enable_dbo": "on", "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 8}
+
+FEATURES: dict[str, Feature] = {
+    "prefix cache": Feature({"enable_prefix_caching": True}, seen=lambda seen: seen.hits > 0),
+    "chunked prefill": Feature({"max_num_batched_tokens": 16}, seen=lambda seen: seen.longest_prompt > 16),
+    "preemption": Feature({"num_kv_blocks": 20, "max_model_len": 160}, seen=lambda seen: seen.preemptions > 0),
+    "asynchronous scheduling": Feature({"async_scheduling": True}, seen=lambda seen: seen.llm.plan.async_scheduling),
+    "graphs": Feature({"cudagraph_mode": "auto"}, seen=lambda seen: seen.llm.plan.cudagraph_mode != "none"),
+    "DBO": Feature(DBO, ranks=2, seen=lambda seen: seen.split_steps > 0),
+    "rebalancing": Feature(
+        {"enable_eplb": True, "eplb": OFTEN, "num_redundant_experts": 16}, ranks=2, seen=lambda seen: seen.reweights > 0
+    ),
+    "FP8 rows": Feature({"dispatch_dtype": "fp8"}, ranks=2, own=True),
+    "shared memory": Feature({"all2all_backend": "shm"}, ranks=2, place="exchange"),
+    "gloo": Feature({"all2all_backend": "gloo"}, ranks=2, place="exchange"),
+    "2 ranks": Feature(ranks=2, place="ranks"),
+    "4 ranks": Feature(ranks=4, place="ranks"),
+    "n = 2": Feature(params={"n": 2}, own=True),
+    "logprobs": Feature(params={"logprobs": 3, "prompt_logprobs": 1}, own=True),
+    "stop strings": Feature(params={"stop": ("the ", "and")}, own=True),
+    "penalties": Feature(params=PENALTIES, own=True),
+    "priorities": Feature({"scheduling_policy": "priority"}, priorities=True),
+    "aborts": Feature(aborts=True, seen=lambda seen: seen.aborted > 0),
+    "a kill": Feature(ranks=2, event=_kill, seen=lambda seen: seen.replayed > 0),
+    "a hang": Feature(ranks=2, event=_hang, seen=lambda seen: seen.replayed > 0),
+    "growth": Feature(
+        ranks=2, event=_grow, seen=lambda seen: seen.llm.members.count > seen.llm.plan.data_parallel_size
+    ),
+}
+
+
+def exclude(one: Feature, other: Feature) -> bool:
+    return one.place != "" and one.place == other.place

@@ -1,0 +1,5 @@
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "engine"), str(HERE.parent / "models"), str(HERE.parent / "fakes" / "fake_parts")]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from layers import choice
 from layers.linear import Linear, MergedLinear, parameter
 from native import rows
-from native.linear import linear
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
@@ -70,4 +69,6 @@ class WeightedMLP(GatedMLP):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD = super().forward(x_TD)
-        return sigmoid_gate(out_TD, linear(x_TD, self.gate))
+        if rows.can_run(x_TD) and x_TD.stride(1) == 1 and out_TD.is_contiguous():
+            return rows.gate(out_TD, rows.dots(x_TD, self.gate).view(-1))
+        return sigmoid_gate(out_TD, F.linear(x_TD.float(), self.gate).to(out_TD.dtype))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from layers import choice
 from layers.linear import Linear, MergedLinear, parameter
 from native import rows
+from native.linear import linear
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
@@ -58,17 +59,14 @@ class GatedMLP(nn.Module):
 
 
 class WeightedMLP(GatedMLP):
-    """The same, times sigmoid(gate(x)), a number for each token. gate [1, D], float32 whatever the model's dtype:
-    converting once is exact."""
+    """The same, times sigmoid(gate(x)), a number for each token. gate [1, D]."""
 
     def __init__(
         self, hidden_size: int, width: int, dtype: torch.dtype, device: torch.device, bias: bool = False
     ) -> None:
         super().__init__(hidden_size, width, dtype, device, bias)
-        self.gate = parameter((1, hidden_size), torch.float32, device)
+        self.gate = parameter((1, hidden_size), dtype, device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD = super().forward(x_TD)
-        if rows.can_run(x_TD) and x_TD.stride(1) == 1 and out_TD.is_contiguous():
-            return rows.gate(out_TD, rows.dots(x_TD, self.gate).view(-1))
-        return sigmoid_gate(out_TD, F.linear(x_TD.float(), self.gate).to(out_TD.dtype))
+        return sigmoid_gate(out_TD, linear(x_TD, self.gate))

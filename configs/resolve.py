@@ -261,7 +261,7 @@ def _cache(
         beside = state_bytes(spec, num_seqs)
         others = f", less {beside} for the states of {num_seqs} sequences (max_num_seqs)" if beside else ""
         raise ValueError(
-            f"no room for a KV block of {bytes_per_block} bytes: {source}{others}; set kv_cache_memory_bytes or "
+            f"no room for a KV block of {bytes_per_block} bytes: {source}{states}; set kv_cache_memory_bytes or "
             "num_kv_blocks"
         )
     if blocks < full_blocks:

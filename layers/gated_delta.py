@@ -166,9 +166,11 @@ def sequence_places(step: StepInput) -> tuple[Tensor, ...]:
     """On the device, int64: where each sequence's tokens begin [B + 1], the sequence of each token [T], and the records
     that are read and written."""
     assert step.state is not None
+    device = step.state.reads_B.device
+    if step.num_decodes == step.num_sequences:  # nothing of the host: a graph may hold it
+        return (*(torch.arange(step.num_sequences + more, device=device) for more in (1, 0)), *step.state)
     starts_B = torch.tensor(step.query_starts, dtype=torch.int64)
     sequence_T = torch.arange(step.num_sequences).repeat_interleave(starts_B.diff())
-    device = step.state.reads_B.device
     return starts_B.to(device), sequence_T.to(device), *step.state
 
 

@@ -18,7 +18,7 @@ from layers.greedy import greedy
 from layers.step import StepInput
 from mla.attention import TorchMla
 from mla.protocol import MlaShape
-from native import Isa, isa, limit_isa, rows
+from native import Isa, isa, limit_isa, routing, rows
 from native.linear import best_output, linear
 from native.packed_linear import PackedLinear
 
@@ -138,7 +138,7 @@ def row_ops(tokens: Sequence[int]) -> list[Op]:
             ),
             Op(
                 "top-k", f"T={num_tokens} E=64 K=8", logits.numel() * 2, logits.numel() * 8,
-                lambda _, x=logits: rows.softmax_topk(x, 8, True),  # type: ignore[misc]
+                lambda _, x=logits: routing.softmax_topk(x, 8, True),  # type: ignore[misc]
                 lambda _, x=logits: x.topk(8)[0].softmax(-1, dtype=torch.float32),  # type: ignore[misc]
             ),
         ]  # fmt: skip

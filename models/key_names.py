@@ -42,6 +42,7 @@ MIXTRAL = KeyNames(
     )
 )
 QWEN2_MOE = KeyNames(parts=(SHARED_EXPERT,))
+GPT_OSS = KeyNames(parts=((".mlp.router.", ".mlp.gate."),))
 ERNIE = KeyNames(
     parts=((".mlp.moe_statics.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
     skipped=("model.mtp_",),

@@ -17,7 +17,7 @@ from models.facts import ModelFacts
 from models.fields import ConfigError, Fields
 from models.gqa import config as gqa
 from models.gqa.families import ARCHITECTURES as GQA_ARCHITECTURES
-from models.shared_fields import check_modelopt
+from models.quantization import check_modelopt
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,7 @@ SCALE_ROWS = {WeightFormat.FP8: BLOCK, WeightFormat.INT8: 1}
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """weight [O, I] float8_e4m3fn or int8; scale float32 [ceil(O / scale rows), ceil(I / 128)]: a weight is its number
+    """weight [O, I] float8_e4m3fn or int8; scale float32 [ceil(O / scale_rows), ceil(I / 128)]: a weight is its number
     times the scale of its block."""
 
     weight_OI: Tensor
@@ -38,6 +38,12 @@ class ScaledMatrix:
     @property
     def format(self) -> WeightFormat:
         return WeightFormat.INT8 if self.weight_OI.dtype is torch.int8 else WeightFormat.FP8
+
+    @property
+    def scale_rows(self) -> int:
+        """Outputs that have a scale in common: those of the format, or 1."""
+        by_rows = self.scale.shape[0] == self.weight_OI.shape[0] > 1
+        return 1 if by_rows else SCALE_ROWS[self.format]
 
 
 def quantize(weight_OI: Tensor, form: WeightFormat) -> ScaledMatrix:
@@ -60,7 +66,7 @@ def quantize(weight_OI: Tensor, form: WeightFormat) -> ScaledMatrix:
 
 def dequantize(matrix: ScaledMatrix, dtype: torch.dtype) -> Tensor:
     """[O, I] in dtype."""
-    rows = SCALE_ROWS[matrix.format]
+    rows = matrix.scale_rows
     num_rows, num_columns = matrix.weight_OI.shape
     scale = matrix.scale.repeat_interleave(BLOCK, 1)[:, :num_columns].repeat_interleave(rows, 0)[:num_rows]
     return scale.mul_(matrix.weight_OI.float()).to(dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_kernels.activation import GATED, ExpertKind
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
-from moe_kernels.matrix import SCALE_ROWS, ScaledMatrix, WeightFormat, dequantize, quantize
+from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize, quantize
 from moe_kernels.panels import panel_biases, unpack_slot
 from moe_kernels.quant import dequantize_rows
 from native import Isa, function, isa
@@ -117,7 +117,7 @@ class PackedExperts:
 
     def fill_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
         matrices = (gate_FD, up_FD, down_DF)
-        if self.format is not gate_FD.format:
+        if self.format is not gate_FD.format or len({matrix.scale_rows for matrix in matrices}) > 1:
             self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in matrices))
             return
         self._pack_scaled(slot, list(matrices))
@@ -201,7 +201,7 @@ class PackedExperts:
             slot,
             [weight.data_ptr() for weight in weights],
             [scale.data_ptr() for scale in scales],
-            SCALE_ROWS[self.format],
+            matrices[0].scale_rows,
         )
 
     def _pack(self, slot: int, matrices: list[int], scales: list[int] | list[None], scale_rows: int) -> None:

@@ -133,9 +133,9 @@ def experts(
     for slot, rows in enumerate(batch.rows_S.tolist()):
         x, out = (batch.x, y) if batch.layout is Layout.RAGGED else (batch.x[slot], y[slot])
         first = start if batch.layout is Layout.RAGGED else 0
-        biases = (None if bias is None else bias[slot] for bias in (gate_up_bias_S2F, down_bias_SD))
-        here = x[first : first + rows], gate_up_S2FD[slot], down_SDF[slot]
-        out[first : first + rows] = expert(*here, *biases, activation)
+        gate_up_bias, down_bias = (None if bias is None else bias[slot] for bias in (gate_up_bias_S2F, down_bias_SD))
+        matrices = gate_up_S2FD[slot], down_SDF[slot]
+        out[first : first + rows] = expert(x[first : first + rows], *matrices, gate_up_bias, down_bias, activation)
         start += rows
     return y
 

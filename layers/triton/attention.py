@@ -192,8 +192,9 @@ def paged_attention(
         lse = torch.empty(q_THD.shape[0], splits, heads.num_heads, dtype=torch.float32, device=q_THD.device)
         _attention_kernel[(launch.num_tiles, heads.num_kv_heads, splits)](
             q_THD, k_cache, v_cache, sinks_H, step.block_table_BN, step.kv_lens_B, launch.tiles, part, lse,
-            q_THD.stride(0), q_THD.stride(1), step.block_table_BN.stride(0), heads.num_heads, heads.num_kv_heads, splits,
-            step.block_size, scale, WINDOW=plan.window, SINKS=sinks_H is not None, DECODE=launch.tiles is None, SIZE=heads.head_dim, GROUP=heads.group,
+            q_THD.stride(0), q_THD.stride(1), step.block_table_BN.stride(0), heads.num_heads, heads.num_kv_heads,
+            splits, step.block_size, scale, WINDOW=plan.window, SINKS=sinks_H is not None,
+            DECODE=launch.tiles is None, SIZE=heads.head_dim, GROUP=heads.group,
             BLOCK_M=config.block_m, BLOCK_S=config.block_s, COLUMNS=max(16, triton.next_power_of_2(heads.head_dim)),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

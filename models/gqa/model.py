@@ -5,10 +5,14 @@ Legend: T tokens, D hidden size, H query heads, Hkv key/value heads, Dh head siz
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
+from cache.spec import token_groups
 from dbo.steps import Steps
+from ep.experts import Activation, ExpertKind
 from ep.moe import MoE, MoELayers
 from ep.parallel import Parallel
 from layers.attention import AttentionPlan, HeadCounts, paged_attention, qk_norm_rope_cache
@@ -27,12 +31,15 @@ from models.routers import make_router, read_router
 
 class Attention(nn.Module):
     """Grouped-query attention. qk_norm [H + Hkv, Dh]: the weight of the norm of queries and keys, or None;
-    norms_vectors: it is that of all heads as one vector."""
+    norms_vectors: it is that of all heads as one vector. sinks float32 [H] (layers/reference.py), or None."""
 
     qk_norm: nn.Parameter | None
+    sinks: nn.Parameter | None
 
-    def __init__(self, config: GqaConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: GqaConfig, group: int, dtype: torch.dtype, device: torch.device) -> None:
+        """group: of the cache."""
         super().__init__()
+        self.group = group
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -41,6 +48,7 @@ class Attention(nn.Module):
         qk_shape = (config.num_heads + config.num_kv_heads, config.head_dim)
         self.qk_norm = None if config.qk_norm == "none" else parameter(qk_shape, dtype, device)
         self.norms_vectors = config.qk_norm == "vector"
+        self.sinks = parameter((config.num_heads,), torch.float32, device) if config.sinks else None
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
 
@@ -53,10 +61,11 @@ class Attention(nn.Module):
             self._norm_vectors(qkv)
             qk_norm = None
         qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q_THD = qk_norm_rope_cache(qkv, self.num_heads, qk_norm, self.eps, context.rope, cache, context.step.slots_T)
+        slots_T = context.step.slots_of(self.group)
+        q_THD = qk_norm_rope_cache(qkv, self.num_heads, qk_norm, self.eps, context.rope, cache, slots_T)
         k_cache, v_cache = cache
-        attend = context.operations[0]
-        attended = attend(q_THD, k_cache, v_cache, self.scale)
+        attend = context.operations[self.group]
+        attended = attend(q_THD, k_cache, v_cache, self.scale, self.sinks)
         out_TD: Tensor = self.out(attended.reshape(-1, self.num_heads * self.head_dim))
         return out_TD
 
@@ -78,15 +87,26 @@ class GqaForCausalLM(Decoder[Attention]):
 
     def __init__(self, config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         mlps = _mlps(config, parallel, dtype, device)
-        super().__init__(config, lambda layer: Attention(config, dtype, device), mlps, parallel, dtype, device)
+        groups = token_groups(config.cache_spec("float32"))
+        group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+
+        def attention(layer: int) -> Attention:
+            return Attention(config, group_of[layer], dtype, device)
+
+        super().__init__(config, attention, mlps, parallel, dtype, device)
         self.heads = HeadCounts(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._windows = [group.window for group in groups]
 
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
-        return (breaks.operation(self._attention, step, 1),)
+        """The attention of each group of the cache."""
+        groups = range(len(self._windows))
+        return tuple(breaks.operation(partial(self._attention, group), step, 1) for group in groups)
 
-    def _attention(self, step: StepInput) -> Operation:
-        plan = AttentionPlan(step, self.heads, self.dtype)
-        return lambda q_THD, k_cache, v_cache, scale: paged_attention(q_THD, k_cache, v_cache, plan, scale)
+    def _attention(self, group: int, step: StepInput) -> Operation:
+        plan = AttentionPlan(step.of_group(group), self.heads, self.dtype, self._windows[group])
+        return lambda q_THD, k_cache, v_cache, scale, sinks_H: paged_attention(
+            q_THD, k_cache, v_cache, plan, scale, sinks_H
+        )
 
     def read_layer(self, index: int, source: WeightSource) -> None:
         layer, prefix = self.decoders[index], f"model.layers.{index}."
@@ -96,6 +116,8 @@ class GqaForCausalLM(Decoder[Attention]):
         weights.read_attention(
             source, f"{prefix}self_attn.", self.config, attention.qkv, attention.out, attention.qk_norm
         )
+        if attention.sinks is not None:
+            source.read(f"{prefix}self_attn.sinks", attention.sinks)
         mlp, prefix = layer.mlp, f"{prefix}mlp."
         if isinstance(mlp, GatedMLP):
             read_mlp(source, prefix, mlp)
@@ -110,6 +132,7 @@ class GqaForCausalLM(Decoder[Attention]):
 def _mlps(config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[GatedMLP | MoE]:
     """The feed-forward layer of each decoder layer."""
     moe_layers = MoELayers(parallel, config.hidden_size, dtype, device) if config.moe_layers else None
+    kind = ExpertKind(Activation(*config.activation), config.expert_biases)
     mlps: list[GatedMLP | MoE] = []
     for layer in range(config.num_layers):
         if moe_layers is None or layer not in config.moe_layers:
@@ -117,7 +140,7 @@ def _mlps(config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device: tor
             continue
         assert config.router is not None
         router = make_router(config.router, config.hidden_size, config.num_experts, dtype, device)
-        mlps.append(moe_layers.make(router, config.moe_intermediate_size, _shared(config, dtype, device)))
+        mlps.append(moe_layers.make(router, config.moe_intermediate_size, _shared(config, dtype, device), kind))
     return mlps
 
 

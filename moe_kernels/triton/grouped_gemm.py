@@ -28,7 +28,8 @@ from moe_kernels.triton.tiles import Tiles, load_step, locate, store_sums
 def _gate_up_kernel(
     x_ptr, x_scale_ptr, weight_ptr, bias_ptr, out_ptr, rows_ptr, num_slots, capacity, num_tiles, num_inputs, width,
     num_blocks, SCALED: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """out [R, F] = the activation (moe_kernels/activation.py) of x gate^T and x up^T, each with its bias."""
@@ -72,7 +73,8 @@ def _gate_up_kernel(
 @triton.jit(do_not_specialize=["capacity", "num_tiles"])
 def _down_kernel(
     x_ptr, weight_ptr, bias_ptr, row_weight_ptr, out_ptr, rows_ptr, num_slots, capacity, num_tiles, num_inputs,
-    num_outputs, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, EVEN: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    num_outputs, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, EVEN: tl.constexpr, PADDED: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """out [R, D] = x down^T and the bias, times the row's weight."""

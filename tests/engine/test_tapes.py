@@ -34,6 +34,11 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "qwen3": hf_tiny.make_qwen3,
     "qwen3_moe": hf_tiny.make_qwen3_moe,
     "llama": hf_tiny.make_llama,
+    "gpt_oss": hf_tiny.make_gpt_oss,
+    "qwen2_moe": hf_tiny.make_qwen2_moe,
+    "minimax": hf_tiny.make_minimax_m2,
+    "glm": hf_tiny.make_glm4_moe,
+    "ernie": hf_tiny.make_ernie,
     "deepseek_v2": deepseek_tiny.make_v2,
     "deepseek_v3": deepseek_tiny.make_v3,
 }

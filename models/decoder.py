@@ -111,13 +111,13 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         parallel: Parallel,
         dtype: torch.dtype,
         device: torch.device,
+        head_bias: bool = False,
     ) -> None:
         """make_mixer(layer): the one of that layer. mlps: of each layer."""
         super().__init__(parallel, config.hidden_size, device)
         self.dtype = dtype
         self.config = config
         self.fp8_cache = False
-        self._tied = config.tie_word_embeddings
         size, eps = config.hidden_size, config.rms_norm_eps
         self.embed = Embedding(config.vocab_size, size, dtype, device)
         self.register_moe_layers(mlps)
@@ -126,7 +126,8 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         ]
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(size, eps, dtype, device)
-        self.head = LMHead(size, config.vocab_size, self.embed.weight if self._tied else None, dtype, device)
+        tied = self.embed.weight if config.tie_word_embeddings else None
+        self.head = LMHead(size, config.vocab_size, tied, dtype, device, head_bias)
         self.rope = Rope(config.rope, dtype, device)
 
     def cache_spec(self) -> CacheSpec:
@@ -165,7 +166,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         ends = [
             Part(self.embed, lambda source: source.read("model.embed_tokens.weight", self.embed.weight)),
             Part(self.norm, lambda source: source.read("model.norm.weight", self.norm.weight)),
-            Part(self.head, lambda source: read_head(source, self.head.matrix, self._tied)),
+            Part(self.head, lambda source: read_head(source, self.head)),
         ]
         layers = [Part(layer, partial(self.read_layer, index)) for index, layer in enumerate(self.decoders)]
         self.load_parts([*ends, *layers], source, self.config.num_experts, store)

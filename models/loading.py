@@ -1,12 +1,10 @@
-"""Reading a checkpoint's keys into the layers that every family is made of.
-
-Legend: V vocabulary, D hidden size.
-"""
+"""Reading a checkpoint's keys into the layers that every family is made of."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
+from layers.head import LMHead
 from layers.linear import Linear, MergedLinear
 from layers.mlp import GatedMLP, WeightedMLP
 from models.base import WeightSource
@@ -50,9 +48,11 @@ def skip_mtp(source: WeightSource, num_layers: int, num_mtp_layers: int) -> None
         source.skip(name)
 
 
-def read_head(source: WeightSource, head_VD: Tensor, tied: bool) -> None:
+def read_head(source: WeightSource, head: LMHead) -> None:
     """A tied head has no key of its own, or one that repeats the embedding."""
-    if not tied:
-        source.read("lm_head.weight", head_VD)
+    if head.bias is not None:
+        source.read("lm_head.bias", head.bias)
+    if head.tied is None:
+        source.read("lm_head.weight", head.weight)
     elif source.has("lm_head.weight"):
         source.skip("lm_head.weight")

@@ -46,6 +46,7 @@ class GqaConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    head_bias: bool
     num_experts: int = 0
     moe_intermediate_size: int = 0
     router: RouterConfig | None = None
@@ -98,7 +99,8 @@ def parse(raw: dict[str, Any], source: str) -> GqaConfig:
     fields = Fields(raw, source)
     architecture = fields.first_of("architectures")
     family = ARCHITECTURES[architecture]
-    _refuse_unsupported(fields, architecture)
+    fields.only("hidden_act", "silu")
+    check_quantization(fields)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -132,6 +134,7 @@ def parse(raw: dict[str, Any], source: str) -> GqaConfig:
         qkv_bias=family.qkv.read(fields),
         o_bias=family.out.read(fields),
         mlp_bias=family.mlp.read(fields),
+        head_bias=family.head.read(fields),
         window=windows.size,
         window_layers=windows.layers,
         sinks=family.sinks,
@@ -150,9 +153,3 @@ def _qk_norm(fields: Fields, family: Family) -> str:
 def _num_mtp_layers(fields: Fields) -> int:
     name = "num_nextn_predict_layers" if fields.has("num_nextn_predict_layers") else "num_mtp_layers"
     return fields.integer(name, 0, minimum=0)
-
-
-def _refuse_unsupported(fields: Fields, architecture: str) -> None:
-    fields.only("hidden_act", "silu")
-    check_quantization(fields)
-    fields.only("use_bias", None, False)  # ERNIE: of every projection, the head's too

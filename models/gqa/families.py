@@ -30,11 +30,12 @@ class Bias:
 
 
 ASKED = Bias("attention_bias")
+USE_BIAS = Bias("use_bias")  # of every projection
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """qk_norm: as GqaConfig.qk_norm; qk_norm_flag: the field that says whether there is one. qkv, out, mlp: biases of
+    """qk_norm: as GqaConfig.qk_norm; qk_norm_flag: the field that says whether there is one. qkv, out, mlp, head: biases of
     the projections. windows: reads which layers look back a window of tokens only. sinks: its attention has sinks.
     partial: the part of a head that is rotated; None: all of it, always. interleaved: pairs of rotated dimensions lie
     side by side. experts: reads what GqaConfig says of routed experts, given the number of layers."""
@@ -44,6 +45,7 @@ class Family:
     qkv: Bias = Bias()
     out: Bias = Bias()
     mlp: Bias = Bias()
+    head: Bias = Bias()
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     windows: ReadWindows = no_windows
     sinks: bool = False
@@ -76,7 +78,17 @@ ARCHITECTURES: dict[str, Family] = {
     ),
     "Dots1ForCausalLM": Family(qk_norm="head", qkv=ASKED, out=ASKED, experts=deepseek_experts, windows=windows.dots),
     "DeepseekForCausalLM": Family(qkv=ASKED, out=ASKED, experts=deepseek_experts),
-    "Ernie4_5_MoeForCausalLM": Family(interleaved=True, theta=5e5, tied=True, experts=ernie_experts, names=ERNIE),
+    "Ernie4_5_MoeForCausalLM": Family(
+        qkv=USE_BIAS,
+        out=USE_BIAS,
+        mlp=USE_BIAS,
+        head=USE_BIAS,
+        interleaved=True,
+        theta=5e5,
+        tied=True,
+        experts=ernie_experts,
+        names=ERNIE,
+    ),
     "GptOssForCausalLM": Family(
         qkv=Bias("attention_bias", True),
         out=Bias("attention_bias", True),

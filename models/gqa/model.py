@@ -93,7 +93,7 @@ class GqaForCausalLM(Decoder[Attention]):
         def attention(layer: int) -> Attention:
             return Attention(config, group_of[layer], dtype, device)
 
-        super().__init__(config, attention, mlps, parallel, dtype, device)
+        super().__init__(config, attention, mlps, parallel, dtype, device, config.head_bias)
         self.heads = HeadCounts(config.num_heads, config.num_kv_heads, config.head_dim)
         self._windows = [group.window for group in groups]
 

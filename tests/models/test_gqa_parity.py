@@ -87,6 +87,8 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "gpt-oss": (make_gpt_oss, {}),
     "gpt-oss-one-key-head": (make_gpt_oss, {"num_key_value_heads": 1, "tie_word_embeddings": True, "hidden_size": 40}),
     "gpt-oss-no-bias": (make_gpt_oss, {"attention_bias": False, "sliding_window": 2}),
+    "ernie-biases": (make_ernie, {"use_bias": True}),
+    "ernie-biases-own-head": (make_ernie, {"use_bias": True, "tie_word_embeddings": False}),
     "ernie-no-shared": (make_ernie, {"moe_num_shared_experts": 0, "moe_layer_end_index": 1}),
 }
 

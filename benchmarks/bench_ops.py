@@ -26,6 +26,7 @@ import torch
 from layer_ops import attention_ops, linear_ops, row_ops
 from op_clock import Machine, Op, be_preferred, measure
 from prompt_ops import prompt_ops, sampling_ops
+from window_ops import window_ops
 
 from moe_kernels import TokenBatch, WeightFormat
 from moe_kernels.packed import PackedExperts
@@ -81,6 +82,7 @@ BUILDERS: dict[str, Callable[[Sequence[int]], list[Op]]] = {
     "rows": row_ops,
     "prompts": prompt_ops,
     "sampling": sampling_ops,
+    "window": window_ops,
 }
 
 

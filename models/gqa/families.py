@@ -35,10 +35,10 @@ USE_BIAS = Bias("use_bias")  # of every projection
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """qk_norm: as GqaConfig.qk_norm; qk_norm_flag: the field that says whether there is one. qkv, out, mlp, head: biases of
-    the projections. windows: reads which layers look back a window of tokens only. sinks: its attention has sinks.
-    partial: the part of a head that is rotated; None: all of it, always. interleaved: pairs of rotated dimensions lie
-    side by side. experts: reads what GqaConfig says of routed experts, given the number of layers."""
+    """qk_norm: as GqaConfig.qk_norm; qk_norm_flag: the field that says whether there is one. qkv, out, mlp, head:
+    biases of the projections. windows: reads which layers look back a window of tokens only. sinks: its attention has
+    sinks. partial: the part of a head that is rotated; None: all of it, always. interleaved: pairs of rotated
+    dimensions lie side by side. experts: reads what GqaConfig says of routed experts, given the number of layers."""
 
     qk_norm: str = "none"
     qk_norm_flag: str | None = None

@@ -27,6 +27,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "dots1": ("Dots1Config", "Dots1ForCausalLM", DOTS, 152.0),
     "Mixtral-8x7B": ("MixtralConfig", "MixtralForCausalLM", {}, 45.1),
     "Qwen1.5-MoE-A2.7B": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {}, 12.5),
+    "gpt-oss-120b": ("GptOssConfig", "GptOssForCausalLM", {}, 114.7),
+    "gpt-oss-20b": ("GptOssConfig", "GptOssForCausalLM", {"num_hidden_layers": 24, "num_local_experts": 32}, 19.1),
     "ERNIE-4.5-21B": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", {}, 20.4),
 }
 

@@ -178,6 +178,7 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     """Weights are counted from the headers of the safetensors files: their own sizes, nothing estimated; those of
     fewer bits as wide as they are at load, unless they are kept (configs/resolve.py)."""
     total = experts = fp8_experts = 0
+    halves = ""
     by_dtype: dict[str, int] = {}
     for file in sorted(path.glob("*.safetensors")):
         for key, dtype, size in _tensors(file):
@@ -188,6 +189,8 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
             total += size
             experts += size if ".mlp.experts." in known else 0
             fp8_experts += size if ".mlp.experts." in known and dtype == "F8_E4M3" else 0
+            if ".mlp.experts." in known and known.endswith(("_packed", "_blocks")):
+                halves = "int4" if known.endswith("_packed") else "mxfp4"
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
     if not by_dtype:
         raise ValueError(f"{path}: no *.safetensors file with tensors in it")
@@ -205,6 +208,7 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
         expert_bytes=experts,
         dtype=held,
         fp8_experts=fp8_experts > experts // 2,
+        half_experts=halves,
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
         context_limit=facts.context_limit,

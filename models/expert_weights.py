@@ -8,16 +8,18 @@ Legend: E logical experts, F expert width, D hidden size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ep.experts import Experts, ScaledMatrix, WeightFormat
-from layers.stored import BLOCK, StoredForm, StoredWeight, is_by_rows
+from ep.experts import Experts, HalfMatrix, ScaledMatrix, WeightFormat
+from layers.stored import BLOCK, MX_GROUP, StoredForm, StoredWeight, is_by_rows
 from layers.weights import Key
 from models.base import ExpertSource, WeightSource
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 _FUSED = ("gate_up_proj", "down_proj")
 _BIASED = (*_FUSED, "gate_up_proj_bias", "down_proj_bias")
+_HALVES = {StoredForm.MXFP4: WeightFormat.MXFP4, StoredForm.INT4: WeightFormat.INT4}
 
 
 def expert_keys(source: ExpertSource, prefix: str, expert: int) -> list[Key]:
@@ -34,15 +36,21 @@ def read_expert(source: ExpertSource, prefix: str, experts: Experts, slot: int, 
     if experts.kind.biased:
         _read_biased(source, prefix, experts, slot, expert)
     else:
-        gate, up, down = _borrow(source, keys, experts)
-        matrices = [_scaled(part) for part in (gate, up, down)]
-        gate_matrix, up_matrix, down_matrix = matrices
-        if gate_matrix is not None and up_matrix is not None and down_matrix is not None:
-            experts.fill_slot_scaled(slot, gate_matrix, up_matrix, down_matrix)
-        else:
-            experts.fill_slot(slot, gate.widened(), up.widened(), down.widened())
+        _fill(experts, slot, *_borrow(source, keys, experts))
     for name, _ in keys:
         source.give_back(name)
+
+
+def _fill(experts: Experts, slot: int, gate: StoredWeight, up: StoredWeight, down: StoredWeight) -> None:
+    """As they are, where experts are kept so."""
+    parts = (gate, up, down)
+    scaled, halves = [_scaled(part) for part in parts], [_halved(part) for part in parts]
+    if scaled[0] is not None and scaled[1] is not None and scaled[2] is not None:
+        experts.fill_slot_scaled(slot, scaled[0], scaled[1], scaled[2])
+    elif halves[0] is not None and halves[1] is not None and halves[2] is not None:
+        experts.fill_slot_halves(slot, halves[0], halves[1], halves[2])
+    else:
+        experts.fill_slot(slot, gate.widened(), up.widened(), down.widened())
 
 
 def _borrow(source: ExpertSource, keys: list[Key], experts: Experts) -> list[StoredWeight]:
@@ -58,15 +66,24 @@ def _read_biased(source: ExpertSource, prefix: str, experts: Experts, slot: int,
     """gpt-oss: rows of gate and up take turns; the plain tensors are [E, D, 2F] and [E, F, D]."""
     width, hidden = experts.width, experts.hidden_size
 
-    def read(name: str, *shape: int) -> Tensor:
-        if len(shape) == 2 and source.form_of(f"{prefix}{name}") is StoredForm.PLAIN:
-            return source.borrow(f"{prefix}{name}", shape[::-1], expert).widened().T
-        return source.borrow(f"{prefix}{name}", shape, expert).widened()
+    def matrix(name: str, *shape: int) -> StoredWeight:
+        if source.form_of(f"{prefix}{name}") is StoredForm.PLAIN:
+            return StoredWeight.plain(source.borrow(f"{prefix}{name}", shape[::-1], expert).widened().T)
+        return source.borrow(f"{prefix}{name}", shape, expert)
 
-    gate_up, down = read("gate_up_proj", 2 * width, hidden), read("down_proj", hidden, width)
-    experts.fill_slot(slot, gate_up[::2], gate_up[1::2], down)
-    gate_up_bias = read("gate_up_proj_bias", 2 * width)
-    experts.fill_biases(slot, gate_up_bias[::2], gate_up_bias[1::2], read("down_proj_bias", hidden))
+    def bias(name: str, size: int) -> Tensor:
+        return source.borrow(f"{prefix}{name}", (size,), expert).widened()
+
+    gate_up = matrix("gate_up_proj", 2 * width, hidden)
+    _fill(experts, slot, _every_other(gate_up, 0), _every_other(gate_up, 1), matrix("down_proj", hidden, width))
+    gate_up_bias = bias("gate_up_proj_bias", 2 * width)
+    experts.fill_biases(slot, gate_up_bias[::2], gate_up_bias[1::2], bias("down_proj_bias", hidden))
+
+
+def _every_other(stored: StoredWeight, first: int) -> StoredWeight:
+    """Rows `first`, `first` + 2 and so on, of plain or MXFP4 weights."""
+    scale = None if stored.scale is None else stored.scale[first::2]
+    return StoredWeight(stored.weight[first::2], scale, stored.form, (stored.shape[0] // 2, stored.shape[1]))
 
 
 def _halves(gate_up: StoredWeight) -> tuple[StoredWeight, StoredWeight]:
@@ -91,13 +108,29 @@ def _scaled(stored: StoredWeight) -> ScaledMatrix | None:
     return ScaledMatrix(stored.weight, stored.scale.expand(num_rows, num_columns))
 
 
+def _halved(stored: StoredWeight) -> HalfMatrix | None:
+    """4 bits as the experts keep them: a scale for 32 inputs of each output. None: they are no such weights."""
+    if stored.form not in _HALVES or stored.scale is None or stored.shape[1] % MX_GROUP:
+        return None
+    num_groups, rows = stored.shape[1] // MX_GROUP, stored.shape[0]
+    if stored.form is StoredForm.MXFP4:
+        codes, scale = stored.weight.flatten(1), torch.exp2(stored.scale.float() - 127)
+    else:
+        if num_groups % stored.scale.shape[1]:
+            return None
+        codes = stored.weight.contiguous().view(torch.uint8)
+        scale = stored.scale.repeat_interleave(num_groups // stored.scale.shape[1], 1)
+    return HalfMatrix(codes, scale, _HALVES[stored.form], (rows, stored.shape[1]))
+
+
 def keep_scaled(source: WeightSource, prefix: str, experts: Experts) -> None:
-    """Experts that the checkpoint has in FP8 stay in FP8, unless a format was chosen for them."""
+    """Experts that the checkpoint has in fewer bits stay so, unless a format was chosen for them."""
     fused = source.has(f"{prefix}gate_up_proj")
     first = f"{prefix}gate_up_proj" if fused else f"{prefix}0.gate_proj.weight"
-    fp8 = source.has(first) and source.form_of(first) is StoredForm.FP8
-    if fp8 and experts.format is WeightFormat.PLAIN:
-        experts.keep_as(WeightFormat.FP8)
+    kept = {StoredForm.FP8: WeightFormat.FP8, **_HALVES}
+    form = source.form_of(first) if source.has(first) else StoredForm.PLAIN
+    if form in kept and experts.format is WeightFormat.PLAIN:
+        experts.keep_as(kept[form])
 
 
 def read_experts(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.layout import ExpertBatch, TokenBatch
-from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize, quantize
+from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat, dequantize, dequantize_halves, quantize
 from moe_kernels.quant import BLOCK, num_blocks
 from moe_kernels.token_sums import run_tokens
 
@@ -66,6 +66,9 @@ class Fp8Experts:
             scale.copy_(matrix.scale)
             if self._round_scales:
                 _round_scales(weight, scale)
+
+    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
+        self.fill(slot, *(dequantize_halves(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
 
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         raise AssertionError("experts with biases are not kept here")

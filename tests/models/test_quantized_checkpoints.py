@@ -210,6 +210,8 @@ def make_gpt_oss_mxfp4(path: Path) -> HfModel:
 def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     hf = make_gpt_oss_mxfp4(tmp_path)
     assert error(hf) < 1e-4
+    kept = load_ours(tmp_path).moe_layers[0][1].experts.format
+    assert kept is (WeightFormat.MXFP4 if isa() > Isa.NONE else WeightFormat.PLAIN)
     prompts = [[5, 7, 9, *range(20)], [3]]
     for size in (1, 2, 4):
         mine = [prompts if rank == 0 else [prompts[1]] for rank in range(size)]

@@ -28,6 +28,7 @@ from linear_ops import linear_attention_ops
 from op_clock import Machine, Op, be_preferred, measure
 from prompt_ops import prompt_ops, sampling_ops
 from sparse_ops import sparse_ops
+from window_ops import window_ops
 
 from moe_kernels import TokenBatch, WeightFormat
 from moe_kernels.packed import PackedExperts
@@ -85,6 +86,7 @@ BUILDERS: dict[str, Callable[[Sequence[int]], list[Op]]] = {
     "sampling": sampling_ops,
     "linear attention": linear_attention_ops,
     "sparse": sparse_ops,
+    "window": window_ops,
 }
 
 

@@ -18,7 +18,7 @@ from layers.greedy import greedy
 from layers.step import StepInput
 from mla.attention import TorchMla
 from mla.protocol import MlaShape
-from native import Isa, isa, limit_isa, rows
+from native import Isa, isa, limit_isa, routing, rows
 from native.linear import best_output, linear
 from native.packed_linear import PackedLinear
 
@@ -73,7 +73,7 @@ def linear_ops(tokens: Sequence[int]) -> list[Op]:
     return ops
 
 
-def _decodes(num_sequences: int, length: int) -> StepInput:
+def decode_step(num_sequences: int, length: int) -> StepInput:
     blocks_each = -(-length // BLOCK_SIZE)
     table = torch.randperm(num_sequences * blocks_each).view(num_sequences, blocks_each)
     lens, none = torch.full((num_sequences,), length), torch.zeros(num_sequences, dtype=torch.int64)
@@ -83,7 +83,7 @@ def _decodes(num_sequences: int, length: int) -> StepInput:
     )  # fmt: skip
 
 
-def _caches(step: StepInput, width: int, per_layer: int) -> list[list[Tensor]]:
+def decode_caches(step: StepInput, width: int, per_layer: int) -> list[list[Tensor]]:
     """Of as many layers as it takes to be far."""
     size = step.block_table_BN.numel() * BLOCK_SIZE
     layers = max(2, -(-FAR // (size * width * 2 * per_layer)))
@@ -96,9 +96,9 @@ def attention_ops(_: Sequence[int]) -> list[Op]:
     heads, shape = HeadCounts(16, 4, 64), MlaShape(16, 128, 64, 512, 128)
     w_uk, w_uv = (torch.randn(16, 128, 512).bfloat16() * 0.05 for _ in range(2))
     for num_sequences, length in CONTEXTS:
-        step = _decodes(num_sequences, length)
+        step = decode_step(num_sequences, length)
         name, keys = f"B={num_sequences} L={length}", num_sequences * length
-        kv = [[c.view(-1, 4, 64) for c in layer] for layer in _caches(step, 256, 2)]
+        kv = [[c.view(-1, 4, 64) for c in layer] for layer in decode_caches(step, 256, 2)]
         q = torch.randn(num_sequences, 16, 64).bfloat16()
         plan = AttentionPlan(step, heads, torch.bfloat16)
         slow = in_torch(lambda step=step: AttentionPlan(step, heads, torch.bfloat16))
@@ -109,7 +109,7 @@ def attention_ops(_: Sequence[int]) -> list[Op]:
                 lambda i, q=q, kv=kv, plan=slow: paged_attention(q, *kv[i % len(kv)], plan, 0.1),  # type: ignore[misc]
             )
         )  # fmt: skip
-        latents = [layer[0] for layer in _caches(step, 576, 1)]
+        latents = [layer[0] for layer in decode_caches(step, 576, 1)]
         q_nope, q_pe = torch.randn(num_sequences, 16, 128).bfloat16(), torch.randn(num_sequences, 16, 64).bfloat16()
         backend = TorchMla(shape, 0.1, "auto", torch.bfloat16)
         ours, theirs = backend.prepare(step), in_torch(lambda backend=backend, step=step: backend.prepare(step))
@@ -138,7 +138,7 @@ def row_ops(tokens: Sequence[int]) -> list[Op]:
             ),
             Op(
                 "top-k", f"T={num_tokens} E=64 K=8", logits.numel() * 2, logits.numel() * 8,
-                lambda _, x=logits: rows.softmax_topk(x, 8, True),  # type: ignore[misc]
+                lambda _, x=logits: routing.softmax_topk(x, 8, True),  # type: ignore[misc]
                 lambda _, x=logits: x.topk(8)[0].softmax(-1, dtype=torch.float32),  # type: ignore[misc]
             ),
         ]  # fmt: skip

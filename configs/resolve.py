@@ -31,6 +31,7 @@ SMALL_MODEL_BYTES = 64 * MEBI
 RANKS_PER_CORE = 4  # to which a server may grow: beyond, ranks only wait for each other
 MOST = {"max_num_seqs": 1 << 20, "max_num_batched_tokens": 1 << 20, "block_size": 1 << 16, "threads_per_rank": 1024}
 LONGEST_EXCHANGE = 86400.0
+HALF_BYTES = 1 / 2 + 2 / 32  # of a 4-bit weight and its part of a scale
 QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as the native kernels keep them
 
 
@@ -197,16 +198,20 @@ def _expert_format(config: EngineConfig, model: ModelNumbers, machine: Machine, 
     elif model.fp8_experts:
         why["expert_format"] = "as the checkpoint has them"
         return "fp8"
+    elif model.half_experts:
+        why["expert_format"] = "as the checkpoint has them"
+        return "mxfp4" if model.half_experts == "mxfp4" else "int4"
     else:
         why["expert_format"] = "the dtype of the model"
     return "plain"
 
 
 def _as_kept(model: ModelNumbers, dtype: Dtype, expert_format: ExpertFormat) -> ModelNumbers:
-    """The same with the bytes that 8-bit experts take, in the units of `_weights`."""
+    """The same with the bytes that experts of fewer bits take, in the units of `_weights`."""
     if expert_format == "plain":
         return model
-    experts = int(model.expert_bytes / (4 if dtype == "float32" else 2) * QUANTIZED_BYTES)
+    each = HALF_BYTES if expert_format in ("mxfp4", "int4") else QUANTIZED_BYTES
+    experts = int(model.expert_bytes / (4 if dtype == "float32" else 2) * each)
     return replace(model, weight_bytes=model.weight_bytes - model.expert_bytes + experts, expert_bytes=experts)
 
 
@@ -261,7 +266,7 @@ def _cache(
         beside = state_bytes(spec, num_seqs)
         others = f", less {beside} for the states of {num_seqs} sequences (max_num_seqs)" if beside else ""
         raise ValueError(
-            f"no room for a KV block of {bytes_per_block} bytes: {source}{states}; set kv_cache_memory_bytes or "
+            f"no room for a KV block of {bytes_per_block} bytes: {source}{others}; set kv_cache_memory_bytes or "
             "num_kv_blocks"
         )
     if blocks < full_blocks:

@@ -197,24 +197,26 @@ def _with_kernels(machine: Machine) -> Machine:
 
 
 def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
-    """Weights are counted from the headers of the safetensors files: their own sizes, nothing estimated."""
+    """Weights are counted from the headers of the safetensors files: their own sizes, nothing estimated; those of
+    fewer bits as wide as they are at load, unless they are kept (configs/resolve.py)."""
     total = experts = fp8_experts = 0
+    halves = ""
     by_dtype: dict[str, int] = {}
     for file in sorted(path.glob("*.safetensors")):
         for key, dtype, size in _tensors(file):
             known = facts.key_names(key)
             if known is None:  # of a part that is not served
                 continue
+            size *= _widening(known, dtype)
             total += size
             experts += size if ".mlp.experts." in known else 0
             fp8_experts += size if ".mlp.experts." in known and dtype == "F8_E4M3" else 0
+            if ".mlp.experts." in known and known.endswith(("_packed", "_blocks")):
+                halves = "int4" if known.endswith("_packed") else "mxfp4"
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
     if not by_dtype:
         raise ValueError(f"{path}: no *.safetensors file with tensors in it")
     common = max(by_dtype, key=lambda dtype: by_dtype[dtype])
-    widened = (
-        2 if common.startswith("F8") else 1
-    )  # FP8 blocks are widened to bfloat16 at load, unless kept (configs/resolve.py)
     held: Dtype = "float32" if common == "F32" else "bfloat16"
     return ModelNumbers(
         path=str(path),
@@ -224,15 +226,25 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
         num_experts=facts.num_experts,
         num_moe_layers=facts.num_moe_layers,
         cache_spec=facts.cache_spec,
-        weight_bytes=total * widened,
-        expert_bytes=experts * widened,
+        weight_bytes=total,
+        expert_bytes=experts,
         dtype=held,
         fp8_experts=fp8_experts > experts // 2,
+        half_experts=halves,
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
         context_limit=facts.context_limit,
         context_reason=facts.context_reason,
     )
+
+
+def _widening(key: str, dtype: str) -> int:
+    """How many times as many bytes the weight takes in bfloat16. Scales of packed weights take none."""
+    if dtype.startswith("F8"):
+        return 2
+    if key.endswith(("_packed", "_blocks")):  # two numbers a byte
+        return 4
+    return 0 if key.endswith("_scales") and dtype == "U8" else 1
 
 
 def _tensors(file: Path) -> list[tuple[str, str, int]]:

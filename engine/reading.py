@@ -19,7 +19,8 @@ from torch import Tensor
 
 from eplb.repair import SlotUpdate
 from layers.identity import CheckpointError, Identities, check
-from layers.weights import Checkpoint, StoredWeight
+from layers.stored import StoredForm, StoredWeight
+from layers.weights import Checkpoint
 from models.base import CausalLM, ExpertSource
 
 log = logging.getLogger("moesaic.weights")
@@ -145,8 +146,8 @@ class Unread:
     def has(self, name: str) -> bool:
         return False
 
-    def is_scaled(self, name: str) -> bool:
-        return False
+    def form_of(self, name: str) -> StoredForm:
+        raise AssertionError(f"{name} is in the store")
 
     def names(self) -> Iterable[str]:
         return ()

@@ -10,14 +10,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import ExpertBatch, ExpertWeights, ScaledMatrix, TokenBatch, WeightFormat, expert_weights
+from moe_kernels import ExpertBatch, ExpertWeights, HalfMatrix, ScaledMatrix, TokenBatch, WeightFormat, expert_weights
 from moe_kernels.activation import GATED, Activation, ExpertKind
 from moe_kernels.backends import choose_experts, facts_of
 from moe_kernels.matrix import SCALE_ROWS, quantize
 from moe_kernels.packed import PackedExperts
 from moe_kernels.weights import PlainExperts
 
-__all__ = ["GATED", "SCALE_ROWS", "Activation", "ExpertKind", "Experts", "ScaledMatrix", "WeightFormat", "quantize"]
+__all__ = [
+    "GATED",
+    "SCALE_ROWS",
+    "Activation",
+    "ExpertKind",
+    "Experts",
+    "HalfMatrix",
+    "ScaledMatrix",
+    "WeightFormat",
+    "quantize",
+]
 
 
 class Experts(nn.Module):
@@ -79,6 +89,10 @@ class Experts(nn.Module):
     def fill_slot_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
         """The same from 8-bit weights, which stay as they are if that is the format in which weights are kept."""
         self.weights.fill_scaled(slot, gate_FD, up_FD, down_DF)
+
+    def fill_slot_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
+        """The same from 4-bit weights."""
+        self.weights.fill_halves(slot, gate_FD, up_FD, down_DF)
 
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         """The biases of an expert, where its kind has them."""

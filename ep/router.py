@@ -12,7 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import grouped_sigmoid_topk, grouped_softmax_topk, router_logits, router_logits32, softmax_topk
+from moe_kernels import (
+    biased_softmax_topk,
+    grouped_sigmoid_topk,
+    grouped_softmax_topk,
+    router_logits,
+    router_logits32,
+    softmax_topk,
+)
 
 Device = torch.device | str | None
 
@@ -40,8 +47,10 @@ class Router(nn.Module):
 class SoftmaxRouter(Router):
     """Qwen3-MoE: logits in the model's dtype, softmax over all experts in float32, top-k, optionally renormalised.
 
-    Weights stay float32 (transformers rounds them to the model's dtype).
+    Weights stay float32 (transformers rounds them to the model's dtype). gpt-oss: the logits have a bias.
     """
+
+    logit_bias_E: nn.Parameter | None
 
     def __init__(
         self,
@@ -51,12 +60,15 @@ class SoftmaxRouter(Router):
         renormalize: bool,
         dtype: torch.dtype,
         device: Device = None,
+        logit_bias: bool = False,
     ) -> None:
         super().__init__(hidden_size, num_experts, top_k, device, dtype)
         self.renormalize = renormalize
+        bias_E = torch.empty(num_experts, dtype=dtype, device=device) if logit_bias else None
+        self.logit_bias_E = None if bias_E is None else nn.Parameter(bias_E, requires_grad=False)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        return softmax_topk(router_logits(x_TD, self.weight), self.top_k, self.renormalize)
+        return softmax_topk(router_logits(x_TD, self.weight, self.logit_bias_E), self.top_k, self.renormalize)
 
 
 class SoftmaxBiasRouter(Router):
@@ -70,10 +82,8 @@ class SoftmaxBiasRouter(Router):
         self.smallest_sum = smallest_sum
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        score_TE = router_logits32(x_TD, self.weight).softmax(-1)
-        expert_TK = (score_TE + self.bias_E).topk(self.top_k, dim=-1).indices
-        weight_TK = score_TE.gather(-1, expert_TK)
-        return expert_TK, weight_TK / weight_TK.sum(-1, keepdim=True).clamp_min(self.smallest_sum)
+        logits_TE = router_logits32(x_TD, self.weight)
+        return biased_softmax_topk(logits_TE, self.bias_E, self.top_k, self.smallest_sum)
 
 
 class DeepseekV2Router(Router):

@@ -9,18 +9,26 @@ import torch
 from torch import Tensor
 
 from layers.greedy import greedy, greedy_tokens
-from layers.linear import Linear, logits
+from layers.linear import Linear, parameter
 from native import fixed_order
+from native.linear import linear
 
 
 class LMHead(Linear):
-    """weight [V, D], or another layer's (the embedding's), which stays as it is."""
+    """weight [V, D], or another layer's (the embedding's), which stays as it is; bias [V] or None."""
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, tied: Tensor | None, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        tied: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool = False,
     ) -> None:
         super().__init__(hidden_size, 0 if tied is not None else vocab_size, False, dtype, device)
         self.tied = tied
+        self.bias = parameter((vocab_size,), dtype, device) if bias else None
 
     @property
     def matrix(self) -> Tensor:
@@ -39,11 +47,11 @@ class LMHead(Linear):
     def forward(self, hidden_PD: Tensor) -> Tensor:
         """Logits [P, V], in the weights' dtype, as in the originals."""
         if self.packed is not None:
-            return self.packed(hidden_PD)
-        return logits(hidden_PD, self.matrix)
+            return self.packed(hidden_PD, self.bias)
+        return linear(hidden_PD, self.matrix, self.bias)
 
     def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
-        if self.packed is not None:
-            return greedy(self.packed(hidden_PD)[:, :num_valid_tokens])
+        if self.packed is not None or self.bias is not None:
+            return greedy(self(hidden_PD)[:, :num_valid_tokens])
         return greedy_tokens(hidden_PD, self.matrix, num_valid_tokens)

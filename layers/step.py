@@ -51,6 +51,10 @@ class StepInput:
         slots_T, block_table_BN = self.more_tables[index - 1]
         return replace(self, slots_T=slots_T, block_table_BN=block_table_BN)
 
+    def slots_of(self, index: int) -> Tensor:
+        """`of_group(index).slots_T`."""
+        return self.slots_T if index == 0 else self.more_tables[index - 1].slots_T
+
     @property
     def num_tokens(self) -> int:
         return self.query_starts[-1]

@@ -1,6 +1,7 @@
 """A Hugging Face checkpoint directory, read key by key straight into a model's parameters.
 
-Legend: O output features, I input features.
+A weight of fewer bits has a name that the files need not have: what lies under it and beside it (packed numbers,
+scales) is `_PACKINGS`' business. Legend: O output features, I input features.
 """
 
 from __future__ import annotations
@@ -8,40 +9,41 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from layers.identity import CheckpointError, Identities
 from layers.safetensors_file import SafetensorsFile
 from layers.safetensors_header import TensorEntry
+from layers.stored import BLOCK, MX_GROUP, StoredForm, StoredWeight
 
-__all__ = ["BLOCK", "Checkpoint", "CheckpointError", "Key", "Staged", "StoredWeight", "dequantize_blocks"]
+__all__ = ["BLOCK", "Checkpoint", "CheckpointError", "Key", "Staged", "StoredForm", "StoredWeight"]
 
 INDEX = "model.safetensors.index.json"
-BLOCK = 128  # FP8 weights have one scale per BLOCK x BLOCK weights
-ROWS_AT_ONCE = 8 * BLOCK  # of a weight that is dequantised: bounds the float32 scratch
+
+
+class _Packing(NamedTuple):
+    """Suffixes of a weight's name: of what is stored in its place, and of its scales."""
+
+    form: StoredForm
+    weight: str
+    scale: str
+
+
+# Of `name`, in this order: DeepSeek's FP8, compressed-tensors' (whose names are those of transformers' FP8 too), MXFP4.
+_PACKINGS = (
+    _Packing(StoredForm.FP8, "", "_scale_inv"),
+    _Packing(StoredForm.FP8, "", "_scale"),
+    _Packing(StoredForm.INT4, "_packed", "_scale"),
+    _Packing(StoredForm.MXFP4, "_blocks", "_scales"),
+)
+_BESIDE = ("_shape",)  # of a weight's name: what says nothing new
+_SCALES_OF_INPUTS = (".input_scale", ".output_scale")  # of a layer's name; products here need none
 
 Progress = Callable[[int, int], None]
 Key = tuple[str, int | None]  # a tensor's name, and which part of it along the first dimension; None: all of it
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A weight as it lies in the checkpoint. scale: float32, one for each 128 x 128 block of 8-bit weights, or None."""
-
-    weight: Tensor
-    scale: Tensor | None
-
-    def widened(self) -> Tensor:
-        """The weights themselves: as stored, or float32 [O, I] of blocks with scales."""
-        if self.scale is None:
-            return self.weight
-        out_OI = torch.empty(self.weight.shape)
-        dequantize_blocks(self.weight, self.scale, out_OI)
-        return out_OI
 
 
 class Staged:
@@ -57,9 +59,12 @@ class Staged:
 
     def borrow(self, name: str, shape: tuple[int, ...], index: int | None = None) -> StoredWeight:
         stored = self._weights[name, index]
-        if tuple(stored.weight.shape) != shape:
-            raise CheckpointError(f"{name}: expected shape {list(shape)}, got {list(stored.weight.shape)}")
+        if stored.shape != shape:
+            raise CheckpointError(f"{name}: expected shape {list(shape)}, got {list(stored.shape)}")
         return stored
+
+    def form_of(self, name: str) -> StoredForm:
+        return next(stored.form for (key, _), stored in self._weights.items() if key == name)
 
     def give_back(self, name: str) -> None:
         """It goes with this object."""
@@ -147,84 +152,104 @@ class Checkpoint:
         return self._files.keys()
 
     def has(self, name: str) -> bool:
-        return name in self._files
+        return name in self._files or self._packing(name) is not None
+
+    def form_of(self, name: str) -> StoredForm:
+        """How the weight of that name is stored. There must be such a name."""
+        packing = self._packing(name)
+        return StoredForm.PLAIN if packing is None else packing.form
+
+    def _packing(self, name: str) -> _Packing | None:
+        """None: a plain tensor, or none."""
+        for packing in _PACKINGS:
+            stored = self._files.get(name + packing.weight)
+            if stored is not None and name + packing.scale in self._files:
+                dtype = self._entry(name + packing.weight).dtype
+                if packing.weight or (dtype.is_floating_point and dtype.itemsize == 1):
+                    return packing
+        return None
 
     def read(self, name: str, out: Tensor, index: int | None = None) -> None:
         """Read tensor `name`, or its part `index` along the first dimension, into `out`; marks it used.
 
-        Shapes must be equal; the dtype is converted to out's. If the checkpoint has `name` + "_scale_inv" (DeepSeek's
-        FP8), each block of 128 x 128 is multiplied by its scale, and the scale is marked used too.
+        Shapes must be equal; the dtype is converted to out's, and weights of fewer bits are multiplied by their scales.
         """
-        stored = self.borrow(name, tuple(out.shape), index)
-        if stored.scale is None:
-            out.copy_(stored.weight)
-        else:
-            dequantize_blocks(stored.weight, stored.scale, out)
+        self.borrow(name, tuple(out.shape), index).widen_into(out)
         self.give_back(name)
 
     def borrow(self, name: str, shape: tuple[int, ...], index: int | None = None) -> StoredWeight:
         """Tensor `name`, or its part `index` along the first dimension, as it lies in the mapped file; not to be
-        written to, nor used after `give_back`. Marks it (and its scales) used. shape: what it must have."""
-        file = self._file(name)
-        entry = self._entry(name)
-        found = entry.shape if index is None else entry.shape[1:]
-        if found != shape:
-            raise CheckpointError(f"{file.path}: {name}: expected shape {list(shape)}, got {list(found)}")
-        stored = file.view(self._key(name))
-        part = stored if index is None else stored[index]
-        scale = None
-        if self.is_scaled(name):
-            scale = self._scale(f"{name}_scale_inv", part, index)
-        elif entry.dtype.is_floating_point and entry.dtype.itemsize == 1:
-            raise CheckpointError(f"{file.path}: {name}: {entry.dtype} without {name}_scale_inv")
-        self._mark(name, part.numel() * part.element_size())
-        return StoredWeight(part, scale)
+        written to, nor used after `give_back`. Marks it (and its scales) used. shape: of what it stands for."""
+        packing = self._packing(name)
+
+        def tensor(key: str) -> Tensor:
+            part = self._file(key).view(self._key(key))
+            part = part if index is None else part[index]
+            with self._lock:
+                self.bytes_read += part.numel() * part.element_size()
+            return part
+
+        stored = self._stored(name, packing, tensor)
+        if stored.shape != shape:
+            stored_as = name + (packing.weight if packing else "")
+            path = self._file(stored_as).path
+            raise CheckpointError(f"{path}: {stored_as}: expected shape {list(shape)}, got {list(stored.shape)}")
+        self.skip(name)
+        return stored
 
     def give_back(self, name: str) -> None:
         """What was borrowed is no longer used: its memory may go."""
-        self._file(name).release(self._key(name))
+        packing = self._packing(name)
+        key = name + (packing.weight if packing else "")
+        self._file(key).release(self._key(key))
 
     def stage(self, keys: Sequence[Key]) -> tuple[Staged, int]:
         """Copies of these, with their scales, and the bytes that were read. May be called in a thread. Raises
         CheckpointError."""
-        weights = {}
-        bytes_read = 0
+        weights, bytes_read = {}, 0
         for name, index in keys:
-            file = self._file(name)
-            weight, scale = file.fetch(self._key(name), index), None
-            bytes_read += weight.numel() * weight.element_size()
-            if self.is_scaled(name):
-                scale_name = f"{name}_scale_inv"
-                scale = self._fitting(scale_name, weight, self._file(scale_name).fetch(self._key(scale_name), index))
-                bytes_read += scale.numel() * scale.element_size()
-            weights[name, index] = StoredWeight(weight, None if scale is None else scale.float())
+            tensors: list[Tensor] = []
+
+            def tensor(key: str, index: int | None = index, tensors: list[Tensor] = tensors) -> Tensor:
+                tensors.append(self._file(key).fetch(self._key(key), index))
+                return tensors[-1]
+
+            weights[name, index] = self._stored(name, self._packing(name), tensor)
+            bytes_read += sum(part.numel() * part.element_size() for part in tensors)
         return Staged(weights), bytes_read
 
-    def is_scaled(self, name: str) -> bool:
-        """Whether there is such a key, with 8-bit weights and scales."""
-        return f"{name}_scale_inv" in self._files and self.has(name) and self._entry(name).dtype.itemsize == 1
-
-    def _scale(self, name: str, part: Tensor, index: int | None) -> Tensor:
-        file = self._file(name)
-        scale = file.view(self._key(name))
-        scale = self._fitting(name, part, scale if index is None else scale[index])
-        self._mark(name, scale.numel() * scale.element_size())
-        return scale.float()
-
-    def _fitting(self, name: str, part: Tensor, scale: Tensor) -> Tensor:
-        expected = [-(-n // BLOCK) for n in part.shape]
-        if part.dim() != 2 or list(scale.shape) != expected:
+    def _stored(self, name: str, packing: _Packing | None, tensor: Callable[[str], Tensor]) -> StoredWeight:
+        """tensor: what lies under a key."""
+        if packing is None:
+            plain = tensor(name)
+            if plain.dtype.is_floating_point and plain.dtype.itemsize == 1:
+                raise CheckpointError(f"{self._file(name).path}: {name}: {plain.dtype} without {name}_scale_inv")
+            return StoredWeight.plain(plain)
+        weight, scale = tensor(name + packing.weight), tensor(name + packing.scale)
+        shape, wanted = _shapes(packing.form, weight, scale)
+        if not scale.dim() and packing.form is StoredForm.FP8:
+            scale = scale.view(1)
+        if scale.dim() == 1 and packing.form is StoredForm.FP8:
+            scale = scale[:, None]
+        if list(scale.shape) not in wanted:
+            scale_key = name + packing.scale
+            expected = " or ".join(map(str, wanted))
             raise CheckpointError(
-                f"{self._file(name).path}: {name}: expected shape {expected}, got {list(scale.shape)}"
+                f"{self._file(scale_key).path}: {scale_key}: expected shape {expected}, got {list(scale.shape)}"
             )
-        return scale
+        return StoredWeight(weight, scale if packing.form is StoredForm.MXFP4 else scale.float(), packing.form, shape)
 
     def skip(self, name: str) -> None:
-        """Mark a key (and its scales, if it has any) as deliberately not read. Its bytes are not touched."""
-        self._file(name)
-        self._mark(name)
-        if f"{name}_scale_inv" in self._files:
-            self._mark(f"{name}_scale_inv")
+        """Mark a key (and its scales, if it has any) as used, or as deliberately not read. Its bytes are not
+        touched."""
+        packing = self._packing(name)
+        beside = [name + suffix for suffix in _BESIDE]
+        beside += [name.removesuffix(".weight") + suffix for suffix in _SCALES_OF_INPUTS if name.endswith(".weight")]
+        keys = [name] if packing is None else [name + packing.weight, name + packing.scale]
+        self._file(keys[0])
+        for key in [*keys, *([] if packing is None else beside)]:
+            if key in self._files:
+                self._mark(key)
 
     def finish(self) -> None:
         """Raise CheckpointError if any key was neither read nor skipped, naming the first few, or if a file was changed
@@ -259,12 +284,14 @@ class Checkpoint:
                 self._progress(self._bytes_done, self._bytes_total)
 
 
-def dequantize_blocks(weight_OI: Tensor, scale: Tensor, out_OI: Tensor) -> None:
-    """out = weight * scale of its block. weight: any 8-bit float [O, I]; scale: float32 [ceil(O/128), ceil(I/128)]."""
-    num_rows, num_columns = weight_OI.shape
-    for first in range(0, num_rows, ROWS_AT_ONCE):
-        last = min(num_rows, first + ROWS_AT_ONCE)
-        scale_rows = scale[first // BLOCK : -(-last // BLOCK)].repeat_interleave(BLOCK, 1)[:, :num_columns]
-        scale_rows = scale_rows.repeat_interleave(BLOCK, 0)[: last - first]
-        torch.mul(weight_OI[first:last].float(), scale_rows, out=scale_rows)
-        out_OI[first:last] = scale_rows
+def _shapes(form: StoredForm, weight: Tensor, scale: Tensor) -> tuple[tuple[int, ...], list[list[int]]]:
+    """Of what is stored so: what it stands for, and the shapes that its scales may have."""
+    if form is StoredForm.FP8:
+        shape = tuple(weight.shape)
+        return shape, [[-(-n // BLOCK) for n in shape], [shape[0], 1], [1, 1]]
+    rows = weight.shape[0]
+    if form is StoredForm.INT4:
+        num_inputs = 8 * weight.shape[1]
+        groups = [[rows, scale.shape[-1]]] if scale.dim() == 2 and num_inputs % scale.shape[1] == 0 else []
+        return (rows, num_inputs), groups or [[rows, num_inputs // MX_GROUP]]
+    return (rows, weight.shape[1] * MX_GROUP), [list(weight.shape[:2])]

@@ -18,7 +18,8 @@ from ep.moe import MoE
 from ep.parallel import Parallel
 from ep.place import SlotTable
 from layers.step import StepInput
-from layers.weights import Key, StoredWeight
+from layers.stored import StoredForm, StoredWeight
+from layers.weights import Key
 from models.facts import ModelFacts
 from models.graph_breaks import EAGER, GraphBreaks
 from store.memory import Store
@@ -107,7 +108,13 @@ class CausalLM(Protocol):
 class ExpertSource(Protocol):
     """Where experts are read from when the ranks are at work: a checkpoint, or what was read of it ahead."""
 
-    def has(self, name: str) -> bool: ...
+    def has(self, name: str) -> bool:
+        """Whether there is a weight of this name, in whatever form."""
+        ...
+
+    def form_of(self, name: str) -> StoredForm:
+        """In which form a weight that is there is stored."""
+        ...
 
     def borrow(self, name: str, shape: tuple[int, ...], index: int | None = None) -> StoredWeight:
         """Tensor `name`, or its part `index`, as it lies in the checkpoint, with its scales if it has any; until
@@ -122,11 +129,7 @@ class WeightSource(ExpertSource, Protocol):
 
     def read(self, name: str, out: Tensor, index: int | None = None) -> None:
         """Read tensor `name`, or its part `index` along the first dimension, into `out` (shape checked, dtype
-        converted, block-FP8 dequantised); marks it used."""
-        ...
-
-    def is_scaled(self, name: str) -> bool:
-        """Whether there is such a key, with 8-bit weights and scales."""
+        converted, weights of fewer bits widened); marks it used."""
         ...
 
     def skip(self, name: str) -> None:

@@ -68,13 +68,13 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         parallel: Parallel,
         dtype: torch.dtype,
         device: torch.device,
+        head_bias: bool = False,
     ) -> None:
         """make_mixer(layer): the one of that layer. mlps: of each layer, and of one that drafts behind them."""
         super().__init__(parallel, config.hidden_size, device)
         self.dtype = dtype
         self.config = config
         self.fp8_cache = False
-        self._tied = config.tie_word_embeddings
         size, eps = config.hidden_size, config.rms_norm_eps
         self.embed = Embedding(config.vocab_size, size, dtype, device)
         self.register_moe_layers(mlps)
@@ -85,7 +85,8 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             self.mtp = MtpLayer(layers[-1], config.num_layers, size, eps, dtype, device)
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(size, eps, dtype, device)
-        self.head = LMHead(size, config.vocab_size, self.embed.weight if self._tied else None, dtype, device)
+        tied = self.embed.weight if config.tie_word_embeddings else None
+        self.head = LMHead(size, config.vocab_size, tied, dtype, device, head_bias)
         self.rope = Rope(config.rope, dtype, device)
 
     def cache_spec(self) -> CacheSpec:
@@ -132,7 +133,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         ends = [
             Part(self.embed, lambda source: source.read("model.embed_tokens.weight", self.embed.weight)),
             Part(self.norm, self.read_norm),
-            Part(self.head, lambda source: read_head(source, self.head.matrix, self._tied)),
+            Part(self.head, lambda source: read_head(source, self.head)),
         ]
         layers: list[Part] = [Part(layer, partial(self.read_layer, at)) for at, layer in enumerate(self.decoders)]
         if self.mtp is not None:
@@ -145,7 +146,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         source.read("model.norm.weight", self.norm.weight)
 
     def _read_mtp(self, mtp: MtpLayer[A], source: WeightSource) -> None:
-        mtp.read(source, self._tied, self.config.vocab_size)
+        mtp.read(source, self.config.tie_word_embeddings, self.config.vocab_size)
         self.read_layer(mtp.index, source)
 
     def layer(self, index: int) -> DecoderLayer[A]:

@@ -14,7 +14,7 @@ from ep.place import SlotTable, slot_tables
 from layers.linear import Linear
 from layers.weights import Key
 from models.base import ExpertSource, Observer, WeightSource
-from models.loading import expert_keys, read_expert, read_experts
+from models.expert_weights import expert_keys, read_expert, read_experts
 from models.parts import Part, expert_units, whole
 from store.filling import Piece, take_all
 from store.memory import Store

@@ -45,6 +45,7 @@ QWEN2_MOE = KeyNames(parts=(SHARED_EXPERT,))
 QWEN3_NEXT = KeyNames(  # Qwen3.5 has vision, and the language model inside it
     parts=(("model.language_model.", "model."), SHARED_EXPERT), skipped=("mtp.", "model.visual.")
 )
+GPT_OSS = KeyNames(parts=((".mlp.router.", ".mlp.gate."),))
 ERNIE = KeyNames(
     parts=((".mlp.moe_statics.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
     skipped=("model.mtp_",),

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ep.experts import Experts, WeightFormat
 from layers.linear import Linear
-from layers.weights import StoredWeight
+from layers.stored import StoredForm, StoredWeight
 from models.base import WeightSource
-from models.loading import expert_keys, keep_scaled, read_expert
+from models.expert_weights import expert_keys, keep_scaled, read_expert
 from store.filling import Units, Whole
 
 PACKED = "packed-"  # and a dtype: the name of a linear layer's packed weights
@@ -132,8 +132,8 @@ class Noted:
         self.used.add(name)
         self._source.read(name, out, index)
 
-    def is_scaled(self, name: str) -> bool:
-        return self._source.is_scaled(name)
+    def form_of(self, name: str) -> StoredForm:
+        return self._source.form_of(name)
 
     def skip(self, name: str) -> None:
         self.used.add(name)

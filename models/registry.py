@@ -18,8 +18,8 @@ from models.fields import ConfigError, Fields
 from models.gqa import config as gqa
 from models.gqa.families import ARCHITECTURES as GQA_ARCHITECTURES
 from models.kimi_linear import config as kimi_linear
+from models.quantization import check_modelopt
 from models.qwen3_next import config as qwen3_next
-from models.shared_fields import check_modelopt
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ RouterMethod = Literal["softmax", "greedy", "group_limited_greedy", "noaux_tc", 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """num_groups, topk_groups: experts are chosen within the best groups; 1: there are none. smallest_sum: weights are
-    divided by their sum or by this, whichever is more (softmax_bias)."""
+    divided by their sum or by this, whichever is more (softmax_bias). logit_bias: the logits have a bias (softmax)."""
 
     method: RouterMethod
     experts_per_token: int
@@ -25,6 +25,7 @@ class RouterConfig:
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     smallest_sum: float = 0.0
+    logit_bias: bool = False
 
 
 def read_groups(fields: Fields, num_experts: int, default: int | None = None, fewest: int = 1) -> tuple[int, int]:

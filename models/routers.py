@@ -19,7 +19,8 @@ def make_router(
     top_k, groups = config.experts_per_token, (config.num_groups, config.topk_groups)
     scale = config.routed_scaling_factor
     if config.method == "softmax":
-        return SoftmaxRouter(hidden_size, num_experts, top_k, config.norm_topk_prob, dtype, device)
+        norm, bias = config.norm_topk_prob, config.logit_bias
+        return SoftmaxRouter(hidden_size, num_experts, top_k, norm, dtype, device, bias)
     if config.method == "softmax_bias":
         return SoftmaxBiasRouter(hidden_size, num_experts, top_k, config.smallest_sum, device)
     if config.method == "noaux_tc":
@@ -29,11 +30,13 @@ def make_router(
 
 
 def read_router(source: WeightSource, prefix: str, router: nn.Module) -> None:
-    """`prefix`weight, and `prefix`e_score_correction_bias ([E], or [1, E] as ERNIE has it) where there is such a
-    bias."""
+    """`prefix`weight, and `prefix`e_score_correction_bias ([E], or [1, E] as ERNIE has it) or `prefix`bias where there
+    is such a bias."""
     assert isinstance(router, Router)
     source.read(f"{prefix}weight", router.weight)
     if isinstance(router, DeepseekV3Router):
         source.read(f"{prefix}e_score_correction_bias", router.bias_E)
+    elif isinstance(router, SoftmaxRouter) and router.logit_bias_E is not None:
+        source.read(f"{prefix}bias", router.logit_bias_E)
     elif isinstance(router, SoftmaxBiasRouter):
         source.read(f"{prefix}e_score_correction_bias", router.bias_E[None])

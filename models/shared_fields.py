@@ -1,12 +1,9 @@
-"""Fields of config.json that mean the same in every family: rotary positions, the longest context, and quantised
-weights."""
+"""Fields of config.json that mean the same in every family: rotary positions and the longest context."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from layers.rope_parameters import RopeKind, RopeParameters
-from models.fields import ConfigError, Fields
+from models.fields import Fields
 
 # What a section about rotary positions may say. "finetuned" tells what was done to the weights, not what to compute.
 _ROPE_KEYS = frozenset(
@@ -120,47 +117,10 @@ def _read_rope(fields: Fields, dim: int, max_position: int, default_theta: float
     )
 
 
-def context_limit(max_position: int, rope: RopeParameters, window: int | None = None) -> tuple[int, str]:
-    """The most tokens that a sequence may have, and what says so. window: tokens that attention looks back, itself
-    included; within it, a sliding window and full attention are the same."""
+def context_limit(max_position: int, rope: RopeParameters) -> tuple[int, str]:
+    """The most tokens that a sequence may have, and what says so."""
     limit, why = max_position, "max_position_embeddings"
     stretched = int(rope.original_max_position * rope.factor) if rope.kind == "yarn" else 0
     if stretched > limit:
         limit, why = stretched, "original_max_position_embeddings x factor of its yarn"
-    if window is not None and window < limit:
-        limit, why = window, "sliding_window (attention does not slide here)"
     return limit, why
-
-
-def check_quantization(fields: Fields) -> None:
-    """Accepts no quantisation, or DeepSeek's FP8 in 128 x 128 blocks; refuses everything else by name."""
-    if not fields.has("quantization_config"):
-        return
-    quantization = fields.section("quantization_config")
-    if not quantization.has("quant_method") and quantization.has("quant_algo"):  # ModelOpt's
-        raise quantization.error("quant_algo", f'quant_method "fp8" in its place ({_SUPPORTED_WEIGHTS})')
-    if quantization.text("quant_method") != "fp8":
-        raise quantization.error("quant_method", '"fp8" (nothing else is supported)')
-    if quantization.integers("weight_block_size") != (128, 128):
-        raise quantization.error("weight_block_size", "[128, 128] (nothing else is supported)")
-    quantization.only("fmt", "e4m3")
-
-
-_SUPPORTED_WEIGHTS = "weights in BF16, FP32, or FP8 e4m3 with a scale per 128 x 128 block are supported"
-
-
-def check_modelopt(fields: Fields, directory: Path) -> None:
-    """ModelOpt describes what it did to the weights in a file beside config.json, which then has no
-    quantization_config."""
-    path = directory / "hf_quant_config.json"
-    if fields.has("quantization_config") or not path.is_file():
-        return
-    found = Fields.from_file(path)
-    if not found.has("quantization"):
-        raise found.error("quantization", "an object")
-    quantization = found.section("quantization")
-    if quantization.has("quant_algo"):
-        raise quantization.error("quant_algo", f"none ({_SUPPORTED_WEIGHTS})")
-
-
-__all__ = ["ConfigError", "check_modelopt", "check_quantization", "context_limit", "read_rope"]

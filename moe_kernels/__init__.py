@@ -19,15 +19,17 @@ from moe_kernels.choice import (
     unpermute,
 )
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
-from moe_kernels.matrix import ScaledMatrix, WeightFormat
+from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat
 from moe_kernels.permute import Bags
 from moe_kernels.token_sums import add_rows, copy_rows, sum_choices
-from moe_kernels.topk import router_logits, router_logits32
+from moe_kernels.topk import biased_softmax_topk, router_logits, router_logits32
 from moe_kernels.weights import ExpertWeights, expert_weights
 
 __all__ = [
-    "Bags", "ExpertBatch", "ExpertWeights", "Layout", "ScaledMatrix", "TokenBatch", "WeightFormat", "add_rows",
-    "copy_rows", "dequantize_rows", "expert_weights", "grouped_sigmoid_topk", "grouped_softmax_topk", "permute",
+    "Bags", "ExpertBatch", "ExpertWeights", "HalfMatrix",
+    "Layout", "ScaledMatrix", "TokenBatch", "WeightFormat", "add_rows",
+    "biased_softmax_topk", "copy_rows", "dequantize_rows", "expert_weights", "grouped_sigmoid_topk",
+    "grouped_softmax_topk", "permute",
     "permute_some", "quantize_rows", "router_logits", "router_logits32", "run_experts", "silu_mul", "softmax_topk",
     "sum_choices", "sum_rows", "unpermute",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 
 from layers.choice import on_gpu
 from moe_kernels.activation import GATED, ExpertKind
-from moe_kernels.matrix import WeightFormat
+from moe_kernels.matrix import HALVES, WeightFormat
 from moe_kernels.packed import can_pack
 from moe_kernels.quant import BLOCK
 
@@ -76,8 +76,8 @@ def _library(name: str, facts: ExpertFacts) -> str:
         return f"works in bfloat16, not {str(facts.dtype).removeprefix('torch.')}"
     if facts.kind != GATED:
         return "has neither biases nor another activation than silu(gate) * up"
-    if facts.form is WeightFormat.INT8:
-        return "has no weights in INT8"
+    if facts.form in (WeightFormat.INT8, *HALVES):
+        return f"has no weights in {facts.form.name}"
     if name == "flashinfer" and facts.form is WeightFormat.FP8 and facts.capability != (9, 0):
         return "FP8 weights with block scales: on Hopper only"
     if facts.hidden % BLOCK or facts.width % BLOCK:

@@ -19,7 +19,7 @@ from moe_kernels.backends import PIP
 from moe_kernels.choice import dequantize_rows
 from moe_kernels.fp8_experts import Fp8Experts
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
-from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize
+from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat, dequantize, dequantize_halves
 
 
 class FlashInferExperts:
@@ -56,6 +56,9 @@ class FlashInferExperts:
             self._scaled.fill_scaled(slot, up_FD, gate_FD, down_DF)
             return
         self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
+
+    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
+        self.fill(slot, *(dequantize_halves(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
 
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         raise AssertionError("experts with biases are not kept here")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.layout import ExpertBatch, TokenBatch
-from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize, quantize
-from moe_kernels.quant import num_blocks
+from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat, dequantize, dequantize_halves, quantize
+from moe_kernels.quant import BLOCK, num_blocks
 from moe_kernels.token_sums import run_tokens
 
 # (rows, gate_up [S, 2F, D], its scales [S, 2N, B], down [S, D, F], its scales [S, B, N]) -> rows of the same layout.
@@ -57,7 +57,8 @@ class Fp8Experts:
         self.fill_scaled(slot, *parts)
 
     def fill_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
-        if gate_FD.format is not WeightFormat.FP8:
+        by_blocks = all(matrix.scale_rows == BLOCK for matrix in (gate_FD, up_FD, down_DF))
+        if gate_FD.format is not WeightFormat.FP8 or not by_blocks:
             self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
             return
         for (weight, scale), matrix in zip(self._parts(slot), (gate_FD, up_FD, down_DF), strict=True):
@@ -65,6 +66,9 @@ class Fp8Experts:
             scale.copy_(matrix.scale)
             if self._round_scales:
                 _round_scales(weight, scale)
+
+    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
+        self.fill(slot, *(dequantize_halves(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
 
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         raise AssertionError("experts with biases are not kept here")

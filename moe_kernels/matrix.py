@@ -1,6 +1,6 @@
-"""Weights of 8 bits with scales.
+"""Weights of 8 or 4 bits with scales.
 
-Legend: O output features, I input features.
+Legend: O output features, I input features, G groups of 32 inputs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ class WeightFormat(enum.Enum):
     PLAIN = "plain"  # in the dtype of the rows
     FP8 = "fp8"  # e4m3, a scale for 128 x 128 weights
     INT8 = "int8"  # a scale for 128 inputs of each output
+    MXFP4 = "mxfp4"  # e2m1, a scale for 32 inputs of each output
+    INT4 = "int4"  # the same of numbers from -8 to 7
+
+
+HALVES = (WeightFormat.MXFP4, WeightFormat.INT4)  # kept by the native kernels only
+GROUP = 32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 DTYPES = {WeightFormat.FP8: torch.float8_e4m3fn, WeightFormat.INT8: torch.int8}
@@ -30,7 +37,7 @@ SCALE_ROWS = {WeightFormat.FP8: BLOCK, WeightFormat.INT8: 1}
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """weight [O, I] float8_e4m3fn or int8; scale float32 [ceil(O / scale rows), ceil(I / 128)]: a weight is its number
+    """weight [O, I] float8_e4m3fn or int8; scale float32 [ceil(O / scale_rows), ceil(I / 128)]: a weight is its number
     times the scale of its block."""
 
     weight_OI: Tensor
@@ -39,6 +46,12 @@ class ScaledMatrix:
     @property
     def format(self) -> WeightFormat:
         return WeightFormat.INT8 if self.weight_OI.dtype is torch.int8 else WeightFormat.FP8
+
+    @property
+    def scale_rows(self) -> int:
+        """Outputs that have a scale in common: those of the format, or 1."""
+        by_rows = self.scale.shape[0] == self.weight_OI.shape[0] > 1
+        return 1 if by_rows else SCALE_ROWS[self.format]
 
 
 def quantize(weight_OI: Tensor, form: WeightFormat) -> ScaledMatrix:
@@ -63,7 +76,48 @@ def quantize(weight_OI: Tensor, form: WeightFormat) -> ScaledMatrix:
 
 def dequantize(matrix: ScaledMatrix, dtype: torch.dtype) -> Tensor:
     """[O, I] in dtype."""
-    rows = SCALE_ROWS[matrix.format]
+    rows = matrix.scale_rows
     num_rows, num_columns = matrix.weight_OI.shape
     scale = matrix.scale.repeat_interleave(BLOCK, 1)[:, :num_columns].repeat_interleave(rows, 0)[:num_rows]
     return scale.mul_(matrix.weight_OI.float()).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HalfMatrix:
+    """Weights of 4 bits: codes uint8 [O, 16 G], two each, the first in the lower half; scale float32 [O, G], each exact
+    in bfloat16. shape: (O, I)."""
+
+    codes: Tensor
+    scale_OG: Tensor
+    format: WeightFormat
+    shape: tuple[int, int]
+
+
+def levels(form: WeightFormat) -> Tensor:
+    """float32 [16]: what each code stands for."""
+    if form is WeightFormat.INT4:
+        return torch.arange(-8, 8, dtype=torch.float32)
+    return torch.tensor([*E2M1, *(-value for value in E2M1)])
+
+
+def quantize_halves(weight_OI: Tensor, form: WeightFormat) -> HalfMatrix:
+    """The nearest codes; the largest of a group is the largest of the format, or less: MXFP4's scales are powers of
+    two."""
+    num_rows, num_columns = weight_OI.shape
+    groups = -(-num_columns // GROUP)
+    room = torch.zeros(num_rows, groups * GROUP)
+    room[:, :num_columns] = weight_OI
+    blocks = room.view(num_rows, groups, GROUP)
+    largest = 7.0 if form is WeightFormat.INT4 else 6.0
+    scale = blocks.abs().amax(-1).div_(largest).clamp_(min=1e-30)
+    scale = scale.bfloat16().float() if form is WeightFormat.INT4 else scale.log2().ceil().exp2()
+    exact = (blocks / scale[..., None])[..., None]
+    code = (exact - levels(form)).abs().argmin(-1).flatten(1).to(torch.uint8)
+    return HalfMatrix(code[:, ::2] | code[:, 1::2] << 4, scale, form, (num_rows, num_columns))
+
+
+def dequantize_halves(matrix: HalfMatrix, dtype: torch.dtype) -> Tensor:
+    """[O, I] in dtype."""
+    code = torch.stack((matrix.codes & 15, matrix.codes >> 4), -1).flatten(1)
+    scale = matrix.scale_OG.repeat_interleave(GROUP, 1)
+    return levels(matrix.format)[code.int()].mul_(scale)[:, : matrix.shape[1]].to(dtype)

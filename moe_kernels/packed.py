@@ -14,13 +14,22 @@ from torch import Tensor
 
 from moe_kernels.activation import GATED, ExpertKind
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
-from moe_kernels.matrix import SCALE_ROWS, ScaledMatrix, WeightFormat, dequantize, quantize
+from moe_kernels.matrix import (
+    HALVES,
+    HalfMatrix,
+    ScaledMatrix,
+    WeightFormat,
+    dequantize,
+    dequantize_halves,
+    quantize,
+    quantize_halves,
+)
 from moe_kernels.panels import panel_biases, unpack_slot
 from moe_kernels.quant import dequantize_rows
 from native import Isa, function, isa
 
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_FORMATS = {WeightFormat.PLAIN: 0, WeightFormat.FP8: 1, WeightFormat.INT8: 2}
+_FORMATS = {form: number for number, form in enumerate(WeightFormat)}
 
 
 _FIELDS = (
@@ -109,6 +118,9 @@ class PackedExperts:
 
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
         matrices = (gate_FD, up_FD, down_DF)
+        if self.format in HALVES:
+            self._pack_halves(slot, [quantize_halves(matrix, self.format) for matrix in matrices])
+            return
         if self.format is not WeightFormat.PLAIN:
             self._pack_scaled(slot, [quantize(matrix, self.format) for matrix in matrices])
             return
@@ -117,10 +129,17 @@ class PackedExperts:
 
     def fill_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
         matrices = (gate_FD, up_FD, down_DF)
-        if self.format is not gate_FD.format:
+        if self.format is not gate_FD.format or len({matrix.scale_rows for matrix in matrices}) > 1:
             self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in matrices))
             return
         self._pack_scaled(slot, list(matrices))
+
+    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
+        matrices = (gate_FD, up_FD, down_DF)
+        if self.format is gate_FD.format:
+            self._pack_halves(slot, list(matrices))
+        else:
+            self.fill(slot, *(dequantize_halves(matrix, torch.float32) for matrix in matrices))
 
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         assert self._biased
@@ -201,8 +220,13 @@ class PackedExperts:
             slot,
             [weight.data_ptr() for weight in weights],
             [scale.data_ptr() for scale in scales],
-            SCALE_ROWS[self.format],
+            matrices[0].scale_rows,
         )
+
+    def _pack_halves(self, slot: int, matrices: list[HalfMatrix]) -> None:
+        codes = [matrix.codes.contiguous() for matrix in matrices]
+        scales = [matrix.scale_OG.float().contiguous() for matrix in matrices]
+        self._pack(slot, [code.data_ptr() for code in codes], [scale.data_ptr() for scale in scales], 1)
 
     def _pack(self, slot: int, matrices: list[int], scales: list[int] | list[None], scale_rows: int) -> None:
         start = self._bring_in(slot)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_kernels.matrix import DTYPES, WeightFormat
+from moe_kernels.matrix import DTYPES, HALVES, WeightFormat, levels
 from moe_kernels.quant import BLOCK
 
 PANEL = 64
@@ -41,6 +41,8 @@ def panel_biases(gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> Tensor:
 
 
 def _panel_bytes(depth: int, dtype: torch.dtype, form: WeightFormat) -> int:
+    if form in HALVES:
+        return -(-depth // BLOCK) * PANEL * 8 + (depth + depth % 2) * PANEL // 2
     if form is not WeightFormat.PLAIN:
         return -(-depth // BLOCK) * PANEL * 4 + (depth + depth % 2) * PANEL
     return (depth + (depth % 2 if dtype is torch.bfloat16 else 0)) * PANEL * dtype.itemsize
@@ -52,6 +54,8 @@ def _columns(panels_PB: Tensor, depth: int, dtype: torch.dtype, form: WeightForm
     if form is WeightFormat.PLAIN:
         numbers = panels_PB.contiguous().view(dtype).view(num_panels, -1, PANEL, 2 if dtype is torch.bfloat16 else 1)
         return numbers.permute(0, 2, 1, 3).reshape(num_panels * PANEL, -1)
+    if form in HALVES:
+        return _half_columns(panels_PB, depth, dtype, form)
     blocks = []
     at = 0
     for first in range(0, depth, BLOCK):
@@ -65,6 +69,20 @@ def _columns(panels_PB: Tensor, depth: int, dtype: torch.dtype, form: WeightForm
         bytes_ = numbers.permute(0, 2, 4, 3, 5, 1, 6).reshape(num_panels, PANEL, size)
         blocks.append(_numbers(bytes_, form) * scale)
     return torch.cat(blocks, 2).reshape(num_panels * PANEL, -1).to(dtype)
+
+
+def _half_columns(panels_PB: Tensor, depth: int, dtype: torch.dtype, form: WeightFormat) -> Tensor:
+    blocks, at = [], 0
+    for first in range(0, depth, BLOCK):
+        size = min(BLOCK, depth - first)
+        size += size % 2
+        scale = panels_PB[:, at : at + PANEL * 8].contiguous().view(torch.bfloat16).view(-1, BLOCK // 32, PANEL)
+        at += PANEL * 8
+        codes = panels_PB[:, at : at + size * PANEL // 2].reshape(-1, size // 2, PANEL)
+        at += size * PANEL // 2
+        numbers = levels(form)[torch.stack((codes & 15, codes >> 4), 2).flatten(1, 2).int()]
+        blocks.append(numbers * scale.float().repeat_interleave(32, 1)[:, :size])
+    return torch.cat(blocks, 1).transpose(1, 2).reshape(panels_PB.shape[0] * PANEL, -1).to(dtype)
 
 
 def _numbers(bytes_: Tensor, form: WeightFormat) -> Tensor:

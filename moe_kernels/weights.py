@@ -19,7 +19,7 @@ from moe_kernels.deepgemm import DeepGemm
 from moe_kernels.flashinfer import FlashInferExperts
 from moe_kernels.fp8_experts import Fp8Experts
 from moe_kernels.layout import ExpertBatch, TokenBatch
-from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize
+from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat, dequantize, dequantize_halves
 from moe_kernels.packed import PackedExperts
 from moe_kernels.token_sums import run_tokens
 
@@ -41,6 +41,10 @@ class ExpertWeights(Protocol):
 
     def fill_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
         """The same from 8-bit weights, kept as they are where the format is the same."""
+        ...
+
+    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
+        """The same from 4-bit weights."""
         ...
 
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
@@ -137,6 +141,9 @@ class PlainExperts:
 
     def fill_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
         self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
+
+    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
+        self.fill(slot, *(dequantize_halves(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
 
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         gate_up_S2F, down_SD = self._biases

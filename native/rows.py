@@ -46,17 +46,6 @@ class _LatentCall(ctypes.Structure):
     )
 
 
-class _GroupedCall(ctypes.Structure):
-    """GroupedCall of rows.h."""
-
-    _fields_ = (
-        *((name, _NUMBER) for name in ("experts", "groups", "kept", "k")),
-        *((name, _POINTER) for name in ("logits", "bias", "index", "weight")),
-        ("renormalize", _NUMBER),
-        ("scale", _FLOAT),
-    )
-
-
 _rows_norm = function(
     "rows_norm", _INT, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _FLOAT, _INT
 )
@@ -64,11 +53,6 @@ _rows_heads = function("rows_heads", ctypes.POINTER(_HeadsCall), _NUMBER, _INT)
 _rows_latent = function("rows_latent", ctypes.POINTER(_LatentCall), _NUMBER, _INT)
 _rows_silu_mul = function("rows_silu_mul", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_sigmoid_gate = function("rows_sigmoid_gate", _INT, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _INT)
-_rows_softmax_topk = function(
-    "rows_softmax_topk", _INT, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT, _POINTER, _POINTER, _INT
-)
-
-_rows_grouped_topk = function("rows_grouped_topk", ctypes.POINTER(_GroupedCall), _NUMBER, _INT)
 _rows_add = function("rows_add", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_copy = function("rows_copy", _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_weigh = function(
@@ -215,72 +199,6 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
         _X_TYPES[y_TF.dtype], gate_up_T2F.data_ptr(), y_TF.data_ptr(), num_rows, both // 2, torch.get_num_threads()
     )
     return y_TF
-
-
-def softmax_topk(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """(expert int64 [T, K], weight float32 [T, K]) in falling order; weights: a softmax over all experts, or over
-    the chosen."""
-    logits_TE = logits_TE.contiguous()
-    num_rows, num_experts = logits_TE.shape
-    expert_TK = torch.empty((num_rows, top_k), dtype=torch.int64)
-    weight_TK = torch.empty((num_rows, top_k), dtype=torch.float32)
-    _rows_softmax_topk(
-        _X_TYPES[logits_TE.dtype],
-        logits_TE.data_ptr(),
-        num_rows,
-        num_experts,
-        top_k,
-        renormalize,
-        expert_TK.data_ptr(),
-        weight_TK.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return expert_TK, weight_TK
-
-
-def grouped_sigmoid_topk(
-    logits_TE: Tensor, bias_E: Tensor, top_k: int, num_groups: int, topk_groups: int, renormalize: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """As moe_kernels.grouped_sigmoid_topk, of float32 logits: (expert int64 [T, K], weight float32 [T, K])."""
-    assert bias_E.dtype is torch.float32
-    return _grouped_topk(logits_TE, bias_E.contiguous(), top_k, num_groups, topk_groups, renormalize, scale)
-
-
-def grouped_softmax_topk(
-    logits_TE: Tensor, top_k: int, num_groups: int, topk_groups: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """As moe_kernels.grouped_softmax_topk, of float32 logits: (expert int64 [T, K], weight float32 [T, K])."""
-    return _grouped_topk(logits_TE, None, top_k, num_groups, topk_groups, False, scale)
-
-
-def _grouped_topk(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    top_k: int,
-    num_groups: int,
-    topk_groups: int,
-    renormalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    logits_TE = logits_TE.contiguous()
-    assert logits_TE.dtype is torch.float32
-    num_rows, num_experts = logits_TE.shape
-    expert_TK = torch.empty((num_rows, top_k), dtype=torch.int64)
-    weight_TK = torch.empty((num_rows, top_k), dtype=torch.float32)
-    call = _GroupedCall(
-        num_experts,
-        num_groups,
-        topk_groups,
-        top_k,
-        logits_TE.data_ptr(),
-        None if bias_E is None else bias_E.data_ptr(),
-        expert_TK.data_ptr(),
-        weight_TK.data_ptr(),
-        renormalize,
-        scale,
-    )
-    _rows_grouped_topk(ctypes.byref(call), num_rows, torch.get_num_threads())
-    return expert_TK, weight_TK
 
 
 def sigmoid_gate(y_TF: Tensor, gate_T: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from layers.rope_parameters import RopeParameters, yarn_mscale
 from models.deepseek.index_config import SPARSE, IndexConfig, read_index
 from models.fields import Fields
 from models.key_names import KIMI_WRAPPER, PLAIN, KeyNames
+from models.quantization import check_quantization
 from models.router_config import RouterConfig, RouterMethod, read_groups
-from models.shared_fields import check_quantization, context_limit, read_rope
+from models.shared_fields import context_limit, read_rope
 
 V2 = "DeepseekV2ForCausalLM"
 # All but V2 route as DeepSeek-V3 does. Glm4MoeLite: GLM-4.7-Flash.

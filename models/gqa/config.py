@@ -1,9 +1,10 @@
 """Decoders with grouped-query attention: Qwen2 and Qwen3 with and without experts, Llama, Mistral, Mixtral, GLM-4.5,
-MiniMax-M2, dots1, DeepSeek-MoE, ERNIE 4.5. Free of torch.
+MiniMax-M2, dots1, DeepSeek-MoE, ERNIE 4.5, gpt-oss. Free of torch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters
 from models.fields import Fields
 from models.gqa.families import ARCHITECTURES, Family
+from models.gqa.windows import NO_WINDOWS
 from models.key_names import PLAIN, KeyNames
+from models.quantization import check_quantization
 from models.router_config import RouterConfig
-from models.shared_fields import check_quantization, context_limit, read_rope
+from models.shared_fields import context_limit, read_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,9 @@ class GqaConfig:
     layers without experts. moe_layers: which layers have routed experts, in order (empty for a dense model).
     shared_width: of the expert that every token takes; has_shared_gate: it is weighted by a sigmoid. num_mtp_layers:
     layers of the checkpoint after the last one, which predict further tokens; drafts: the first of them is served
-    (models/mtp.py), with experts if the last layer has them."""
+    (models/mtp.py), with experts if the last layer has them. window: tokens that a query of window_layers sees, its own
+    included; those layers are in order. sinks: attention has sinks (layers/reference.py). expert_biases, activation
+    (moe_kernels.activation.Activation): of routed experts."""
 
     architecture: str
     vocab_size: int
@@ -42,6 +47,7 @@ class GqaConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    head_bias: bool
     num_experts: int = 0
     moe_intermediate_size: int = 0
     router: RouterConfig | None = None
@@ -49,18 +55,22 @@ class GqaConfig:
     shared_width: int = 0
     has_shared_gate: bool = False
     num_mtp_layers: int = 0
-    window: int | None = None  # tokens that attention looks back; None: all
+    window: int = 0
+    window_layers: tuple[int, ...] = ()
+    sinks: bool = False
+    expert_biases: bool = False
+    activation: tuple[float, float, float] = (1.0, math.inf, 0.0)
     key_names: KeyNames = PLAIN
     output_gate: bool = False  # of attention: the sigmoid of a projection of its own
     drafts: bool = False
 
     @property
     def context_limit(self) -> int:
-        return context_limit(self.max_position_embeddings, self.rope, self.window)[0]
+        return context_limit(self.max_position_embeddings, self.rope)[0]
 
     @property
     def context_reason(self) -> str:
-        return context_limit(self.max_position_embeddings, self.rope, self.window)[1]
+        return context_limit(self.max_position_embeddings, self.rope)[1]
 
     @property
     def mla_dims(self) -> None:
@@ -74,12 +84,17 @@ class GqaConfig:
         return min(layer, self.num_layers - 1) in self.moe_layers
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
-        """Keys and values of every layer."""
+        """Keys and values of every layer: first of those that see everything, then of those with a window."""
         if fp8:
             raise ValueError(f"only latents (DeepSeek) can be kept in FP8, {self.architecture} has none")
         shape = (self.num_kv_heads, self.head_dim)
         fields = (Field("key", shape, dtype), Field("value", shape, dtype))
-        return (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), fields),)
+        layers = range(self.num_layers + self.drafts)
+        everything = tuple(layer for layer in layers if layer not in self.window_layers)
+        groups = [CacheGroup("paged", everything, fields)] if everything else []
+        if self.window_layers:
+            groups.append(CacheGroup("window", self.window_layers, fields, self.window))
+        return tuple(groups)
 
 
 def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> GqaConfig:
@@ -91,7 +106,8 @@ def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> Gqa
     fields = Fields(raw, source)
     architecture = fields.first_of("architectures")
     family = family or ARCHITECTURES[architecture]
-    _refuse_unsupported(fields, architecture)
+    fields.only("hidden_act", "silu")
+    check_quantization(fields)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -103,6 +119,10 @@ def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> Gqa
     max_position = fields.integer("max_position_embeddings")
     num_layers = fields.integer("num_hidden_layers")
     experts = {} if family.experts is None else family.experts(fields, num_layers)
+    rope = read_rope(fields, head_dim, max_position, family.partial, family.theta)
+    windows = family.windows(fields, num_layers)
+    if windows.size >= context_limit(max_position, rope)[0]:
+        windows = NO_WINDOWS  # no sequence is longer
     return GqaConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -114,14 +134,17 @@ def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> Gqa
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-        rope=read_rope(fields, head_dim, max_position, family.partial, family.theta),
+        rope=rope,
         rope_interleave=family.interleaved,
         tie_word_embeddings=fields.flag("tie_word_embeddings", family.tied),
         qk_norm=_qk_norm(fields, family),
         qkv_bias=family.qkv.read(fields),
         o_bias=family.out.read(fields),
         mlp_bias=family.mlp.read(fields),
-        window=_window(fields, family),
+        head_bias=family.head.read(fields),
+        window=windows.size,
+        window_layers=windows.layers,
+        sinks=family.sinks,
         key_names=family.names,
         num_mtp_layers=_num_mtp_layers(fields) if family.mtp else 0,
         **experts,
@@ -134,28 +157,6 @@ def _qk_norm(fields: Fields, family: Family) -> str:
     return family.qk_norm
 
 
-def _window(fields: Fields, family: Family) -> int | None:
-    """Of Mistral, where every layer has it."""
-    if family.window is None:
-        return None
-    if "sliding_window" not in fields.raw:
-        return family.window
-    return fields.integer("sliding_window") if fields.has("sliding_window") else None
-
-
 def _num_mtp_layers(fields: Fields) -> int:
     name = "num_nextn_predict_layers" if fields.has("num_nextn_predict_layers") else "num_mtp_layers"
     return fields.integer(name, 0, minimum=0)
-
-
-def _refuse_unsupported(fields: Fields, architecture: str) -> None:
-    fields.only("hidden_act", "silu")
-    check_quantization(fields)
-    if architecture.startswith("Qwen"):
-        fields.only("use_sliding_window", None, False)
-    fields.only("use_bias", None, False)  # ERNIE: of every projection, the head's too
-    if architecture == "MixtralForCausalLM":
-        fields.only("sliding_window", None)
-    layer_types = fields.raw.get("layer_types")
-    if layer_types is not None and (not isinstance(layer_types, list) or set(layer_types) - {"full_attention"}):
-        raise fields.error("layer_types", 'a list of "full_attention" (no other attention is implemented)')

@@ -104,6 +104,22 @@ def ernie_experts(fields: Fields, num_layers: int) -> dict[str, Any]:
     }
 
 
+def gpt_oss_experts(fields: Fields, num_layers: int) -> dict[str, Any]:
+    """gpt-oss: every layer; biases of the router and of the experts, and a gated activation with limits."""
+    num_experts = fields.integer("num_local_experts")
+    per_token = fields.integer("num_experts_per_tok", 4)
+    if per_token > num_experts:
+        raise fields.error("num_experts_per_tok", f"at most num_local_experts ({num_experts})")
+    return {
+        "num_experts": num_experts,
+        "moe_intermediate_size": fields.integer("intermediate_size"),
+        "router": RouterConfig("softmax", per_token, logit_bias=True),
+        "moe_layers": tuple(range(num_layers)),
+        "expert_biases": True,
+        "activation": (fields.positive("swiglu_alpha", 1.702), fields.positive("swiglu_limit", 7.0), 1.0),
+    }
+
+
 def _per_token(fields: Fields, name: str, eligible: int) -> int:
     per_token = fields.integer("num_experts_per_tok")
     if per_token > eligible:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.fields import Fields
-from models.gqa.experts import deepseek_experts, ernie_experts, mixtral_experts, qwen_experts
-from models.key_names import ERNIE, MIXTRAL, PLAIN, QWEN2_MOE, KeyNames
+from models.gqa import windows
+from models.gqa.experts import deepseek_experts, ernie_experts, gpt_oss_experts, mixtral_experts, qwen_experts
+from models.gqa.windows import ReadWindows, no_windows
+from models.key_names import ERNIE, GPT_OSS, MIXTRAL, PLAIN, QWEN2_MOE, KeyNames
 
 ReadExperts = Callable[[Fields, int], dict[str, Any]]
 
@@ -28,22 +30,25 @@ class Bias:
 
 
 ASKED = Bias("attention_bias")
+USE_BIAS = Bias("use_bias")  # of every projection
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """qk_norm: as GqaConfig.qk_norm; qk_norm_flag: the field that says whether there is one. qkv, out, mlp: biases of
-    the projections. window: of a config.json that does not say sliding_window; None: it has no such field. partial:
-    the part of a head that is rotated; None: all of it, always. interleaved: pairs of rotated dimensions lie side by
-    side. experts: reads what GqaConfig says of routed experts, given the number of layers."""
+    """qk_norm: as GqaConfig.qk_norm; qk_norm_flag: the field that says whether there is one. qkv, out, mlp, head:
+    biases of the projections. windows: reads which layers look back a window of tokens only. sinks: its attention has
+    sinks. partial: the part of a head that is rotated; None: all of it, always. interleaved: pairs of rotated
+    dimensions lie side by side. experts: reads what GqaConfig says of routed experts, given the number of layers."""
 
     qk_norm: str = "none"
     qk_norm_flag: str | None = None
     qkv: Bias = Bias()
     out: Bias = Bias()
     mlp: Bias = Bias()
+    head: Bias = Bias()
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    window: int | None = None
+    windows: ReadWindows = no_windows
+    sinks: bool = False
     partial: float | None = None
     interleaved: bool = False
     theta: float = 10000.0
@@ -54,20 +59,44 @@ class Family:
 
 
 ARCHITECTURES: dict[str, Family] = {
-    "Qwen3ForCausalLM": Family(qk_norm="head", qkv=ASKED, out=ASKED, head_dim=128),
-    "Qwen3MoeForCausalLM": Family(qk_norm="head", qkv=ASKED, out=ASKED, experts=qwen_experts),
-    "Qwen2ForCausalLM": Family(qkv=Bias(default=True)),
-    "Qwen2MoeForCausalLM": Family(qkv=Bias("qkv_bias", True), experts=qwen_experts, names=QWEN2_MOE),
+    "Qwen3ForCausalLM": Family(qk_norm="head", qkv=ASKED, out=ASKED, head_dim=128, windows=windows.qwen),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="head", qkv=ASKED, out=ASKED, experts=qwen_experts, windows=windows.qwen3_moe
+    ),
+    "Qwen2ForCausalLM": Family(qkv=Bias(default=True), windows=windows.qwen),
+    "Qwen2MoeForCausalLM": Family(
+        qkv=Bias("qkv_bias", True), experts=qwen_experts, names=QWEN2_MOE, windows=windows.qwen2_moe
+    ),
     "LlamaForCausalLM": Family(qkv=ASKED, out=ASKED, mlp=Bias("mlp_bias")),
-    "MistralForCausalLM": Family(window=4096),
-    "MixtralForCausalLM": Family(theta=1e6, experts=mixtral_experts, names=MIXTRAL),
+    "MistralForCausalLM": Family(windows=windows.everywhere(4096)),
+    "MixtralForCausalLM": Family(theta=1e6, experts=mixtral_experts, names=MIXTRAL, windows=windows.everywhere(None)),
     "MiniMaxM2ForCausalLM": Family(
         qk_norm="vector", head_dim=128, partial=1.0, theta=5e6, experts=mixtral_experts, names=MIXTRAL
     ),
     "Glm4MoeForCausalLM": Family(
         qk_norm="head", qk_norm_flag="use_qk_norm", qkv=ASKED, partial=0.5, experts=deepseek_experts, mtp=True
     ),
-    "Dots1ForCausalLM": Family(qk_norm="head", qkv=ASKED, out=ASKED, experts=deepseek_experts),
+    "Dots1ForCausalLM": Family(qk_norm="head", qkv=ASKED, out=ASKED, experts=deepseek_experts, windows=windows.dots),
     "DeepseekForCausalLM": Family(qkv=ASKED, out=ASKED, experts=deepseek_experts),
-    "Ernie4_5_MoeForCausalLM": Family(interleaved=True, theta=5e5, tied=True, experts=ernie_experts, names=ERNIE),
+    "Ernie4_5_MoeForCausalLM": Family(
+        qkv=USE_BIAS,
+        out=USE_BIAS,
+        mlp=USE_BIAS,
+        head=USE_BIAS,
+        interleaved=True,
+        theta=5e5,
+        tied=True,
+        experts=ernie_experts,
+        names=ERNIE,
+    ),
+    "GptOssForCausalLM": Family(
+        qkv=Bias("attention_bias", True),
+        out=Bias("attention_bias", True),
+        head_dim=64,
+        theta=150000.0,
+        experts=gpt_oss_experts,
+        names=GPT_OSS,
+        windows=windows.gpt_oss,
+        sinks=True,
+    ),
 }

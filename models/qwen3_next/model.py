@@ -6,6 +6,8 @@ Legend: T tokens, D hidden size, C channels of a convolution.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -60,8 +62,9 @@ class Qwen3NextForCausalLM(Decoder[Attention | GatedDeltaNet]):
 
     def __init__(self, config: Qwen3NextConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         def make_mixer(layer: int) -> Attention | GatedDeltaNet:
-            kind = Attention if layer in config.full_layers else GatedDeltaNet
-            return kind(config, dtype, device)
+            if layer in config.full_layers:
+                return Attention(config, 0, dtype, device)
+            return GatedDeltaNet(config, dtype, device)
 
         mlps = make_mlps(config, parallel, dtype, device)
         super().__init__(config, make_mixer, mlps, parallel, dtype, device)
@@ -73,7 +76,7 @@ class Qwen3NextForCausalLM(Decoder[Attention | GatedDeltaNet]):
 
     def _attention(self, step: StepInput) -> Operation:
         plan = AttentionPlan(step, self.heads, self.dtype)
-        return lambda q_THD, k_cache, v_cache, scale: paged_attention(q_THD, k_cache, v_cache, plan, scale)
+        return partial(_attend, plan)
 
     def read_layer(self, index: int, source: WeightSource) -> None:
         layer, prefix = self.decoders[index], f"model.layers.{index}."
@@ -90,3 +93,9 @@ class Qwen3NextForCausalLM(Decoder[Attention | GatedDeltaNet]):
 
     def read_norm(self, source: WeightSource) -> None:
         weights.read_centred(source, "model.norm.weight", self.norm.weight)
+
+
+def _attend(
+    plan: AttentionPlan, q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, sinks_H: Tensor | None
+) -> Tensor:
+    return paged_attention(q_THD, k_cache, v_cache, plan, scale, sinks_H)

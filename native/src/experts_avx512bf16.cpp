@@ -124,6 +124,64 @@ template <int FORMAT> const uint8_t *widen_bytes(const uint8_t *start_of_block, 
   return start;
 }
 
+// What codes of 4 bits stand for, as bfloat16, twice.
+struct HalfTable {
+  uint16_t value[32];
+  constexpr HalfTable(int format) : value() {
+    const uint16_t e2m1[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
+    const uint16_t whole[9] = {0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100};
+    for (int i = 0; i < 32; i++) {
+      int code = i % 16, number = code - 8;
+      if (format == W_MXFP4) value[i] = (uint16_t)(e2m1[code % 8] | (code >= 8 ? 0x8000 : 0));
+      else value[i] = (uint16_t)(number < 0 ? whole[-number] | 0x8000 : whole[number]);
+    }
+  }
+};
+alignas(64) constexpr HalfTable mxfp4_values(W_MXFP4), int4_values(W_INT4);
+
+// A byte of each column is two places in the table: the pair (k, k + 1) of bfloat16. A scale that is a power of two is added to their
+// exponents; others are multiplied by, and the products rounded.
+template <int FORMAT> const uint8_t *widen_pairs(const uint8_t *block, int64_t depth, uint8_t *start) {
+  uint8_t *out = start;
+  for (int j = 0; j < 4; j++) _mm512_storeu_ps((float *)out + 16 * j, _mm512_set1_ps(1.f));
+  const uint8_t *scales = block;
+  const __m512i table = _mm512_load_si512((FORMAT == W_MXFP4 ? mxfp4_values : int4_values).value), low = _mm512_set1_epi32(0xf);
+  const __m512i high = _mm512_set1_epi32(0xf0), magnitude = _mm512_set1_epi16(0x7fff);
+  block += GROUP_SCALES, out += PANEL * 4;
+  for (int64_t first = 0; first < depth; first += K_GROUP, scales += PANEL * 2) {
+    int64_t end = depth - first < K_GROUP ? depth - first : (int64_t)K_GROUP;
+    __m512i scale[4];
+    for (int j = 0; j < 4; j++) {
+      __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(scales + 32 * j)));
+      if (FORMAT == W_INT4) {
+        scale[j] = _mm512_slli_epi32(bits, 16);
+      } else {
+        __m512i more = _mm512_sub_epi32(bits, _mm512_set1_epi32(127 << 7));  // 0 or a multiple of 1 << 7: a power of two
+        scale[j] = _mm512_or_si512(_mm512_slli_epi32(more, 16), _mm512_and_si512(more, _mm512_set1_epi32(0xffff)));
+      }
+    }
+    for (int64_t k = 0; k < end; k += 2, block += PANEL, out += 256) {
+      _mm_prefetch((const char *)block + HALF_BLOCK, _MM_HINT_T0);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) {
+        __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(block + 16 * j)));
+        __m512i place = _mm512_or_si512(_mm512_and_si512(both, low), _mm512_slli_epi32(_mm512_and_si512(both, high), 12));
+        __m512i w = _mm512_permutexvar_epi16(place, table);
+        if (FORMAT == W_MXFP4) {
+          w = _mm512_mask_add_epi16(w, _mm512_test_epi16_mask(w, magnitude), w, scale[j]);
+        } else {
+          __m512 even = _mm512_mul_ps((__m512)_mm512_slli_epi32(w, 16), (__m512)scale[j]);
+          __m512 odd = _mm512_mul_ps((__m512)_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000)), (__m512)scale[j]);
+          __m512i lower = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
+          w = _mm512_or_si512(lower, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd)), 16));
+        }
+        _mm512_storeu_si512(out + 64 * j, w);
+      }
+    }
+  }
+  return start;
+}
+
 template <bool SCALED, int N> constexpr TileFn wide() { return dot<BF16, SCALED, N>; }
 template <int FORMAT, int N> constexpr TileFn narrow() { return dot<FORMAT, true, N>; }
 constexpr ExpertOps table = {
@@ -131,7 +189,7 @@ constexpr ExpertOps table = {
     {0, wide<true, 1>(), wide<true, 2>(), wide<true, 3>(), wide<true, 4>(), wide<true, 5>(), wide<true, 6>()},
     {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>(), narrow<W_FP8, 5>(), narrow<W_FP8, 6>()},
      {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>(), narrow<W_INT8, 5>(), narrow<W_INT8, 6>()}},
-    {widen_bytes<W_FP8>, widen_bytes<W_INT8>},
+    {widen_bytes<W_FP8>, widen_bytes<W_INT8>, widen_pairs<W_MXFP4>, widen_pairs<W_INT4>},
     gated_columns<bf16>,
     weigh_columns<bf16>,
     store_columns<bf16>,

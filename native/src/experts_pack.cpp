@@ -9,7 +9,7 @@ namespace {
 
 struct Matrix {
   const uint8_t *rows;
-  const float *scale;  // of 8-bit weights: [ceil(outputs / scale_rows), ceil(inputs / 128)]
+  const float *scale;  // of 8-bit weights: [ceil(outputs / scale_rows), ceil(inputs / 128)]; of 4-bit ones [outputs, ceil(inputs / 32)]
   int64_t outputs, inputs;
 };
 
@@ -60,8 +60,36 @@ void byte_group(const Matrix &w, int format, int64_t scale_rows, int64_t first, 
   }
 }
 
+uint16_t bf16_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Rows of ceil(inputs / 32) * 16 bytes.
+void half_group(const Matrix &w, int format, int64_t first, int group, int64_t depth, uint8_t *panel) {
+  int64_t groups = (w.inputs + K_GROUP - 1) / K_GROUP;
+  const uint8_t nothing = format == W_INT4 ? 0x88 : 0;
+  for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK) {
+    int64_t end = k0 + K_BLOCK < depth ? k0 + K_BLOCK : depth;
+    for (int i = 0; i < 16; i++) {
+      bool there = first + i < w.outputs;
+      for (int64_t g = 0; g < K_BLOCK / K_GROUP; g++) {
+        float scale = there && k0 / K_GROUP + g < groups ? w.scale[(first + i) * groups + k0 / K_GROUP + g] : 0.f;
+        uint16_t bits = bf16_bits(scale);
+        memcpy(panel + (g * PANEL + group * 16 + i) * 2, &bits, 2);
+      }
+      const uint8_t *row = w.rows + (first + i) * groups * (K_GROUP / 2);
+      for (int64_t k = k0; k < end; k += 2)
+        panel[GROUP_SCALES + (k - k0) / 2 * PANEL + group * 16 + i] = there && k < w.inputs ? row[k / 2] : nothing;
+    }
+    panel += GROUP_SCALES + (end - k0) * PANEL / 2;
+  }
+}
+
 void pack_group(const ExpertShape *s, const Matrix &w, int64_t scale_rows, int64_t first, int group, int64_t depth, uint8_t *panel) {
-  if (s->format != W_PLAIN) byte_group(w, (int)s->format, scale_rows, first, group, depth, panel);
+  if (s->format >= W_MXFP4) half_group(w, (int)s->format, first, group, depth, panel);
+  else if (s->format != W_PLAIN) byte_group(w, (int)s->format, scale_rows, first, group, depth, panel);
   else if (s->x_type == X_F32) plain_group<4>(w, first, group, depth, panel);
   else if (first + 16 <= w.outputs && w.inputs == depth && depth % 8 == 0)
     place_pairs(w.rows + first * w.inputs * 2, w.inputs * 2, depth / 2, PANEL * 4, panel + group * 64);
@@ -71,7 +99,7 @@ void pack_group(const ExpertShape *s, const Matrix &w, int64_t scale_rows, int64
 }  // namespace
 
 // One expert into `slot`. gate, up [F, D], down [D, F], contiguous: of x's type, or e4m3, or int8 (then with scales, one for
-// scale_rows outputs and 128 inputs).
+// scale_rows outputs and 128 inputs), or codes of 4 bits with a scale for each output and 32 inputs.
 NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *gate, const void *up, const void *down,
                              const float *gate_scale, const float *up_scale, const float *down_scale, int64_t scale_rows,
                              int threads) {

@@ -181,6 +181,41 @@ template <class X, int FORMAT> static const uint8_t *widen(const uint8_t *block,
   return start;
 }
 
+// The same of a block of 4-bit weights: its scales are in the numbers, and 1. What bfloat16 cannot hold is rounded.
+template <int FORMAT> INLINE vf half_value(vi code) {
+  if (FORMAT == W_INT4) return __builtin_convertvector(code, vf) - 8.f;
+  // Twice the number is 0, 1, 2, 3, and then 2 or 3 shifted. Not by way of numbers below the normal ones, which take long.
+  vi size = code & 7, many = 2 + (size & 1), twice = size < 4 ? size : many << ((size >> 1) - 1 & 3);
+  return (vf)((vi)(__builtin_convertvector(twice, vf) * .5f) | (code & 8) << 28);
+}
+
+template <class X, int FORMAT> static const uint8_t *widen_halves(const uint8_t *block, int64_t depth, uint8_t *start) {
+  uint8_t *out = start;
+  for (int j = 0; j < PANEL; j += LANES) store((float *)out + j, splat(1.f));
+  const bf16 *scales = (const bf16 *)block;
+  block += GROUP_SCALES, out += PANEL * 4;
+  for (int64_t first = 0; first < depth; first += K_GROUP, scales += PANEL) {
+    int64_t end = depth - first < K_GROUP ? depth - first : (int64_t)K_GROUP;
+    vf scale[4 * PARTS];
+    for (int j = 0; j < 4 * PARTS; j++) scale[j] = load(scales + j * LANES);
+    for (int64_t k = 0; k < end; k += 2, block += PANEL, out += 128 * sizeof(X)) {
+      __builtin_prefetch(block + HALF_BLOCK, 0, 3);
+      for (int j = 0; j < 4 * PARTS; j++) {
+        typedef uint8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
+        vi both = __builtin_convertvector(*(const vb *)(block + j * LANES), vi);
+        vf even = half_value<FORMAT>(both & 15) * scale[j], odd = half_value<FORMAT>(both >> 4) * scale[j];
+        if (sizeof(X) == 4) {
+          store((float *)out + LANES * j, even), store((float *)(out + 256) + LANES * j, odd);
+        } else {
+          vi low = __builtin_convertvector(bf16_of(even), vi), high = __builtin_convertvector(bf16_of(odd), vi);
+          *(vi *)(out + 4 * LANES * j) = low | high << 16;
+        }
+      }
+    }
+  }
+  return start;
+}
+
 template <class X> struct Ops {
   enum { PLAIN = sizeof(X) == 4 ? F32 : BF16 };
   template <bool SCALED, int N> static constexpr TileFn wide() { return tile<X, PLAIN, SCALED, N>; }
@@ -190,7 +225,7 @@ template <class X> struct Ops {
       {0, wide<true, 1>(), wide<true, 2>(), wide<true, 3>(), wide<true, 4>(), wide<true, 5>(), wide<true, 6>()},
       {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>(), narrow<W_FP8, 5>(), narrow<W_FP8, 6>()},
        {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>(), narrow<W_INT8, 5>(), narrow<W_INT8, 6>()}},
-      {widen<X, W_FP8>, widen<X, W_INT8>},
+      {widen<X, W_FP8>, widen<X, W_INT8>, widen_halves<X, W_MXFP4>, widen_halves<X, W_INT4>},
       gated_columns<X>,
       weigh_columns<X>,
       store_columns<X>,

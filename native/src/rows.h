@@ -46,14 +46,16 @@ struct IndexKeyCall {
   float eps;
 };
 
-// What ctypes passes to rows_grouped_topk: sigmoid scores, the best `kept` of `groups` by the sum of their two best biased scores.
+// What ctypes passes to rows_grouped_topk: with a bias sigmoid scores (or, where softmax is set, softmax ones) and the best `kept` of
+// `groups` by the sum of their two best biased scores; without one softmax scores and groups by their best. Weights are divided by
+// their sum, or by `smallest` if that is more.
 struct GroupedCall {
   int64_t experts, groups, kept, k;
   const float *logits, *bias;  // [rows, experts], [experts]
   int64_t *index;              // [rows, k]
   float *weight;               // [rows, k]
-  int64_t renormalize;
-  float scale;
+  int64_t renormalize, softmax;
+  float scale, smallest;
 };
 
 struct RowOps {

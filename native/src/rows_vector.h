@@ -192,7 +192,7 @@ static void grouped_topk(const GroupedCall &call, int64_t row, float *work) {
   const float *logits = call.logits + row * call.experts;
   int64_t n = call.experts, each = n / call.groups, i = 0, count = 0, *index = call.index + row * call.k;
   float *score = work, *biased = work + n, *group = work + 2 * n, *weight = call.weight + row * call.k;
-  if (call.bias) {
+  if (call.bias && !call.softmax) {
     for (; i + LANES <= n; i += LANES) store(score + i, 1.f / (1.f + exp_of(-load(logits + i))));
     for (; i < n; i++) score[i] = (1.f / (1.f + exp_of(splat(-logits[i]))))[0];
   } else {
@@ -219,6 +219,7 @@ static void grouped_topk(const GroupedCall &call, int64_t row, float *work) {
   }
   float sum = 1e-20f;
   for (i = 0; i < call.k; i++) weight[i] = score[index[i]], sum += weight[i];
+  sum = sum > call.smallest ? sum : call.smallest;
   float factor = call.renormalize ? call.scale / sum : call.scale;
   for (i = 0; i < call.k; i++) weight[i] *= factor;
 }

@@ -42,6 +42,10 @@ struct Matrix {
   std::vector<float> value, scale;
   std::vector<uint8_t> bytes;
   Matrix(int64_t outputs, int64_t inputs, int x_type, int format) {
+    if (format >= W_MXFP4) {
+      halves(outputs, inputs, format);
+      return;
+    }
     int64_t blocks = (inputs + K_BLOCK - 1) / K_BLOCK;
     for (int64_t i = 0; i < outputs * blocks; i++) scale.push_back(.01f + .001f * fabsf(number()));
     for (int64_t o = 0; o < outputs; o++)
@@ -63,6 +67,20 @@ struct Matrix {
           bytes.insert(bytes.end(), (uint8_t *)&x, (uint8_t *)&x + 4);
         }
         value.push_back(x);
+      }
+  }
+
+  // Codes of 4 bits, two in a byte, rows padded to groups of 32.
+  void halves(int64_t outputs, int64_t inputs, int format) {
+    const float e2m1[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+    int64_t padded = (inputs + K_GROUP - 1) / K_GROUP * K_GROUP;
+    for (int64_t o = 0; o < outputs; o++)
+      for (int64_t k = 0; k < padded; k++) {
+        if (k % K_GROUP == 0) scale.push_back(ldexpf(1, -4 - (int)((o + k / K_GROUP) % 3)));
+        int code = k < inputs ? (int)(fabsf(number()) * 1000) % 16 : format == W_INT4 ? 8 : 0;
+        if (k % 2) bytes.back() |= (uint8_t)(code << 4);
+        else bytes.push_back((uint8_t)code);
+        if (k < inputs) value.push_back(scale.back() * (format == W_INT4 ? (float)(code - 8) : code < 8 ? e2m1[code] : -e2m1[code - 8]));
       }
   }
 };
@@ -173,11 +191,11 @@ int main() {
     native_limit_isa(isa);
     count += test_layers(isa) + test_prompts() + test_indexes() + test_tapes() + test_deltas();
     for (int x_type : {X_F32, X_BF16})
-      for (int format : {W_PLAIN, W_FP8, W_INT8})
+      for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4})
         for (auto &size : sizes)
           for (int64_t tokens : {0, 1, 5, 17, 60})
             for (int threads : {1, 2}) test(x_type, format, size[0], size[1], tokens, threads), count++;
-    for (int format : {W_PLAIN, W_FP8, W_INT8}) test(X_BF16, format, 300, 140, 230, 2), count++;  // several bands of rows
+    for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4}) test(X_BF16, format, 300, 140, 230, 2), count++;  // several bands of rows
   }
   printf("%d cases, %d numbers wrong\n", count, failures);
   return failures != 0;

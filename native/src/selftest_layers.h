@@ -128,9 +128,9 @@ void test_rows(int x_type, int64_t rows, int64_t dim, int threads) {
   Rows scores(X_F32, rows, 3 * dim + 3, 3 * dim + 3), bias(X_F32, 1, 3 * dim + 3, 3 * dim + 3);
   for (int64_t kept : {1, 3}) {
     GroupedCall grouped = {3 * dim + 3, 3, kept, dim / 2 + 1, (const float *)scores.bytes.data(), (const float *)bias.bytes.data(), index.data(),
-                           weights.data(), 1, 2.5f};
+                           weights.data(), 1, 0, 2.5f, 0};
     for (const float *with : {grouped.bias, (const float *)nullptr}) {
-      grouped.bias = with;
+      grouped.bias = with, grouped.softmax = kept == 3;
       rows_grouped_topk(&grouped, rows, threads);
       for (int64_t i : index)
         if (i < 0 || i >= 3 * dim + 3) failures++, printf("grouped topk: %d\n", (int)i);

@@ -124,6 +124,7 @@ PARTS = {
     "layer_ops.py": "bench_ops.py",
     "op_clock.py": "bench_ops.py",
     "prompt_ops.py": "bench_ops.py",
+    "window_ops.py": "bench_ops.py",
     "quiet.py": "bench_peers.py",
     "server_process.py": "bench_faults.py",
     "vllm_server.py": "bench_serving.py",

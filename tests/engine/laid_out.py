@@ -30,10 +30,10 @@ class LaidOut:
         context_cost: float = 0.0,
     ) -> None:
         self.cache = cache
+        num, scratches = len(cache.free), (scratch,) * len(cache.free)
         self._has_state = bool(state_groups(cache.kv.spec))
-        limits = Limits(
-            max_num_seqs, max_tokens, max_len, cache.kv.block_size, scratch_blocks=(scratch,), has_state=self._has_state
-        )
+        sizes = max_num_seqs, max_tokens, max_len, cache.kv.block_size, num
+        limits = Limits(*sizes, scratch_blocks=scratches, has_state=self._has_state)
         self.buffers = StepBuffers(limits, drive.CPU, context_cost)
         self.num_advanced = 0
         self._last: PreparedStep | None = None
@@ -54,12 +54,13 @@ class LaidOut:
         for sequence, tokens, first in work:
             end = first + len(tokens)
             had = 0 if not follows else -(-first // self.cache.kv.block_size)
-            blocks = self.cache.blocks_for(sequence, end)[: -(-end // self.cache.kv.block_size)]
+            tables = self.cache.blocks_for(sequence, first, end)
+            new = [table[had : -(-end // self.cache.kv.block_size)] for table in tables]
             if not follows:
                 known = [*[0] * first, *tokens]
                 schedule.new_rows.append(NewRow(sequence, sequence, known, end, SamplingParams(), 1, ()))
-            if blocks[had:]:
-                schedule.new_blocks.append((sequence, [blocks[had:]]))
+            if new[0]:
+                schedule.new_blocks.append((sequence, new))
             schedule.rows.append(sequence)
             schedule.starts.append(first)
             schedule.counts.append(len(tokens))

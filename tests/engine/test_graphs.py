@@ -85,8 +85,8 @@ class Captured:
     def of(model: CausalLM, policy: GraphPolicy, context_cost: float = 0.0) -> Captured:
         cache, eager = (drive.Cache.for_model(model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
         library = FakeGraphLibrary()
-        scratch = cache.free.pop()
-        assert scratch == eager.free.pop()
+        scratch = cache.free[0].pop()
+        assert scratch == eager.free[0].pop()
 
         def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
             return model.steps(step, cache.kv, lane, breaks)

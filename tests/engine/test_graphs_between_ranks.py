@@ -90,8 +90,8 @@ class Ours:
         self.model = drive.load_ours(path, Parallel(group.rank, group.size, placement, lanes), BF16)
         self.rank = group.rank
         self.cache, self.eager = (drive.Cache.for_model(self.model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
-        scratch = self.cache.free.pop()
-        assert self.eager.free.pop() == scratch
+        scratch = self.cache.free[0].pop()
+        assert self.eager.free[0].pop() == scratch
         self.lengths: list[int] = []
         self.library = FakeGraphLibrary()
 

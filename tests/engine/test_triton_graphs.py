@@ -73,8 +73,8 @@ def test_full_decode_graphs_equal_eager(name: str, tmp_path: Path) -> None:
     with as_on_gpu(), launches_noted(), torch.inference_mode():
         model = drive.load_ours(tmp_path, **choices)
         cache, eager = (drive.Cache.for_model(model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
-        scratch = cache.free.pop()
-        assert eager.free.pop() == scratch
+        scratch = cache.free[0].pop()
+        assert eager.free[0].pop() == scratch
 
         def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[torch.Tensor]:
             return model.steps(step, cache.kv, lane, breaks)

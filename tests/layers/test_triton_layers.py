@@ -168,7 +168,7 @@ def test_compiles_for_gpt_oss(capability: int) -> None:
             plan = TritonAttentionPlan(step, HeadCounts(64, 8, 64), torch.bfloat16, window=window)
             triton_attention.paged_attention(meta(202, 64, 64), *caches, plan, 0.1, meta(64, dtype=torch.float32))
     report(found)
-    assert found[1].matrix_unit == {90: "wgmma", 100: "tcgen05.mma"}[capability]  # prefill
+    assert found[2].matrix_unit == {90: "wgmma", 100: "tcgen05.mma"}[capability]  # prefill
     assert all(item.spills <= 16 for item in found)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cache.memory import CacheMemory
-from cache.spec import CacheSizes, state_groups
+from cache.spec import CacheSizes, state_groups, token_groups
 from dbo.steps import drain, weave
 from ep.backends.local import LocalAllToAll
 from ep.parallel import Parallel
@@ -23,7 +23,7 @@ from ep.protocol import AllToAll
 from ep.table import make_lanes
 from ep.transport.group import Group, MailboxGroup, MailboxWorld
 from eplb.placement import Placement, linear_placement
-from layers.step import StateInput, StepInput
+from layers.step import StateInput, StepInput, TableInput
 from layers.weights import Checkpoint
 from models.base import CausalLM
 from models.registry import build, read_config
@@ -80,20 +80,23 @@ def prompts_of(rank: int, vocab_size: int) -> list[list[int]]:
 
 @dataclass
 class Cache:
-    """A paged cache whose sequences take blocks in shuffled order. table: sequence -> its blocks; record: the one of its
-    state."""
+    """A paged cache whose sequences take blocks in shuffled order. free: of each token group. tables: sequence -> of
+    each token group its blocks; 0: behind the window, and given back. record: the one of a sequence's state."""
 
     kv: CacheMemory
+    free: list[list[int]]
+    tables: dict[int, list[list[int]]] = field(default_factory=dict)
     record: dict[int, int] = field(default_factory=dict)
-    table: dict[int, list[int]] = field(default_factory=dict)
-    free: list[int] = field(default_factory=list)
 
     @staticmethod
     def for_model(model: CausalLM, num_blocks: int = 64, block_size: int = 4, seed: int = 0) -> Cache:
-        free = list(range(1, num_blocks))
-        random.Random(seed).shuffle(free)
-        sizes = CacheSizes(block_size, num_blocks, num_records=1 + 2 * MAX_STATES)
-        return Cache(CacheMemory.allocate(model.cache_spec(), sizes, CPU), free=free)
+        spec, shuffle = model.cache_spec(), random.Random(seed)
+        free = [list(range(1, num_blocks)) for _ in token_groups(spec)]
+        for blocks in free:
+            shuffle.shuffle(blocks)
+        return Cache(
+            CacheMemory.allocate(spec, CacheSizes(block_size, num_blocks, num_blocks, 1 + 2 * MAX_STATES), CPU), free
+        )
 
     def next_record(self, sequence: int) -> tuple[int, int]:
         """What a step reads, and what it writes: every sequence has two in turn."""
@@ -102,11 +105,28 @@ class Cache:
         self.record[sequence] = written = first + 1 if read == first else first
         return read, written
 
-    def blocks_for(self, sequence: int, length: int) -> list[int]:
-        blocks = self.table.setdefault(sequence, [])
-        while len(blocks) * self.kv.block_size < length:
-            blocks.append(self.free.pop())
-        return blocks
+    def blocks_for(self, sequence: int, first: int, length: int) -> list[list[int]]:
+        """Of each token group: for so many tokens, of which those from `first` on are this step's. What is behind
+        their windows is given back."""
+        size = self.kv.block_size
+        tables = self.tables.setdefault(sequence, [[] for _ in self.free])
+        for group, free, blocks in zip(token_groups(self.kv.spec), self.free, tables, strict=True):
+            gone = max(0, first - group.window + 1) // size if group.window else 0
+            for index in range(min(gone, len(blocks))):
+                if blocks[index]:
+                    free.insert(0, blocks[index])
+                blocks[index] = 0
+            while len(blocks) * size < length:
+                blocks.append(free.pop() if len(blocks) >= gone else 0)
+        return tables
+
+    @property
+    def num_held(self) -> list[int]:
+        """Blocks of each token group that sequences have."""
+        return [
+            self.kv.sizes.blocks_of(group) - 1 - len(free)
+            for group, free in zip(token_groups(self.kv.spec), self.free, strict=True)
+        ]
 
 
 def make_step(
@@ -117,23 +137,28 @@ def make_step(
     block_size = cache.kv.block_size
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
-    starts, kv_lens, tables, rows = [0], [], [], []
+    slots: list[list[int]] = [[] for _ in cache.free]
+    tables: list[list[list[int]]] = [[] for _ in cache.free]
+    starts, kv_lens, rows = [0], [], []
     for sequence, tokens, first in work:
-        blocks = cache.blocks_for(sequence, first + len(tokens))
-        for position in range(first, first + len(tokens)):
-            positions.append(position)
-            slots.append(blocks[position // block_size] * block_size + position % block_size)
+        places = range(first, first + len(tokens))
+        positions.extend(places)
+        for group, blocks in enumerate(cache.blocks_for(sequence, first, places.stop)):
+            slots[group] += [blocks[place // block_size] * block_size + place % block_size for place in places]
+            tables[group].append(blocks[: -(-places.stop // block_size)])
         token_ids.extend(tokens)
         starts.append(len(token_ids))
         kv_lens.append(first + len(tokens))
-        tables.append(blocks[: -(-(first + len(tokens)) // block_size)])
         rows.append(len(token_ids) - 1)
-    width = max([len(table) for table in tables], default=0) + num_pad_blocks
+    width = max([len(table) for table in tables[0]], default=0) + num_pad_blocks
     counts = [len(tokens) for _, tokens, _ in work]
     num_decodes = sum(count == 1 for count in counts)
     assert all(count == 1 for count in counts[:num_decodes])
-    padded = [table + [0] * (width - len(table)) for table in tables]
+    padded = [[table + [0] * (width - len(table)) for table in group] for group in tables]
+    first_table, *more_tables = [
+        TableInput(torch.tensor(slot, dtype=torch.int64), torch.tensor(table, dtype=torch.int64).view(len(work), width))
+        for slot, table in zip(slots, padded, strict=True)
+    ]
     state = None
     if state_groups(cache.kv.spec):
         records = torch.tensor([cache.next_record(sequence) for sequence, _, _ in work], dtype=torch.int64).view(-1, 2)
@@ -141,15 +166,16 @@ def make_step(
     return StepInput(
         token_ids_T=torch.tensor(token_ids, dtype=torch.int64),
         positions_T=torch.tensor(positions, dtype=torch.int64),
-        slots_T=torch.tensor(slots, dtype=torch.int64),
+        slots_T=first_table.slots_T,
         query_starts=tuple(starts),
         kv_lens=tuple(kv_lens),
         kv_lens_B=torch.tensor(kv_lens, dtype=torch.int64),
-        block_table_BN=torch.tensor(padded, dtype=torch.int64).view(len(work), width),
+        block_table_BN=first_table.block_table_BN,
         num_decodes=num_decodes,
         block_size=block_size,
         logits_rows_P=torch.tensor(list(range(len(token_ids))) if all_logits else rows, dtype=torch.int64),
         state=state,
+        more_tables=tuple(more_tables),
     )
 
 

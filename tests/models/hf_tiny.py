@@ -145,6 +145,10 @@ def make_minimax_m2(path: Path, **overrides: Any) -> HfModel:
     return make_hf(path, "MiniMaxM2Config", "MiniMaxM2ForCausalLM", **{**sizes, **overrides})
 
 
+GPT_OSS_ROPE = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 32,
+}  # fmt: skip
 ROUTED = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
     "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.7, "head_dim": 12,
@@ -207,6 +211,19 @@ def make_kimi_linear(path: Path, **overrides: Any) -> HfModel:
     return make_hf(path, "KimiLinearConfig", "KimiLinearForCausalLM", **{**sizes, **overrides})
 
 
+def make_gpt_oss(path: Path, **overrides: Any) -> HfModel:
+    """Biases and sinks as large as what they are added to, and gates beyond their limit."""
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 1.2}
+    sizes = {"head_dim": 12, "sliding_window": 9, "rope_parameters": GPT_OSS_ROPE, "num_hidden_layers": 4}
+    hf = make_hf(path, "GptOssConfig", "GptOssForCausalLM", **{**experts, **sizes, **overrides})
+    with torch.no_grad():
+        for name, tensor in hf.model.named_parameters():
+            if name.endswith(("sinks", "_bias", "bias")):
+                tensor.copy_(torch.randn(tensor.shape))
+    hf.model.save_pretrained(path)
+    return hf
+
+
 def partial_rope(part: float, **other: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part, **other}
 
@@ -260,18 +277,37 @@ def make_fp8(hf: HfModel) -> None:
     """Quantise every projection of the checkpoint as DeepSeek does, and give the Hugging Face model the weights that
     they stand for, so that the two can be compared."""
 
+    def quantize(key: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        value, scale = quantize_fp8(tensor)
+        wide = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: tensor.shape[0], : tensor.shape[1]]
+        return {key: value, f"{key}_scale_inv": scale}, value.float() * wide
+
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    make_quantized(hf, quantize, config)
+
+
+Quantize = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]  # what is stored, and what that stands for
+PROJECTIONS = (
+    "_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight", ".wq_b.weight", ".wk.weight"
+)  # fmt: skip
+
+
+def make_quantized(
+    hf: HfModel, quantize: Quantize, config: dict[str, Any], keys: tuple[str, ...] = PROJECTIONS, within: str = ""
+) -> None:
+    """The same with any form of weights, of keys that end so and have `within` in them."""
+
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         out = {}
         for key, tensor in tensors.items():
             out[key] = tensor
-            if key.endswith(("_proj.weight", "_proj_with_mqa.weight", ".wq_b.weight", ".wk.weight")):
-                out[key], out[f"{key}_scale_inv"] = quantize_fp8(tensor)
-                wide = out[f"{key}_scale_inv"].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-                plain[key] = out[key].float() * wide[: tensor.shape[0], : tensor.shape[1]]
+            if key.endswith(keys) and within in key:
+                del out[key]
+                stored, plain[key] = quantize(key, tensor)
+                out |= stored
         return out
 
     plain: dict[str, Tensor] = load_file(hf.path / "model.safetensors")
-    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
     rewrite(hf.path, change, quantization_config=config)
     with tempfile.TemporaryDirectory() as folder:
         config_json = json.loads((hf.path / "config.json").read_text())

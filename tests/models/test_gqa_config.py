@@ -102,7 +102,7 @@ def test_missing_or_wrong_fields_are_named(tmp_path: Path, name: str, value: obj
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, 'hidden_act: expected "silu" .*got "gelu"'),
-    ({"use_sliding_window": True}, "use_sliding_window: expected null or false"),
+    ({"use_sliding_window": 1}, "use_sliding_window: expected"),
     (
         {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
         "sliding_window: expected a whole number of at least 1",
@@ -120,7 +120,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "attn_factor": 0.9, "attention_factor": 1.0}},
         "rope_scaling.attn_factor: expected none beside attention_factor",
     ),
-    ({"quantization_config": {"quant_algo": "NVFP4"}}, r"quantization_config.quant_algo: .*\"fp8\".*got \"NVFP4\""),
+    (
+        {"quantization_config": {"quant_algo": "NVFP4"}},
+        r"quantization_config.quant_algo: .*quant_method.*got \"NVFP4\"",
+    ),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected"),
     ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads"),
     ({"head_dim": 15}, "head_dim: expected an even number"),
@@ -148,15 +151,23 @@ def test_unsupported_arithmetic_is_refused(tmp_path: Path, changes: dict[str, An
         read_config(write(tmp_path, {**MOE, "architectures": ["Qwen3ForCausalLM"], **changes}))
 
 
-def test_the_context_of_a_sliding_window_ends_with_it() -> None:
+def test_layers_with_a_window() -> None:
     bare = {key: value for key, value in DENSE.items() if key != "sliding_window"}
     bare |= {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}
-    limits = {}
+    windows = {}
     for name, more in {"absent": {}, "null": {"sliding_window": None}, "set": {"sliding_window": 1024}}.items():
-        limits[name] = parse({**bare, **more}, "c").context_limit
-    assert limits == {"absent": 4096, "null": 32768, "set": 1024}  # absent: transformers' default
-    assert "sliding_window" in parse(bare, "c").context_reason
-    assert parse({**bare, "max_position_embeddings": 2048}, "c").context_limit == 2048
+        config = parse({**bare, **more}, "c")
+        windows[name] = config.window
+        assert config.context_limit == 32768
+        kinds = [group.kind for group in config.cache_spec("bfloat16")]
+        assert kinds == (["window"] if config.window else ["paged"])
+    assert windows == {"absent": 4096, "null": 0, "set": 1024}  # absent: transformers' default
+    assert parse({**bare, "max_position_embeddings": 2048}, "c").window == 0  # no sequence is longer
+    qwen = {**bare, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 2}
+    layers = parse(qwen, "c").num_layers
+    assert parse(qwen, "c").window_layers == tuple(range(2, layers))
+    types = ["sliding_attention", *["full_attention"] * (layers - 1)]
+    assert parse({**qwen, "layer_types": types}, "c").window_layers == (0,)
 
 
 def test_yarn_stretches_the_context() -> None:

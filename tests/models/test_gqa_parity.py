@@ -19,6 +19,7 @@ from hf_tiny import (
     make_dots1,
     make_ernie,
     make_glm4_moe,
+    make_gpt_oss,
     make_llama,
     make_minimax_m2,
     make_mistral,
@@ -76,6 +77,18 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "deepseek-moe": (make_deepseek_moe, {}),
     "ernie": (make_ernie, {}),
     "ernie-some-layers": (make_ernie, {"tie_word_embeddings": False, "moe_layer_interval": 2}),
+    "mistral-window": (make_mistral, {"head_dim": 16, "sliding_window": 24}),
+    "mixtral-window": (make_mixtral, {"sliding_window": 5}),
+    "qwen2-window": (make_qwen2, {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1}),
+    "qwen3-window": (make_qwen3, {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+    "qwen2-moe-window": (make_qwen2_moe, {"use_sliding_window": True, "sliding_window": 7, "num_hidden_layers": 4}),
+    "qwen3-moe-window": (make_qwen3_moe, {"use_sliding_window": True, "sliding_window": 12}),
+    "dots1-window": (make_dots1, {"sliding_window": 10, "max_window_layers": 1}),
+    "gpt-oss": (make_gpt_oss, {}),
+    "gpt-oss-one-key-head": (make_gpt_oss, {"num_key_value_heads": 1, "tie_word_embeddings": True, "hidden_size": 40}),
+    "gpt-oss-no-bias": (make_gpt_oss, {"attention_bias": False, "sliding_window": 2}),
+    "ernie-biases": (make_ernie, {"use_bias": True}),
+    "ernie-biases-own-head": (make_ernie, {"use_bias": True, "tie_word_embeddings": False}),
     "ernie-no-shared": (make_ernie, {"moe_num_shared_experts": 0, "moe_layer_end_index": 1}),
 }
 
@@ -103,12 +116,9 @@ def test_attention_factor(tmp_path: Path) -> None:
     assert relative_error(chunked_logits(load_ours(hf.path), tokens, [50]), hf.logits(tokens)) < 1e-4
 
 
-def test_within_its_window_mistral_is_full_attention(tmp_path: Path) -> None:
-    hf = make_mistral(tmp_path, head_dim=16, sliding_window=24)
-    assert read_config(tmp_path).context_limit == 24
-    tokens, ours = tokens_of(6, 40), load_ours(hf.path)
-    assert relative_error(chunked_logits(ours, tokens[:24], [24]), hf.logits(tokens[:24])) < 1e-4
-    assert relative_error(chunked_logits(ours, tokens, [40]), hf.logits(tokens)) > 1e-2  # so the bound is needed
+def test_a_window_of_the_whole_context_is_none(tmp_path: Path) -> None:
+    make_mistral(tmp_path, head_dim=16, sliding_window=512)
+    assert [group.kind for group in read_config(tmp_path).cache_spec("float32")] == ["paged"]
 
 
 def tokens_of(seed: int, count: int) -> list[int]:

@@ -41,6 +41,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "Qwen3.5-35B-A3B": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {}, 32.2),
     "Qwen3.5-9B": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}, 0.0),
     "Kimi-Linear-48B-A3B": ("KimiLinearConfig", "KimiLinearForCausalLM", {}, 47.1),
+    "gpt-oss-120b": ("GptOssConfig", "GptOssForCausalLM", {}, 114.7),
+    "gpt-oss-20b": ("GptOssConfig", "GptOssForCausalLM", {"num_hidden_layers": 24, "num_local_experts": 32}, 19.1),
     "ERNIE-4.5-21B": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", {}, 20.4),
 }
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from moe_kernels import ExpertBatch, Layout, TokenBatch, WeightFormat, expert_weights, permute_some, reference
 from moe_kernels.activation import Activation, ExpertKind
-from moe_kernels.matrix import ScaledMatrix, dequantize, quantize
+from moe_kernels.matrix import HALVES, ScaledMatrix, dequantize, dequantize_halves, quantize, quantize_halves
 from moe_kernels.packed import PackedExperts
 from moe_kernels.quant import dequantize_rows, quantize_rows
 from moe_kernels.weights import PlainExperts
 from native import Isa, best_isa, isa, limit_isa
 
 DTYPES = [torch.float32, torch.bfloat16]
-PLAIN, FP8, INT8 = WeightFormat
+PLAIN, FP8, INT8 = WeightFormat.PLAIN, WeightFormat.FP8, WeightFormat.INT8
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not there")
@@ -55,6 +55,13 @@ def matrices(hidden: int, width: int, dtype: torch.dtype, seed: int) -> Matrices
     return gate.to(dtype), up.to(dtype), down.to(dtype)
 
 
+def rounded(matrix: Tensor, form: WeightFormat, dtype: torch.dtype) -> Tensor:
+    """What it is where it is kept so, float32. 4 bits are widened with their scales, to dtype."""
+    if form in HALVES:
+        return dequantize_halves(quantize_halves(matrix, form), dtype).float()
+    return dequantize(quantize(matrix, form), torch.float32)
+
+
 def packed(
     num_slots: int, hidden: int, width: int, dtype: torch.dtype, form: WeightFormat = PLAIN
 ) -> tuple[PackedExperts, PlainExperts]:
@@ -66,7 +73,7 @@ def packed(
         given = matrices(hidden, width, dtype, slot)
         ours.fill(slot, *given)
         if form is not PLAIN:
-            given = tuple(dequantize(quantize(matrix, form), torch.float32) for matrix in given)  # type: ignore[assignment]
+            given = tuple(rounded(matrix, form, dtype) for matrix in given)  # type: ignore[assignment]
         exact.fill(slot, *given)
     return ours, exact
 
@@ -275,7 +282,7 @@ def test_what_is_packed_can_be_read_back(dtype: torch.dtype, hidden: int, width:
         ours.clear(0)
         ours.fill(1, *given)
         if form is not PLAIN:
-            given = tuple(dequantize(quantize(matrix, form), dtype) for matrix in given)  # type: ignore[assignment]
+            given = tuple(rounded(matrix, form, dtype).to(dtype) for matrix in given)  # type: ignore[assignment]
         for slot, expected in enumerate(([torch.zeros_like(matrix) for matrix in given], given)):
             for read, matrix in zip(ours.read(slot), expected, strict=True):
                 assert torch.equal(read, matrix)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from layers.norm import rms_norm
 from layers.rope import apply_rope
-from moe_kernels import reference
-from native import Isa, limit_isa, rows
+from moe_kernels import biased_softmax_topk, reference
+from native import Isa, limit_isa, routing, rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = [
@@ -107,7 +107,7 @@ def test_softmax_topk(
     limit_isa(level)
     # All different, also in bfloat16: which of equals is taken is not defined.
     logits = ((torch.rand(num_tokens, num_experts).argsort(-1) - num_experts // 2) / 16).to(dtype)
-    expert, weight = rows.softmax_topk(logits, top_k, renormalize)
+    expert, weight = routing.softmax_topk(logits, top_k, renormalize)
     wanted_expert, wanted_weight = reference.softmax_topk(logits, top_k, renormalize)
     assert torch.equal(expert, wanted_expert)
     close(weight, wanted_weight, num_experts)
@@ -118,7 +118,7 @@ def test_experts_are_distinct_whatever_the_logits(level: Isa, dtype: torch.dtype
     logits = normal(30, 20).to(dtype)
     logits[::3] = torch.nan
     logits[1::3, 4:] = -torch.inf
-    expert, _ = rows.softmax_topk(logits, 7, True)
+    expert, _ = routing.softmax_topk(logits, 7, True)
     assert all(len(set(row)) == 7 and set(row) <= set(range(20)) for row in expert.tolist())
 
 
@@ -132,11 +132,25 @@ def test_grouped_sigmoid_topk(
     num_experts, num_groups, topk_groups, top_k = groups
     logits, bias = normal(num_tokens, num_experts) * 2, normal(num_experts, seed=1) * 0.1
     choice = (top_k, num_groups, topk_groups, renormalize, 2.5)
-    expert, weight = rows.grouped_sigmoid_topk(logits, bias, *choice)
+    expert, weight = routing.grouped_sigmoid_topk(logits, bias, *choice)
     wanted_expert, wanted_weight = reference.grouped_sigmoid_topk(logits, bias, *choice)
     order, wanted_order = expert.argsort(-1), wanted_expert.argsort(-1)
     assert torch.equal(expert.gather(1, order), wanted_expert.gather(1, wanted_order))
     close(weight.gather(1, order), wanted_weight.gather(1, wanted_order), top_k)
+
+
+@pytest.mark.parametrize("smallest", [1e-12, 0.9])
+@pytest.mark.parametrize("sizes", [(0, 8, 2), (1, 1, 1), (300, 64, 8), (40, 257, 9)])
+def test_biased_softmax_topk(level: Isa, dtype: torch.dtype, sizes: tuple[int, int, int], smallest: float) -> None:
+    num_tokens, num_experts, top_k = sizes
+    logits, bias = normal(num_tokens, num_experts) * 2, normal(num_experts, seed=1) * 0.1
+    limit_isa(Isa.NONE)
+    wanted_expert, wanted_weight = biased_softmax_topk(logits, bias, top_k, smallest)
+    limit_isa(level)
+    expert, weight = routing.biased_softmax_topk(logits, bias, top_k, smallest)
+    order, wanted_order = expert.argsort(-1), wanted_expert.argsort(-1)
+    assert torch.equal(expert.gather(1, order), wanted_expert.gather(1, wanted_order))
+    close(weight.gather(1, order), wanted_weight.gather(1, wanted_order), num_experts)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

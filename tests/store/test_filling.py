@@ -63,7 +63,7 @@ def load(model: CausalLM, store: Store) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", WeightFormat)
+@pytest.mark.parametrize("form", [WeightFormat.PLAIN, WeightFormat.FP8, WeightFormat.INT8])
 def test_together_as_alone(path: Path, form: WeightFormat, dtype: torch.dtype) -> None:
     alone = new_model(form, dtype)
     source = Checkpoint(CHECKPOINT)

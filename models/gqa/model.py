@@ -97,7 +97,7 @@ class GqaForCausalLM(Decoder[Attention]):
         group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
 
         def attention(layer: int) -> Attention:
-            return Attention(config, group_of[layer], dtype, device)
+            return Attention(config, group_of.get(layer, 0), dtype, device)
 
         super().__init__(config, attention, mlps, parallel, dtype, device, config.head_bias)
         self.heads = HeadCounts(config.num_heads, config.num_kv_heads, config.head_dim)

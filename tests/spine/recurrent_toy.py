@@ -150,12 +150,12 @@ class RecurrentToyForCausalLM(GqaForCausalLM):
         self.config = config
         dtype, device = self.decoders[0].mixer.out.weight.dtype, self.decoders[0].mixer.out.weight.device
         for layer, kind in self.mixers:
-            self.decoders[layer].mixer = kind(config, dtype, device)
+            self.decoders[layer].mixer = kind(config, 0, dtype, device)
 
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
-        full = super().prepare(step, breaks)
+        full, *_ = super().prepare(step, breaks)
         recurrence = breaks.operation(lambda step: partial(recurrent, step), step, 1)
-        return (*full, recurrence, *self.windowed(step, breaks))
+        return (full, recurrence, *self.windowed(step, breaks))
 
     def windowed(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
         return (breaks.operation(lambda step: partial(windowed, step.of_group(1)), step, 1),)

@@ -61,5 +61,6 @@ def differences(theirs: Plan, ours: Plan) -> list[str]:
 def _shared(plan: Plan) -> dict[str, object]:
     """Where a machine remembers what it has measured is its own business too."""
     dbo = None if plan.dbo is None else dataclasses.replace(plan.dbo, memory="")
-    values = dataclasses.asdict(dataclasses.replace(plan, dbo=dbo))
+    speculation = None if plan.speculation is None else dataclasses.replace(plan.speculation, memory="")
+    values = dataclasses.asdict(dataclasses.replace(plan, dbo=dbo, speculation=speculation))
     return {name: value for name, value in values.items() if name not in OWN}

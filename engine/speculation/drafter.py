@@ -9,9 +9,10 @@ have come without drafts. No torch here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from engine.request import Request
+if TYPE_CHECKING:
+    from engine.request import Request
 
 
 class Drafter(Protocol):

@@ -122,6 +122,8 @@ PARTS = {
     "gpu_models.py": "gpu_parts.py",
     "gpu_rows.py": "gpu_parts.py",
     "layer_ops.py": "bench_ops.py",
+    "linear_ops.py": "bench_ops.py",
+    "sparse_ops.py": "bench_ops.py",
     "op_clock.py": "bench_ops.py",
     "prompt_ops.py": "bench_ops.py",
     "window_ops.py": "bench_ops.py",

@@ -24,7 +24,7 @@ def test_balanced_or_not_the_text_is_the_same() -> None:
         assert llm.plan.eplb == RESTLESS
         assert [result.outputs[0].token_ids for result in llm.generate(PROMPTS, PARAMS)] == expected
         assert llm.balance is not None and llm.balance.steps >= 10 and llm.balance.failures == 0
-        assert len(llm.balance.window_balance) == 3 and llm.balance.reweights > 0
+        assert len(llm.balance.window_balance) == 4 and llm.balance.reweights > 0
 
 
 @pytest.mark.slow  # a server asks its engine in the same way: tests/launch/test_eplb_serving.py

@@ -51,7 +51,8 @@ ELSEWHERE = {
 
 
 def test_every_architecture_has_a_row() -> None:
-    missing = {*FAMILIES, *WRAPPERS} ^ TABLE.keys()
+    ours = {name for name, family in FAMILIES.items() if family.module.startswith("models.")}  # tests add some
+    missing = {*ours, *WRAPPERS} ^ TABLE.keys()
     assert not missing, f"the table of docs/models.md and models/registry.py differ: {sorted(missing)}"
 
 

@@ -98,7 +98,7 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("form", WeightFormat)
+@pytest.mark.parametrize("form", [WeightFormat.PLAIN, WeightFormat.FP8, WeightFormat.INT8])
 def test_by_several_threads_as_by_one(path: Path, three_threads: None, form: WeightFormat) -> None:
     model, alone = new_model(form, torch.bfloat16), new_model(form, torch.bfloat16)
     alone.load(Checkpoint(CHECKPOINT))

@@ -63,7 +63,9 @@ class Gate(StepCompanion):
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
         if not self._most or not (self._speculation.busy or self._speculation.models):
             return None
-        verify, depth, _ = max(said, key=lambda words: words[2])
+        verify, depth, num = max(said, key=lambda words: words[2])
+        if not num:  # of a rank that practises the others hear no number, and it makes no drafts
+            return None
         self._speculation.depth = verify
         return _Clocked(self, depth if self._speculation.models else 0)
 

@@ -22,6 +22,7 @@ class Seen:
     hits: int  # tokens found in the prefix cache
     preemptions: int
     split_steps: int
+    drafted: int  # tokens
     replayed: int  # requests
     reweights: int
     longest_prompt: int
@@ -67,6 +68,11 @@ OFTEN = EplbConfig(window_size=8, memory_steps=4, reweight_interval=2, move_inte
 PENALTIES = {"presence_penalty": 0.3, "frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_tokens": 30}
 DBO = {"enable_dbo": "on", "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 8}
 
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+NGRAM = {
+    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2, "adaptive": False
+}  # fmt: skip
+
 FEATURES: dict[str, Feature] = {
     "prefix cache": Feature({"enable_prefix_caching": True}, seen=lambda seen: seen.hits > 0),
     "chunked prefill": Feature({"max_num_batched_tokens": 16}, seen=lambda seen: seen.longest_prompt > 16),
@@ -77,6 +83,8 @@ FEATURES: dict[str, Feature] = {
     "rebalancing": Feature(
         {"enable_eplb": True, "eplb": OFTEN, "num_redundant_experts": 16}, ranks=2, seen=lambda seen: seen.reweights > 0
     ),
+    "MTP drafts": Feature({"speculative_config": MTP}, place="drafts", seen=lambda seen: seen.drafted > 0),
+    "n-gram drafts": Feature({"speculative_config": NGRAM}, place="drafts", seen=lambda seen: seen.drafted > 0),
     "FP8 rows": Feature({"dispatch_dtype": "fp8"}, ranks=2, own=True),
     "shared memory": Feature({"all2all_backend": "shm"}, ranks=2, place="exchange"),
     "gloo": Feature({"all2all_backend": "gloo"}, ranks=2, place="exchange"),

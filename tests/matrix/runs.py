@@ -21,6 +21,7 @@ PLAIN = {
     "dtype": "bfloat16", "max_model_len": 256, "block_size": 8, "num_kv_blocks": 400,
     "max_num_seqs": 8, "max_num_batched_tokens": 512, "enable_prefix_caching": False, "async_scheduling": False,
     "cudagraph_mode": "none", "enable_dbo": "off", "threads_per_rank": 1,
+    "speculative_config": {"method": "none"},
 }  # fmt: skip
 
 
@@ -129,7 +130,7 @@ class Run:
     def _note_stats(self) -> None:
         """Counters of a lost rank begin anew: the most that each has shown is kept."""
         for rank, stats in enumerate(self._llm.stats):
-            for name in ("prefix_hits", "preemptions", "dbo_steps"):
+            for name in ("prefix_hits", "preemptions", "dbo_steps", "spec_draft_tokens"):
                 self._counts[rank, name] = max(self._counts.get((rank, name), 0), getattr(stats, name))
 
     def _sum(self, name: str) -> int:
@@ -141,6 +142,7 @@ class Run:
             hits=self._sum("prefix_hits"),
             preemptions=self._sum("preemptions"),
             split_steps=self._sum("dbo_steps"),
+            drafted=self._sum("spec_draft_tokens"),
             replayed=self._llm.num_replayed,
             reweights=0 if balance is None else balance.reweights,
             longest_prompt=self._longest,

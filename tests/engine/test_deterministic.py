@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import deepseek_tiny
 import hf_tiny
 import pytest
 import torch
@@ -110,6 +111,7 @@ def test_every_instruction_set(grouped: Path, isa: Isa, dtype: str, form: str) -
 FAMILIES = [
     hf_tiny.make_qwen3, hf_tiny.make_qwen2, hf_tiny.make_llama, hf_tiny.make_mixtral, hf_tiny.make_qwen2_moe,
     hf_tiny.make_minimax_m2, hf_tiny.make_glm4_moe, hf_tiny.make_dots1, hf_tiny.make_ernie, hf_tiny.make_deepseek_moe,
+    hf_tiny.make_gpt_oss, hf_tiny.make_qwen3_next, hf_tiny.make_kimi_linear, deepseek_tiny.make_v32, deepseek_tiny.make_glm5,
 ]  # fmt: skip
 
 

@@ -91,7 +91,7 @@ FEATURES: dict[str, Feature] = {
     "2 ranks": Feature(ranks=2, place="ranks"),
     "4 ranks": Feature(ranks=4, place="ranks"),
     "n = 2": Feature(params={"n": 2}, own=True),
-    "logprobs": Feature(params={"logprobs": 3, "prompt_logprobs": 1}, own=True),
+    "logprobs": Feature(params={"logprobs": 3}, own=True),
     "stop strings": Feature(params={"stop": ("the ", "and")}, own=True),
     "penalties": Feature(params=PENALTIES, own=True),
     "priorities": Feature({"scheduling_policy": "priority"}, priorities=True),

@@ -76,7 +76,7 @@ NGRAM = {
 FEATURES: dict[str, Feature] = {
     "prefix cache": Feature({"enable_prefix_caching": True}, seen=lambda seen: seen.hits > 0),
     "chunked prefill": Feature({"max_num_batched_tokens": 16}, seen=lambda seen: seen.longest_prompt > 16),
-    "preemption": Feature({"num_kv_blocks": 20, "max_model_len": 160}, seen=lambda seen: seen.preemptions > 0),
+    "preemption": Feature({"num_kv_blocks": 16, "max_model_len": 128}, seen=lambda seen: seen.preemptions > 0),
     "asynchronous scheduling": Feature({"async_scheduling": True}, seen=lambda seen: seen.llm.plan.async_scheduling),
     "graphs": Feature({"cudagraph_mode": "auto"}, seen=lambda seen: seen.llm.plan.cudagraph_mode != "none"),
     "DBO": Feature(DBO, ranks=2, seen=lambda seen: seen.split_steps > 0),

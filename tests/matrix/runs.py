@@ -77,7 +77,7 @@ def bits(output: RequestOutput) -> str:
 
 class Run:
     """Some requests on an engine. Events come when a third and when two thirds of the tokens have come; requests that
-    are to be aborted are so after a quarter of their tokens. When all events are over the requests come once more."""
+    are to be aborted are so after two tokens. When all events are over the requests come once more."""
 
     def __init__(self, llm: AsyncLLM, features: Sequence[Feature], tokens: int) -> None:
         """tokens: that will come in a wave."""
@@ -85,7 +85,7 @@ class Run:
         self._events = [feature.event for feature in features if feature.event is not None]
         self._expected, self._tokens = tokens, 0
         self._counts: dict[tuple[int, str], int] = {}
-        self._longest = self._aborted = 0
+        self._longest = self._aborted = self._reweights = 0
         self._running: list[asyncio.Task[None]] = []
 
     async def results(self) -> Result:
@@ -114,7 +114,7 @@ class Run:
             for delta in deltas:
                 collector.add(delta)
                 self._on_tokens(len(delta.token_ids))
-            if to_abort and collector.num_output_tokens >= MAX_TOKENS // 4:
+            if to_abort and collector.num_output_tokens >= 2:
                 await stream.aclose()
                 self._aborted += 1
                 return None
@@ -133,18 +133,20 @@ class Run:
             for name in ("prefix_hits", "preemptions", "dbo_steps", "spec_draft_tokens"):
                 self._counts[rank, name] = max(self._counts.get((rank, name), 0), getattr(stats, name))
 
+        balance = self._llm.front.balance
+        self._reweights = max(self._reweights, 0 if balance is None else balance.reweights)
+
     def _sum(self, name: str) -> int:
         return sum(count for (_, other), count in self._counts.items() if other == name)
 
     async def seen(self) -> Seen:
-        balance = self._llm.front.balance
         return Seen(
             hits=self._sum("prefix_hits"),
             preemptions=self._sum("preemptions"),
             split_steps=self._sum("dbo_steps"),
             drafted=self._sum("spec_draft_tokens"),
             replayed=self._llm.num_replayed,
-            reweights=0 if balance is None else balance.reweights,
+            reweights=self._reweights,
             longest_prompt=self._longest,
             aborted=self._aborted,
             llm=self._llm,

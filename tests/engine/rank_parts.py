@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hypothesis import strategies as st
+
 from configs.engine import Plan
 from dbo.steps import drain, weave
 from engine.build import build_rank
@@ -118,3 +120,28 @@ def drive(ranks: Sequence[Rank], jobs: Sequence[Job], max_steps: int = 2000) -> 
         if step >= last and all(rank.idle and not rank.has_work for rank in ranks):
             return got
     raise AssertionError(f"not done after {max_steps} steps")
+
+
+def engine_choices(fewest_blocks: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Of a plan: prompts are cut, requests preempted, prefixes found, steps scheduled beside others, or not."""
+    return st.fixed_dictionaries(
+        {
+            "num_kv_blocks": st.integers(fewest_blocks, 30),
+            "max_num_seqs": st.integers(1, 5),
+            "max_num_batched_tokens": st.sampled_from([3, 7, 16, 64]),
+            "enable_prefix_caching": st.booleans(),
+            "async_scheduling": st.booleans(),
+        }
+    )
+
+
+def check_any(
+    path: Path, jobs: Sequence[Job], arrivals: Sequence[int], expected: dict[int, list[int]], size: int, **plan: Any
+) -> None:
+    """Jobs that come at any time to ranks of such a plan get these tokens, and no block of the cache is lost."""
+    jobs = [Job(job.prompt, job.max_tokens, at, params=job.params) for job, at in zip(jobs, arrivals, strict=True)]
+    ranks = [build_rank(make_plan(path, **plan))] if size == 1 else mailbox_ranks(path, size, **plan)
+    assert {index: got.tokens for index, got in enumerate(drive(ranks, jobs))} == expected
+    for rank in ranks:
+        rank._scheduler.kv.check([])
+        rank.close()

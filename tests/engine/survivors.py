@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from overlapped import OFTEN
 from rank_parts import Job, drive, make_plan
 
 from dbo.steps import Steps
@@ -182,3 +183,33 @@ class Survivors:
             self.round()
             bound -= 1
             assert bound, "no end in sight"
+
+    def endure(self, jobs: Sequence[Job], data: st.DataObject) -> None:
+        """Serve these while ranks die at any turn of a step, and lost ones come back or not. Every token is there then,
+        and no block of the cache is lost."""
+        for index, job in enumerate(jobs):
+            self.add(index, job)
+        for _ in range(data.draw(st.integers(1, 6))):
+            self.rounds(data.draw(st.integers(0, 5)))
+            if len(self.ranks) > 1:
+                self.round(data.draw(st.sampled_from(sorted(self.ranks))), data.draw(st.integers(0, 15)))
+                self.tell_all()
+                self.replay()
+            missing = sorted(set(range(self.plan.data_parallel_size)) - set(self.ranks))
+            if missing and data.draw(st.booleans()):
+                self.start(missing[0])
+                self.round()
+                self.tell_all()
+        self.finish()
+        for rank in self.ranks.values():
+            rank._scheduler.kv.check([])
+
+
+def tight(data: st.DataObject, fewest_blocks: int) -> dict[str, Any]:
+    """A plan whose prompts are cut, whose requests are preempted, and whose steps are split, or not."""
+    return {
+        "async_scheduling": data.draw(st.booleans()),
+        "max_num_batched_tokens": data.draw(st.sampled_from([5, 64])),
+        "num_kv_blocks": data.draw(st.sampled_from([fewest_blocks, 64])),
+        "dbo": data.draw(st.sampled_from(OFTEN)),
+    }

@@ -13,7 +13,8 @@ from front.outputs import Delta
 from front.text import Tokenizer
 from front.wire import NotConnected
 from tests.simulation.fakes import FakeNumbers
-from tests.simulation.processes import House, RankProcess
+from tests.simulation.house import House
+from tests.simulation.processes import RankProcess
 from tests.simulation.schedules import Request
 from tests.simulation.standin import EOS, VOCABULARY, Characters, Expected, letter
 from tests.simulation.transport import Channel

@@ -17,7 +17,8 @@ from launch.supervisor import Supervisor
 from tests.simulation import checks
 from tests.simulation.fakes import FakeFile, FakePopen, FakeRuntime, SimChildren
 from tests.simulation.front_side import Client, FakeRanks, FrontSide
-from tests.simulation.processes import House, RankProcess
+from tests.simulation.house import House
+from tests.simulation.processes import RankProcess
 from tests.simulation.schedules import DISK, EXCHANGE_TIMEOUT, Fault, Request, Schedule
 from tests.simulation.transport import Channel
 from tests.simulation.world import Over, Violation, World

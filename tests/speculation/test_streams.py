@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped import OFTEN
 from rank_parts import Job, drive, mailbox_ranks, make_plan
-from survivors import Survivors
+from survivors import Survivors, tight
 
 from configs.eplb import EplbConfig
 from configs.speculation import SpeculativeConfig
@@ -105,33 +105,9 @@ def test_whatever_the_engine_does(
 def test_kills_and_moves_at_any_moment(expected: dict[int, list[int]], data: st.DataObject) -> None:
     """A request goes on elsewhere, where other drafts are proposed; experts move, those of the layer that drafts too."""
     eplb: EplbConfig | None = data.draw(st.sampled_from([None, RESTLESS]))
-    cluster = Survivors(
-        CHECKPOINT,
-        3,
-        slots_per_rank=16,
-        speculation=data.draw(METHODS),
-        async_scheduling=data.draw(st.booleans()),
-        max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),
-        num_kv_blocks=data.draw(st.sampled_from([9, 64])),
-        dbo=data.draw(st.sampled_from(OFTEN)),
-        eplb=eplb,
-        **SIZES,
-    )
-    for index, job in enumerate(foretold(expected)):
-        cluster.add(index, job)
-    for _ in range(data.draw(st.integers(1, 5))):
-        for _ in range(data.draw(st.integers(0, 4))):
-            cluster.round()
-        if len(cluster.ranks) > 1:
-            cluster.round(data.draw(st.sampled_from(sorted(cluster.ranks))), data.draw(st.integers(0, 15)))
-            cluster.tell_all()
-            cluster.replay()
-        missing = sorted(set(range(3)) - set(cluster.ranks))
-        if missing and data.draw(st.booleans()):
-            cluster.start(missing[0])
-            cluster.round()
-            cluster.tell_all()
-    cluster.finish()
+    plan = {"speculation": data.draw(METHODS), "eplb": eplb, **tight(data, 9), **SIZES}
+    cluster = Survivors(CHECKPOINT, 3, slots_per_rank=16, **plan)
+    cluster.endure(foretold(expected), data)
     assert cluster.released == expected
     for rank in cluster.ranks.values():
         clean(rank)

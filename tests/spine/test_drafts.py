@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import Oracle, poison_what_nobody_may_read, take_drafts
 from overlapped import OFTEN
 from rank_parts import Job, drive, mailbox_ranks, make_plan
-from survivors import Survivors
+from survivors import Survivors, tight
 
 from configs.speculation import SpeculativeConfig
 from engine.build import build_rank
@@ -139,37 +139,11 @@ class DraftingSurvivors(Survivors):
 @given(st.data())
 def test_kills_at_any_moment(checkpoint: Path, expected: dict[int, list[int]], data: st.DataObject) -> None:
     """A request goes on elsewhere, where other drafts are proposed."""
-    cluster = DraftingSurvivors(
-        checkpoint,
-        3,
-        expected,
-        data.draw(st.sampled_from([0.3, 0.8, 1.0])),
-        slots_per_rank=8,
-        async_scheduling=data.draw(st.booleans()),
-        max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),
-        num_kv_blocks=data.draw(st.sampled_from([9, 64])),
-        max_model_len=36,
-        speculation=SPECULATION,
-        dbo=data.draw(st.sampled_from(OFTEN)),
-    )
-    for index, job in enumerate(JOBS):
-        cluster.add(index, job)
-    for _ in range(data.draw(st.integers(1, 5))):
-        for _ in range(data.draw(st.integers(0, 4))):
-            cluster.round()
-        if len(cluster.ranks) > 1:
-            cluster.round(data.draw(st.sampled_from(sorted(cluster.ranks))), data.draw(st.integers(0, 15)))
-            cluster.tell_all()
-            cluster.replay()
-        missing = sorted(set(range(3)) - set(cluster.ranks))
-        if missing and data.draw(st.booleans()):
-            cluster.start(missing[0])
-            cluster.round()
-            cluster.tell_all()
-    cluster.finish()
+    right = data.draw(st.sampled_from([0.3, 0.8, 1.0]))
+    plan = {"max_model_len": 36, "speculation": SPECULATION, **tight(data, 9)}
+    cluster = DraftingSurvivors(checkpoint, 3, expected, right, slots_per_rank=8, **plan)
+    cluster.endure(JOBS, data)
     assert cluster.released == expected
-    for rank in cluster.ranks.values():
-        clean(rank)
 
 
 def clean(rank: Rank) -> None:

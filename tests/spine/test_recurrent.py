@@ -16,10 +16,10 @@ import torch
 from fake_cuda_graph import FakeGraphLibrary
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapped import OFTEN, SPLIT
-from rank_parts import Job, drive, mailbox_ranks, make_plan
+from overlapped import SPLIT
+from rank_parts import Job, check_any, drive, engine_choices, make_plan
 from recurrent_toy import RECURRENT, UNWINDOWED, Recurrence, greedy, in_place, make_toy
-from survivors import Survivors
+from survivors import Survivors, tight
 
 from cache.records import ZEROS
 from configs.cache import cache_bytes
@@ -69,32 +69,13 @@ def clean(rank: Rank) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    choices=st.fixed_dictionaries(
-        {
-            "num_kv_blocks": st.integers(10, 24),
-            "max_num_seqs": st.integers(1, 5),
-            "max_num_batched_tokens": st.sampled_from([3, 7, 16, 64]),
-            "enable_prefix_caching": st.booleans(),
-            "async_scheduling": st.booleans(),
-        }
-    ),
-    arrivals=st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
-    size=st.sampled_from([1, 1, 2]),
+    engine_choices(10), st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)), st.sampled_from([1, 1, 2])
 )
 def test_whatever_the_engine_does(
     toy: Path, expected: dict[int, list[int]], choices: dict[str, object], arrivals: list[int], size: int
 ) -> None:
     """Cut prompts, preemption, prefixes found at checkpoints, asynchronous scheduling."""
-    jobs = [
-        Job(job.prompt, job.max_tokens, arrive, params=job.params) for job, arrive in zip(JOBS, arrivals, strict=True)
-    ]
-    plan = {"max_model_len": 36, **choices}
-    ranks = [build_rank(make_plan(toy, **plan))] if size == 1 else mailbox_ranks(toy, size, **plan)
-    got = drive(ranks, jobs)
-    assert {index: one.tokens for index, one in enumerate(got)} == expected
-    for rank in ranks:
-        clean(rank)
-        rank.close()
+    check_any(toy, JOBS, arrivals, expected, size, max_model_len=36, **choices)
 
 
 def test_the_engine_really_does_those_things(toy: Path, expected: dict[int, list[int]]) -> None:
@@ -168,32 +149,8 @@ def test_a_state_updated_in_place_is_found(
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_kills_at_any_moment(toy: Path, expected: dict[int, list[int]], data: st.DataObject) -> None:
-    cluster = Survivors(
-        toy,
-        3,
-        slots_per_rank=NUM_EXPERTS,
-        async_scheduling=data.draw(st.booleans()),
-        max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),
-        num_kv_blocks=data.draw(st.sampled_from([9, 64])),
-        max_model_len=36,
-        dbo=data.draw(st.sampled_from(OFTEN)),
-    )
-    for index, job in enumerate(JOBS):
-        cluster.add(index, job)
-    for _ in range(data.draw(st.integers(1, 6))):
-        for _ in range(data.draw(st.integers(0, 5))):
-            cluster.round()
-        if len(cluster.ranks) > 1:
-            victim = data.draw(st.sampled_from(sorted(cluster.ranks)))
-            cluster.round(victim, data.draw(st.integers(0, 15)))
-            cluster.tell_all()
-            cluster.replay()
-        missing = sorted(set(range(3)) - set(cluster.ranks))
-        if missing and data.draw(st.booleans()):
-            cluster.start(missing[0])
-            cluster.round()
-            cluster.tell_all()
-    cluster.finish()
+    cluster = Survivors(toy, 3, slots_per_rank=NUM_EXPERTS, max_model_len=36, **tight(data, 9))
+    cluster.endure(JOBS, data)
     assert cluster.released == expected
 
 

@@ -11,9 +11,8 @@ import torch
 from deepseek_tiny import make_glm5
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapped import OFTEN
-from rank_parts import Job, drive, mailbox_ranks, make_plan
-from survivors import Survivors
+from rank_parts import Job, check_any, drive, engine_choices, make_plan
+from survivors import Survivors, tight
 
 from engine.build import build_rank
 
@@ -47,29 +46,12 @@ def expected(path: Path) -> dict[int, list[int]]:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    choices=st.fixed_dictionaries(
-        {
-            "num_kv_blocks": st.integers(10, 24),
-            "max_num_seqs": st.integers(1, 5),
-            "max_num_batched_tokens": st.sampled_from([3, 7, 16, 64]),
-            "enable_prefix_caching": st.booleans(),
-            "async_scheduling": st.booleans(),
-        }
-    ),
-    arrivals=st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
-    size=st.sampled_from([1, 2, 4]),
+    engine_choices(10), st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)), st.sampled_from([1, 2, 4])
 )
 def test_whatever_the_engine_does(
     path: Path, expected: dict[int, list[int]], choices: dict[str, object], arrivals: list[int], size: int
 ) -> None:
-    jobs = [
-        Job(job.prompt, job.max_tokens, arrive, params=job.params) for job, arrive in zip(JOBS, arrivals, strict=True)
-    ]
-    plan = {"max_model_len": MAX_LEN, **choices}
-    ranks = [build_rank(make_plan(path, **plan))] if size == 1 else mailbox_ranks(path, size, **plan)
-    assert {index: one.tokens for index, one in enumerate(drive(ranks, jobs))} == expected
-    for rank in ranks:
-        rank.close()
+    check_any(path, JOBS, arrivals, expected, size, max_model_len=MAX_LEN, **choices)
 
 
 def test_preemption_and_prefixes_really_happen(path: Path, expected: dict[int, list[int]]) -> None:
@@ -83,31 +65,6 @@ def test_preemption_and_prefixes_really_happen(path: Path, expected: dict[int, l
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_kills_at_any_moment(path: Path, expected: dict[int, list[int]], data: st.DataObject) -> None:
-    cluster = Survivors(
-        path,
-        3,
-        slots_per_rank=8,
-        async_scheduling=data.draw(st.booleans()),
-        max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),
-        num_kv_blocks=data.draw(st.sampled_from([10, 64])),
-        max_model_len=MAX_LEN,
-        dbo=data.draw(st.sampled_from(OFTEN)),
-    )
-    for index, job in enumerate(JOBS):
-        cluster.add(index, job)
-    for _ in range(data.draw(st.integers(1, 6))):
-        for _ in range(data.draw(st.integers(0, 5))):
-            cluster.round()
-        if len(cluster.ranks) > 1:
-            cluster.round(data.draw(st.sampled_from(sorted(cluster.ranks))), data.draw(st.integers(0, 15)))
-            cluster.tell_all()
-            cluster.replay()
-        missing = sorted(set(range(3)) - set(cluster.ranks))
-        if missing and data.draw(st.booleans()):
-            cluster.start(missing[0])
-            cluster.round()
-            cluster.tell_all()
-    cluster.finish()
+    cluster = Survivors(path, 3, slots_per_rank=8, max_model_len=MAX_LEN, **tight(data, 10))
+    cluster.endure(JOBS, data)
     assert cluster.released == expected
-    for rank in cluster.ranks.values():
-        rank.close()

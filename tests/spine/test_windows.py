@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_parts import Job, drive, mailbox_ranks, make_plan
+from rank_parts import Job, check_any, drive, engine_choices, make_plan
 from survivors import Survivors
 
 from cache.manager import GONE
@@ -42,33 +42,14 @@ def clean(rank: Rank) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    choices=st.fixed_dictionaries(
-        {
-            "num_kv_blocks": st.integers(12, 30),
-            "max_num_seqs": st.integers(1, 5),
-            "max_num_batched_tokens": st.sampled_from([3, 7, 16, 64]),
-            "enable_prefix_caching": st.booleans(),
-            "async_scheduling": st.booleans(),
-        }
-    ),
-    arrivals=st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
-    size=st.sampled_from([1, 1, 2, 4]),
+    engine_choices(12),
+    st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
+    st.sampled_from([1, 1, 2, 4]),
 )
 def test_whatever_the_engine_does(
-    hf: hf_tiny.HfModel,
-    expected: dict[int, list[int]],
-    choices: dict[str, object],
-    arrivals: list[int],
-    size: int,
+    hf: hf_tiny.HfModel, expected: dict[int, list[int]], choices: dict[str, object], arrivals: list[int], size: int
 ) -> None:
-    jobs = [Job(job.prompt, job.max_tokens, arrive) for job, arrive in zip(JOBS, arrivals, strict=True)]
-    plan = {"max_model_len": 44, **choices}
-    ranks = [build_rank(make_plan(hf.path, **plan))] if size == 1 else mailbox_ranks(hf.path, size, **plan)
-    got = drive(ranks, jobs)
-    assert {index: one.tokens for index, one in enumerate(got)} == expected
-    for rank in ranks:
-        clean(rank)
-        rank.close()
+    check_any(hf.path, JOBS, arrivals, expected, size, max_model_len=44, **choices)
 
 
 def test_the_engine_really_does_those_things(hf: hf_tiny.HfModel, expected: dict[int, list[int]]) -> None:

@@ -10,8 +10,8 @@ from configs.machine import this_machine
 from configs.resolve import MEBI
 from engine.process.orphan import pid_of
 from front.async_llm import EngineBusy
+from server.api.openai import ResizeRequest
 from server.errors import ApiError, bad_request
-from server.openai import ResizeRequest
 from server.service import Service, json_response
 
 _decoder = msgspec.json.Decoder(ResizeRequest)

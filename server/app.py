@@ -13,16 +13,16 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.admin import RankAdmin
-from server.chat import ChatCompletions
-from server.completions import Completions
+from server.api.chat import ChatCompletions
+from server.api.completions import Completions
+from server.api.openai import AbortRequest, Model, ModelList
+from server.api.tokenize import Tokenization
 from server.eplb import Eplb, refresh, trouble
 from server.errors import RETRY_AFTER, ApiError
 from server.metrics import CONTENT_TYPE
 from server.middleware import AuthMiddleware
-from server.openai import AbortRequest, Model, ModelList
 from server.profile import Profiles
 from server.service import Service, json_response
-from server.tokenize import Tokenization
 
 Handler = Callable[[Request], Awaitable[Response]]
 

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from front.balancing import BalancerRefused, BalancerSilent, Question
 from front.messages import BalanceStatus
+from server.api.params import new_file
 from server.errors import ApiError, unavailable
-from server.params import new_file
 from server.service import Service, json_response
 
 RECORDING = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}\.jsonl")

@@ -16,9 +16,8 @@ from configs.engine import Plan
 from configs.server import ServerConfig
 from front.sampling_params import room_for_output
 from front.text import Tokenizer
-from server.conversation import predicted_text, render_messages, template_kwargs, text_of
-from server.errors import ApiError, bad_request, from_decode_error, from_value_error
-from server.openai import (
+from server.api.conversation import predicted_text, render_messages, template_kwargs, text_of
+from server.api.openai import (
     ChatRequest,
     CompletionRequest,
     Detokenized,
@@ -27,7 +26,8 @@ from server.openai import (
     Tokenized,
     TokenizeRequest,
 )
-from server.params import FIELDS, check_chat, check_common, check_completion, either
+from server.api.params import FIELDS, check_chat, check_common, check_completion, either
+from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 
 Kind = Literal["completion", "chat", "tokenize", "detokenize"]
 Body = TypeVar("Body")

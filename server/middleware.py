@@ -17,9 +17,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.server import ServerConfig
+from server.api.params import REQUEST_ID
 from server.errors import ApiError, unavailable
 from server.logs import Record, log_request
-from server.params import REQUEST_ID
 from server.service import Service
 
 OPEN = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})

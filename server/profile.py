@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from front.profiling import EVENTS_PER_RANK, MAX_EVENTS, ProfileRefused
+from server.api.params import new_file
 from server.errors import ApiError, bad_request
-from server.params import new_file
 from server.service import Service, json_response
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,119}\.json(\.gz)?")

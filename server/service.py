@@ -19,13 +19,13 @@ from front.messages import SamplingParams
 from front.outputs import Prompt
 from front.sampling_params import resolve, validate
 from front.text import Tokenizer
+from server.api.params import FIELDS
 from server.errors import ApiError, bad_request, from_value_error, unavailable
 from server.flights import Flights
 from server.intake import Answered, Intake, Kind, Prompts, Refused, decoded, known_model
 from server.intake_process import IntakeProcess
 from server.logs import Record
 from server.metrics import Metrics
-from server.params import FIELDS
 
 State = Literal["loading", "ready", "short", "draining", "failed"]
 Body = TypeVar("Body")

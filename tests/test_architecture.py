@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -104,6 +105,12 @@ def test_folders_stay_small() -> None:
     folders = Counter(path.parent for path in FILES)
     large = {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > MAX_FOLDER_FILES}
     assert not large, f"more than {MAX_FOLDER_FILES} files: {large}"
+
+
+def test_every_room_is_installed_and_checked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert project["setuptools"]["packages"]["find"]["include"] == [f"{room}*" for room in ROOMS]
+    assert project["mypy"]["files"] == ROOMS
 
 
 def test_the_tree_is_told_as_it_is() -> None:

@@ -1,6 +1,6 @@
 """One generating request: its engine streams joined, its numbers counted, and its answer, whole or streamed.
 
-What the two endpoints write differently is behind `Writer` (server/completions.py, server/chat.py).
+What the two endpoints write differently is behind `Writer` (server/api/completions.py, server/api/chat.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from starlette.types import Receive, Scope, Send
 from front.async_llm import AsyncLLM, RequestStream
 from front.front import EngineBusy, EngineDraining, EngineFailed
 from front.outputs import Delta, PositionLogprobs, Prompt
+from server.api.openai import CompletionTokensDetails, Usage, usage
 from server.errors import RETRY_AFTER, ApiError, unavailable
 from server.flights import Flight
 from server.http import ResponseWriter, response_writer_of
 from server.logs import Record
-from server.openai import CompletionTokensDetails, Usage, usage
 from server.service import Service, json_response, record_of
 
 SSE_HEADERS = [

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from configs.server import ServerConfig
 from front.messages import SamplingParams
+from server.api.openai import ChatRequest, CompletionRequest, GenerationRequest
 from server.errors import ApiError, bad_request
-from server.openai import ChatRequest, CompletionRequest, GenerationRequest
 
 Value = TypeVar("Value")
 

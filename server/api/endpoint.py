@@ -13,12 +13,12 @@ import msgspec
 from starlette.requests import Request
 
 from front.messages import SamplingParams
+from server.api.generate import Job
+from server.api.openai import GenerationRequest, Usage
+from server.api.params import either
 from server.errors import unavailable
-from server.generate import Job
 from server.intake import Prompts, unpack
 from server.logs import Record
-from server.openai import GenerationRequest, Usage
-from server.params import either
 from server.service import Service, record_of
 
 Body = TypeVar("Body", bound=GenerationRequest)

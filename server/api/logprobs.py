@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from front.outputs import PositionLogprobs, TokenLogprob
-from server.openai import ChatLogprobs, CompletionLogprobs, JsonDict, TokenLogprobs, TopLogprob
+from server.api.openai import ChatLogprobs, CompletionLogprobs, JsonDict, TokenLogprobs, TopLogprob
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
 

@@ -8,12 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from front.outputs import Delta, PositionLogprobs
-from server.endpoint import ChunkWriter, Taken, encode, make_job, take
-from server.generate import Answer, Choice, Job, PromptFacts
-from server.logprobs import completion_logprobs, prompt_logprobs
+from server.api.endpoint import ChunkWriter, Taken, encode, make_job, take
+from server.api.generate import Answer, Choice, Job, PromptFacts
+from server.api.logprobs import completion_logprobs, prompt_logprobs
+from server.api.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
+from server.api.params import either, sampling_params
 from server.logs import Record
-from server.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from server.params import either, sampling_params
 from server.service import Service
 
 DEFAULT_MAX_TOKENS = 16

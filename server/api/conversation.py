@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from front.text import Tokenizer
+from server.api.openai import ChatMessage, ChatRequest, ContentPart, Prediction, ToolCall
+from server.api.params import either
 from server.errors import bad_request
-from server.openai import ChatMessage, ChatRequest, ContentPart, Prediction, ToolCall
-from server.params import either
 
 # A request may not set these through chat_template_kwargs: they have fields of their own.
 RESERVED = frozenset({"self", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"})

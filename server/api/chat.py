@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from front.outputs import Delta
-from server.endpoint import ChunkWriter, Taken, encode, make_job, take
-from server.generate import Answer, Choice, Job, PromptFacts
-from server.logprobs import chat_logprobs, prompt_logprobs
+from server.api.endpoint import ChunkWriter, Taken, encode, make_job, take
+from server.api.generate import Answer, Choice, Job, PromptFacts
+from server.api.logprobs import chat_logprobs, prompt_logprobs
+from server.api.openai import AnswerMessage, ChatChoice, ChatCompletion, ChatRequest, Usage
+from server.api.params import either, sampling_params
 from server.logs import Record
-from server.openai import AnswerMessage, ChatChoice, ChatCompletion, ChatRequest, Usage
-from server.params import either, sampling_params
 from server.service import Service
 
 NAMES = {"logprobs": "top_logprobs", "prompt": "messages"}  # the engine's names of what a chat request calls otherwise

@@ -35,7 +35,7 @@ def test_the_async_engine_answers_for_its_balancer() -> None:
             await llm.wait_ready(60.0)
             assert json.loads(await llm.balancing.ask("status")).get("steps", 0) == 0
             placement = json.loads(await llm.balancing.ask("placement"))
-            assert placement["ranks"] == 2 and placement["slots"] == [9, 9, 9]
+            assert placement["ranks"] == 2 and placement["slots"] == [9, 9, 9, 9]
             assert llm.front.balance is not None
         finally:
             await llm.close()

@@ -1,1 +1,1 @@
-"""Other systems that start one process per node: what they are given to start, and where its process finds its place."""
+"""Other systems that start one process per node: what they are given, and where its process finds its place."""

@@ -138,7 +138,8 @@ class Front:
         request = LiveRequest(prompt, self._clock())
         self._requests[prompt.request_id] = request
         for index, seed in enumerate(seeds(params.seed, params.n)):
-            detokenizer = self.tokenizer.detokenizer(prompt.token_ids, params.skip_special_tokens)
+            tags = prompt.format.tags if prompt.format is not None else ()
+            detokenizer = self.tokenizer.detokenizer(prompt.token_ids, params.skip_special_tokens, tags)
             request.sequences.append(Sequence(index, seed, request, detokenizer))
         self._held[prompt.request_id] = request
         return self._place_held()
@@ -184,7 +185,7 @@ class Front:
         deltas = []
         running = [item.sequence_id for item in request.sequences if item.sequence_id in self._sequences]
         for sequence in list(request.sequences):
-            deltas.append((request_id, Delta(sequence.index, sequence.last_text(), [], finish_reason="abort")))
+            deltas.append((request_id, sequence.last_delta("abort")))
             self._close_sequence(sequence, "abort", now)
         return Work(deltas, [(request.rank, Abort(running))] if running else [])
 

@@ -22,7 +22,7 @@ from server.errors import ApiError, unavailable
 from server.logs import Record, log_request
 from server.service import Service
 
-OPEN = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
+OPEN = frozenset({"/health", "/live", "/ready", "/ping", "/metrics", "/version"})
 ADMIN = frozenset(
     {
         "/abort_requests",

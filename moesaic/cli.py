@@ -49,7 +49,7 @@ def main() -> None:
         sys.exit(128 + stopped_by)
     except BrokenPipeError:  # what reads our output has ended, as `head` does: no error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        sys.exit(1)  # as click does
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
 
@@ -137,6 +136,6 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert process.wait(60) == 1
     with process.stderr as said:
         assert said.read() == ""

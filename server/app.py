@@ -42,6 +42,7 @@ def build_app(service: Service) -> ASGIApp:
         "/v1/models/{model:path}": pages.model,
         "/health": pages.health,
         "/ping": pages.health,
+        "/live": pages.live,
         "/ready": pages.ready,
         "/metrics": pages.metrics,
         "/version": pages.version,
@@ -107,9 +108,11 @@ class Pages:
         self.routes: list[tuple[str, str]] = []  # method and path of all there are
 
     async def models(self, request: Request) -> Response:
+        self._require_loaded()
         return json_response(ModelList(data=[self._model(name) for name in self._service.plan.served_model_names]))
 
     async def model(self, request: Request) -> Response:
+        self._require_loaded()
         return json_response(self._model(self._service.model_name(request.path_params["model"])))
 
     def _model(self, name: str) -> Model:
@@ -117,8 +120,20 @@ class Pages:
         root = plan.served_model_names[0]
         return Model(id=name, created=self._service.created, root=root, max_model_len=plan.max_model_len)
 
+    def _require_loaded(self) -> None:
+        """ApiError 503 until all ranks have been ready once: what waits for 200 sends requests then."""
+        state, why = self._service.state()
+        if state == "loading":
+            raise ApiError(503, f"{state}: {why}", code=state, headers=[RETRY_AFTER])
+
+    async def live(self, request: Request) -> Response:
+        """The process answers: also while it loads."""
+        return json_response({"status": "alive"})
+
     async def health(self, request: Request) -> Response:
-        """Alive: also while loading and draining. The body of a failure names the rank."""
+        """Alive, once the model has been loaded: also while draining or short of ranks. The body of a failure names
+        the rank."""
+        self._require_loaded()
         failed = self._service.engine.failed
         if failed is not None:
             raise ApiError(503, failed, code="engine_failed", headers=[RETRY_AFTER])

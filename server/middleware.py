@@ -24,7 +24,7 @@ from server.errors import ApiError, unavailable
 from server.logs import Record, log_request
 from server.service import Service
 
-OPEN = frozenset({"/health", "/ready", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"})
+OPEN = frozenset({"/health", "/live", "/ready", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"})
 ADMIN = frozenset(
     {
         "/abort_requests",

@@ -48,6 +48,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/health"): Operation("Whether the server is alive."),
     ("GET", "/ping"): Operation("As /health."),
     ("POST", "/ping"): Operation("As /health."),
+    ("GET", "/live"): Operation("Whether the process answers."),
     ("GET", "/ready"): Operation("Whether requests are served."),
     ("GET", "/load"): Operation("How much is in flight."),
     ("GET", "/metrics"): Operation("Prometheus metrics."),

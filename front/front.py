@@ -310,6 +310,7 @@ class Front:
             if delta.finish_reason is not None:
                 if output.finish_reason is None:
                     stopped.append(output.request_id)
+                sequence.request.num_preemptions += output.num_preemptions
                 self._close_sequence(sequence, delta.finish_reason, now)
         if deltas and self.members.open:
             self.members.on_token(message.rank, now)
@@ -341,7 +342,7 @@ class Front:
             return
         sequence.answered = True
         if request.first_token is None and output.new_token_ids:
-            request.first_token = now
+            request.first_token, request.queued = now, output.queued
         if sequence.index == 0:
             request.num_cached = delta.num_cached_tokens = output.num_cached_tokens
             if output.prompt_logprobs is not None:
@@ -356,6 +357,7 @@ class Front:
         self.router.finished(sequence.num_output)
         request.sequences.remove(sequence)
         request.reasons[sequence.index] = reason
+        request.most_output = max(request.most_output, sequence.num_output)
         request.open -= 1
         if request.open:
             return

@@ -21,12 +21,18 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int  # of all choices
+    most_output_tokens: int  # of one of them
+    queued: float | None  # seconds that it waited on its rank for its first step; None: it had none
+    num_preemptions: int  # of all choices
     finish_reasons: tuple[FinishReason, ...]  # one per choice
     params: SamplingParams
 
 
 class LiveRequest:
-    __slots__ = ("arrival", "first_token", "num_cached", "num_output", "open", "prompt", "rank", "reasons", "sequences")
+    __slots__ = (
+        "arrival", "first_token", "most_output", "num_cached", "num_output", "num_preemptions", "open", "prompt",
+        "queued", "rank", "reasons", "sequences",
+    )  # fmt: skip
 
     def __init__(self, prompt: Prompt, arrival: float) -> None:
         self.prompt = prompt
@@ -35,6 +41,9 @@ class LiveRequest:
         self.first_token: float | None = None
         self.num_cached = 0
         self.num_output = 0
+        self.most_output = 0
+        self.queued: float | None = None
+        self.num_preemptions = 0
         self.open = prompt.params.n  # choices that have not finished
         self.reasons: list[FinishReason] = ["abort"] * prompt.params.n
         self.sequences: list[Sequence] = []  # those that have not finished
@@ -50,6 +59,9 @@ class LiveRequest:
             num_prompt_tokens=len(prompt.token_ids),
             num_cached_tokens=self.num_cached,
             num_output_tokens=self.num_output,
+            most_output_tokens=self.most_output,
+            queued=self.queued,
+            num_preemptions=self.num_preemptions,
             finish_reasons=tuple(self.reasons),
             params=prompt.params,
         )

@@ -67,6 +67,13 @@ class Tokenizer:
         if not self._templates and ENCODED_ARCHITECTURE in architectures:
             self._templates["default"] = DeepseekV32Encoding()
 
+    def info(self) -> dict[str, Any]:
+        """What tokenizer_config.json says, with the chat template in use. tokenizer_class: transformers' name."""
+        config = _read_json(self.directory / "tokenizer_config.json")
+        known = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+        template = self.chat_template
+        return known if template is None else {**known, "chat_template": template}
+
     # ---- encoding ----
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

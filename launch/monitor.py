@@ -35,8 +35,8 @@ LOAD_HANG_SECONDS = 10.0  # the same while it loads, when a long operation may h
 STALL_SECONDS = 1.0  # when this process itself was not run for so long, the ranks get their time anew
 LOAD_FACTOR = 10  # a restarted rank may load for so many times what the first start took ...
 LOAD_SECONDS = 30.0  # ... or for this long, if that is more
-# Seconds after a loss: the survivors recover before one that starts takes their cores. One that waits (launch/standby.py)
-# has less need of them, and starts when they have computed their first step, if that is earlier.
+# Seconds after a loss: the survivors recover before one that starts takes their cores. One that waits
+# (launch/standby.py) has less need of them, and starts when they have computed their first step, if that is earlier.
 RESTART_PAUSE = 0.5
 BECOME_SECONDS = 5.0  # for one that waits to give a first sign of life as a rank
 LONGEST_PAUSE = 30.0  # each failed try in a row doubles the pause, up to this ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,7 @@ from launch.head import HeadSupervisor
 from launch.remote import RemoteSupervisor
 from launch.supervisor import Supervisor
 from moesaic.host_options import host_options, take_hosts
-from moesaic.options import SECONDS, Bytes, engine_config, engine_options
-
-EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is meant: experts over two ranks
+from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engine_options
 
 
 @click.command("serve")
@@ -65,6 +64,7 @@ EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is 
     type=click.Path(exists=True, file_okay=False, writable=True),
     help="Directory for timelines (POST /start_profile); default: none can be taken.",
 )
+@click.option("--otlp-traces-endpoint", help="Where spans go, as http://HOST:4318/v1/traces; default: nowhere.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True)
 @click.option("--startup-timeout", type=SECONDS, default=600.0, show_default=True, help="Seconds until ready.")
@@ -119,6 +119,7 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         allowed_origins=options.pop("allowed_origins"),
         eplb_record_dir=str(Path(record_dir).resolve()) if record_dir else None,
         profile_dir=str(Path(profile_dir).resolve()) if profile_dir else None,
+        otlp_traces_endpoint=options.pop("otlp_traces_endpoint"),
         log_format=options.pop("log_format"),
         log_requests=options.pop("log_requests"),
     )
@@ -130,6 +131,15 @@ def _digests(keys: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(hashlib.sha256(key.encode()).hexdigest() for key in keys)
 
 
+def _program() -> str:
+    """What one types to run this command line again."""
+    found = shutil.which("moesaic")
+    if found is not None and Path(found).resolve() == Path(sys.executable).with_name("moesaic").resolve():
+        return "moesaic"
+    beside = Path(sys.executable).with_name("moesaic")
+    return str(beside) if beside.exists() else f"{sys.executable} -m moesaic"
+
+
 def _say_next(url: str, model: str, server: ServerConfig) -> None:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if server.api_key_digests else ""
     content = "Tell me a story about a dog."
@@ -137,6 +147,6 @@ def _say_next(url: str, model: str, server: ServerConfig) -> None:
     print(
         f"\nmoesaic: ready on {url}. In another terminal:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{message}'\n"
-        f"  .venv/bin/moesaic chat --url {url}\n",
+        f"  {_program()} chat --url {url}\n",
         flush=True,
     )

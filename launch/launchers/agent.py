@@ -1,4 +1,4 @@
-"""The process that keeps `moesaic serve` running on one node, where the system that started it would not start it again.
+"""The process that keeps `moesaic serve` running on one node, where the system that started it does not do that.
 
 A part that was killed comes back and joins the others; a head that was killed is met again by them. Systems that do
 this themselves (Kubernetes, systemd, compose) start `moesaic serve`.
@@ -39,8 +39,8 @@ class Agent:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Some systems send one to every process of a node, some to the first; the server is in a session of its own and
-        hears of it here, once. A second one of its kind ends it at once."""
+        """Some systems send one to every process of a node, some to the first; the server is in a session of its own
+        and hears of it here, once. A second one of its kind ends it at once."""
         if self._told and time.monotonic() - self._told_at > 1.0 and self._process is not None:
             self._process.send_signal(number)
         self.stop(number)

@@ -108,8 +108,8 @@ def _slurm(variables: Variables) -> Place:
         if _number(variables, job[1], job) == 1:
             return Place(1, 0, None, job)
         raise ValueError(
-            f"SLURM_JOB_NUM_NODES is {variables[job[1]]}, and without SLURM_STEP_NODELIST this is no task of a step: start "
-            f"one task per node with srun, or {WORDS}"
+            f"SLURM_JOB_NUM_NODES is {variables[job[1]]}, and without SLURM_STEP_NODELIST this is no task of a step: "
+            f"start one task per node with srun, or {WORDS}"
         )
     index, nodes = _number(variables, step[0], step), _number(variables, step[1], step)
     tasks = _number(variables, "SLURM_STEP_NUM_TASKS", ("SLURM_STEP_NUM_TASKS", *step))

@@ -1,8 +1,8 @@
 """A server on the nodes of a Ray cluster: `python -m launch.launchers.ray_nodes --nodes 2 --gpus 8 -- WORDS OF serve`.
 
-A placement group has one bundle for each node (STRICT_SPREAD), and each bundle one actor, which keeps the process of its
-node running (launch/launchers/agent.py). An actor that is lost with its node is placed anew as soon as Ray has a node
-for its bundle; the others serve on meanwhile, which Ray's own restart of whole groups would not let them. SIGTERM or
+A placement group has one bundle for each node (STRICT_SPREAD), and each bundle one actor, which keeps the process of
+its node running (launch/launchers/agent.py). An actor that is lost with its node is placed anew as soon as Ray has a
+node for its bundle; the others serve on meanwhile, which Ray's own restart of whole groups would not let them. SIGTERM or
 SIGINT to this process drains the server.
 """
 

@@ -32,8 +32,8 @@ def slurm(plan: LaunchPlan) -> str:
 #SBATCH --signal=TERM@{plan.drain + LEAVE_SECONDS}
 #SBATCH --output={plan.name}-%j.log
 # Every task reads SLURM_NODEID and SLURM_STEP_NODELIST itself: nothing of it is expanded here, in the batch shell.
-# A node that fails ends neither the job (--no-kill) nor the step (--no-kill, --kill-on-bad-exit=0, --wait=0): the others
-# serve on, and one that comes back joins them. scancel sends SIGTERM to the step: running requests have
+# A node that fails ends neither the job (--no-kill) nor the step (--no-kill, --kill-on-bad-exit=0, --wait=0): the
+# others serve on, and one that comes back joins them. scancel sends SIGTERM to the step: running requests have
 # {plan.drain} s, so slurm.conf's KillWait must be more than that.
 set -u
 {ENDED}
@@ -52,10 +52,10 @@ def torchrun(plan: LaunchPlan) -> str:
     words += [f"--master-addr={head}", "--master-port=29400", "--max-restarts=0", "--no-python"]
     line = shell([*words, *plan.command("node")]).replace("--node-rank=NODE_RANK", '--node-rank="$NODE_RANK"')
     return f"""#!/bin/bash
-# To be run on each of the {plan.nodes} nodes, with NODE_RANK=0 on {head}, 1, 2, ... on the others. One process per node: it
-# starts that node's ranks itself. --max-restarts=0, because torchrun starts all nodes again when one has failed, and
-# here the others go on: what is killed is started again by `moesaic node`. torchrun kills what has not left 30 s after a
-# signal, so the drain must be shorter.
+# To be run on each of the {plan.nodes} nodes, with NODE_RANK=0 on {head}, 1, 2, ... on the others. One process per
+# node: it starts that node's ranks itself. --max-restarts=0, because torchrun starts all nodes again when one has
+# failed, and here the others go on: what is killed is started again by `moesaic node`. torchrun kills what has not left
+# 30 s after a signal, so the drain must be shorter.
 set -u
 : "${{NODE_RANK:?the number of this node, from 0 on}}"
 exec {line}
@@ -63,7 +63,7 @@ exec {line}
 
 
 def ssh(plan: LaunchPlan) -> str:
-    """One connection for each node; a process goes on when its connection breaks. A signal is passed on to all of them."""
+    """One connection for each node, whose process goes on when it breaks; a signal is passed on to all of them."""
     if not plan.addresses:
         raise ValueError("ssh needs --hosts: the names of the nodes, the head's first, with commas between them")
     starts = []
@@ -72,8 +72,8 @@ def ssh(plan: LaunchPlan) -> str:
         starts.append(f"start {index} {shlex.quote(address)} {shlex.quote(line)}")
     pid = f"/tmp/{plan.name}-{plan.rpc_port}"
     return f"""#!/bin/bash
-# Starts a process on every node over ssh, prefixes what they say, and ends when all have ended. SIGTERM or SIGINT to this
-# script is sent to each of them. $SSH may be another command that takes a host and a line for its shell.
+# Starts a process on every node over ssh, prefixes what they say, and ends when all have ended. SIGTERM or SIGINT to
+# this script is sent to each of them. $SSH may be another command that takes a host and a line for its shell.
 set -u
 {ENDED}
 SSH="${{SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5}}"
@@ -104,8 +104,9 @@ def namespaces(plan: LaunchPlan) -> str:
         line = shlex.join(plan.command("node", index, "10.78.0.1"))
         starts.append(f"start {index} {line}")
     return f"""#!/bin/bash
-# {plan.nodes} hosts made of network namespaces on a switch, a part of one server on each; clients of this machine reach it at
-# http://10.78.0.1:{plan.port}. Needs root and iproute2. Everything goes with this script: SIGTERM or SIGINT drains first.
+# {plan.nodes} hosts made of network namespaces on a switch, a part of one server on each; clients of this machine reach
+# it at http://10.78.0.1:{plan.port}. Needs root and iproute2. SIGTERM or SIGINT to this script
+# drains the server; then everything goes with it.
 set -eu
 {ENDED}
 net="{plan.name}-$$"

@@ -48,7 +48,7 @@ def compose(plan: LaunchPlan) -> str:
             }
         services[f"node{index}"] = service
     text = yaml.safe_dump({"name": plan.name, "services": services}, sort_keys=False, width=120)
-    return f"# A node that ends by a fault comes back by itself (on-failure), and joins the others, which serve on.\n{text}"
+    return f"# A node that ends by a fault comes back by itself, and joins the others, which serve on.\n{text}"
 
 
 def systemd(plan: LaunchPlan) -> str:

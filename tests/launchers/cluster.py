@@ -109,9 +109,7 @@ def servers(top: int) -> dict[int, int]:
 def node_of(pid: int, words: list[str]) -> int:
     if "--node-rank" in words:
         return int(words[words.index("--node-rank") + 1])
-    variables = dict(
-        part.split("=", 1) for part in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in part
-    )
+    variables = dict(part.split("=", 1) for part in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in part)
     return int(variables.get("SLURM_NODEID") or variables["RANK"])
 
 

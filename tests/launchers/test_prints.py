@@ -80,7 +80,11 @@ def test_each_pod_of_a_stateful_set_is_a_node() -> None:
             words = [re.sub(r"\$\((\w+)\)", lambda found: named[found[1]], word) for word in container["command"]]  # noqa: B023
             values = serve_values(words[2:])
             place = find_place({}, values["nnodes"], values["node_rank"], values["data_parallel_address"])
-            assert (place.nodes, place.head, values["data_parallel_size_local"]) == (3, "moesaic-head-0.moesaic", (1, 2, 1))
+            assert (place.nodes, place.head, values["data_parallel_size_local"]) == (
+                3,
+                "moesaic-head-0.moesaic",
+                (1, 2, 1),
+            )
             ranks.append(place.index)
     assert ranks == [0, 1, 2]
     services = {one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "Service"}
@@ -97,7 +101,9 @@ def test_a_pod_has_time_for_its_drain(kind: str) -> None:
 
 
 def test_one_dead_pod_does_not_restart_all() -> None:
-    documents = list(yaml.safe_load_all(printed("k8s", "--kind", "lws", "--nodes", "4", "--gpus-per-node", "8", "/models/v3")))
+    documents = list(
+        yaml.safe_load_all(printed("k8s", "--kind", "lws", "--nodes", "4", "--gpus-per-node", "8", "/models/v3"))
+    )
     [group] = [one for one in documents if one["kind"] == "LeaderWorkerSet"]
     template = group["spec"]["leaderWorkerTemplate"]
     assert (template["restartPolicy"], template["size"]) == ("None", 4)
@@ -112,7 +118,9 @@ def test_manifests_follow_the_published_schemas(kind: str) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason=reason)
     jsonschema = pytest.importorskip("jsonschema", reason=reason)
     schema = json.loads((HERE / "lws.schema.json").read_text())
-    text = printed("k8s", "--kind", kind, "--gpus-per-node", "8", "--memory-per-node", "64Gi", "--cpus-per-node", "8", "/m")
+    text = printed(
+        "k8s", "--kind", kind, "--gpus-per-node", "8", "--memory-per-node", "64Gi", "--cpus-per-node", "8", "/m"
+    )
     for document in yaml.safe_load_all(text):
         if document["kind"] == "LeaderWorkerSet":
             jsonschema.validate(document, schema)

@@ -109,6 +109,7 @@ class Draft:
                 params=message.params,
                 seed=message.seed,
                 eos_token_ids=message.eos_token_ids,
+                guide=request.guide,
             )
         )
 

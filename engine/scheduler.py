@@ -24,6 +24,7 @@ from typing import Literal
 
 from cache.manager import CacheManager
 from engine.batch_rows import BatchRows
+from engine.counts import Counts
 from engine.request import Request, Status
 from engine.schedule import Schedule
 from engine.schedule_builder import Draft, undo
@@ -85,7 +86,7 @@ class Scheduler:
 
     def forget_counts(self) -> None:
         """Count from here on."""
-        self._num_preemptions = self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._counts = Counts()
         self.speculation.forget_counts()
 
     # ---- requests come and go ------------------------------------------------------------------------------------
@@ -130,11 +131,10 @@ class Scheduler:
         return bool(self._requests)
 
     def stats(self) -> RankStats:
-        kv, used = self.kv, self.kv.num_blocks - self.kv.num_free_blocks
+        kv, used, counts = self.kv, self.kv.num_blocks - self.kv.num_free_blocks, self._counts
         requests = len(self._running), len(self._waiting)
-        counts = self._num_preemptions, self._num_steps, self._num_prompt_tokens, self._num_generation_tokens
         blocks = used, kv.num_blocks, kv.num_queries, kv.num_hits
-        return RankStats(*requests, *blocks, *counts, **self.speculation.counts)
+        return RankStats(*requests, *blocks, **(counts.fields | self.speculation.counts))
 
     # ---- before a step -------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Scheduler:
             draft.restate(self._running)
         schedule = draft.finish(self.rows.take_freed(self._restates), self.kv, self.speculation.warm)
         self._restates = False
-        self._num_steps += 1
+        self._counts.add_step(self.max_num_batched_tokens - draft.budget)
         self._in_flight.append((schedule, draft.ones + draft.chunks))
         return schedule
 
@@ -244,9 +244,10 @@ class Scheduler:
             draft.remove(victim)
         self._release(victim)
         victim.num_computed = 0
+        victim.num_preemptions += 1
         victim.status = Status.PREEMPTED
         insort(self._waiting, victim)
-        self._num_preemptions += 1
+        self._counts.preemptions += 1
         draft.preempted = True
 
     def _admit(self, draft: Draft) -> None:
@@ -285,7 +286,7 @@ class Scheduler:
         request.status = _RUNNING
         request.num_computed = num_cached
         if request.num_cached < 0:  # else it was preempted, and its hits are its own work
-            request.num_cached = num_cached
+            request.first_admitted(num_cached)
             if self.kv.enable_prefix_caching and request.prompt_logprobs is None:
                 self.kv.num_queries += len(request.tokens)
                 self.kv.num_hits += num_cached
@@ -341,7 +342,7 @@ class Scheduler:
                 num_tokens += 1
                 continue
             if not request.first_output_sent:
-                self._num_prompt_tokens += request.prompt_len
+                self._counts.add_prompt(request.prompt_len, request.num_cached)
             output = request.output(len(new), None if logprobs is None else logprobs[index])
             outputs.append(output)
             num_tokens += len(output.new_token_ids)
@@ -350,7 +351,7 @@ class Scheduler:
                 num_finished += 1
         if num_finished:
             self._drop_finished()
-        self._num_generation_tokens += num_tokens
+        self._counts.generation_tokens += num_tokens
         return outputs
 
     def _accept(self, request: Request, start: int, num_drafts: int, num_new: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # upper bounds of counts of steps
 EXIT_WEIGHTS = 5  # exit code of a rank that was started again and whose weights are away, or are not those of the start
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
@@ -160,7 +161,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sequence. stop_reason: the stop token id that ended it (None for EOS or length).
 
     prompt_logprobs comes once, with the first output: one entry per prompt token, None for the first. num_accepted,
-    num_rejected: drafts that turned out right and wrong.
+    num_rejected: drafts that turned out right and wrong. queued: seconds that it waited on its rank for its first
+    step, with the first output; num_preemptions: how often it lost its blocks, with the last one.
     """
 
     request_id: int
@@ -172,6 +174,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
+    queued: float | None = None
+    num_preemptions: int = 0
 
 
 class RankStats(msgspec.Struct, frozen=True, array_like=True):
@@ -193,6 +197,9 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0
     spec_accepted_per_pos: list[int] = []
+    cached_tokens: int = 0  # of prompt_tokens, those that were found in the prefix cache
+    num_step_tokens: int = 0  # computed in all steps
+    step_tokens: list[int] = []  # steps by the tokens they computed: at most STEP_TOKENS[i]; the last entry: more
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

@@ -27,8 +27,7 @@ from engine.batch_rows import BatchRows
 from engine.counts import Counts
 from engine.request import Request, Status
 from engine.schedule import Schedule
-from engine.schedule_builder import Draft, undo
-from engine.scheduler_limits import check_limits
+from engine.schedule_builder import Draft, check_limits, undo
 from engine.speculation.speculation import Speculation
 from engine.structured.grammars import Grammars, failure
 from front.messages import AddRequest, Logprobs, RankStats, TokenOutput

@@ -2,8 +2,8 @@
 
 A placement group has one bundle for each node (STRICT_SPREAD), and each bundle one actor, which keeps the process of
 its node running (launch/launchers/agent.py). An actor that is lost with its node is placed anew as soon as Ray has a
-node for its bundle; the others serve on meanwhile, which Ray's own restart of whole groups would not let them. SIGTERM or
-SIGINT to this process drains the server.
+node for its bundle; the others serve on meanwhile, which Ray's own restart of whole groups would not let them. SIGTERM
+or SIGINT to this process drains the server.
 """
 
 from __future__ import annotations
@@ -144,10 +144,14 @@ class Driver:
                 elif self._ended(tasks[task], task, stopped) and tasks[task] == 0:
                     head_address = self._nodes[0].actor.address.remote()
             if all(node.code is not None for node in self._nodes) or self._nodes[0].code in (0, EXIT_BAD_INPUT):
-                self._ray.wait(
-                    [node.task for node in self._nodes[1:] if node.code is None], timeout=ANSWER_SECONDS
-                ) if (any(node.code is None and node.task is not None for node in self._nodes[1:])) else None
-                return next((node.code for node in self._nodes if node.code), 0)
+                return self._finish()
+
+    def _finish(self) -> int:
+        """The head has told the others that it is over. The first exit code that is not 0."""
+        tasks = [node.task for node in self._nodes if node.task is not None]
+        if tasks:
+            self._ray.wait(tasks, num_returns=len(tasks), timeout=ANSWER_SECONDS)
+        return next((node.code for node in self._nodes if node.code), 0)
 
     def _ended(self, index: int, task: Any, stopped: bool) -> bool:
         """Whether its actor was lost, and another one is placed in its stead."""

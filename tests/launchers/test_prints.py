@@ -72,7 +72,7 @@ def test_each_pod_of_a_stateful_set_is_a_node() -> None:
     documents = list(yaml.safe_load_all(printed("k8s", "--nodes", "3", "--ranks-per-node", "1,2,1")))
     sets = {one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "StatefulSet"}
     ranks: list[int] = []
-    for name, spec in sorted(sets.items()):
+    for _, spec in sorted(sets.items()):
         start = spec.get("ordinals", {}).get("start", 0)
         for pod in range(start, start + spec["replicas"]):
             [container] = spec["template"]["spec"]["containers"]

@@ -33,6 +33,7 @@ class Record:
     rejected_drafts: int = 0
     first_token: float | None = None
     finish: str | None = None
+    ignored: list[str] = field(default_factory=list)  # unknown fields of its body
 
     def fields(self) -> dict[str, str | int | float]:
         """For the log line: what is not known is left out."""

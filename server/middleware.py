@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.server import ServerConfig
 from server.api.params import REQUEST_ID
+from server.api.unknown import HEADER
 from server.errors import ApiError, unavailable
 from server.logs import Record, log_request
 from server.service import Service
@@ -191,6 +192,8 @@ class AuthMiddleware:
 
     def _add_headers(self, message: Message, record: Record) -> None:
         headers = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode())]
+        if record.ignored:
+            headers.append((HEADER, ", ".join(record.ignored).encode()))
         closing = (b"connection", b"close")
         if self._service.engine.draining and closing not in headers:
             headers.append(closing)

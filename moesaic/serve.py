@@ -72,6 +72,7 @@ HOST_OPTIONS = (
     type=click.Path(exists=True, file_okay=False, writable=True),
     help="Directory for timelines (POST /start_profile); default: none can be taken.",
 )
+@click.option("--otlp-traces-endpoint", help="Where spans go, as http://HOST:4318/v1/traces; default: nowhere.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True)
 @click.option("--startup-timeout", type=SECONDS, default=600.0, show_default=True, help="Seconds until ready.")
@@ -128,6 +129,7 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         allowed_origins=options.pop("allowed_origins"),
         eplb_record_dir=str(Path(record_dir).resolve()) if record_dir else None,
         profile_dir=str(Path(profile_dir).resolve()) if profile_dir else None,
+        otlp_traces_endpoint=options.pop("otlp_traces_endpoint"),
         log_format=options.pop("log_format"),
         log_requests=options.pop("log_requests"),
     )

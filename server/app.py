@@ -21,6 +21,7 @@ from server.eplb import Eplb, refresh, trouble
 from server.errors import RETRY_AFTER, ApiError
 from server.metrics import CONTENT_TYPE
 from server.middleware import AuthMiddleware
+from server.openapi import document, page
 from server.profile import Profiles
 from server.service import Service, json_response
 
@@ -45,6 +46,10 @@ def build_app(service: Service) -> ASGIApp:
         "/ready": pages.ready,
         "/metrics": pages.metrics,
         "/version": pages.version,
+        "/load": pages.load,
+        "/openapi.json": pages.openapi,
+        "/docs": pages.docs,
+        "/tokenizer_info": tokenization.info,
         "/admin/ranks": rank_admin.table,
         "/eplb/status": eplb.status,
         "/eplb/placement": eplb.placement,
@@ -57,6 +62,7 @@ def build_app(service: Service) -> ASGIApp:
         "/v1/tokenize": tokenization.tokenize,
         "/detokenize": tokenization.detokenize,
         "/v1/detokenize": tokenization.detokenize,
+        "/ping": pages.health,
         "/abort_requests": pages.abort_requests,
         "/reset_prefix_cache": pages.reset_prefix_cache,
         "/admin/ranks": rank_admin.resize,
@@ -68,6 +74,7 @@ def build_app(service: Service) -> ASGIApp:
     }
     routes = [Route(path, Endpoint(handler), methods=["POST"]) for path, handler in post.items()]
     routes += [Route(path, Endpoint(handler), methods=["GET"]) for path, handler in get.items()]
+    pages.routes = [("POST", path) for path in post] + [("GET", path) for path in get]
     app: ASGIApp = AuthMiddleware(Router(routes, redirect_slashes=False), service)
     origins = service.config.allowed_origins
     if origins:
@@ -98,6 +105,7 @@ class Pages:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._version = metadata.version("moesaic")
+        self.routes: list[tuple[str, str]] = []  # method and path of all there are
 
     async def models(self, request: Request) -> Response:
         self._require_loaded()
@@ -151,6 +159,18 @@ class Pages:
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": self._version})
+
+    async def load(self, request: Request) -> Response:
+        """server_load: generating requests in flight; beside it what the ranks say."""
+        return json_response({"server_load": len(self._service.flights), **self._service.metrics.load()})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(document(self.routes, self._version))
+
+    async def docs(self, request: Request) -> Response:
+        text = page(document(self.routes, self._version))
+        policy = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+        return Response(text, media_type="text/html", headers=policy)
 
     async def abort_requests(self, request: Request) -> Response:
         """Aborted requests answer with what they have and finish_reason "abort"."""

@@ -226,8 +226,8 @@ def test_limits_on_bodies_and_headers() -> None:
 
 # ---- keys ---------------------------------------------------------------------------------------------------------
 
-OPEN = ["/health", "/live", "/ready", "/ping", "/metrics", "/version"]
-CLOSED = ["/v1/models", "/v1/models/fox-moe", "/nowhere", "/docs"]
+OPEN = ("/health", "/live", "/ping", "/ready", "/metrics", "/load", "/version", "/openapi.json", "/docs")
+CLOSED = ("/v1/models", "/v1/models/fox-moe", "/tokenizer_info", "/nowhere")
 
 
 def test_keys() -> None:

@@ -32,6 +32,8 @@ def checked(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Engi
             raise ValueError(f"{name} must be at least 1, not {value}")
         if value is not None and value > MOST.get(name, value):
             raise ValueError(f"{name} must be at most {MOST[name]}, not {value}")
+    if config.dtype == "float16" and machine.gpu is not None:
+        raise ValueError("dtype float16: the GPU kernels compute in bfloat16 or float32")
     if not all(config.served_model_name):
         raise ValueError("served_model_name must not be empty")
     if not 0 < config.exchange_timeout <= LONGEST_EXCHANGE:

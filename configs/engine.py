@@ -29,11 +29,14 @@ class EngineConfig:
     """None means: decide for me. Field names are the command line's, with vLLM's names where the meaning is the
     same."""
 
-    model: str | None = None  # a Hugging Face directory; None: the embedded model
+    model: str | None = None  # a Hugging Face directory, or a name (engine/hub.py); None: the embedded model
+    revision: str | None = None  # of a name: branch, tag or commit
+    download_dir: str | None = None  # of a name: where the cache of downloads is; None: the library's place
+    optimization_level: int = 3  # -O: 0 eager, 1 graphs, 2 split steps and drafts where they pay, 3 measured kernels
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # fields in the place of those of config.json
     served_model_name: tuple[str, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16: in float32, which holds it
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

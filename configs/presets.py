@@ -42,3 +42,18 @@ PRESETS = {
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "qwen3-235b-a22b": _QWEN3_235B_A22B,
 }
+
+_HUB_NAMES = {
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+    "deepseek-ai/DeepSeek-V3-0324": "deepseek-v3",
+    "deepseek-ai/DeepSeek-V3.1": "deepseek-v3",
+    "deepseek-ai/DeepSeek-R1": "deepseek-v3",
+    "deepseek-ai/DeepSeek-R1-0528": "deepseek-v3",
+    "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
+}
+
+
+def preset_of(model: str | None) -> dict[str, Any] | None:
+    """By its name here, or the one under which it is published. None: it is none of them."""
+    return PRESETS.get(_HUB_NAMES.get(model or "", model or ""))

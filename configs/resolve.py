@@ -119,6 +119,9 @@ def _choose(why: dict[str, str], name: str, asked: int | None, default: int, rea
 
 
 def _dtype(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dict[str, str]) -> Dtype:
+    if config.dtype == "float16":
+        why["dtype"] = "float16 as asked: no kernel computes in it here, and float32 holds all its values"
+        return "float32"
     if config.dtype != "auto":
         why["dtype"] = "as asked"
         return config.dtype

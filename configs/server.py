@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +14,11 @@ class ServerConfig:
     port: int = 8000
     api_key_digests: tuple[str, ...] = ()  # none: no key is asked
     admin_key_digests: tuple[str, ...] = ()  # none: admin routes answer 403
+    root_path: str = ""  # before every route, where a proxy leaves it there; "" or "/name"
+    ssl_certfile: str | None = None  # with ssl_keyfile: HTTPS
+    ssl_keyfile: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # unless a request sets them
+    generation: dict[str, float] = field(default_factory=dict)  # defaults of sampling, before all others
     chat_template: str | None = None  # text of a template that replaces the model's
     use_generation_config: bool = True  # defaults of sampling from the model's generation_config.json
     max_body_bytes: int = 8 << 20

@@ -16,8 +16,9 @@ from configs.cache import cache_bytes
 from configs.chips import CHIPS, Chip
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.gpu import GPU_MEMORY_PART, Gpu
+from configs.levels import at_level
 from configs.machine import ModelNumbers
-from configs.presets import PRESETS
+from configs.presets import PRESETS, preset_of
 from configs.resolve import resolve
 from engine.build import DTYPES
 from engine.plan import EMBEDDED_NAME, machine_for, model_numbers
@@ -59,6 +60,7 @@ def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], boo
     config.model: a directory with a config.json (weights are not needed), or a name of configs/presets.py. Raises
     ValueError, one line, for what cannot be planned.
     """
+    config = at_level(config)
     raw, source = _read(config.model, config.hf_overrides)
     facts = parse_config(raw, source)
     found = CHIPS[chip]
@@ -76,8 +78,9 @@ def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], boo
 
 def _read(model: str | None, overrides: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The fields of a config.json, and what errors call them."""
-    if model in PRESETS:
-        return overridden(PRESETS[model], overrides), f"preset {model}"
+    known = preset_of(model)
+    if known is not None and not Path(model or "").is_dir():
+        return overridden(known, overrides), f"preset {model}"
     path = Path(model) if model else CHECKPOINT
     if not path.is_dir():
         raise ValueError(f"model {model!r} is neither a directory nor one of {', '.join(PRESETS)}")
@@ -88,7 +91,7 @@ def _read(model: str | None, overrides: dict[str, Any]) -> tuple[dict[str, Any],
 def _numbers(model: str | None, raw: dict[str, object], facts: ModelFacts) -> ModelNumbers:
     """Of the checkpoint's files where there are any, else of the shapes."""
     path = CHECKPOINT if model is None else Path(model)
-    if model not in PRESETS and any(path.glob("*.safetensors")):
+    if any(path.glob("*.safetensors")):
         return model_numbers(path, model or EMBEDDED_NAME, facts)
     experts, others = _count(facts)
     quantization = raw.get("quantization_config")

@@ -13,9 +13,12 @@ from configs.engine import Dtype, EngineConfig, Plan
 from configs.env import read_env
 from configs.gpu import Exchange, Gpu, chosen_device, find_gpus, find_rdma
 from configs.hosts import Hosts, as_one
+from configs.levels import HIGHEST, at_level
 from configs.machine import Machine, ModelNumbers, this_machine
+from configs.presets import preset_of
 from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
 from configs.store import with_cache
+from engine.hub import located
 from engine.overlap.memory import with_memory
 from engine.speculation.plan import default_method, plan_speculation, with_speculation
 from ep.requirements import (
@@ -38,6 +41,7 @@ from native.library import library_path
 from store.key import weights_key
 from store.numa import nodes, store_nodes
 
+DECODE_COMPANION = "deepep_high_throughput"  # carries what a backend for few tokens cannot
 EMBEDDED_NAME = "moesaic-tiny"
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 
@@ -47,9 +51,8 @@ def make_plan(
 ) -> Plan:
     """hosts: some of the ranks are on other machines. alone: as for `resolve`. Raises ValueError, one line that names
     the file or the field, for whatever cannot be served."""
-    path = Path(config.model) if config.model else CHECKPOINT
-    if not path.is_dir():
-        raise ValueError(f"model {config.model!r} is not a directory (models are read from disk; there is no download)")
+    config = at_level(config)
+    path = located(config.model, config.revision, config.download_dir) if config.model else CHECKPOINT
     name = config.model or EMBEDDED_NAME
     files = identify(path)  # before anything is read of them
     facts = read_config(path, config.hf_overrides)
@@ -77,6 +80,13 @@ def make_plan(
     plan = with_speculation(plan, config, speculation, why_drafts, read_env().cache_root)
     plan = _with_weights(_with_unserved(plan, facts), config)
     return with_memory(plan, read_env().cache_root)
+
+
+def is_for_gpus(config: EngineConfig) -> bool:
+    """Whether what is asked for exists on GPUs only, or is a well-known model that is not here."""
+    parts = split_pair(config.all2all_backend)
+    known = preset_of(config.model) is not None and not Path(config.model or "").is_dir()
+    return config.device == "cuda" or any(part in DEVICE_NAMES for part in parts) or known
 
 
 def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
@@ -120,6 +130,8 @@ def machine_for(
     """This machine as the config uses it: its CPU, or its GPUs. gpu: what every rank of a cluster has; None: look for
     one. installed: whether a module is there."""
     machine = _with_kernels(this_machine())
+    if config.optimization_level < HIGHEST:
+        machine = replace(machine, native_choice="", choice_reason=f"not measured (-O{config.optimization_level})")
     reason = f"a cluster with {gpu.count} {gpu.name} in each machine" if gpu is not None else "as asked"
     no_rdma, no_ibgda = ("", "") if gpu is not None or config.device == "cpu" else find_rdma()
     if gpu is None and config.device != "cpu":
@@ -171,7 +183,10 @@ def _exchange(
         if any(part not in DEVICE_NAMES for part in split_pair(asked)):
             raise ValueError(f"all2all_backend {asked!r} does not connect GPUs; one of auto, {', '.join(DEVICE_NAMES)}")
         reason = refusal(asked, situation)
-        if reason:
+        pair = f"{DECODE_COMPANION}+{asked}"
+        if reason and asked in PADDED and not refusal(pair, situation):
+            name, why = pair, f"as asked where a rank brings few tokens; {asked}: {reason}"
+        elif reason:
             raise ValueError(f"all2all_backend {asked!r}: {reason}")
     small = split_pair(name)[1]
     return Exchange(name, why, not_captured(small), FEW_TOKENS if small in PADDED else 0)

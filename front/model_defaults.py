@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,23 @@ class _Recommended(msgspec.Struct):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+
+_OVERRIDES = (*_Recommended.__struct_fields__, "presence_penalty", "frequency_penalty")
+
+
+def overrides_of(values: dict[str, Any], where: str) -> dict[str, float]:
+    """Defaults that an operator gives. ValueError names the field; where: what errors call the values."""
+    for name, value in values.items():
+        if name not in _OVERRIDES:
+            raise ValueError(f"{where}: {name!r:.100} is no default of sampling; they are {', '.join(_OVERRIDES)}")
+        if type(value) not in (int, float):
+            raise ValueError(f"{where}: {name} must be a number, not {value!r:.100}")
+    try:
+        validate(msgspec.structs.replace(SamplingParams(), **values), vocab_size=1, max_logprobs=0)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return dict(values)
 
 
 def model_defaults(model_dir: str | Path) -> SamplingParams:

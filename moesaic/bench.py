@@ -19,6 +19,7 @@ import moesaic
 from configs.env import read_env
 from front.messages import SamplingParams
 from moesaic.bench_dbo import make_command
+from moesaic.command_line import VllmCommand
 from moesaic.http_client import Client, HttpError
 from moesaic.options import Number, engine_config, engine_options
 
@@ -28,7 +29,7 @@ def command() -> None:
     """Measure throughput or latency on this machine, or a running server."""
 
 
-@command.command("throughput")
+@command.command("throughput", cls=VllmCommand)
 @click.option("--num-prompts", type=click.IntRange(1), default=64, show_default=True)
 @click.option(
     "--input-len", type=click.IntRange(1), default=128, show_default=True, help="Tokens of each (random) prompt."
@@ -57,7 +58,7 @@ def throughput(num_prompts: int, input_len: int, output_len: int, repeats: int, 
     )
 
 
-@command.command("latency")
+@command.command("latency", cls=VllmCommand)
 @click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--input-len", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--output-len", type=click.IntRange(1), default=64, show_default=True)

@@ -17,6 +17,7 @@ import moesaic
 from configs.engine import EngineConfig
 from front.messages import SamplingParams
 from front.trace_figures import StepFigures, figures
+from moesaic.command_line import VllmCommand
 from moesaic.options import engine_config, engine_options
 
 MODES = ("off", "on", "auto")
@@ -25,7 +26,7 @@ MODES = ("off", "on", "auto")
 def make_command(report: Callable[[dict[str, Any]], None]) -> click.Command:
     """report: prints a row."""
 
-    @click.command("dbo")
+    @click.command("dbo", cls=VllmCommand)
     @click.option("--tokens", type=int, default=512, show_default=True, help="Of each rank's step: prompts, as chunks.")
     @click.option(
         "--steps", type=int, default=6, show_default=True, help="Full steps of each rank, per mode and round."

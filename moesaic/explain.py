@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import json
@@ -17,8 +18,10 @@ from configs.engine import EngineConfig, Plan
 from configs.env import read_env
 from configs.gpu import MEBI, find_gpus
 from configs.store import STANDBY_BYTES
-from engine.plan import make_plan
+from engine.plan import is_for_gpus, make_plan
+from moesaic.command_line import VllmCommand
 from moesaic.options import EMBEDDED_RANKS, engine_config, engine_options
+from moesaic.serve import command as serve
 
 if TYPE_CHECKING:
     from engine.cluster import ClusterPlan
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 DEFAULT_CHIP = "h200"
 
 
-@click.command("explain")
+@click.command("explain", cls=VllmCommand)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 @click.option("--gpu", type=click.Choice(list(CHIPS)), help="Plan for a cluster of these GPUs, which need not be here.")
 @click.option("--world", type=int, help="The same as --data-parallel-size.")
@@ -41,13 +44,27 @@ def command(as_json: bool, gpu: str | None, world: int | None, installed: str | 
     """
     if world is not None:
         options["data_parallel_size"] = world
+    for parameter in OF_SERVE:  # how the server answers and where its ranks are changes nothing in a plan
+        options.pop(str(parameter.name))
     config = engine_config(options, embedded_ranks=EMBEDDED_RANKS)
-    if gpu is None and config.device == "cuda" and find_gpus(read_env().visible_gpus)[0] is None:
+    if gpu is None and is_for_gpus(config) and find_gpus(read_env().visible_gpus)[0] is None:
         gpu = DEFAULT_CHIP
     if gpu is not None:
         _explain_cluster(config, gpu, installed, as_json)
         return
     _show(make_plan(config), as_json)
+
+
+def _hidden(parameter: click.Parameter) -> click.Parameter:
+    found = copy.copy(parameter)
+    if isinstance(found, click.Option):
+        found.hidden = True
+    return found
+
+
+# A line that serves can be explained as it is.
+OF_SERVE = [_hidden(found) for found in serve.params if found.name not in {own.name for own in command.params}]
+command.params += OF_SERVE
 
 
 def _explain_cluster(config: EngineConfig, gpu: str, installed: str | None, as_json: bool) -> None:

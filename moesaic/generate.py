@@ -18,12 +18,13 @@ import moesaic
 from front.llm import Progress
 from front.messages import SamplingParams
 from front.outputs import Delta
+from moesaic.command_line import VllmCommand
 from moesaic.options import engine_config, engine_options
 
 LINE_SECONDS = 5.0  # at most one plain line of progress in this time
 
 
-@click.command("generate")
+@click.command("generate", cls=VllmCommand)
 @click.option("--prompt", "-p", "prompts", multiple=True, help="Text to continue; repeatable; default: standard input.")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
@@ -16,11 +16,24 @@ from configs.engine import EngineConfig
 from configs.eplb import EplbConfig, parse_eplb_config
 from configs.json_option import json_object
 from configs.speculation import METHODS
+from moesaic.vllm_flags import vllm_flags
 
 EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is meant: experts over two ranks
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+COUNTS = {
+    "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30,
+}  # fmt: skip
+# vLLM's and torch's spellings of values.
+ALIASES = {
+    "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "all2all_backend": {"naive": "auto", "allgather_reducescatter": "auto"},
+    "attention_backend": {
+        "flashinfer_mla": "flashinfer", "triton_mla": "triton", "torch_sdpa": "torch", "cpu_attn": "auto",
+    },
+}  # fmt: skip
 MULTIPLES = {"K": 10**3, "M": 10**6, "G": 10**9, "k": 10**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
@@ -40,6 +53,51 @@ class Bytes(click.ParamType[int]):
         if number < 1:
             self.fail(f"{value!r} is not a number of bytes such as 500M or 4Gi", param, ctx)
         return number
+
+
+class Count(click.ParamType[int | None]):
+    """A number: 8192, 8k (8000), 8K (8192); with `auto` also "auto" and -1, as vLLM has them: decide for me."""
+
+    name = "integer"
+
+    def __init__(self, auto: bool = False) -> None:
+        self.auto = auto
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        text = str(value).strip()
+        if self.auto and text in ("auto", "-1"):
+            return None
+        digits, unit = (text[:-1], COUNTS[text[-1]]) if text[-1:] in COUNTS else (text, 1)
+        try:
+            return int(digits) if unit == 1 else round(float(digits) * unit)
+        except (ValueError, OverflowError):
+            more = " or auto" if self.auto else ""
+            self.fail(f"{value!r} is not a number such as 8192, 8k or 8K{more}", param, ctx)
+
+
+class Spelled(click.Choice[str]):
+    """Choices in any case; aliases: other spellings -> the choice."""
+
+    def __init__(self, choices: Sequence[str], aliases: Mapping[str, str]) -> None:
+        super().__init__(choices, case_sensitive=False)
+        self.aliases = aliases
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value).lower()
+        return super().convert(self.aliases.get(text, text), param, ctx)
+
+
+class Name(click.ParamType[str]):
+    """A word in any case; aliases: as for Spelled."""
+
+    name = "text"
+
+    def __init__(self, aliases: Mapping[str, str]) -> None:
+        self.aliases = aliases
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value).lower()
+        return self.aliases.get(text, text)
 
 
 class Number(click.FloatRange):
@@ -67,7 +125,7 @@ def _of(name: str, help: str | None = None, *names: str, **more: Any) -> Callabl
     if type(None) in get_args(kind):
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
-        kind = click.Choice(get_args(kind))
+        kind = Spelled(get_args(kind), ALIASES.get(name, {}))
     flag, default = "--" + name.replace("_", "-"), _DEFAULTS[name]
     if kind is bool:
         flag, kind = f"{flag}/--no-{flag[2:]}", None
@@ -78,15 +136,19 @@ def _of(name: str, help: str | None = None, *names: str, **more: Any) -> Callabl
 _TEXT = {"type": str, "default": None, "show_default": False}  # what is parsed below
 
 OPTIONS = [
-    click.option("--model", "model_option", help="Directory of a Hugging Face checkpoint (same as the argument)."),
+    click.option("--model", "model_option", help="Directory or name of a checkpoint (same as the argument)."),
+    _of("revision", "Of a model's name: branch, tag or commit."),
+    _of("download_dir", "Of a model's name: where downloads are kept; default: the place of huggingface_hub."),
+    click.option("--tokenizer", help="Accepted for vLLM scripts where it is the model: the tokenizer is the model's."),
+    click.option("--tokenizer-revision", "--code-revision", help="Accepted where it is that of --revision."),
     _of("hf_overrides", "Fields in the place of those of config.json, as a JSON object or a file with one.", **_TEXT),
     _of("served_model_name", "Name(s) in the API; default: the model's path.", type=str, multiple=True, default=None,
         show_default=False),
     _of("device", "cuda: GPUs."),
     _of("dtype"),
-    _of("max_model_len", "Longest prompt plus output, in tokens."),
-    _of("max_num_seqs", "Sequences that a rank works on at once."),
-    _of("max_num_batched_tokens", "Tokens that a rank computes in one step."),
+    _of("max_model_len", "Longest prompt plus output, in tokens: 8192, 8k, auto.", type=Count(auto=True)),
+    _of("max_num_seqs", "Sequences that a rank works on at once.", type=Count()),
+    _of("max_num_batched_tokens", "Tokens that a rank computes in one step.", type=Count()),
     _of("block_size", "Tokens in a block of the KV cache."),
     _of("num_kv_blocks", "KV blocks per rank.", "--num-gpu-blocks-override"),
     _of("kv_cache_memory_bytes", "Memory of a rank's KV cache, e.g. 4Gi.", type=Bytes()),
@@ -99,7 +161,8 @@ OPTIONS = [
     click.option(
         "--enable-expert-parallel", is_flag=True, help="Accepted for vLLM scripts: experts are always spread."
     ),
-    _of("all2all_backend", "How tokens reach their experts; a+b: a in steps with many tokens, b in those with few."),
+    _of("all2all_backend", "How tokens reach their experts; a+b: a in steps with many tokens, b in those with few.",
+        type=Name(ALIASES["all2all_backend"])),
     _of("dispatch_dtype", "How rows travel to their experts; fp8: in half the bytes, bf16: as they are."),
     _of("num_redundant_experts",
         "Extra expert slots in all, of experts that each rank has for itself; default: ranks of one machine share all "
@@ -123,9 +186,15 @@ OPTIONS = [
         f"{', '.join(METHODS)}, none.", **_TEXT),
     _of("quantization", "Keep all large matrices in 8 bits (native kernels)."),
     _of("kv_cache_dtype", "fp8: latents in 8 bits, a scale for 128 of them (DeepSeek)."),
-    _of("attention_backend", "Of latent attention, on a GPU."),
-    _of("moe_backend", "What multiplies by the experts' weights."),
+    _of("attention_backend", "Of latent attention, on a GPU.", type=Name(ALIASES["attention_backend"])),
+    _of("moe_backend", "What multiplies by the experts' weights.", type=Name({})),
     _of("cudagraph_mode", "Which steps are captured: whole decode steps (on a CPU too), all steps in pieces, or both."),
+    click.option(
+        "--compilation-config", "-cc", help="cudagraph_mode and cudagraph_capture_sizes, as vLLM's JSON object."
+    ),
+    _of("optimization_level",
+        "0: eager; 1: and graphs; 2: and split steps and drafts, where they pay; 3: and kernels chosen by measurement.",
+        "-O", type=click.IntRange(0, 3)),
     click.option("--enforce-eager", is_flag=True, help="The same as --cudagraph-mode none."),
     _of("cudagraph_capture_sizes", "Rows of the graphs, e.g. 1,2,4,8; default: decided.", **_TEXT),
     _of("threads_per_rank", "CPU threads of each rank."),
@@ -135,6 +204,30 @@ OPTIONS = [
     _of("max_logprobs", "-1: no limit."),
     _of("exchange_timeout", "Bound of waits between ranks, s."),
 ]  # fmt: skip
+
+
+GROUPS = {
+    "Model": [
+        "model_option", "revision", "download_dir", "tokenizer", "tokenizer_revision", "hf_overrides",
+        "served_model_name", "device", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "max_logprobs",
+        "logprobs_mode",
+    ],
+    "Memory and steps": [
+        "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory_bytes",
+        "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy",
+        "async_scheduling", "weight_cache",
+    ],
+    "Ranks and experts": [
+        "data_parallel_size", "enable_expert_parallel", "all2all_backend", "dispatch_dtype", "num_redundant_experts",
+        "enable_eplb", "eplb_config", "enable_dbo", "dbo_decode_token_threshold", "dbo_prefill_token_threshold",
+        "ubatch_size", "exchange_timeout", "nnodes", "node_rank", "data_parallel_size_local", "data_parallel_address",
+        "data_parallel_rpc_port", "data_parallel_start_rank", "headless",
+    ],
+    "How it computes": [
+        "optimization_level", "enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes", "compilation_config",
+        "speculative_config", "attention_backend", "moe_backend", "mla_prefill", "threads_per_rank", "deterministic",
+    ],
+}  # fmt: skip
 
 
 def _take_model(context: click.Context, argument: click.Parameter, model: str | None) -> str | None:
@@ -153,6 +246,7 @@ def engine_options(command: Command) -> Command:
     """Adds MODEL and every engine option; the command takes them as **engine and calls `engine_config(engine)`."""
     for option in reversed(OPTIONS):
         command = option(command)
+    command = vllm_flags(command)
     return click.argument("model", required=False, callback=_take_model)(command)
 
 
@@ -166,6 +260,8 @@ def engine_config(values: dict[str, Any], default_ranks: int = 1, embedded_ranks
     ranks = values.pop("data_parallel_size")
     if values.pop("enforce_eager", False):
         values["cudagraph_mode"] = "none"
+    _take_compilation_config(values)
+    _check_tokenizer(values, argument or option)
     values["cudagraph_capture_sizes"] = _numbers("cudagraph_capture_sizes", values.get("cudagraph_capture_sizes"))
     _take_eplb_config(values)
     drafts = values.pop("speculative_config", None)
@@ -199,3 +295,37 @@ def _take_eplb_config(values: dict[str, Any]) -> None:
                 f"num_redundant_experts is {asked}, but in eplb_config it is {redundant}; give one of them"
             )
         values["num_redundant_experts"] = redundant
+
+
+def _take_compilation_config(values: dict[str, Any]) -> None:
+    text = values.pop("compilation_config", None)
+    if text is None:
+        return
+    if text.strip() in ("0", "1", "2", "3"):  # as vLLM had it before -O
+        values["optimization_level"] = int(text)
+        return
+    found = json_object("compilation_config", text)[0]
+    mode, sizes = found.pop("cudagraph_mode", None), found.pop("cudagraph_capture_sizes", None)
+    if found:
+        raise ValueError(
+            f"compilation_config: {next(iter(found))!r:.100} is not supported; cudagraph_mode and "
+            "cudagraph_capture_sizes are"
+        )
+    if mode is not None:
+        modes = get_args(_HINTS["cudagraph_mode"])
+        if not isinstance(mode, str) or mode.lower() not in modes:
+            raise ValueError(f"compilation_config: cudagraph_mode must be one of {', '.join(modes)}, not {mode!r:.100}")
+        values["cudagraph_mode"] = mode.lower()
+    if sizes is not None:
+        values["cudagraph_capture_sizes"] = ",".join(map(str, sizes)) if isinstance(sizes, list) else str(sizes)
+
+
+def _check_tokenizer(values: dict[str, Any], model: str | None) -> None:
+    tokenizer, revision = values.pop("tokenizer", None), values.pop("tokenizer_revision", None)
+    if tokenizer is not None and tokenizer != model:
+        raise ValueError(
+            f"--tokenizer {tokenizer}: the tokenizer is the model's own; put its tokenizer.json into the model's "
+            "directory"
+        )
+    if revision is not None and revision != values.get("revision"):
+        raise ValueError(f"--tokenizer-revision {revision} must be that of --revision: both are read from one snapshot")

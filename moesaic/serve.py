@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,21 @@ from typing import Any
 import click
 
 from configs.env import read_env
+from configs.json_option import json_object
 from configs.server import ServerConfig
 from engine.plan import make_plan
 from engine.process.console import guard_console, say_text
 from engine.process.orphan import die_with_parent
+from front.model_defaults import overrides_of
 from launch.head import HeadSupervisor
 from launch.remote import RemoteSupervisor
 from launch.supervisor import Supervisor
+from moesaic.command_line import VllmCommand
 from moesaic.host_options import host_options, take_hosts
 from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engine_options
 
 
-@click.command("serve")
+@click.command("serve", cls=VllmCommand)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 @click.option("--api-key", multiple=True, help="Key that clients must send; repeatable; or MOESAIC_API_KEY.")
@@ -35,6 +39,11 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
     show_default=True,
     help="Where the defaults of sampling come from: the model's generation_config.json, or the API's own.",
 )
+@click.option("--override-generation-config", help="Defaults of sampling in its place, as a JSON object or a file.")
+@click.option("--default-chat-template-kwargs", help="What templates get unless a request says otherwise; JSON.")
+@click.option("--root-path", default="", help="Path before every route that a proxy leaves there, such as /models/a.")
+@click.option("--ssl-certfile", type=click.Path(exists=True, dir_okay=False), help="With --ssl-keyfile: HTTPS.")
+@click.option("--ssl-keyfile", type=click.Path(exists=True, dir_okay=False))
 @click.option("--max-request-bytes", type=Bytes(), default=8 << 20, show_default=True)
 @click.option(
     "--max-inflight-bytes",
@@ -66,13 +75,18 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
 )
 @click.option("--otlp-traces-endpoint", help="Where spans go, as http://HOST:4318/v1/traces; default: nowhere.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--log-requests/--no-log-requests", default=True, show_default=True)
+@click.option(
+    "--log-requests/--no-log-requests",
+    "--enable-log-requests/--disable-log-requests",
+    default=True,
+    show_default=True,
+)
 @click.option("--startup-timeout", type=SECONDS, default=600.0, show_default=True, help="Seconds until ready.")
 @click.option("--parent", type=int, hidden=True, help="Process id of the parent, with which this one ends.")
 @host_options
 @engine_options
 def command(**options: Any) -> None:
-    """Serve MODEL (a Hugging Face directory; without it, the embedded model on two ranks) over HTTP."""
+    """Serve MODEL (a Hugging Face directory or name; without it, the embedded model on two ranks) over HTTP."""
     guard_console()
     parent = options.pop("parent")
     if parent is not None:
@@ -103,12 +117,20 @@ def command(**options: Any) -> None:
 def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin: tuple[str, ...]) -> ServerConfig:
     template = options.pop("chat_template")
     record_dir, profile_dir = options.pop("eplb_record_dir"), options.pop("profile_dir")
+    kwargs, generation = options.pop("default_chat_template_kwargs"), options.pop("override_generation_config")
+    certificate = options.pop("ssl_certfile"), options.pop("ssl_keyfile")
+    _check_certificate(*certificate)
     return ServerConfig(
         host=options.pop("host"),
         port=options.pop("port"),
         api_key_digests=_digests((*options.pop("api_key"), *env_keys)),
         admin_key_digests=_digests((*options.pop("admin_api_key"), *env_admin)),
         chat_template=Path(template).read_text() if template else None,
+        chat_template_kwargs=json_object("default_chat_template_kwargs", kwargs)[0] if kwargs else {},
+        generation=overrides_of(*json_object("override_generation_config", generation)) if generation else {},
+        root_path=_root_path(options.pop("root_path")),
+        ssl_certfile=None if certificate[0] is None else str(Path(certificate[0]).resolve()),
+        ssl_keyfile=None if certificate[1] is None else str(Path(certificate[1]).resolve()),
         use_generation_config=options.pop("generation_config") == "auto",
         max_body_bytes=options.pop("max_request_bytes"),
         max_inflight_bytes=options.pop("max_inflight_bytes"),
@@ -123,6 +145,24 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         log_format=options.pop("log_format"),
         log_requests=options.pop("log_requests"),
     )
+
+
+def _check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    if (certfile is None) != (keyfile is None):
+        raise ValueError("--ssl-certfile and --ssl-keyfile belong together: one is missing")
+    if certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--ssl-certfile {certfile}, --ssl-keyfile {keyfile}: {error}") from None
+
+
+def _root_path(path: str) -> str:
+    path = path.rstrip("/")
+    if path and not path.startswith("/"):
+        raise ValueError(f"--root-path must begin with a slash, not {path!r}")
+    return path
 
 
 def _digests(keys: tuple[str, ...]) -> tuple[str, ...]:

@@ -182,6 +182,7 @@ class Intake:
         continue_final_message: bool | None,
         kwargs: dict[str, Any],
     ) -> str:
+        kwargs = {**self._config.chat_template_kwargs, **kwargs}
         return render_messages(
             self._tokenizer,
             self._config.chat_template,

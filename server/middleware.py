@@ -156,6 +156,9 @@ class AuthMiddleware:
         assert scope["type"] == "http"
         headers: dict[bytes, bytes] = dict(scope["headers"])
         record = Record(_request_id(headers), scope["method"])
+        root = self._config.root_path
+        if root and scope["path"].startswith(f"{root}/"):  # others have it taken off by their proxy
+            scope = {**scope, "path": scope["path"].removeprefix(root)}
         scope["moesaic.record"] = record
         scope["app"] = self  # tells the router to raise for what it does not know, so that we write the error
         load_format = headers.get(LOAD_FORMAT)

@@ -69,6 +69,7 @@ def main() -> None:
         listener = listen(config.host, config.port)
         tokenizer = Tokenizer(plan.model_path)
         defaults = model_defaults(plan.model_path) if config.use_generation_config else SamplingParams()
+        defaults = msgspec.structs.replace(defaults, **config.generation)
         places = Places(options.runtime_dir, options.memory)
         resizes, fences = (Numbers(places.file(name)) for name in ("resizes", "fences"))
         local = places.socket("front.ipc")
@@ -185,6 +186,8 @@ class FrontProcess:
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(LAST_WORDS_SECONDS),
+            ssl_certfile=self._config.ssl_certfile,
+            ssl_keyfile=self._config.ssl_keyfile,
         )
 
     def _on_signal(self, number: int) -> None:
@@ -221,7 +224,8 @@ class FrontProcess:
         gc.collect()
         gc.freeze()  # what was made at the start lives to the end: no collection need look at it again
         host, port = self._listener.getsockname()[:2]
-        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._config.ssl_certfile is None else "https"
+        address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         write_small(self._ready_file, address)
 
     async def _end(self, service: Service, http: HttpServer, serving: asyncio.Task[None]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -52,6 +53,7 @@ class FakeRank(threading.Thread):
     script: list[int] = field(default_factory=story_tokens)
     hold_at: int = 0
     num_added: int = 0
+    temperatures: list[float] = field(default_factory=list)
     num_finished: int = 0
     shut_down: bool = False
     aborted: list[int] = field(default_factory=list)
@@ -71,6 +73,7 @@ class FakeRank(threading.Thread):
             for message in socket.poll(self.pace):
                 if isinstance(message, AddRequest):
                     self.num_added += 1
+                    self.temperatures.append(message.params.temperature)
                     running[message.request_id] = (message, 0)
                 elif isinstance(message, Abort):
                     self.aborted += message.request_ids
@@ -139,7 +142,7 @@ def command(directory: Path, decided: Plan, config: ServerConfig) -> list[str]:
 
 def answers(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health", timeout=1.0).status_code == 200
+        return httpx.get(f"{url}/live", timeout=1.0).status_code == 200
     return False
 
 
@@ -353,3 +356,23 @@ def test_a_client_that_reads_late_misses_nothing(tmp_path: Path) -> None:
             texts[choice["index"]] += choice["text"]
         assert texts == [STORY * 4] * choices
         assert [choice["finish_reason"] for choice in found].count("length") == choices
+
+
+def test_https_and_defaults_of_sampling(tmp_path: Path) -> None:
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    try:
+        subprocess.run(
+            [*words.split(), "-keyout", key, "-out", certificate], capture_output=True, check=True, timeout=60
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no openssl (apt-get install openssl)")
+    files = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    with front(tmp_path, **files, generation={"temperature": 0.25}) as server:
+        url = server.url.replace("http:", "https:")
+        assert server.ready_text() == url
+        with httpx.Client(verify=ssl.create_default_context(cafile=certificate), base_url=url) as api:
+            body = {"prompt": "a", "max_tokens": 3, "stream": True}
+            answer = api.post("/v1/completions", json=body)
+            assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+        assert [temperature for rank in server.ranks for temperature in rank.temperatures] == [0.25]

@@ -172,3 +172,20 @@ def test_log_settings() -> None:
     logs.configure("text", False, stream)
     logs.log_request(logs.Record("r", "GET"))
     assert not stream.getvalue()
+
+
+def test_a_root_path_and_defaults_of_templates() -> None:
+    async def run() -> None:
+        config = ServerConfig(root_path="/models/fox", chat_template_kwargs={"enable_thinking": True})
+        async with server(config) as s:
+            for path in ("/models/fox/health", "/health", "/models/fox/v1/models"):
+                assert (await s.http.get(path)).status_code == 200
+            assert (await s.http.get("/models/foxes/health")).status_code == 404
+            said = {"messages": [{"role": "user", "content": "Hi"}]}
+            tokens = (await s.post("/models/fox/tokenize", said)).json()["tokens"]
+            assert small_tokenizer().decode(tokens).endswith("assistant: think")
+            plain = {**said, "chat_template_kwargs": {"enable_thinking": False}}
+            tokens = (await s.post("/tokenize", plain)).json()["tokens"]
+            assert small_tokenizer().decode(tokens).endswith("assistant:")
+
+    asyncio.run(run())

@@ -1,0 +1,37 @@
+"""Where a model's files are: a directory, or the cache of huggingface_hub for a name such as Qwen/Qwen3-30B-A3B."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken"]  # no code, and no weights in other formats
+ANSWER_SECONDS = 10.0
+
+
+def located(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """The model's directory. Of a name, what is in the cache, completed by a download where there is a network.
+
+    ValueError: there is neither. revision: a branch, tag or commit; download_dir: the cache's place; both of names only.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision {revision!r}: {model} is a directory, which has no revisions")
+        return path
+    if not HUB_NAME.fullmatch(model):
+        raise ValueError(f"model {model!r} is not a directory, nor a name such as Qwen/Qwen3-30B-A3B")
+    library = importlib.import_module("huggingface_hub")
+    try:
+        found = library.snapshot_download(
+            model, revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS, etag_timeout=ANSWER_SECONDS
+        )
+    except Exception as error:  # the library's own, the HTTP client's, the system's
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"model {model!r} is neither a directory nor in the cache of huggingface_hub, and cannot be downloaded: "
+            f"{type(error).__name__}: {reason:.300}"
+        ) from None
+    return Path(found)

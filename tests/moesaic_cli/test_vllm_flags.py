@@ -1,0 +1,234 @@
+"""vLLM's command lines: its flags, its spellings, its files of options, models by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from models.tiny import CHECKPOINT
+from moesaic.command_line import VllmCommand
+from moesaic.explain import command as explain_command
+from moesaic.options import engine_config, engine_options
+from moesaic.serve import command as serve_command
+
+# As vLLM's documentation of expert parallelism has it, for node 0.
+WIDE_EP = [
+    "deepseek-ai/DeepSeek-V3",
+    "--tensor-parallel-size",
+    "1",
+    "--enable-expert-parallel",
+    "--all2all-backend",
+    "deepep_low_latency",
+    "--data-parallel-size",
+    "16",
+    "--data-parallel-size-local",
+    "8",
+    "--data-parallel-address",
+    "10.0.0.1",
+    "--data-parallel-rpc-port",
+    "13345",
+    "--api-server-count",
+    "8",
+    "--enable-eplb",
+    "--eplb-config",
+    '{"window_size":1000,"step_interval":3000,"num_redundant_experts":32,"log_balancedness":false}',
+    "--enable-dbo",
+    "--dbo-decode-token-threshold",
+    "32",
+]
+
+
+def explained(*words: str) -> dict[str, Any]:
+    done = CliRunner().invoke(explain_command, ["--json", *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def refused(*words: str) -> str:
+    done = CliRunner().invoke(explain_command, list(words))
+    assert done.exit_code != 0
+    return " ".join(f"{done.output} {done.exception or ''}".split())
+
+
+def test_the_published_wide_ep_line() -> None:
+    done = CliRunner().invoke(explain_command, ["--json", *WIDE_EP], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "--api-server-count changes nothing: one front process serves" in done.stderr
+    found = json.loads(done.stdout)
+    plan = found["plan"]
+    assert (plan["data_parallel_size"], plan["slots_per_rank"], plan["device"]) == (16, 18, "cuda")
+    assert plan["all2all_backend"] == "deepep_high_throughput+deepep_low_latency"
+    assert "as asked where a rank brings few tokens" in found["reasons"]["all2all_backend"]
+    assert plan["dbo"]["decode_tokens"] == 32 and plan["eplb"]["log_balancedness"] is False
+
+
+@click.command(cls=VllmCommand)
+@click.option("--allowed-origins", multiple=True)
+@engine_options
+def parsed_command(allowed_origins: tuple[str, ...], **options: Any) -> None:
+    parsed.append((allowed_origins, engine_config(options)))
+
+
+parsed: list[Any] = []
+
+
+def config_of(*words: str) -> Any:
+    parsed.clear()
+    done = CliRunner().invoke(parsed_command, list(words), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return parsed[0][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        ("--max-model-len 8k", "max_model_len", 8000),
+        ("--max-model-len 8K", "max_model_len", 8192),
+        ("--max-model-len 1.5K", "max_model_len", 1536),
+        ("--max-model-len auto", "max_model_len", None),
+        ("--max-model-len -1", "max_model_len", None),
+        ("--max_model_len=300", "max_model_len", 300),
+        ("--dtype half", "dtype", "float16"),
+        ("--dtype bf16", "dtype", "bfloat16"),
+        ("--dtype FLOAT", "dtype", "float32"),
+        ("--kv-cache-dtype fp8_e4m3", "kv_cache_dtype", "fp8"),
+        ("--all2all-backend naive", "all2all_backend", "auto"),
+        ("--attention-backend FLASHINFER_MLA", "attention_backend", "flashinfer"),
+        ("--cudagraph-mode FULL_DECODE_ONLY", "cudagraph_mode", "full_decode_only"),
+        ("--cudagraph-capture-sizes 1 2 4", "cudagraph_capture_sizes", (1, 2, 4)),
+        ("--cudagraph-capture-sizes [1,2]", "cudagraph_capture_sizes", (1, 2)),
+        ("--served-model-name a b", "served_model_name", ("a", "b")),
+        ('--served-model-name ["a","b"]', "served_model_name", ("a", "b")),
+        ("--served-model-name a --served-model-name b", "served_model_name", ("a", "b")),
+        ("-O1", "optimization_level", 1),
+        ("-O 0", "optimization_level", 0),
+        ('-cc {"cudagraph_mode":"NONE"}', "cudagraph_mode", "none"),
+        ("--compilation-config 2", "optimization_level", 2),
+        ("--hf-overrides.rope_scaling.factor 4", "hf_overrides", {"rope_scaling": {"factor": 4}}),
+        ('--hf-overrides {"a":1} --hf-overrides.b two', "hf_overrides", {"a": 1, "b": "two"}),
+        ("-tp 1 -pp 1 --seed 0 --trust-remote-code --disable-log-stats", "data_parallel_size", 1),
+        ("--load-format auto --tokenizer-mode auto --swap-space 4", "data_parallel_size", 1),
+    ],
+)
+def test_spellings(words: str, field: str, value: object) -> None:
+    assert getattr(config_of(*words.split()), field) == value
+
+
+def test_fields_of_a_config_one_by_one() -> None:
+    words = "--enable-eplb --eplb-config.num_redundant_experts 16 --eplb-config.window-size=50"
+    config = config_of(*words.split())
+    assert config.num_redundant_experts == 16 and config.eplb.window_size == 50
+
+
+def test_lists_leave_the_model_alone(tmp_path: Path) -> None:
+    config = config_of("--served-model-name", "a", "b", str(tmp_path))
+    assert config.model == str(tmp_path) and config.served_model_name == ("a", "b")
+    config_of("--allowed-origins", '["*"]')
+    assert parsed[0][0] == ("*",)
+    config_of("--allowed-origins", "[]")
+    assert parsed[0][0] == ()
+
+
+def test_a_file_of_options(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        "model: org/name\nmax-model-len: 8k\nserved_model_name: [a, b]\nenable-eplb: true\ntrust-remote-code: false\n"
+        "eplb-config: {window_size: 50}\nenable_prefix_caching: false\ndtype: bfloat16\n"
+    )
+    config = config_of("--config", str(file), "--dtype", "float32")
+    assert (config.model, config.max_model_len, config.dtype) == ("org/name", 8000, "float32")
+    assert config.served_model_name == ("a", "b") and not config.enable_prefix_caching
+    assert config.eplb.window_size == 50
+    file.write_text("- a list\n")
+    assert "must hold options" in refused("--config", str(file))
+    file.write_text("a: [\n")
+    assert "not YAML" in refused(f"--config={file}")
+    assert "No such file" in refused("--config", str(tmp_path / "none.yaml"))
+    file.write_text("no-such-option: 1\n")
+    assert "--no-such-option" in refused("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-tp 2", "--tensor-parallel-size must be 1, not 2: ranks do not split tensors or layers"),
+        ("--load-format gguf", "--load-format must be auto or safetensors, not gguf"),
+        ("--enable-lora", "--enable-lora cannot be: adapters are not supported"),
+        ("--distributed-executor-backend ray", "must be mp or uni, not ray"),
+        ("--tokenizer other/one", "--tokenizer other/one: the tokenizer is the model's own"),
+        ("-O4", "4 is not in the range"),
+        ('-cc {"pass_config":{}}', "compilation_config: 'pass_config' is not supported"),
+        ("--max-model-len much", "is not a number such as 8192, 8k or 8K or auto"),
+        ("--dtype int3", "'int3' is not one of"),
+        ("--no-such-flag", "--no-such-flag"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(words: str, message: str) -> None:
+    assert message in refused(*words.split())
+
+
+def test_levels_of_optimization() -> None:
+    plan = explained("-O0")["plan"]
+    assert plan["cudagraph_mode"] == "none" and plan["dbo"] is None and not plan["async_scheduling"]
+    low = explained("-O1")
+    assert low["plan"]["dbo"] is None and low["plan"]["native_choice"] == ""
+    assert "-O1" in low["reasons"]["native_choice"]
+    assert explained("-O2")["plan"]["dbo"] == explained()["plan"]["dbo"] is not None
+    assert explained("-O0", "--enable-dbo", "on")["plan"]["dbo"] is not None
+
+
+def test_float16_is_computed_in_float32() -> None:
+    found = explained("--dtype", "half")
+    assert found["plan"]["dtype"] == "float32" and "float16 as asked" in found["reasons"]["dtype"]
+    assert "dtype float16" in refused("--dtype", "half", "--gpu", "h200", "deepseek-v3")
+
+
+def test_a_model_by_name(tmp_path: Path) -> None:
+    """From the cache of huggingface_hub, where there is no network."""
+    folder = tmp_path / "models--org--name"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(CHECKPOINT, folder / "snapshots" / ("0" * 40))
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+
+    def explain(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "moesaic", "explain", "--json", *words]
+        return subprocess.run(command, capture_output=True, text=True, env=offline, timeout=120)
+
+    done = explain("org/name")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)["plan"]
+    assert plan["served_model_names"] == ["org/name"] and plan["model_path"].endswith("snapshots/" + "0" * 40)
+    for words in (["org/other"], ["org/name", "--revision", "v2"]):
+        done = explain(*words)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+        assert "is neither a directory nor in the cache of huggingface_hub" in done.stderr
+    done = explain(str(CHECKPOINT), "--revision", "main")
+    assert done.returncode == 2 and "is a directory, which has no revisions" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ssl-certfile", __file__], "--ssl-keyfile"),
+        (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], "--ssl-certfile"),
+        (["--root-path", "models"], "--root-path must begin with a slash"),
+        (["--override-generation-config", '{"colour": 1}'], "'colour' is no default of sampling"),
+        (["--override-generation-config", '{"temperature": 9}'], "temperature must be from 0 to 2"),
+        (["--default-chat-template-kwargs", "[1]"], "default_chat_template_kwargs"),
+    ],
+)
+def test_options_of_the_server(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moesaic.serve.guard_console", lambda: None)  # it would take this process's streams
+    with pytest.raises(ValueError, match=message):
+        CliRunner().invoke(serve_command, words, catch_exceptions=False)

@@ -98,8 +98,8 @@ class FewTokens:
     def join(
         self, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor, counts: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """x [N, D], slot [N, K], weight [N, K] of all ranks, one after another, until the next call; and how many choices of
-        each rank's tokens are of slots here."""
+        """x [N, D], slot [N, K], weight [N, K] of all ranks, one after another, until the next call; and how
+        many choices of each rank's tokens are of slots here."""
         num_tokens, top_k = sum(counts), slot_TK.shape[1]
         joined = self._joined.get((num_tokens, top_k))
         if joined is None:

@@ -45,7 +45,7 @@ ONLY_PARTS = {
         "eplb": {"eplb.placement", "eplb.load"},
         "dbo": {"dbo.alive", "dbo.steps"},
         "layers": {"layers.optional"},
-        "native": {"native"},
+        "native": {"native.exchange"},
     },
     "moe_kernels": {"layers": {"layers.choice", "layers.optional", "layers.triton.configs", "layers.triton.device"}},
 }

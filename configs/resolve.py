@@ -79,6 +79,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         logprobs_mode=config.logprobs_mode,
         max_logprobs=config.max_logprobs,
         exchange_timeout=config.exchange_timeout,
+        wait_warning_seconds=config.wait_warning_seconds,
         max_ranks=_max_ranks(config, machine, why),
         ranks_per_machine=0 if machine.gpu is None else machine.gpu.count,
         pin_ranks=pin,
@@ -135,6 +136,10 @@ def _checked(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> Engi
     if not 0 < config.exchange_timeout <= LONGEST_EXCHANGE:
         raise ValueError(
             f"exchange_timeout must be above 0 and at most {LONGEST_EXCHANGE:g} seconds, not {config.exchange_timeout}"
+        )
+    if not 0 <= config.wait_warning_seconds <= LONGEST_EXCHANGE:
+        raise ValueError(
+            f"wait_warning_seconds must be 0 to {LONGEST_EXCHANGE:g}, not {config.wait_warning_seconds} (0: never)"
         )
     if config.num_redundant_experts is not None and config.num_redundant_experts < 0:
         raise ValueError(f"num_redundant_experts must be at least 0, not {config.num_redundant_experts}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from dbo import alive
+import dbo.alive as alive
 from dbo.steps import Steps
 from ep.experts import GATED, ExpertKind, Experts
 from ep.parallel import Parallel
@@ -29,8 +29,8 @@ class MoE(nn.Module):
     overlap; layers of a model share them. table: logical expert -> slot of the group; None: the two numbers are the
     same. shared: computed by every rank on its own tokens while theirs are in flight; None: there is none. A model that
     counts sets `load`, which is shown the expert ids of every step (eplb.load.ExpertLoad.recorder), and `arrivals`,
-    which is shown how many rows each slot gets (eplb.load.RowLoad.recorder). number: among all layers of the model, which
-    sets it.
+    which is shown how many rows each slot gets (eplb.load.RowLoad.recorder). number: among all layers of the
+    model, which sets it.
     """
 
     exchanges = True  # with other ranks

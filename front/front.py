@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from front.accusations import Accusations
+from front.accusations import Accusations, WaitBook
 from front.members import Members, State
 from front.messages import (
     Abort,
@@ -45,7 +45,6 @@ from front.routing import RequestRouter
 from front.sampling_params import seeds
 from front.sequences import FinishedRequest, LiveRequest, Sequence
 from front.text import Tokenizer
-from front.waits import WaitBook
 
 _MAX_FINISHED = 65536
 

@@ -98,8 +98,8 @@ class RankMonitor:
         bound.
 
         module: what a rank's process runs; options: more words of its command line. ranks: those of this machine; None:
-        all, and only then may their number change. standby: keep a process that becomes the next rank. watches: say which
-        ranks wait for which (launch/waits.py); off where another machine does."""
+        all, and only then may their number change. standby: keep a process that becomes the next rank. watches: say
+        which ranks wait for which (launch/waits.py); off where another machine does."""
         self.restarts = False
         self.left = False  # a rank has ended by itself with exit code 0, as the front told it to
         self._children = children

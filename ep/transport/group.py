@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from dbo import alive
+import dbo.alive as alive
 from ep.protocol import PeerLost, Pending, Ready
 from ep.transport.joining import LOOPBACK, connect
 

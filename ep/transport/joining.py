@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from dbo import alive
+import dbo.alive as alive
 from ep.protocol import PeerLost
 
 LOOPBACK = "127.0.0.1"

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dbo import alive
+import dbo.alive as alive
 from ep.protocol import PeerLost
 from ep.transport.shm_futex import Futex, full_fence, order_fence
 from ep.transport.shm_rendezvous import SignIn, Watch, rendezvous

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbo import alive
+import dbo.alive as alive
 from ep.protocol import PeerLost
 
 _RECORD = struct.Struct("=QQqqqqq")  # checksum, the rendezvous's name and epoch, and the fields of SignIn

@@ -8,8 +8,8 @@ from typing import Any
 from dbo import alive
 from engine.process.heartbeat import Sign, read_sign
 from ep.recorder import Kind
+from front.accusations import WaitBook
 from front.messages import Wait, Waits
-from front.waits import WaitBook
 from launch.waits import WaitWatch
 
 NOW = 1000.0

@@ -71,6 +71,8 @@ def hosts_of(
     size: int, local: int | None, address: str | None, port: int, first: int | None, headless: bool
 ) -> Hosts | None:
     """The command line's values; None: everything is on this machine. ValueError names the option."""
+    if size < 1:
+        raise ValueError(f"--data-parallel-size must be at least 1, not {size}")
     if headless and not first:
         raise ValueError("--headless needs --data-parallel-start-rank: the first rank of this machine (1 or more)")
     if first and not headless:

@@ -140,7 +140,8 @@ class Front:
         request = LiveRequest(prompt, self._clock())
         self._requests[prompt.request_id] = request
         for index, seed in enumerate(seeds(params.seed, params.n)):
-            detokenizer = self.tokenizer.detokenizer(prompt.token_ids, params.skip_special_tokens)
+            tags = prompt.format.tags if prompt.format is not None else ()
+            detokenizer = self.tokenizer.detokenizer(prompt.token_ids, params.skip_special_tokens, tags)
             request.sequences.append(Sequence(index, seed, request, detokenizer))
         self._held[prompt.request_id] = request
         return self._place_held()
@@ -186,7 +187,7 @@ class Front:
         deltas = []
         running = [item.sequence_id for item in request.sequences if item.sequence_id in self._sequences]
         for sequence in list(request.sequences):
-            deltas.append((request_id, Delta(sequence.index, sequence.last_text(), [], finish_reason="abort")))
+            deltas.append((request_id, sequence.last_delta("abort")))
             self._close_sequence(sequence, "abort", now)
         return Work(deltas, [(request.rank, Abort(running))] if running else [])
 
@@ -315,6 +316,7 @@ class Front:
             if delta.finish_reason is not None:
                 if output.finish_reason is None:
                     stopped.append(output.request_id)
+                sequence.request.num_preemptions += output.num_preemptions
                 self._close_sequence(sequence, delta.finish_reason, now)
         if deltas and self.members.open:
             self.members.on_token(message.rank, now)
@@ -346,7 +348,7 @@ class Front:
             return
         sequence.answered = True
         if request.first_token is None and output.new_token_ids:
-            request.first_token = now
+            request.first_token, request.queued = now, output.queued
         if sequence.index == 0:
             request.num_cached = delta.num_cached_tokens = output.num_cached_tokens
             if output.prompt_logprobs is not None:
@@ -361,6 +363,7 @@ class Front:
         self.router.finished(sequence.num_output)
         request.sequences.remove(sequence)
         request.reasons[sequence.index] = reason
+        request.most_output = max(request.most_output, sequence.num_output)
         request.open -= 1
         if request.open:
             return

@@ -110,6 +110,8 @@ class _Exchange:
             return await asyncio.wait_for(coming, self.client.timeout)
         except TimeoutError:
             raise TimeoutError(f"no answer for {self.client.timeout:g} s") from None
+        except BrokenPipeError:  # a name that is left to our own output
+            raise ConnectionError(CUT_OFF) from None
 
     async def _line(self) -> bytes:
         line = await self._within(self.reader.readline())

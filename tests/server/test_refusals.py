@@ -222,8 +222,8 @@ def test_limits_on_bodies_and_headers() -> None:
 
 # ---- keys ---------------------------------------------------------------------------------------------------------
 
-OPEN = ["/health", "/ready", "/ping", "/metrics", "/version"]
-CLOSED = ["/v1/models", "/v1/models/fox-moe", "/nowhere", "/docs"]
+OPEN = ("/health", "/live", "/ping", "/ready", "/metrics", "/load", "/version", "/openapi.json", "/docs")
+CLOSED = ("/v1/models", "/v1/models/fox-moe", "/tokenizer_info", "/nowhere")
 
 
 def test_keys() -> None:
@@ -293,7 +293,9 @@ def test_cors_is_closed_unless_opened() -> None:
 def test_loading_then_ready_then_draining() -> None:
     async def run() -> None:
         async with server(ready=False) as s:
-            assert (await s.http.get("/health")).status_code == 200
+            for path in ("/health", "/ping", "/v1/models", "/v1/models/fox-moe"):
+                assert error_of(await s.http.get(path), 503)["code"] == "loading"
+            assert (await s.http.get("/live")).json() == {"status": "alive"}
             waiting = await s.http.get("/ready")
             error = error_of(waiting, 503)
             assert "rank 0, 1" in error["message"] and error["code"] == "loading"
@@ -304,6 +306,8 @@ def test_loading_then_ready_then_draining() -> None:
             s.ranks.load()
             await until(lambda: s.service.engine.is_ready, "ready")
             assert (await s.http.get("/ready")).json() == {"status": "ready", "mode": "full", "ranks": ["up", "up"]}
+            for path in ("/health", "/ping", "/v1/models", "/v1/models/fox-moe"):
+                assert (await s.http.get(path)).status_code == 200
 
             s.ranks.paused = True
             running = asyncio.create_task(s.complete())

@@ -28,6 +28,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()  # CORS; none: closed
     eplb_record_dir: str | None = None  # where loads may be recorded; None: nowhere
     profile_dir: str | None = None  # where profiles may be written (POST /start_profile); None: nowhere
+    otlp_traces_endpoint: str | None = None  # of an OpenTelemetry collector; None: no traces
     log_format: str = "text"  # or "json"
     log_requests: bool = True  # one line per finished request; prompts are never logged
 

@@ -27,6 +27,7 @@ from server.api.openai import (
     TokenizeRequest,
 )
 from server.api.params import FIELDS, check_chat, check_common, check_completion, either
+from server.api.unknown import check_unknown
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 
 Kind = Literal["completion", "chat", "tokenize", "detokenize"]
@@ -50,6 +51,7 @@ class Prompts(msgspec.Struct, tag=True, kw_only=True):
     token_ids: list[bytes] | None = None
     texts: list[str] | None = None
     prediction: bytes = b""  # packed too
+    ignored: list[str] = []  # fields that are unknown
 
 
 class Answered(msgspec.Struct, tag=True):
@@ -112,9 +114,13 @@ class Intake:
                 return Answered(self._tokenize(decoded(body, _tokenize_decoder)))
             if kind == "detokenize":
                 return Answered(self._detokenize(decoded(body, _detokenize_decoder), vocab_size))
-            if kind == "completion":
-                return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
-            return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
+            taken = (
+                self._completion(decoded(body, _completion_decoder), vocab_size, serving)
+                if kind == "completion"
+                else self._chat(decoded(body, _chat_decoder), vocab_size, serving)
+            )
+            taken.ignored = check_unknown(body, CompletionRequest if kind == "completion" else ChatRequest)
+            return taken
         except ApiError as error:
             return Refused(error.status, error.message, error.param, error.code)
 

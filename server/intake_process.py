@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from io import BufferedRWPair
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from configs.engine import Plan
 from configs.env import child_environment
 from configs.server import ServerConfig
 from engine.process.malloc import return_freed_memory
-from engine.process.orphan import die_with_parent
+from engine.process.orphan import child_command, die_with_parent
 from front.text import Tokenizer
 from server.errors import ApiError, unavailable
 from server.intake import Intake, Kind, Taken
@@ -182,8 +181,7 @@ class IntakeProcess:
     async def _start(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "server.intake_process", "--fd", str(theirs.fileno())]
-            command += ["--parent", str(os.getpid())]
+            command = child_command("server.intake_process", ["--fd", str(theirs.fileno())])
             self._process = subprocess.Popen(
                 command, env=child_environment(1), stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
             )

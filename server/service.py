@@ -26,6 +26,7 @@ from server.intake import Answered, Intake, Kind, Prompts, Refused, decoded, kno
 from server.intake_process import IntakeProcess
 from server.logs import Record
 from server.metrics import Metrics
+from server.tracing import Traces
 
 State = Literal["loading", "ready", "short", "draining", "failed"]
 Body = TypeVar("Body")
@@ -57,6 +58,7 @@ class Service:
         config: ServerConfig,
         defaults: SamplingParams,
         created: int,
+        traces: Traces | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
@@ -64,6 +66,7 @@ class Service:
         self.config = config
         self.defaults = defaults
         self.created = created
+        self.traces = traces
         self.flights = Flights(
             capacity=lambda: plan.max_num_seqs * engine.members.count,
             max_queued=config.max_queued_requests,
@@ -76,8 +79,10 @@ class Service:
         self._serial = itertools.count()
 
     def close(self) -> None:
-        """Ends the process that takes large bodies."""
+        """Ends the process that takes large bodies, and sends the last traces."""
         self._large.close()
+        if self.traces is not None:
+            self.traces.close()
 
     # ---- state -------------------------------------------------------------------------------------------------
 

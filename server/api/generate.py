@@ -202,6 +202,7 @@ class Answer(Response):
         service.require_ready()
         record = record_of(scope)
         record.model = job.model
+        record.params, record.num_choices = job.prompts[0].params, job.num_choices
         record.prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
         flight = service.flights.open(job.request_id, job.num_choices)
         flight.prompt_ids = [prompt.request_id for prompt in job.prompts]
@@ -339,7 +340,9 @@ class _Counter:
 
     def report(self, service: Service) -> None:
         for prompt, gaps in zip(self._prompts, self._gaps, strict=True):
-            service.metrics.add_gaps(prompt.request_id, gaps)
+            finished = service.metrics.add_gaps(prompt.request_id, gaps)
+            if finished is not None:
+                self._record.finished.append(finished)
 
 
 def _usage(record: Record) -> Usage:

@@ -53,13 +53,15 @@ def build_app(service: Service) -> ASGIApp:
 
 def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
     """Method, path and handler of each route."""
-    responses, messages = Responses(service), Messages(service)
+    responses, messages, tokenization = Responses(service), Messages(service), Tokenization(service)
     rank_admin = RankAdmin(service)
     eplb = Eplb(service)
     profiles = Profiles(service)
     get: dict[str, Handler] = {
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
+        "/v1/responses/{response_id}": responses.retrieve,
+        "/v1/responses/{response_id}/input_items": responses.input_items,
         "/health": pages.health,
         "/ping": pages.health,
         "/live": pages.live,
@@ -71,8 +73,6 @@ def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
         "/docs": pages.docs,
         "/tokenizer_info": tokenization.info,
         "/admin/ranks": rank_admin.table,
-        "/v1/responses/{response_id}": responses.retrieve,
-        "/v1/responses/{response_id}/input_items": responses.input_items,
         "/eplb/status": eplb.status,
         "/eplb/placement": eplb.placement,
         "/eplb/load": eplb.load,

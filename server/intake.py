@@ -38,11 +38,18 @@ from server.api.openai import (
 )
 from server.api.params import FIELDS, check_chat, check_common, check_completion, either
 from server.api.responses import ResponsesRequest
+from server.api.unknown import check_unknown
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 
 GeneratingKind = Literal["completion", "chat", "responses", "messages"]
 Kind = GeneratingKind | Literal["tokenize", "detokenize", "count_tokens"]
 Body = TypeVar("Body")
+FORMS: dict[Kind, type[msgspec.Struct]] = {
+    "completion": CompletionRequest,
+    "chat": ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+}
 ANSWER_FACTOR = 8  # an answer about tokens may have so many times the bytes that a body may
 
 _encode = msgspec.json.Encoder().encode
@@ -70,6 +77,7 @@ class Prompts(msgspec.Struct, tag=True, kw_only=True):
     token_ids: list[bytes] | None = None
     texts: list[str] | None = None
     prediction: bytes = b""  # packed too
+    ignored: list[str] = []  # fields that are unknown
 
 
 class Answered(msgspec.Struct, tag=True):
@@ -132,17 +140,25 @@ class Intake:
                 return Answered(self._tokenize(decoded(body, _tokenize_decoder)))
             if kind == "detokenize":
                 return Answered(self._detokenize(decoded(body, _detokenize_decoder), vocab_size))
-            if kind == "completion":
-                return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
-            if kind == "chat":
-                return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
-            if kind == "responses":
-                return self._responses(decoded(body, _responses_decoder), earlier, vocab_size, serving)
-            return self._messages(decoded(body, _messages_decoder), vocab_size, serving, kind == "count_tokens")
+            taken = self._generating(kind, body, earlier, vocab_size, serving)
+            if isinstance(taken, Prompts):
+                taken.ignored = check_unknown(body, FORMS[kind])
+            return taken
         except ApiError as error:
             return Refused(error.status, error.message, error.param, error.code)
 
     # ---- generating ----
+
+    def _generating(
+        self, kind: Kind, body: bytes, earlier: bytes, vocab_size: int, serving: bool
+    ) -> Prompts | Answered:
+        if kind == "completion":
+            return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
+        if kind == "chat":
+            return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
+        if kind == "responses":
+            return self._responses(decoded(body, _responses_decoder), earlier, vocab_size, serving)
+        return self._messages(decoded(body, _messages_decoder), vocab_size, serving, kind == "count_tokens")
 
     def _completion(self, body: CompletionRequest, vocab_size: int, serving: bool) -> Prompts:
         model = self._checked(body, vocab_size)

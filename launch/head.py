@@ -10,12 +10,12 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from configs.engine import Plan
 from configs.env import child_environment
-from configs.hosts import Hosts, Network, front_endpoint, overlap
+from configs.hosts import Hosts, Network, family_of, front_endpoint, overlap, resolve
 from configs.server import ServerConfig
 from engine.process.console import say, say_text
 from front.messages import RankLost
@@ -69,8 +69,9 @@ class HeadSupervisor(Supervisor):
         on_ready: Callable[[str], None],
     ) -> None:
         """ValueError when the address is not this machine's or the port is taken."""
+        hosts = replace(hosts, head=resolve(hosts.head))
         try:
-            self.listener = socket.create_server((hosts.head, hosts.port))
+            self.listener = socket.create_server((hosts.head, hosts.port), family=family_of(hosts.head))
         except OSError as error:
             raise ValueError(
                 f"cannot listen on {hosts.head}:{hosts.port} (--data-parallel-address): {error.strerror}"

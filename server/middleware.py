@@ -31,6 +31,7 @@ ADMIN = frozenset(
         "/abort_requests",
         "/reset_prefix_cache",
         "/admin/ranks",
+        "/debug/waits",
         "/eplb/plan",
         "/eplb/rebalance",
         "/eplb/record",

@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from front.chat.format import OutputFormat
 from front.messages import SamplingParams
 from server.api.generate import Job
 from server.api.openai import GenerationRequest, Usage
@@ -37,6 +38,8 @@ class Taken(Generic[Body]):
     token_id_lists: list[list[int]]
     texts: list[str] | None
     prediction: list[int]
+    format: OutputFormat | None
+    named_tool: bool
 
 
 async def take(
@@ -56,7 +59,7 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
-    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction))
+    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction), found.format, found.named_tool)
 
 
 def make_job(
@@ -71,7 +74,7 @@ def make_job(
         request_id=taken.request_id,
         model=taken.model,
         created=int(time.time()),
-        prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names),
+        prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names, taken.format),
         n=params.n,
         stream=either(body.stream, False),
         include_usage=options is not None and either(options.include_usage, False),
@@ -79,6 +82,7 @@ def make_job(
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=either(body.return_token_ids, False),
         tokens_as_ids=either(body.return_tokens_as_token_ids, False),
+        named_tool=taken.named_tool,
         **shown,
     )
 

@@ -35,8 +35,9 @@ LOAD_HANG_SECONDS = 10.0  # the same while it loads, when a long operation may h
 STALL_SECONDS = 1.0  # when this process itself was not run for so long, the ranks get their time anew
 LOAD_FACTOR = 10  # a restarted rank may load for so many times what the first start took ...
 LOAD_SECONDS = 30.0  # ... or for this long, if that is more
-RESTART_PAUSE = 0.5  # seconds after a loss: the survivors recover before one that starts takes their cores ...
-STANDBY_PAUSE = 0.1  # ... for which one that waits (launch/standby.py) has less need
+# Seconds after a loss: the survivors recover before one that starts takes their cores. One that waits
+# (launch/standby.py) has less need of them, and starts when they have computed their first step, if that is earlier.
+RESTART_PAUSE = 0.5
 BECOME_SECONDS = 5.0  # for one that waits to give a first sign of life as a rank
 LONGEST_PAUSE = 30.0  # each failed try in a row doubles the pause, up to this ...
 LONGEST_PAUSE_ALONE = 10.0  # ... or this, when no rank is left
@@ -207,7 +208,7 @@ class RankMonitor:
                 place.child.process.kill()
 
     def _prepare(self, rank: int) -> None:
-        for name in ("beat", "loading", "loaded"):
+        for name in ("beat", "loading", "loaded", "joined"):
             self._runtime.clear(f"{name}-{rank}")
 
     def _start(self, place: _Place) -> None:
@@ -313,8 +314,8 @@ class RankMonitor:
             say("rank_stays_down", rank=place.rank, restarts=place.tries, next_try_seconds=round(pause))
             place.said_down = True
         calm = RESTART_PAUSE
-        if self._standby is not None and self._standby.ready and not place.tries:
-            calm = pause = STANDBY_PAUSE
+        if self._standby is not None and self._standby.ready and not place.tries and self._recovered:
+            calm = pause = 0.0
         # The first try after the loss of all of them has no survivor to wait for.
         if now - place.ended < (0.0 if alone and not place.tries else pause):
             return
@@ -325,6 +326,12 @@ class RankMonitor:
         self._start(place)
         assert place.child is not None
         say("rank_restarted", rank=place.rank, pid=place.child.process.pid, restart=place.tries + 1)
+
+    @property
+    def _recovered(self) -> bool:
+        """Every rank that serves has computed a step since the last loss."""
+        joined = [self._beat(place.rank, "joined") for place in self._places if place.serves]
+        return all(when is not None and when >= self._last_loss for when in joined)
 
     def _beat(self, rank: int, name: str = "beat") -> float | None:
         """When the rank last wrote. None: it has not (or is just writing)."""

@@ -14,6 +14,8 @@ import msgspec
 
 from configs.engine import Plan
 from configs.server import ServerConfig
+from front.chat.families import chosen_families
+from front.chat.format import OutputFormat
 from front.sampling_params import room_for_output
 from front.text import Tokenizer
 from server.api.conversation import predicted_text, render_messages, template_kwargs, text_of
@@ -27,6 +29,7 @@ from server.api.openai import (
     TokenizeRequest,
 )
 from server.api.params import FIELDS, check_chat, check_common, check_completion, either
+from server.api.tools import ToolUse, tool_use
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 
 Kind = Literal["completion", "chat", "tokenize", "detokenize"]
@@ -49,6 +52,8 @@ class Prompts(msgspec.Struct, tag=True, kw_only=True):
     model: str
     token_ids: list[bytes] | None = None
     texts: list[str] | None = None
+    format: OutputFormat | None = None
+    named_tool: bool = False
     prediction: bytes = b""  # packed too
 
 
@@ -103,6 +108,8 @@ class Intake:
         self._tokenizer = tokenizer
         self._plan = plan
         self._config = config
+        template = tokenizer.format_marks if config.chat_template is None else config.chat_template
+        self._families = chosen_families(template, config.tool_call_parser, config.reasoning_parser)
 
     def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool) -> Taken:
         """What is wrong with it comes back as Refused. serving: false: a generating request is looked at, and no
@@ -141,12 +148,14 @@ class Intake:
     def _chat(self, body: ChatRequest, vocab_size: int, serving: bool) -> Prompts:
         model = self._checked(body, vocab_size)
         check_chat(body)
+        use = tool_use(body)
+        self._check_parser(use)
         messages, kwargs = body.messages, template_kwargs(body)
         expected, body.prediction = body.prediction, None
-        body.messages, body.chat_template_kwargs = [], None
+        body.messages, body.chat_template_kwargs, body.tools = [], None, None
         if not serving:
             return Prompts(chat=body, model=model)
-        text = self._rendered(messages, body.add_generation_prompt, body.continue_final_message, kwargs)
+        text = self._rendered(messages, body.add_generation_prompt, body.continue_final_message, kwargs, use.tools)
         cut = body.truncate_prompt_tokens
         (token_ids,) = self._encode([text], either(body.add_special_tokens, False), "messages", fitting=cut is None)
         wanted = either(body.max_completion_tokens, body.max_tokens)
@@ -156,7 +165,40 @@ class Intake:
         last = messages[-1]
         texts = [text_of(last, len(messages) - 1)] if body.echo and last.role == "assistant" else None
         tokens, prediction = [_pack(token_ids)], prediction[: self._plan.max_model_len]
-        return Prompts(chat=body, model=model, token_ids=tokens, texts=texts, prediction=_pack(prediction))
+        goes_on = text_of(last, len(messages) - 1) if body.continue_final_message else None
+        return Prompts(
+            chat=body,
+            model=model,
+            token_ids=tokens,
+            texts=texts,
+            prediction=_pack(prediction),
+            format=self._format(use, text, goes_on),
+            named_tool=use.named,
+        )
+
+    def _check_parser(self, use: ToolUse) -> None:
+        """ApiError 400 where calls could not be told from text."""
+        if use.mode == "none":
+            return
+        if not self._families[0]:
+            message = (
+                "tools: the format in which this model calls them is not known; the server needs --tool-call-parser"
+            )
+            raise bad_request(message, "tools", "unsupported_parameter")
+        if use.mode == "auto" and not self._config.enable_auto_tool_choice:
+            message = 'tool_choice "auto" needs a server started with --enable-auto-tool-choice'
+            raise bad_request(message, "tool_choice", "unsupported_parameter")
+
+    def _format(self, use: ToolUse, prompt: str, goes_on: str | None) -> OutputFormat | None:
+        """goes_on: the text of the message that the output goes on with."""
+        calls, reasoning = self._families
+        calls = calls if use.mode != "none" else ""
+        if not (calls or reasoning):
+            return None
+        found = OutputFormat(
+            calls=calls, reasoning=reasoning, max_calls=0 if use.parallel else 1, tools=use.schemas if calls else {}
+        )
+        return found.after(prompt) if goes_on is None else found.going_on(goes_on)
 
     def _checked(self, body: GenerationRequest, vocab_size: int) -> str:
         """The model's name. What is left of the body is small then."""
@@ -175,6 +217,7 @@ class Intake:
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
         kwargs: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
     ) -> str:
         return render_messages(
             self._tokenizer,
@@ -183,6 +226,7 @@ class Intake:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             kwargs=kwargs,
+            tools=tools,
         )
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool, field: str, fitting: bool) -> list[list[int]]:

@@ -13,7 +13,15 @@ from front.outputs import Delta
 from server.api.endpoint import ChunkWriter, Taken, encode, make_job, take
 from server.api.generate import Answer, Choice, Job, PromptFacts
 from server.api.logprobs import chat_logprobs, prompt_logprobs
-from server.api.openai import AnsweredCall, AnswerMessage, CalledFunction, ChatChoice, ChatCompletion, ChatRequest, Usage
+from server.api.openai import (
+    AnsweredCall,
+    AnswerMessage,
+    CalledFunction,
+    ChatChoice,
+    ChatCompletion,
+    ChatRequest,
+    Usage,
+)
 from server.api.params import either, sampling_params
 from server.logs import Record
 from server.service import Service
@@ -61,9 +69,7 @@ class ChatWriter(ChunkWriter):
     def __init__(self, job: Job) -> None:
         super().__init__(job, "chat.completion.chunk")
         choices = range(job.num_choices)
-        self._heads = [
-            b'data: %b,"choices":[{"index":%d,"delta":%b' % (self._head, i, CONTENT) for i in choices
-        ]
+        self._heads = [b'data: %b,"choices":[{"index":%d,"delta":%b' % (self._head, i, CONTENT) for i in choices]
         self._tail = b'},"logprobs":null,"finish_reason":null}]' + self._end
         self._begun = [False] * job.num_choices
         self._called = [False] * job.num_choices  # there were calls of tools

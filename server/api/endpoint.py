@@ -59,7 +59,9 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
-    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction), found.format, found.named_tool)
+    return Taken(
+        body, found.model, name, token_id_lists, found.texts, unpack(found.prediction), found.format, found.named_tool
+    )
 
 
 def make_job(

@@ -282,6 +282,7 @@ class Rank:
     def close(self) -> None:
         """Wait for a step that still runs, end the device thread, and leave the other ranks."""
         self._runner.close()
+        self._scheduler.grammars.close()
         self._team.close()
         for companion in self._companions.members:
             companion.close()
@@ -379,5 +380,6 @@ class Rank:
         return self._scheduler.update(flight.schedule, result.token_ids, result.logprobs, prompts, drafts)
 
     def _take_early(self) -> list[TokenOutput]:
-        outputs, self._early = self._early, []
+        outputs, self._early = self._early + self._scheduler.refused, []
+        self._scheduler.refused = []
         return outputs

@@ -200,6 +200,7 @@ class Runner:
             self._capture.forget()
         if self._passes is not None and self._passes.capture is not None:
             self._passes.capture.forget()
+        self._table.forget_step()
         self._unnoted = None
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, PeerLost):
@@ -209,6 +210,7 @@ class Runner:
         """Waits for the steps launched."""
         if self._threads is not None:
             self._threads.shutdown(wait=True)
+        self._table.close()
 
     def _run(self, schedule: Schedule, hooks: Sequence[StepHook], num_parts: int) -> Landing:
         if self._failure is not None:
@@ -232,6 +234,8 @@ class Runner:
             self._table.clear(row)
         for new in schedule.new_rows:
             self._table.set(new.row, new)
+        if self._unnoted is None:
+            self._table.begin(schedule)
         self._exchange.begin(schedule.most_tokens)
         capture = self._capture
         prepared = self._buffers.fill(schedule, num_parts, None if capture is None else capture.choose)

@@ -15,8 +15,11 @@ import msgspec
 from configs.engine import Plan
 from configs.server import ServerConfig
 from front.chat.families import chosen_families
+from front.chat.forced import can_trigger, forced_calls
 from front.chat.format import OutputFormat
+from front.messages import StructuredOutputsParams
 from front.sampling_params import room_for_output
+from front.structured.grammar import checked_grammar
 from front.text import Tokenizer
 from server.api.conversation import predicted_text, render_messages, template_kwargs, text_of
 from server.api.openai import (
@@ -54,6 +57,7 @@ class Prompts(msgspec.Struct, tag=True, kw_only=True):
     texts: list[str] | None = None
     format: OutputFormat | None = None
     named_tool: bool = False
+    structured_outputs: StructuredOutputsParams | None = None  # that forces calls of tools
     prediction: bytes = b""  # packed too
 
 
@@ -166,14 +170,16 @@ class Intake:
         texts = [text_of(last, len(messages) - 1)] if body.echo and last.role == "assistant" else None
         tokens, prediction = [_pack(token_ids)], prediction[: self._plan.max_model_len]
         goes_on = text_of(last, len(messages) - 1) if body.continue_final_message else None
+        format = self._format(use, text, goes_on)
         return Prompts(
             chat=body,
             model=model,
             token_ids=tokens,
             texts=texts,
             prediction=_pack(prediction),
-            format=self._format(use, text, goes_on),
+            format=format,
             named_tool=use.named,
+            structured_outputs=self._forced(use, format) if use.forced and format is not None else None,
         )
 
     def _check_parser(self, use: ToolUse) -> None:
@@ -188,6 +194,27 @@ class Intake:
         if use.mode == "auto" and not self._config.enable_auto_tool_choice:
             message = 'tool_choice "auto" needs a server started with --enable-auto-tool-choice'
             raise bad_request(message, "tool_choice", "unsupported_parameter")
+
+    def _forced(self, use: ToolUse, format: OutputFormat) -> StructuredOutputsParams | None:
+        """Arguments are what the schemas say. Where the grammar cannot hold all of them, those that are not strict are
+        any objects. None: the model may choose, in a format whose calls have no grammar then. ApiError 400."""
+        if use.mode == "auto" and not use.limited and not can_trigger(format, self._tokenizer.special_tokens):
+            return None
+        after: tuple[int, ...] = ()
+        if format.begins_reasoning or (format.begins_reasoning is None and format.assumes_reasoning):
+            after = tuple(self._tokenizer.encode(format.end_of_reasoning, add_special_tokens=False))
+        loose = [function if function.get("strict") else {"name": function["name"]} for function in use.callable]
+        message = ""
+        for functions in (list(use.callable), loose):
+            try:
+                tag = forced_calls(functions, format, self._tokenizer.special_tokens, required=use.mode == "required")
+                params = StructuredOutputsParams(structural_tag=tag, after_token_ids=after)
+                checked_grammar(params, self._tokenizer)
+            except ValueError as error:
+                message = message or str(error)
+            else:
+                return params
+        raise bad_request(f"tools: {message}", "tools", "invalid_value")
 
     def _format(self, use: ToolUse, prompt: str, goes_on: str | None) -> OutputFormat | None:
         """goes_on: the text of the message that the output goes on with."""

@@ -62,6 +62,15 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, begins_reasoning=text.rfind(table.begin) > text.rfind(table.end))
 
     @property
+    def assumes_reasoning(self) -> bool:
+        """An output begins with reasoning unless its prompt says that it does not."""
+        return self.reasoning in REASONING and REASONING[self.reasoning].assumed
+
+    @property
+    def end_of_reasoning(self) -> str:
+        return REASONING[self.reasoning].end
+
+    @property
     def tags(self) -> tuple[str, ...]:
         """What the parser must see, though it may be written in special tokens."""
         return tags_of(self.calls, self.reasoning)

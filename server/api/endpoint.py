@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 
 from front.chat.format import OutputFormat
-from front.messages import SamplingParams
+from front.messages import SamplingParams, StructuredOutputsParams
 from server.api.generate import Job
 from server.api.openai import GenerationRequest, Usage
 from server.api.params import either
@@ -40,6 +40,7 @@ class Taken(Generic[Body]):
     prediction: list[int]
     format: OutputFormat | None
     named_tool: bool
+    structured_outputs: StructuredOutputsParams | None
 
 
 async def take(
@@ -60,7 +61,15 @@ async def take(
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
     return Taken(
-        body, found.model, name, token_id_lists, found.texts, unpack(found.prediction), found.format, found.named_tool
+        body,
+        found.model,
+        name,
+        token_id_lists,
+        found.texts,
+        unpack(found.prediction),
+        found.format,
+        found.named_tool,
+        found.structured_outputs,
     )
 
 
@@ -70,6 +79,8 @@ def make_job(
     """names: what fields are called in this request where the engine has another name. shown: other fields of Job.
     ApiError 400."""
     body = taken.body
+    if taken.structured_outputs is not None:
+        params = msgspec.structs.replace(params, structured_outputs=taken.structured_outputs)
     options = body.stream_options
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
     return Job(

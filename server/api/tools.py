@@ -17,7 +17,7 @@ NAME = re.compile(r"[^\s<>{}\"'`\\]{1,256}")
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """tools: as the request gives them. mode: whether calls are looked for, and whether there must be one. callable: the
+    """tools: as the request gives them. mode: whether calls are looked for, and whether there must be one. callable:
     functions that may be called. limited: these are fewer than the tools, or are named. named: one function was."""
 
     tools: list[dict[str, Any]] = []

@@ -53,6 +53,7 @@ class Schedule:
     state_reads: list[int] = field(default_factory=list)  # records (cache/records.py); [] where a model has no state
     state_writes: list[int] = field(default_factory=list)
     most_tokens: int = 0  # of any rank in this step, as the ranks have agreed
+    agreed_step: int = 0  # its number among all ranks
 
     @property
     def num_drafts(self) -> int:

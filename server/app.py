@@ -51,6 +51,7 @@ def build_app(service: Service) -> ASGIApp:
         "/docs": pages.docs,
         "/tokenizer_info": tokenization.info,
         "/admin/ranks": rank_admin.table,
+        "/debug/waits": pages.waits,
         "/eplb/status": eplb.status,
         "/eplb/placement": eplb.placement,
         "/eplb/load": eplb.load,
@@ -152,6 +153,12 @@ class Pages:
         """Why ranks do not go on or do not come back, as they said themselves; empty when none has said so."""
         troubles = self._service.engine.members.troubles
         return {"waiting": {str(rank): reason for rank, reason in sorted(troubles.items())}} if troubles else {}
+
+    async def waits(self, request: Request) -> Response:
+        """Which ranks wait for which, from the threshold on (docs/surviving.md)."""
+        waits = self._service.engine.front.waits
+        threshold = self._service.plan.wait_warning_seconds
+        return json_response({"threshold_seconds": threshold, "now": waits.now, "past": list(waits.past)})
 
     async def metrics(self, request: Request) -> Response:
         await refresh(self._service)

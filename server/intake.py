@@ -33,6 +33,7 @@ from server.api.openai import (
 )
 from server.api.params import FIELDS, check_chat, check_common, check_completion, either
 from server.api.tools import ToolUse, tool_use
+from server.api.unknown import check_unknown
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 
 Kind = Literal["completion", "chat", "tokenize", "detokenize"]
@@ -59,6 +60,7 @@ class Prompts(msgspec.Struct, tag=True, kw_only=True):
     named_tool: bool = False
     structured_outputs: StructuredOutputsParams | None = None  # that forces calls of tools
     prediction: bytes = b""  # packed too
+    ignored: list[str] = []  # fields that are unknown
 
 
 class Answered(msgspec.Struct, tag=True):
@@ -123,9 +125,13 @@ class Intake:
                 return Answered(self._tokenize(decoded(body, _tokenize_decoder)))
             if kind == "detokenize":
                 return Answered(self._detokenize(decoded(body, _detokenize_decoder), vocab_size))
-            if kind == "completion":
-                return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
-            return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
+            taken = (
+                self._completion(decoded(body, _completion_decoder), vocab_size, serving)
+                if kind == "completion"
+                else self._chat(decoded(body, _chat_decoder), vocab_size, serving)
+            )
+            taken.ignored = check_unknown(body, CompletionRequest if kind == "completion" else ChatRequest)
+            return taken
         except ApiError as error:
             return Refused(error.status, error.message, error.param, error.code)
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.server import ServerConfig
 from server.api.params import REQUEST_ID
+from server.api.unknown import HEADER
 from server.errors import ApiError, unavailable
 from server.logs import Record, log_request
 from server.service import Service
@@ -30,6 +31,7 @@ ADMIN = frozenset(
         "/abort_requests",
         "/reset_prefix_cache",
         "/admin/ranks",
+        "/debug/waits",
         "/eplb/plan",
         "/eplb/rebalance",
         "/eplb/record",
@@ -198,6 +200,8 @@ class AuthMiddleware:
 
     def _add_headers(self, message: Message, record: Record, load_format: bytes | None) -> None:
         headers = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode())]
+        if record.ignored:
+            headers.append((HEADER, ", ".join(record.ignored).encode()))
         if load_format is not None:
             headers += load_report(load_format, self._service.metrics.load())
         closing = (b"connection", b"close")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from front.chat.events import CallArguments, CallBegin, Content, Event, Reasoning, joined
 from front.outputs import Delta
-from server.api.endpoint import ChunkWriter, Taken, encode, make_job, take
+from server.api.endpoint import ChunkWriter, Taken, counts, encode, make_job, take
 from server.api.generate import Answer, Choice, Job, PromptFacts
 from server.api.logprobs import chat_logprobs, prompt_logprobs
 from server.api.openai import (
@@ -98,7 +98,9 @@ class ChatWriter(ChunkWriter):
         """The first chunk of a choice says who speaks; with echo, a second one repeats the message that goes on."""
         job = self._job
         opening = {"role": "assistant", "content": ""}
-        extra = {} if self._prompt_shown else {"prompt_token_ids": job.prompts[0].token_ids}
+        extra: dict[str, Any] = {} if self._prompt_shown else {"prompt_token_ids": job.prompts[0].token_ids}
+        if job.continuous_usage:  # nothing has been generated as far as this chunk tells
+            extra["usage"] = counts(record.prompt_tokens, 0)
         self._prompt_shown = True
         frame = self._event(
             [{"index": index, "delta": opening, "logprobs": None, "finish_reason": None}], record, **extra

@@ -61,6 +61,8 @@ def render_messages(
 
 def message_dict(message: ChatMessage, index: int) -> dict[str, Any]:
     """As chat templates want it: content is a text, absent fields are absent, arguments of tool calls are objects."""
+    if not message.role:
+        raise bad_request(f"messages[{index}].role must not be empty", f"messages[{index}].role", "invalid_value")
     role = "system" if message.role == "developer" else message.role
     result: dict[str, Any] = {"role": role, "content": text_of(message, index)}
     if message.name is not None:

@@ -49,6 +49,7 @@ async def take(
     """form: that of the body. ApiError."""
     found = await service.take(request, kind)
     assert isinstance(found, Prompts)
+    record_of(request.scope).ignored = found.ignored
     service.require_ready()
     if found.token_ids is None:
         raise unavailable("the ranks began to serve just now; try again")
@@ -91,13 +92,19 @@ def make_job(
         n=params.n,
         stream=either(body.stream, False),
         include_usage=options is not None and either(options.include_usage, False),
-        continuous_usage=options is not None and either(options.continuous_usage_stats, False),
+        continuous_usage=options is not None
+        and either(options.include_usage, False)
+        and either(options.continuous_usage_stats, False),
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=either(body.return_token_ids, False),
         tokens_as_ids=either(body.return_tokens_as_token_ids, False),
         named_tool=taken.named_tool,
         **shown,
     )
+
+
+def counts(prompt: int, output: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 class ChunkWriter:
@@ -112,11 +119,12 @@ class ChunkWriter:
         self._plain = not (job.logprobs or job.return_token_ids or job.continuous_usage)
 
     def _event(self, choices: list[dict[str, Any]], record: Record, **extra: Any) -> bytes:
+        """extra: other fields, also in the place of the usage."""
         chunk = self._common | {"choices": choices} | extra
-        if self._job.continuous_usage:
+        if "usage" not in extra and self._job.continuous_usage:
             prompt, output = record.prompt_tokens, record.output_tokens
-            chunk["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        elif self._job.include_usage:
+            chunk["usage"] = counts(prompt, output)
+        elif "usage" not in extra and self._job.include_usage:
             chunk["usage"] = None
         return b"data: %b\n\n" % encode(chunk)
 

@@ -14,15 +14,15 @@ import msgspec
 
 from configs.engine import Plan
 from configs.server import ServerConfig
-from front.chat.families import chosen_families
-from front.chat.forced import can_trigger, forced_calls
 from front.chat.format import OutputFormat
 from front.messages import StructuredOutputsParams
 from front.sampling_params import room_for_output
-from front.structured.grammar import checked_grammar
 from front.text import Tokenizer
+from server.api import conversation, messages, responses
 from server.api.conversation import predicted_text, render_messages, template_kwargs, text_of
+from server.api.messages import MessagesRequest
 from server.api.openai import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     Detokenized,
@@ -32,27 +32,43 @@ from server.api.openai import (
     TokenizeRequest,
 )
 from server.api.params import FIELDS, check_chat, check_common, check_completion, either
-from server.api.tools import ToolUse, tool_use
+from server.api.responses import ResponsesRequest
+from server.api.tools import OutputFormats, tool_use
 from server.api.unknown import check_unknown
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 
-Kind = Literal["completion", "chat", "tokenize", "detokenize"]
+GeneratingKind = Literal["completion", "chat", "responses", "messages"]
+Kind = GeneratingKind | Literal["tokenize", "detokenize", "count_tokens"]
 Body = TypeVar("Body")
+FORMS: dict[Kind, type[msgspec.Struct]] = {
+    "completion": CompletionRequest,
+    "chat": ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+}
 ANSWER_FACTOR = 8  # an answer about tokens may have so many times the bytes that a body may
 
 _encode = msgspec.json.Encoder().encode
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
+_responses_decoder = msgspec.json.Decoder(ResponsesRequest)
+_messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 class Prompts(msgspec.Struct, tag=True, kw_only=True):
     """A generating request. One of the two bodies, without its prompt or messages. token_ids: of each prompt, packed
-    (`unpack`); None: not made, as no rank serves. texts: what echo shows of each, None: nothing."""
+    (`unpack`); None: not made, as no rank serves. texts: what echo shows of each, None: nothing.
+
+    responses, messages: what became this chat request, without its input or messages; items: of the conversation so
+    far, as JSON, where the response is to be kept."""
 
     completion: CompletionRequest | None = None
     chat: ChatRequest | None = None
+    responses: ResponsesRequest | None = None
+    messages: MessagesRequest | None = None
+    items: bytes = b""
     model: str
     token_ids: list[bytes] | None = None
     texts: list[str] | None = None
@@ -114,28 +130,35 @@ class Intake:
         self._tokenizer = tokenizer
         self._plan = plan
         self._config = config
-        template = tokenizer.format_marks if config.chat_template is None else config.chat_template
-        self._families = chosen_families(template, config.tool_call_parser, config.reasoning_parser)
+        self._formats = OutputFormats(tokenizer, config)
 
-    def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool) -> Taken:
+    def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool, earlier: bytes = b"") -> Taken:
         """What is wrong with it comes back as Refused. serving: false: a generating request is looked at, and no
-        more."""
+        more. earlier: items of the conversation before it (/v1/responses), as JSON."""
         try:
             if kind == "tokenize":
                 return Answered(self._tokenize(decoded(body, _tokenize_decoder)))
             if kind == "detokenize":
                 return Answered(self._detokenize(decoded(body, _detokenize_decoder), vocab_size))
-            taken = (
-                self._completion(decoded(body, _completion_decoder), vocab_size, serving)
-                if kind == "completion"
-                else self._chat(decoded(body, _chat_decoder), vocab_size, serving)
-            )
-            taken.ignored = check_unknown(body, CompletionRequest if kind == "completion" else ChatRequest)
+            taken = self._generating(kind, body, earlier, vocab_size, serving)
+            if isinstance(taken, Prompts):
+                taken.ignored = check_unknown(body, FORMS[kind])
             return taken
         except ApiError as error:
             return Refused(error.status, error.message, error.param, error.code)
 
     # ---- generating ----
+
+    def _generating(
+        self, kind: Kind, body: bytes, earlier: bytes, vocab_size: int, serving: bool
+    ) -> Prompts | Answered:
+        if kind == "completion":
+            return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
+        if kind == "chat":
+            return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
+        if kind == "responses":
+            return self._responses(decoded(body, _responses_decoder), earlier, vocab_size, serving)
+        return self._messages(decoded(body, _messages_decoder), vocab_size, serving, kind == "count_tokens")
 
     def _completion(self, body: CompletionRequest, vocab_size: int, serving: bool) -> Prompts:
         model = self._checked(body, vocab_size)
@@ -159,7 +182,7 @@ class Intake:
         model = self._checked(body, vocab_size)
         check_chat(body)
         use = tool_use(body)
-        self._check_parser(use)
+        self._formats.check(use)
         messages, kwargs = body.messages, template_kwargs(body)
         expected, body.prediction = body.prediction, None
         body.messages, body.chat_template_kwargs, body.tools = [], None, None
@@ -176,7 +199,7 @@ class Intake:
         texts = [text_of(last, len(messages) - 1)] if body.echo and last.role == "assistant" else None
         tokens, prediction = [_pack(token_ids)], prediction[: self._plan.max_model_len]
         goes_on = text_of(last, len(messages) - 1) if body.continue_final_message else None
-        format = self._format(use, text, goes_on)
+        format = self._formats.of(use, text, goes_on)
         return Prompts(
             chat=body,
             model=model,
@@ -185,53 +208,55 @@ class Intake:
             prediction=_pack(prediction),
             format=format,
             named_tool=use.named,
-            structured_outputs=self._forced(use, format) if use.forced and format is not None else None,
+            structured_outputs=self._formats.forced(use, format) if use.forced and format is not None else None,
         )
 
-    def _check_parser(self, use: ToolUse) -> None:
-        """ApiError 400 where calls could not be told from text."""
-        if use.mode == "none":
-            return
-        if not self._families[0]:
-            message = (
-                "tools: the format in which this model calls them is not known; the server needs --tool-call-parser"
-            )
-            raise bad_request(message, "tools", "unsupported_parameter")
-        if use.mode == "auto" and not self._config.enable_auto_tool_choice:
-            message = 'tool_choice "auto" needs a server started with --enable-auto-tool-choice'
-            raise bad_request(message, "tool_choice", "unsupported_parameter")
+    def _responses(self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool) -> Prompts:
+        chat, items = responses.to_chat(body, msgspec.json.decode(earlier) if earlier else [])
+        try:
+            prompts = self._shortened(chat, vocab_size, serving, body.truncation == "auto")
+        except ApiError as error:
+            raise responses.renamed(error) from None
+        body.input = None
+        prompts.responses = body
+        if body.store is not False:
+            prompts.items = _encode(items)
+        return prompts
 
-    def _forced(self, use: ToolUse, format: OutputFormat) -> StructuredOutputsParams | None:
-        """Arguments are what the schemas say. Where the grammar cannot hold all of them, those that are not strict are
-        any objects. None: the model may choose, in a format whose calls have no grammar then. ApiError 400."""
-        if use.mode == "auto" and not use.limited and not can_trigger(format, self._tokenizer.special_tokens):
-            return None
-        after: tuple[int, ...] = ()
-        if format.begins_reasoning or (format.begins_reasoning is None and format.assumes_reasoning):
-            after = tuple(self._tokenizer.encode(format.end_of_reasoning, add_special_tokens=False))
-        loose = [function if function.get("strict") else {"name": function["name"]} for function in use.callable]
-        message = ""
-        for functions in (list(use.callable), loose):
+    def _shortened(self, chat: ChatRequest, vocab_size: int, serving: bool, shortens: bool) -> Prompts:
+        """shortens: a conversation that is too long loses what is oldest, in front of a user's message."""
+        messages, kwargs = chat.messages, chat.chat_template_kwargs
+
+        def attempt(kept: list[ChatMessage]) -> Prompts:
+            own = msgspec.structs.replace(chat, messages=kept, chat_template_kwargs=kwargs)
+            return self._chat(own, vocab_size, serving)
+
+        cuts = conversation.conversation_cuts(messages) if shortens else [0]
+        first, last = 0, len(cuts) - 1  # the smallest cut that fits is among these, or none is
+        while True:
+            middle = first if first == 0 else (first + last) // 2
             try:
-                tag = forced_calls(functions, format, self._tokenizer.special_tokens, required=use.mode == "required")
-                params = StructuredOutputsParams(structural_tag=tag, after_token_ids=after)
-                checked_grammar(params, self._tokenizer)
-            except ValueError as error:
-                message = message or str(error)
+                prompts = attempt(conversation.without(messages, cuts[middle]))
+            except ApiError as error:
+                if error.code != "context_length_exceeded" or middle == len(cuts) - 1:
+                    raise
+                first = middle + 1
             else:
-                return params
-        raise bad_request(f"tools: {message}", "tools", "invalid_value")
+                if middle == first:
+                    return prompts
+                last = middle
 
-    def _format(self, use: ToolUse, prompt: str, goes_on: str | None) -> OutputFormat | None:
-        """goes_on: the text of the message that the output goes on with."""
-        calls, reasoning = self._families
-        calls = calls if use.mode != "none" else ""
-        if not (calls or reasoning):
-            return None
-        found = OutputFormat(
-            calls=calls, reasoning=reasoning, max_calls=0 if use.parallel else 1, tools=use.schemas if calls else {}
-        )
-        return found.after(prompt) if goes_on is None else found.going_on(goes_on)
+    def _messages(self, body: MessagesRequest, vocab_size: int, serving: bool, counts: bool) -> Prompts | Answered:
+        try:
+            prompts = self._chat(messages.to_chat(body, counts), vocab_size, serving or counts)
+        except ApiError as error:
+            raise messages.renamed(error) from None
+        if counts:
+            assert prompts.token_ids is not None
+            return Answered(_encode({"input_tokens": len(unpack(prompts.token_ids[0]))}))
+        body.messages, body.system = [], None
+        prompts.messages = body
+        return prompts
 
     def _checked(self, body: GenerationRequest, vocab_size: int) -> str:
         """The model's name. What is left of the body is small then."""

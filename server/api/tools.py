@@ -8,6 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from configs.server import ServerConfig
+from front.chat.families import chosen_families
+from front.chat.forced import can_trigger, forced_calls
+from front.chat.format import OutputFormat
+from front.messages import StructuredOutputsParams
+from front.structured.grammar import checked_grammar
+from front.text import Tokenizer
 from server.api.openai import ChatRequest
 from server.api.params import either
 from server.errors import bad_request
@@ -38,6 +45,62 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     def schemas(self) -> dict[str, dict[str, Any]]:
         """Of the parameters, by name."""
         return {function["name"]: function.get("parameters") or {} for function in self.callable}
+
+
+class OutputFormats:
+    """How outputs of this server's model are read."""
+
+    def __init__(self, tokenizer: Tokenizer, config: ServerConfig) -> None:
+        """ValueError where the parsers do not go together."""
+        self._tokenizer = tokenizer
+        self._config = config
+        template = tokenizer.format_marks if config.chat_template is None else config.chat_template
+        self._families = chosen_families(template, config.tool_call_parser, config.reasoning_parser)
+
+    def check(self, use: ToolUse) -> None:
+        """ApiError 400 where calls could not be told from text."""
+        if use.mode == "none":
+            return
+        if not self._families[0]:
+            message = (
+                "tools: the format in which this model calls them is not known; the server needs --tool-call-parser"
+            )
+            raise bad_request(message, "tools", "unsupported_parameter")
+        if use.mode == "auto" and not self._config.enable_auto_tool_choice:
+            message = 'tool_choice "auto" needs a server started with --enable-auto-tool-choice'
+            raise bad_request(message, "tool_choice", "unsupported_parameter")
+
+    def forced(self, use: ToolUse, format: OutputFormat) -> StructuredOutputsParams | None:
+        """Arguments are what the schemas say. Where the grammar cannot hold all of them, those that are not strict are
+        any objects. None: the model may choose, in a format whose calls have no grammar then. ApiError 400."""
+        if use.mode == "auto" and not use.limited and not can_trigger(format, self._tokenizer.special_tokens):
+            return None
+        after: tuple[int, ...] = ()
+        if format.begins_reasoning or (format.begins_reasoning is None and format.assumes_reasoning):
+            after = tuple(self._tokenizer.encode(format.end_of_reasoning, add_special_tokens=False))
+        loose = [function if function.get("strict") else {"name": function["name"]} for function in use.callable]
+        message = ""
+        for functions in (list(use.callable), loose):
+            try:
+                tag = forced_calls(functions, format, self._tokenizer.special_tokens, required=use.mode == "required")
+                params = StructuredOutputsParams(structural_tag=tag, after_token_ids=after)
+                checked_grammar(params, self._tokenizer)
+            except ValueError as error:
+                message = message or str(error)
+            else:
+                return params
+        raise bad_request(f"tools: {message}", "tools", "invalid_value")
+
+    def of(self, use: ToolUse, prompt: str, goes_on: str | None) -> OutputFormat | None:
+        """goes_on: the text of the message that the output goes on with."""
+        calls, reasoning = self._families
+        calls = calls if use.mode != "none" else ""
+        if not (calls or reasoning):
+            return None
+        found = OutputFormat(
+            calls=calls, reasoning=reasoning, max_calls=0 if use.parallel else 1, tools=use.schemas if calls else {}
+        )
+        return found.after(prompt) if goes_on is None else found.going_on(goes_on)
 
 
 def tool_use(body: ChatRequest) -> ToolUse:

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import time
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from cache.manager import Holding
 from front.messages import AddRequest, FinishReason, Logprobs, TokenOutput
+
+if TYPE_CHECKING:
+    from engine.structured.guide import Guide
 
 
 class Status(IntEnum):
@@ -30,6 +34,7 @@ class Request:
         "cache_salt",
         "eos_token_ids",
         "first_output_sent",
+        "guide",
         "held",
         "last_step",
         "length",
@@ -79,6 +84,7 @@ class Request:
         wants = params.prompt_logprobs is not None and not replayed
         self.prompt_logprobs: list[Logprobs | None] | None = [None] if wants else None  # None: none wanted, or all sent
 
+        self.guide: Guide | None = None  # of its grammar, once that is compiled
         self.held = held  # of the cache; the manager's
         self.speculates = False  # it may have drafts (engine/speculation/drafter.py)
         self.num_accepted = self.num_rejected = 0  # drafts, since the last output

@@ -27,8 +27,9 @@ from engine.batch_rows import BatchRows
 from engine.counts import Counts
 from engine.request import Request, Status
 from engine.schedule import Schedule
-from engine.schedule_builder import Draft, undo
+from engine.schedule_builder import Draft, check_limits, undo
 from engine.speculation.speculation import Speculation
+from engine.structured.grammars import Grammars, failure
 from front.messages import AddRequest, Logprobs, RankStats, TokenOutput
 
 _RUNNING = Status.RUNNING
@@ -55,23 +56,11 @@ class Scheduler:
         async_depth: int = 0,
         cache: CacheManager | None = None,
         speculation: Speculation | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """cache: of a model that keeps more than rows per token in one paged group. speculation: None: no request has
-        drafts."""
-        if max_num_seqs < 1 or max_num_batched_tokens < 1:
-            raise ValueError(
-                f"max_num_seqs ({max_num_seqs}) and max_num_batched_tokens ({max_num_batched_tokens}) "
-                "must be at least 1"
-            )
-        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_model_len ({max_model_len}) "
-                "when chunked prefill is off"
-            )
-        if policy not in ("fcfs", "priority"):
-            raise ValueError(f"scheduling policy {policy!r} is not one of fcfs, priority")
-        if async_depth not in (0, 1):
-            raise ValueError(f"async_depth ({async_depth}) must be 0 or 1")
+        drafts. grammars: None: no request has one."""
+        check_limits(max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill, policy, async_depth)
         self.kv = cache or CacheManager(num_blocks, block_size, enable_prefix_caching)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -81,6 +70,8 @@ class Scheduler:
         self.async_depth = async_depth
 
         self.speculation = speculation or Speculation()
+        self.grammars = grammars or Grammars("", 0)
+        self.refused: list[TokenOutput] = []  # last outputs of requests that had no step
         self._requests: dict[int, Request] = {}  # all unfinished
         self._running: list[Request] = []  # sorted by order
         self._waiting: list[Request] = []  # sorted by order; the preempted too
@@ -118,7 +109,8 @@ class Scheduler:
         elif request.max_length <= request.prompt_len:  # max_tokens is 0
             return TokenOutput(message.request_id, [], "length")
         self._requests[request.request_id] = request
-        insort(self._waiting, request)
+        if not self.grammars.put(request):
+            insort(self._waiting, request)
         return None
 
     def abort(self, request_ids: list[int]) -> None:
@@ -149,6 +141,8 @@ class Scheduler:
         """The next step. Without rows when nothing can run now (no requests, or all wait for tokens in flight)."""
         assert len(self._in_flight) <= self.async_depth, "update() is missing"
         self.rows.release(self._updated_step)
+        if self.grammars.awaited:
+            self._take_guided()
         draft = Draft(self._next_step, self.max_num_batched_tokens, self.speculation.max_in_step)
         self._next_step += 1
         self._schedule_decodes(draft)
@@ -164,6 +158,14 @@ class Scheduler:
         self._counts.add_step(self.max_num_batched_tokens - draft.budget)
         self._in_flight.append((schedule, draft.ones + draft.chunks))
         return schedule
+
+    def _take_guided(self) -> None:
+        """Requests whose grammars have been compiled wait with the others."""
+        for request in self.grammars.take_ready(patient=not (self._running or self._waiting or self._in_flight)):
+            insort(self._waiting, request)
+            if request.guide is None:
+                self.refused.append(failure(request))
+                self._finish(request)
 
     def _schedule_decodes(self, draft: Draft) -> None:
         """One token for each running request that has its prompt behind it. The hot loop: it repeats Draft.add."""
@@ -324,6 +326,11 @@ class Scheduler:
                 self.kv.commit(request, start + 1 if drafts else start + count)
             if not new:
                 continue
+            if request.guide is not None and request.guide.error:
+                outputs.append(failure(request))
+                self._finish(request)
+                num_finished += 1
+                continue
             tokens = request.tokens
             tokens += new
             request.length += len(new) - 1
@@ -375,7 +382,7 @@ class Scheduler:
         """The caller calls _drop_finished afterwards, once for many."""
         if request.status is _RUNNING:
             self._release(request)
-        else:
+        elif not self.grammars.remove(request):
             del self._waiting[bisect_left(self._waiting, request)]
         request.status = _FINISHED
         self.speculation.forget(request)

@@ -67,6 +67,7 @@ class StepBuffers:
         self._lanes: dict[int, StepMemory] = {}
         self._fed: list[tuple[Tensor, Tensor, Tensor]] = []  # token ids, rows whose last ones, and their places
         self._run: Run | None = None
+        self._nothing: PreparedStep | None = None  # a step without tokens, which is always the same
 
     @property
     def rows(self) -> BatchTable:
@@ -97,6 +98,10 @@ class StepBuffers:
         self._settle()
         self._run = None
         self._rows.take_over(schedule)
+        if not schedule.rows and num_parts == 1:
+            self._fed.clear()
+            self._nothing = self._nothing or self._lay_out(schedule, 1, choose)
+            return self._nothing
         prepared = self._lay_out(schedule, num_parts, choose)
         for index in range(num_parts):
             self.lane(index).send()

@@ -56,7 +56,8 @@ class Tokenizer:
         self.pad_token_id = self._id(self.pad_token)
         self.eos_token_ids = self._eos_ids(directory)
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_tokens.values())
         self.vocab_size = max([self._tokenizer.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
         self._table = self._make_table(file.decoder)
         self._hidden_of: dict[tuple[str, ...], frozenset[int]] = {}

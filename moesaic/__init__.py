@@ -17,14 +17,14 @@ from moesaic.rooms import ROOMS, check_rooms
 if TYPE_CHECKING:
     from configs.engine import EngineConfig
     from configs.eplb import EplbConfig
-    from front.messages import SamplingParams
+    from front.messages import SamplingParams, StructuredOutputsParams
     from front.outputs import CompletionOutput, RequestOutput
     from moesaic.public import LLM, AsyncLLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "EplbConfig", "RequestOutput", "SamplingParams",
-    "__version__",
+    "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
 _HOMES = {
@@ -33,6 +33,7 @@ _HOMES = {
     "EngineConfig": "configs.engine",
     "EplbConfig": "configs.eplb",
     "SamplingParams": "front.messages",
+    "StructuredOutputsParams": "front.messages",
     "RequestOutput": "front.outputs",
     "CompletionOutput": "front.outputs",
 }

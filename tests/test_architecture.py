@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "moe_kernels": {"layers", "native"},
     "layers": {"native"},
     "mla": {"layers", "native"},
-    "ep": {"moe_kernels", "eplb", "dbo", "layers"},
+    "ep": {"moe_kernels", "eplb", "dbo", "layers", "native"},
     "store": set(),
     "models": {"cache", "configs", "mla", "ep", "layers", "dbo", "store"},
     "front": {"configs", "dbo", "ep"},
@@ -40,8 +40,21 @@ ROOMS = sorted(room for room in ALLOWED if (ROOT / room).is_dir())
 ONLY_PARTS = {
     "configs": {"cache": {"cache.spec"}},
     "front": {"ep": {"ep.recorder"}, "dbo": {"dbo.alive"}},
-    "engine": {"front": {"front.messages", "front.wire"}},
-    "ep": {"eplb": {"eplb.placement", "eplb.load"}, "dbo": {"dbo.alive", "dbo.steps"}, "layers": {"layers.optional"}},
+    "engine": {
+        "front": {
+            "front.messages",
+            "front.structured.grammar",
+            "front.structured.vocabulary",
+            "front.text",
+            "front.wire",
+        }
+    },
+    "ep": {
+        "eplb": {"eplb.placement", "eplb.load"},
+        "dbo": {"dbo.alive", "dbo.steps"},
+        "layers": {"layers.optional"},
+        "native": {"native.exchange"},
+    },
     "moe_kernels": {"layers": {"layers.choice", "layers.optional", "layers.triton.configs", "layers.triton.device"}},
 }
 

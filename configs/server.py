@@ -20,6 +20,11 @@ class ServerConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # unless a request sets them
     generation: dict[str, float] = field(default_factory=dict)  # defaults of sampling, before all others
     chat_template: str | None = None  # text of a template that replaces the model's
+    tool_call_parser: str | None = (
+        None  # a family of front/chat/families.py; None: what the chat template says; "": none
+    )
+    reasoning_parser: str | None = None  # the same
+    enable_auto_tool_choice: bool = True  # false: calls only where a request requires them
     use_generation_config: bool = True  # defaults of sampling from the model's generation_config.json
     max_body_bytes: int = 8 << 20
     max_inflight_bytes: int = 256 << 20  # bodies of all requests in flight together; beyond it: 503 with Retry-After

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from layers.gguf_file import GgufFile, find_gguf
 from layers.identity import CheckpointError, Identities
 from layers.safetensors_file import SafetensorsFile
 from layers.safetensors_header import TensorEntry
@@ -32,14 +35,17 @@ class _Packing(NamedTuple):
     scale: str
 
 
-# Of `name`, in this order: DeepSeek's FP8, compressed-tensors' (whose names are those of transformers' FP8 too), MXFP4.
+# Of `name`, in this order: DeepSeek's FP8, compressed-tensors' (whose names are those of transformers' FP8 too), MXFP4,
+# and layers/gguf_file.py's.
 _PACKINGS = (
     _Packing(StoredForm.FP8, "", "_scale_inv"),
     _Packing(StoredForm.FP8, "", "_scale"),
     _Packing(StoredForm.INT4, "_packed", "_scale"),
     _Packing(StoredForm.MXFP4, "_blocks", "_scales"),
+    _Packing(StoredForm.INT8, "_rounded", "_rounded_scale"),
 )
-_BESIDE = ("_shape",)  # of a weight's name: what says nothing new
+_ZERO = "_zero_point"
+_BESIDE = ("_shape", _ZERO)  # of a weight's name: what says nothing new
 _SCALES_OF_INPUTS = (".input_scale", ".output_scale")  # of a layer's name; products here need none
 
 Progress = Callable[[int, int], None]
@@ -112,6 +118,12 @@ class Checkpoint:
     def _find(self) -> Iterable[tuple[str, SafetensorsFile]]:
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such directory")
+        gguf = find_gguf(self.path)
+        if gguf is not None:
+            known = next((known for name, known in self._known.items() if name.endswith(".gguf")), None)
+            whole = GgufFile(gguf, known)
+            yield from ((key, whole) for key in whole.entries)
+            return
         if (self.path / INDEX).exists():
             yield from self._from_index(self.path / INDEX)
             return
@@ -157,6 +169,8 @@ class Checkpoint:
     def form_of(self, name: str) -> StoredForm:
         """How the weight of that name is stored. There must be such a name."""
         packing = self._packing(name)
+        if packing is not None and packing.form is StoredForm.INT4 and name + _ZERO in self._files:
+            return StoredForm.INT4_ZERO
         return StoredForm.PLAIN if packing is None else packing.form
 
     def _packing(self, name: str) -> _Packing | None:
@@ -237,7 +251,25 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self._file(scale_key).path}: {scale_key}: expected shape {expected}, got {list(scale.shape)}"
             )
+        if packing.form is StoredForm.INT4:
+            return self._with_zero(
+                name, StoredWeight(weight.view(torch.uint8), scale.float(), packing.form, shape), tensor
+            )
         return StoredWeight(weight, scale if packing.form is StoredForm.MXFP4 else scale.float(), packing.form, shape)
+
+    def _with_zero(self, name: str, stored: StoredWeight, tensor: Callable[[str], Tensor]) -> StoredWeight:
+        """With zero points, if there are: int32 [O/8, G], eight numbers each, the first in the lowest bits, 8 more than
+        meant; or float32 [O, G]."""
+        if name + _ZERO not in self._files:
+            return stored
+        assert stored.scale is not None
+        zero_OG = tensor(name + _ZERO)
+        if not zero_OG.is_floating_point():
+            bits = torch.arange(0, 32, 4, dtype=torch.int32)
+            zero_OG = ((zero_OG[:, None] >> bits[:, None]) & 15).flatten(0, 1)[: stored.shape[0]].float() - 8
+        if zero_OG.shape != stored.scale.shape:
+            raise CheckpointError(f"{self._file(name + _ZERO).path}: {name + _ZERO}: expected a number for each scale")
+        return replace(stored, form=StoredForm.INT4_ZERO, zero=zero_OG)
 
     def skip(self, name: str) -> None:
         """Mark a key (and its scales, if it has any) as used, or as deliberately not read. Its bytes are not
@@ -290,8 +322,10 @@ def _shapes(form: StoredForm, weight: Tensor, scale: Tensor) -> tuple[tuple[int,
         shape = tuple(weight.shape)
         return shape, [[-(-n // BLOCK) for n in shape], [shape[0], 1], [1, 1]]
     rows = weight.shape[0]
+    if form is StoredForm.INT8:
+        return tuple(weight.shape), [[rows, -(-weight.shape[1] // BLOCK)]]
     if form is StoredForm.INT4:
-        num_inputs = 8 * weight.shape[1]
+        num_inputs = 2 * weight.itemsize * weight.shape[1]
         groups = [[rows, scale.shape[-1]]] if scale.dim() == 2 and num_inputs % scale.shape[1] == 0 else []
         return (rows, num_inputs), groups or [[rows, num_inputs // MX_GROUP]]
     return (rows, weight.shape[1] * MX_GROUP), [list(weight.shape[:2])]

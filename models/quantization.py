@@ -11,7 +11,7 @@ from models.fields import ConfigError, Fields
 _BLOCK = (128, 128)
 _TAKEN = (
     "weights in BF16, FP32, FP8 e4m3 (a scale per 128 x 128 block, per output or per tensor), compressed-tensors INT4 "
-    "(pack-quantized, symmetric) and, of gpt-oss, MXFP4 are supported"
+    "(pack-quantized) and, of gpt-oss, MXFP4 are supported"
 )
 
 
@@ -48,10 +48,10 @@ def _check_compressed_tensors(quantization: Fields) -> None:
         where = group if group.has("format") else quantization
         weights = group.section("weights")
         kind = weights.text("type"), weights.integer("num_bits")
-        weights.only("symmetric", None, True)
         weights.only("actorder", None)
         if kind == ("float", 8):
             where.only("format", None, "float-quantized", "naive-quantized")
+            weights.only("symmetric", None, True)
             weights.only("strategy", "channel", "tensor", "block")
             if weights.text("strategy") == "block" and weights.integers("block_structure") != _BLOCK:
                 raise weights.error("block_structure", "[128, 128]")

@@ -218,8 +218,8 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
             total += size
             experts += size if ".mlp.experts." in known else 0
             fp8_experts += size if ".mlp.experts." in known and dtype == "F8_E4M3" else 0
-            if ".mlp.experts." in known and known.endswith(("_packed", "_blocks")):
-                halves = "int4" if known.endswith("_packed") else "mxfp4"
+            if ".mlp.experts." in known and known.endswith(("_packed", "_blocks", ".qweight")):
+                halves = "mxfp4" if known.endswith("_blocks") else "int4"
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
     if not by_dtype:
         raise ValueError(f"{path}: no *.safetensors or *.gguf file with tensors in it")
@@ -260,7 +260,7 @@ def _widening(key: str, dtype: str) -> int:
     """How many times as many bytes the weight takes in bfloat16. Scales of packed weights take none."""
     if dtype.startswith("F8"):
         return 2
-    if key.endswith(("_packed", "_blocks")):  # two numbers a byte
+    if key.endswith(("_packed", "_blocks", ".qweight")):  # two numbers a byte
         return 4
     return 0 if key.endswith("_scales") and dtype == "U8" else 1
 

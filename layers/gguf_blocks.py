@@ -66,8 +66,8 @@ def widen(kind: str, rows_OB: Tensor) -> Tensor:
 
 
 def _pairs(bytes_: Tensor) -> Tensor:
-    """Of a byte's two codes the second comes after all first ones of a run, [..., N]: two that follow each other into one
-    byte, [O, I/2]."""
+    """Of a byte's two codes the second comes after all first ones of a run, [..., N]: two that follow each other into
+    one byte, [O, I/2]."""
     even, odd = bytes_[..., ::2], bytes_[..., 1::2]
     return torch.cat(((even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)), -1).flatten(1)
 
@@ -82,8 +82,8 @@ def _int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks / scale[..., None]).round_().flatten(1)[:, : weight_OI.shape[1]].to(torch.int8), scale
 
 
-# ---- (codes, scales [O, groups], least numbers): a number is scale * code + least. Of 4 bits: bytes [O, ..., N] whose lower
-# halves are N codes and whose higher ones the next N ----
+# ---- (codes, scales [O, groups], least numbers): a number is scale * code + least. Of 4 bits: bytes [O, ..., N] whose
+# lower halves are N codes and whose higher ones the next N ----
 
 Codes = tuple[Tensor, Tensor, Tensor]
 

@@ -1,7 +1,7 @@
 """What a GGUF file says of itself: its metadata, and which tensors lie where. No torch here.
 
-Format: magic, version, counts, then metadata (key, type, value), then for each tensor name, sizes (the innermost first),
-kind and offset; the data begin at the next multiple of the alignment
+Format: magic, version, counts, then metadata (key, type, value), then for each tensor name, sizes (the innermost
+first), kind and offset; the data begin at the next multiple of the alignment
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
@@ -16,11 +16,14 @@ from layers.identity import CheckpointError
 
 # Numbers in a block, and its bytes, by kind.
 KINDS = {
-    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
-    "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
+    "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
 }  # fmt: skip
-_NUMBERS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
-            30: "BF16"}  # fmt: skip
+NUMBERS = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
+    "BF16": 30,
+}  # fmt: skip
+_KIND_OF = {number: kind for kind, number in NUMBERS.items()}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 _MOST = 1 << 32  # of anything that is counted
@@ -87,15 +90,15 @@ def _parse(reader: _Reader, path: Path) -> GgufHeader:
 
 
 def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
-    if kind not in _NUMBERS:
+    if kind not in _KIND_OF:
         known = ", ".join(KINDS)
         raise CheckpointError(f"{path}: {name}: tensors of kind {kind} are not read (these are: {known})")
-    numbers, num_bytes = KINDS[_NUMBERS[kind]]
+    numbers, num_bytes = KINDS[_KIND_OF[kind]]
     if not shape or shape[-1] % numbers:
         raise CheckpointError(
-            f"{path}: {name}: {_NUMBERS[kind]} has rows of a multiple of {numbers}, not {list(shape)}"
+            f"{path}: {name}: {_KIND_OF[kind]} has rows of a multiple of {numbers}, not {list(shape)}"
         )
-    return GgufTensor(shape, _NUMBERS[kind], start, math.prod(shape) // numbers * num_bytes)
+    return GgufTensor(shape, _KIND_OF[kind], start, math.prod(shape) // numbers * num_bytes)
 
 
 class _Reader:

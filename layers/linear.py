@@ -25,12 +25,12 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 class Linear(nn.Module):
     """y = x W^T + b. weight [O, I]; bias [O] or None. packed: the weights as the kernels want them; then `weight` is
-    empty. stored: parts that were read in fewer bits and stay so (keeps_stored), until they are packed; a Linear that is
-    not merged has one, ""."""
+    empty. stored: parts that were read in fewer bits and stay so (keeps_stored), until they are packed; a Linear that
+    is not merged has one, ""."""
 
     bias: nn.Parameter | None
     packed: PackedLinear | None = None
-    keeps_stored = False
+    keeps_stored = True
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
@@ -42,12 +42,13 @@ class Linear(nn.Module):
 
     def weight_of(self, part: str) -> Tensor:
         """A view of a part's weights as numbers, even if they were kept in fewer bits."""
-        rows = self.weight[self._rows_of(part)]
+        rows = self.weight[self.rows_of(part)]
         if part in self.stored:
             self.stored.pop(part).widen_into(rows)
         return rows
 
-    def _rows_of(self, part: str) -> slice:
+    def rows_of(self, part: str) -> slice:
+        """Which outputs are a part's."""
         assert not part
         return slice(None)
 
@@ -106,7 +107,7 @@ class MergedLinear(Linear):
         super().__init__(in_features, sum(parts.values()), bias, dtype, device)
         self.parts = dict(parts)
 
-    def _rows_of(self, part: str) -> slice:
+    def rows_of(self, part: str) -> slice:
         start = 0
         for name, rows in self.parts.items():
             if name == part:
@@ -120,7 +121,7 @@ class MergedLinear(Linear):
 
     def bias_of(self, part: str) -> Tensor:
         assert self.bias is not None
-        return self.bias[self._rows_of(part)]
+        return self.bias[self.rows_of(part)]
 
 
 def logits(hidden_PD: Tensor, weight_VD: Tensor) -> Tensor:

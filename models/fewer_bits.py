@@ -73,10 +73,10 @@ def half_matrix(stored: StoredWeight) -> HalfMatrix | None:
 
 def read_weight(source: WeightSource, name: str, linear: Linear, part: str = "") -> None:
     """A part of a linear layer: kept in fewer bits, or its numbers."""
-    if not linear.keeps_stored or source.form_of(name) not in KEPT:
+    if not linear.keeps_stored or not linear.can_pack or source.form_of(name) not in KEPT:
         source.read(name, linear.weight_of(part))
         return
-    stored = source.borrow(name, tuple(linear.matrix[linear._rows_of(part)].shape))
+    stored = source.borrow(name, tuple(linear.matrix[linear.rows_of(part)].shape))
     scale, zero = (None if tensor is None else tensor.clone() for tensor in (stored.scale, stored.zero))
     linear.stored[part] = StoredWeight(stored.weight.clone(), scale, stored.form, stored.shape, zero)
     source.give_back(name)

@@ -50,8 +50,8 @@ def quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantize_halves(weight_OI: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """weight_OI: float32 or bfloat16. Codes of 4 bits, uint8 [O, ceil(I/32) * 16], and scales [O, ceil(I/32)], float16 or
-    of MXFP4 bfloat16."""
+    """weight_OI: float32 or bfloat16. Codes of 4 bits, uint8 [O, ceil(I/32) * 16], and scales [O, ceil(I/32)], float16
+    or of MXFP4 bfloat16."""
     num_outputs, num_inputs = weight_OI.shape
     num_groups = -(-num_inputs // HALF_GROUP)
     codes = torch.empty(num_outputs, num_groups * HALF_GROUP // 2, dtype=torch.uint8)
@@ -65,9 +65,9 @@ def quantize_halves(weight_OI: Tensor, form: WeightFormat) -> tuple[Tensor, Tens
 
 
 def zero_points(scale_OG: Tensor, least_OG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For codes from 0 to 15, each the number scale * code + least: (scale, zero point) float16, such that it is (code - 8
-    - zero) * scale; and where the least number is all that is left, as the scale is next to nothing beside it: codes are
-    to be 0 there. float32 [O, G] each."""
+    """For codes from 0 to 15, each the number scale * code + least: (scale, zero point) float16, such that it is
+    (code - 8 - zero) * scale; and where the least number is all that is left, as the scale is next to nothing beside
+    it: codes are to be 0 there. float32 [O, G] each."""
     alone = least_OG.abs() > _MOST_ZERO * scale_OG.abs()
     scale = torch.where(alone, least_OG, scale_OG).half()
     zero = torch.where(alone, -9.0, -least_OG / scale.float() - 8)

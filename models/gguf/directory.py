@@ -1,5 +1,5 @@
-"""A directory that stands for a GGUF file: everything that is read of a model lies in it, made once; the weights are read
-where they are."""
+"""A directory that stands for a GGUF file: everything that is read of a model lies in it, made once; the weights are
+read where they are."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def model_directory(path: Path, root: Path) -> Path:
-    """Of this file; under `root`, if it is not there yet. Raises CheckpointError or ConfigError: one line with the file,
-    and what is wrong."""
+    """Of this file; under `root`, if it is not there yet. Raises CheckpointError or ConfigError: one line with the
+    file, and what is wrong."""
     path = path.resolve()
     said = path.stat()
     key = f"{_WRITER} {path} {said.st_size} {said.st_mtime_ns}"

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layers.gguf_header import KINDS
+from layers.gguf_header import KINDS, NUMBERS
 from models.gguf.names import _EXPERTS, _IN_LAYER, _OUTSIDE
 
-NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
-           "BF16": 30}  # fmt: skip
 GgufWeight = tuple[str, tuple[int, ...], bytes]
 
 

@@ -29,7 +29,7 @@ from ep.requirements import (
     refusal,
     split_pair,
 )
-from layers.gguf_header import read_header
+from layers.gguf.header import read_header
 from layers.identity import GGUF_INDEX, MAX_HEADER_BYTES, identify
 from models.facts import ModelFacts, with_drafts
 from models.gguf.directory import SUFFIX, is_gguf, model_directory

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 SAMPLE_BYTES = 1 << 16  # at both ends of a file of weights
 MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
-GGUF_INDEX = "gguf.json"  # what a GGUF file's weights are called (layers/gguf_file.py)
+GGUF_INDEX = "gguf.json"  # what a GGUF file's weights are called (layers/gguf/file.py)
 WHOLE = ("config.json", "model.safetensors.index.json", GGUF_INDEX)  # these are digested whole
 
 # Plan.checkpoint (configs/engine.py): file -> the fields of a FileIdentity.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layers.gguf_file import GgufFile, find_gguf
+from layers.gguf.file import GgufFile, find_gguf
 from layers.identity import CheckpointError, Identities
 from layers.int4_layouts import CENTRE, codes, in_order, is_awq, zero_points
 from layers.safetensors_file import SafetensorsFile
@@ -38,7 +38,7 @@ class _Packing(NamedTuple):
 
 
 # Of `name`, in this order: DeepSeek's FP8, compressed-tensors' (whose names are those of transformers' FP8 too), MXFP4,
-# and layers/gguf_file.py's.
+# and layers/gguf/file.py's.
 _PACKINGS = (
     _Packing(StoredForm.FP8, "", "_scale_inv"),
     _Packing(StoredForm.FP8, "", "_scale"),

@@ -30,7 +30,8 @@ def check_quantization(fields: Fields) -> None:
     elif method == "compressed-tensors":
         _check_compressed_tensors(quantization)
     elif method in ("awq", "gptq"):
-        quantization.only("bits", 4)
+        if quantization.integer("bits") != 4:
+            raise quantization.error("bits", "4")
         quantization.only("version", None, "gemm", "GEMM")
         quantization.only("desc_act", None, False)
         quantization.only("checkpoint_format", None, "gptq", "gemm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from layers.gguf_header import GgufHeader
+from layers.gguf.header import GgufHeader
 from models.fields import ConfigError
 
 ARCHITECTURES = {

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from layers.gguf_header import GgufHeader, read_header
+from layers.gguf.header import GgufHeader, read_header
 from layers.identity import GGUF_INDEX, CheckpointError
 from models.gguf.config import Metadata, config_json
 from models.gguf.names import places

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from layers.gguf_header import GgufTensor
+from layers.gguf.header import GgufTensor
 from models.fields import ConfigError
 
 Place = tuple[str, int | None, int]  # name in the file, part along the first dimension, heads whose rows lie in pairs

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layers.gguf_header import KINDS, NUMBERS
+from layers.gguf.header import KINDS, NUMBERS
 from models.gguf.names import _EXPERTS, _IN_LAYER, _OUTSIDE
 
 GgufWeight = tuple[str, tuple[int, ...], bytes]

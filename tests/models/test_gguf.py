@@ -29,8 +29,8 @@ from configs.engine import EngineConfig
 from engine.plan import make_plan
 from ep.experts import WeightFormat
 from front.text import Tokenizer
-from layers.gguf_blocks import FORMS, convert, widen
-from layers.gguf_header import KINDS, read_header
+from layers.gguf.blocks import FORMS, convert, widen
+from layers.gguf.header import KINDS, read_header
 from layers.identity import CheckpointError
 from layers.linear import Linear
 from layers.stored import StoredForm, StoredWeight

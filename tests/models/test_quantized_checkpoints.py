@@ -204,11 +204,23 @@ FORMS: dict[str, tuple[Quantize, dict[str, Any], str]] = {
     "int4 with zero points": (
         packed_int4_zero,
         compressed("int", 4, "pack-quantized", strategy="group", group_size=GROUP, symmetric=False),
-        "mlp",
+        ".experts.",
     ),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, "mlp"),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}, "mlp"),
-    "gptq, symmetric": (gptq_symmetric, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}, "mlp"),
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        ".experts.",
+    ),
+    "gptq": (
+        gptq,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
+        ".experts.",
+    ),
+    "gptq, symmetric": (
+        gptq_symmetric,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True},
+        ".experts.",
+    ),
 }
 
 
@@ -344,7 +356,11 @@ def test_an_expert_of_gpt_oss_can_be_read_at_any_time(tmp_path: Path) -> None:
         ({**INT4, "quantization_status": "frozen"}, "quantization_status: expected"),
         ({**INT4, "format": "marlin-24"}, "format: expected"),
         ({"quant_method": "mxfp4"}, "MXFP4 is read of gpt-oss only"),
-        ({"quant_method": "gptq"}, r"quant_method: expected \"fp8\", \"compressed-tensors\" or"),
+        ({"quant_method": "hqq"}, r"quant_method: expected \"fp8\", \"compressed-tensors\", \"awq\""),
+        ({"quant_method": "gptq"}, "bits: expected"),
+        ({"quant_method": "gptq", "bits": 8}, "bits: expected 4"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act: expected"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: expected"),
     ],
 )
 def test_other_schemes_are_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:

@@ -15,8 +15,8 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from layers.gguf_blocks import DTYPES, FORMS, Converted, convert
-from layers.gguf_header import GgufTensor, parse_header
+from layers.gguf.blocks import DTYPES, FORMS, Converted, convert
+from layers.gguf.header import GgufTensor, parse_header
 from layers.identity import GGUF_INDEX, CheckpointError
 from layers.safetensors_file import SafetensorsFile
 from layers.safetensors_header import TensorEntry

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from cache.spec import CacheSpec, bytes_per_token, state_groups
 from configs.cache import block_bytes, blocks_within, cache_bytes, fitting_sequences, kept_cache, state_bytes
+from configs.checks import checked, fitting
 from configs.dbo import plan_dbo
 from configs.deterministic import fixed_order
 from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
-from configs.eplb import EplbConfig, check_eplb, plan_eplb
-from configs.exchange import check_host_backend, with_dispatch
+from configs.eplb import plan_eplb
+from configs.exchange import with_dispatch
 from configs.formats import linear_format
-from configs.gpu import GPU_MEMORY_PART, Gpu, gpu_expert_format, with_graphs
+from configs.gpu import GPU_MEMORY_PART, gpu_expert_format, with_graphs
 from configs.graph_memory import with_graph_memory
 from configs.machine import Machine, ModelNumbers
 from configs.store import plan_store, with_bytes
@@ -29,16 +30,31 @@ CPU_MEMORY_PART = 0.5  # a CPU's memory is also everybody else's
 WEIGHTS_PART = 2 / 3  # spare expert slots may not fill more of our memory than this together with all other weights
 SMALL_MODEL_BYTES = 64 * MEBI
 RANKS_PER_CORE = 4  # to which a server may grow: beyond, ranks only wait for each other
-MOST = {"max_num_seqs": 1 << 20, "max_num_batched_tokens": 1 << 20, "block_size": 1 << 16, "threads_per_rank": 1024}
-LONGEST_EXCHANGE = 86400.0
 HALF_BYTES = 1 / 2 + 2 / 32  # of a 4-bit weight and its part of a scale
 QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as the native kernels keep them
+
+
+# Fields of a plan that are those of the config.
+_AS_ASKED = [
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "scheduling_policy",
+    "mla_prefill",
+    "deterministic",
+    "logprobs_mode",
+    "max_logprobs",
+    "exchange_timeout",
+    "wait_warning_seconds",
+    "kv_cache_dtype",
+    "attention_backend",
+    "moe_backend",
+]
 
 
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool = False) -> Plan:
     """ValueError names field and limit when a wish cannot be met. alone: in the caller's process, without a front."""
     why, ranks = machine.reasons, config.data_parallel_size
-    config = fixed_order(_checked(config, model, machine.gpu), machine, why)
+    config = fixed_order(checked(config, model, machine), machine, why)
     dtype = _dtype(config, model, machine, why)
     model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
@@ -63,9 +79,6 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         max_num_batched_tokens=_batched_tokens(config, max_model_len, why),
         block_size=block_size,
         num_kv_blocks=num_blocks,
-        enable_prefix_caching=config.enable_prefix_caching,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        scheduling_policy=config.scheduling_policy,
         async_scheduling=_async_scheduling(config, model, machine, threads, why),
         data_parallel_size=ranks,
         all2all_backend=_backend(config, model, machine, why),
@@ -74,11 +87,6 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         eplb=eplb,
         dbo=plan_dbo(*dbo, model.num_experts, ranks, why),
         threads_per_rank=threads,
-        mla_prefill=config.mla_prefill,
-        deterministic=config.deterministic,
-        logprobs_mode=config.logprobs_mode,
-        max_logprobs=config.max_logprobs,
-        exchange_timeout=config.exchange_timeout,
         max_ranks=_max_ranks(config, machine, why),
         ranks_per_machine=0 if machine.gpu is None else machine.gpu.count,
         pin_ranks=pin,
@@ -87,13 +95,11 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         native_choice=machine.native_choice,
         expert_format=expert_format,
         linear_format=linear_format(config.quantization, machine, why),
-        kv_cache_dtype=config.kv_cache_dtype,
-        attention_backend=config.attention_backend,
-        moe_backend=config.moe_backend,
+        **{name: getattr(config, name) for name in _AS_ASKED},
         reasons=why,
     )
     weights = _weights(model, dtype, ranks, slots, store)
-    plan = with_bytes(plan, store, weights, sum(cache_bytes(plan, spec).values()))
+    plan = fitting(with_bytes(plan, store, weights, sum(cache_bytes(plan, spec).values())), config, machine)
     return with_graph_memory(with_graphs(with_dispatch(plan, config), config, machine.exchange), config, model, machine)
 
 
@@ -112,48 +118,6 @@ def _max_ranks(config: EngineConfig, machine: Machine, why: dict[str, str]) -> i
 
 def _item_size(dtype: Dtype) -> int:
     return 4 if dtype == "float32" else 2
-
-
-def _checked(config: EngineConfig, model: ModelNumbers, gpu: Gpu | None) -> EngineConfig:
-    positive = {
-        "data_parallel_size": config.data_parallel_size,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "block_size": config.block_size,
-        "num_kv_blocks": config.num_kv_blocks,
-        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
-        "threads_per_rank": config.threads_per_rank,
-    }
-    for name, value in positive.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
-        if value is not None and value > MOST.get(name, value):
-            raise ValueError(f"{name} must be at most {MOST[name]}, not {value}")
-    if not all(config.served_model_name):
-        raise ValueError("served_model_name must not be empty")
-    if not 0 < config.exchange_timeout <= LONGEST_EXCHANGE:
-        raise ValueError(
-            f"exchange_timeout must be above 0 and at most {LONGEST_EXCHANGE:g} seconds, not {config.exchange_timeout}"
-        )
-    if config.num_redundant_experts is not None and config.num_redundant_experts < 0:
-        raise ValueError(f"num_redundant_experts must be at least 0, not {config.num_redundant_experts}")
-    check_eplb(config.eplb)
-    if config.eplb != EplbConfig() and not config.enable_eplb:
-        raise ValueError("eplb_config is given, but experts are not balanced: add --enable-eplb (enable_eplb=True)")
-    if config.max_logprobs < -1:
-        raise ValueError(f"max_logprobs must be at least -1, not {config.max_logprobs}")
-    part = config.gpu_memory_utilization
-    if part is not None and not 0 < part <= 1:
-        raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {part}")
-    if gpu is None:
-        check_host_backend(config.all2all_backend, config.data_parallel_size, model.num_experts)
-    limit = model.context_limit or model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len {config.max_model_len} exceeds the model's limit of {limit} tokens: {model.context_reason}"
-        )
-    return config
 
 
 def _choose(why: dict[str, str], name: str, asked: int | None, default: int, reason: str) -> int:

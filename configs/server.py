@@ -22,12 +22,15 @@ class ServerConfig:
     max_n: int = 128
     max_stop: int = 16
     max_queued_requests: int = 4096  # beyond it: 503 with Retry-After
+    max_stored_responses: int = 1000  # of /v1/responses that are kept; 0: none
+    max_stored_bytes: int = 64 << 20
     shutdown_timeout: float = 30.0  # SIGTERM: running requests may finish within this
     keep_alive_interval: float = 15.0  # an SSE comment while nothing else is sent; 0: never
     request_timeout: float = 0.0  # 0: none
     allowed_origins: tuple[str, ...] = ()  # CORS; none: closed
     eplb_record_dir: str | None = None  # where loads may be recorded; None: nowhere
     profile_dir: str | None = None  # where profiles may be written (POST /start_profile); None: nowhere
+    otlp_traces_endpoint: str | None = None  # of an OpenTelemetry collector; None: no traces
     log_format: str = "text"  # or "json"
     log_requests: bool = True  # one line per finished request; prompts are never logged
 

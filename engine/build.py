@@ -34,6 +34,7 @@ from engine.speculation.build import make_gate, make_speculation
 from engine.speculation.mtp import MtpPasses
 from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
+from engine.structured.grammars import Grammars
 from engine.team import Meet, Opening, Team
 from engine.timeline import Timeline
 from ep.backends.dispatchers import StepState
@@ -107,7 +108,7 @@ def build_rank(
         team.begin(0, (True,) * size)
     model.load(checkpoint, store)
     checkpoint.finish()
-    scheduler = _scheduler(plan, model.cache_spec())
+    scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size)
     ready = _ready(plan, rank, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
     timeline = Timeline(rank, model)
     kv = _cache(plan, model, device)
@@ -224,7 +225,7 @@ def _placement(plan: Plan, facts: ModelFacts, join: bool) -> Placement:
     return start_placement(plan.eplb.placement, facts.num_experts, shape)
 
 
-def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
+def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int) -> Scheduler:
     sizes = planned_sizes(plan, spec)
     blocks = plan.num_kv_blocks, plan.block_size, plan.enable_prefix_caching
     return Scheduler(
@@ -239,6 +240,7 @@ def _scheduler(plan: Plan, spec: CacheSpec) -> Scheduler:
         policy=plan.scheduling_policy,
         async_depth=int(plan.async_scheduling),
         speculation=make_speculation(plan),
+        grammars=Grammars(plan.model_path, vocab_size),
     )
 
 

@@ -8,10 +8,15 @@ Three lengths matter, computed <= length, known <= length:
 
 from __future__ import annotations
 
+import time
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from cache.manager import Holding
 from front.messages import AddRequest, FinishReason, Logprobs, TokenOutput
+
+if TYPE_CHECKING:
+    from engine.structured.guide import Guide
 
 
 class Status(IntEnum):
@@ -25,9 +30,11 @@ class Request:
     """Plain mutable state; the scheduler and the KV cache own the changes. Ordered by `order`, which is unique."""
 
     __slots__ = (
+        "added",
         "cache_salt",
         "eos_token_ids",
         "first_output_sent",
+        "guide",
         "held",
         "last_step",
         "length",
@@ -37,10 +44,12 @@ class Request:
         "num_accepted",
         "num_cached",
         "num_computed",
+        "num_preemptions",
         "num_rejected",
         "order",
         "prompt_len",
         "prompt_logprobs",
+        "queued",
         "request_id",
         "row",
         "speculates",
@@ -75,9 +84,13 @@ class Request:
         wants = params.prompt_logprobs is not None and not replayed
         self.prompt_logprobs: list[Logprobs | None] | None = [None] if wants else None  # None: none wanted, or all sent
 
+        self.guide: Guide | None = None  # of its grammar, once that is compiled
         self.held = held  # of the cache; the manager's
         self.speculates = False  # it may have drafts (engine/speculation/drafter.py)
         self.num_accepted = self.num_rejected = 0  # drafts, since the last output
+        self.num_preemptions = 0
+        self.added = time.monotonic()
+        self.queued: float | None = None  # seconds until it was first let into a step
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order
@@ -90,6 +103,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    def first_admitted(self, num_cached: int) -> None:
+        """num_cached: tokens found in the prefix cache."""
+        self.num_cached = num_cached
+        self.queued = time.monotonic() - self.added
 
     def keep_prompt_logprobs(self, start: int, chunk: list[Logprobs] | None) -> None:
         """Collect them until the first output. After a preemption or a rollback they come again."""
@@ -124,11 +142,11 @@ class Request:
         once."""
         new = self.tokens[len(self.tokens) - num_new :]
         num_new, reason, stop_reason = self.end_within(num_new)
-        prompt_logprobs, num_cached = None, 0
+        prompt_logprobs, num_cached, queued = None, 0, None
         if not self.first_output_sent:
             self.first_output_sent = True
             prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-            num_cached = self.num_cached
+            num_cached, queued = self.num_cached, self.queued
         num_accepted, num_rejected = self.num_accepted, self.num_rejected
         self.num_accepted = self.num_rejected = 0
         return TokenOutput(
@@ -141,4 +159,6 @@ class Request:
             num_cached_tokens=num_cached,
             num_accepted=num_accepted,
             num_rejected=num_rejected,
+            queued=queued,
+            num_preemptions=0 if reason is None else self.num_preemptions,
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cache.memory import CacheMemory
+from dbo import alive
 from dbo.steps import Steps, drain, weave
 from engine.capture import Capture
 from engine.device import Arrival, AtOnce, Readback, use_device
@@ -36,6 +37,7 @@ from models.base import CausalLM
 
 V = TypeVar("V")
 
+_PREPARING, _BALANCING, _SAMPLING = int(Kind.PREPARING), int(Kind.BALANCING), int(Kind.SAMPLING)
 PROMPT_ROWS_AT_ONCE = 256  # bounds the logits held for prompt_logprobs: [256, V] float32
 
 
@@ -200,6 +202,7 @@ class Runner:
             self._capture.forget()
         if self._passes is not None and self._passes.capture is not None:
             self._passes.capture.forget()
+        self._table.forget_step()
         self._unnoted = None
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, PeerLost):
@@ -209,6 +212,7 @@ class Runner:
         """Waits for the steps launched."""
         if self._threads is not None:
             self._threads.shutdown(wait=True)
+        self._table.close()
 
     def _run(self, schedule: Schedule, hooks: Sequence[StepHook], num_parts: int) -> Landing:
         if self._failure is not None:
@@ -224,6 +228,7 @@ class Runner:
             raise
 
     def _steps(self, schedule: Schedule, hooks: Sequence[StepHook], num_parts: int) -> Steps[Landing]:
+        alive.place(alive.COMPUTING, schedule.agreed_step, _PREPARING)
         for hook in hooks:
             hook.begin(schedule)
         if self._unnoted is not None and (not self._table.has_history or self._unnoted.arrival.done()):
@@ -232,6 +237,8 @@ class Runner:
             self._table.clear(row)
         for new in schedule.new_rows:
             self._table.set(new.row, new)
+        if self._unnoted is None:
+            self._table.begin(schedule)
         self._exchange.begin(schedule.most_tokens)
         capture = self._capture
         prepared = self._buffers.fill(schedule, num_parts, None if capture is None else capture.choose)
@@ -240,10 +247,12 @@ class Runner:
         _ended(hooks, Kind.PREPARING, schedule.num_tokens)
         hidden_TD = yield from self._forward(prepared)
         _ended(hooks, Kind.FORWARD, schedule.num_tokens)
+        alive.place(alive.COMPUTING, schedule.agreed_step, _BALANCING)
         for hook in hooks:
             yield from hook.after()
         if not all(hook.watches for hook in hooks):
             _ended(hooks, Kind.BALANCING, 0)
+        alive.place(alive.COMPUTING, schedule.agreed_step, _SAMPLING)
         confirm = self._exchange.seal()
         if prepared.prompt_parts or not self._readback.late:
             confirm()  # before anything is read: reading waits for the device without a bound

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # so that benchmarks/gpu_check.py runs where there is torch and nothing else
+    from engine.structured.guide import Guide
     from front.messages import SamplingParams
 
 
@@ -25,6 +26,7 @@ class NewRow:
     params: SamplingParams
     seed: int
     eos_token_ids: tuple[int, ...]
+    guide: Guide | None = None  # of its grammar
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class Schedule:
     state_reads: list[int] = field(default_factory=list)  # records (cache/records.py); [] where a model has no state
     state_writes: list[int] = field(default_factory=list)
     most_tokens: int = 0  # of any rank in this step, as the ranks have agreed
+    agreed_step: int = 0  # its number among all ranks
 
     @property
     def num_drafts(self) -> int:

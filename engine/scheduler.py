@@ -24,10 +24,12 @@ from typing import Literal
 
 from cache.manager import CacheManager
 from engine.batch_rows import BatchRows
+from engine.counts import Counts
 from engine.request import Request, Status
 from engine.schedule import Schedule
-from engine.schedule_builder import Draft, undo
+from engine.schedule_builder import Draft, check_limits, undo
 from engine.speculation.speculation import Speculation
+from engine.structured.grammars import Grammars, failure
 from front.messages import AddRequest, Logprobs, RankStats, TokenOutput
 
 _RUNNING = Status.RUNNING
@@ -54,23 +56,11 @@ class Scheduler:
         async_depth: int = 0,
         cache: CacheManager | None = None,
         speculation: Speculation | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """cache: of a model that keeps more than rows per token in one paged group. speculation: None: no request has
-        drafts."""
-        if max_num_seqs < 1 or max_num_batched_tokens < 1:
-            raise ValueError(
-                f"max_num_seqs ({max_num_seqs}) and max_num_batched_tokens ({max_num_batched_tokens}) "
-                "must be at least 1"
-            )
-        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_model_len ({max_model_len}) "
-                "when chunked prefill is off"
-            )
-        if policy not in ("fcfs", "priority"):
-            raise ValueError(f"scheduling policy {policy!r} is not one of fcfs, priority")
-        if async_depth not in (0, 1):
-            raise ValueError(f"async_depth ({async_depth}) must be 0 or 1")
+        drafts. grammars: None: no request has one."""
+        check_limits(max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill, policy, async_depth)
         self.kv = cache or CacheManager(num_blocks, block_size, enable_prefix_caching)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -80,6 +70,8 @@ class Scheduler:
         self.async_depth = async_depth
 
         self.speculation = speculation or Speculation()
+        self.grammars = grammars or Grammars("", 0)
+        self.refused: list[TokenOutput] = []  # last outputs of requests that had no step
         self._requests: dict[int, Request] = {}  # all unfinished
         self._running: list[Request] = []  # sorted by order
         self._waiting: list[Request] = []  # sorted by order; the preempted too
@@ -93,7 +85,7 @@ class Scheduler:
 
     def forget_counts(self) -> None:
         """Count from here on."""
-        self._num_preemptions = self._num_steps = self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._counts = Counts()
         self.speculation.forget_counts()
 
     # ---- requests come and go ------------------------------------------------------------------------------------
@@ -117,7 +109,8 @@ class Scheduler:
         elif request.max_length <= request.prompt_len:  # max_tokens is 0
             return TokenOutput(message.request_id, [], "length")
         self._requests[request.request_id] = request
-        insort(self._waiting, request)
+        if not self.grammars.put(request):
+            insort(self._waiting, request)
         return None
 
     def abort(self, request_ids: list[int]) -> None:
@@ -137,11 +130,10 @@ class Scheduler:
         return bool(self._requests)
 
     def stats(self) -> RankStats:
-        kv, used = self.kv, self.kv.num_blocks - self.kv.num_free_blocks
+        kv, used, counts = self.kv, self.kv.num_blocks - self.kv.num_free_blocks, self._counts
         requests = len(self._running), len(self._waiting)
-        counts = self._num_preemptions, self._num_steps, self._num_prompt_tokens, self._num_generation_tokens
         blocks = used, kv.num_blocks, kv.num_queries, kv.num_hits
-        return RankStats(*requests, *blocks, *counts, **self.speculation.counts)
+        return RankStats(*requests, *blocks, **(counts.fields | self.speculation.counts))
 
     # ---- before a step -------------------------------------------------------------------------------------------
 
@@ -149,6 +141,8 @@ class Scheduler:
         """The next step. Without rows when nothing can run now (no requests, or all wait for tokens in flight)."""
         assert len(self._in_flight) <= self.async_depth, "update() is missing"
         self.rows.release(self._updated_step)
+        if self.grammars.awaited:
+            self._take_guided()
         draft = Draft(self._next_step, self.max_num_batched_tokens, self.speculation.max_in_step)
         self._next_step += 1
         self._schedule_decodes(draft)
@@ -161,9 +155,17 @@ class Scheduler:
             draft.restate(self._running)
         schedule = draft.finish(self.rows.take_freed(self._restates), self.kv, self.speculation.warm)
         self._restates = False
-        self._num_steps += 1
+        self._counts.add_step(self.max_num_batched_tokens - draft.budget)
         self._in_flight.append((schedule, draft.ones + draft.chunks))
         return schedule
+
+    def _take_guided(self) -> None:
+        """Requests whose grammars have been compiled wait with the others."""
+        for request in self.grammars.take_ready(patient=not (self._running or self._waiting or self._in_flight)):
+            insort(self._waiting, request)
+            if request.guide is None:
+                self.refused.append(failure(request))
+                self._finish(request)
 
     def _schedule_decodes(self, draft: Draft) -> None:
         """One token for each running request that has its prompt behind it. The hot loop: it repeats Draft.add."""
@@ -241,9 +243,10 @@ class Scheduler:
             draft.remove(victim)
         self._release(victim)
         victim.num_computed = 0
+        victim.num_preemptions += 1
         victim.status = Status.PREEMPTED
         insort(self._waiting, victim)
-        self._num_preemptions += 1
+        self._counts.preemptions += 1
         draft.preempted = True
 
     def _admit(self, draft: Draft) -> None:
@@ -282,7 +285,7 @@ class Scheduler:
         request.status = _RUNNING
         request.num_computed = num_cached
         if request.num_cached < 0:  # else it was preempted, and its hits are its own work
-            request.num_cached = num_cached
+            request.first_admitted(num_cached)
             if self.kv.enable_prefix_caching and request.prompt_logprobs is None:
                 self.kv.num_queries += len(request.tokens)
                 self.kv.num_hits += num_cached
@@ -323,6 +326,11 @@ class Scheduler:
                 self.kv.commit(request, start + 1 if drafts else start + count)
             if not new:
                 continue
+            if request.guide is not None and request.guide.error:
+                outputs.append(failure(request))
+                self._finish(request)
+                num_finished += 1
+                continue
             tokens = request.tokens
             tokens += new
             request.length += len(new) - 1
@@ -333,7 +341,7 @@ class Scheduler:
                 num_tokens += 1
                 continue
             if not request.first_output_sent:
-                self._num_prompt_tokens += request.prompt_len
+                self._counts.add_prompt(request.prompt_len, request.num_cached)
             output = request.output(len(new), None if logprobs is None else logprobs[index])
             outputs.append(output)
             num_tokens += len(output.new_token_ids)
@@ -342,7 +350,7 @@ class Scheduler:
                 num_finished += 1
         if num_finished:
             self._drop_finished()
-        self._num_generation_tokens += num_tokens
+        self._counts.generation_tokens += num_tokens
         return outputs
 
     def _accept(self, request: Request, start: int, num_drafts: int, num_new: int) -> None:
@@ -373,7 +381,7 @@ class Scheduler:
         """The caller calls _drop_finished afterwards, once for many."""
         if request.status is _RUNNING:
             self._release(request)
-        else:
+        elif not self.grammars.remove(request):
             del self._waiting[bisect_left(self._waiting, request)]
         request.status = _FINISHED
         self.speculation.forget(request)

@@ -34,7 +34,7 @@ class TokenTable:
     """Bytes and text of every token, filled as tokens are first seen. `strips_start`: a text loses one leading
     space."""
 
-    __slots__ = ("_bytes", "_of", "shown", "special", "strips_start", "visible")
+    __slots__ = ("_bytes", "_hiding", "_of", "shown", "special", "strips_start", "visible")
 
     def __init__(
         self, size: int, bytes_of: Callable[[int], bytes], special: frozenset[int], strips_start: bool
@@ -50,6 +50,15 @@ class TokenTable:
         for token_id in special:
             if token_id < size:
                 self.visible[token_id] = ""
+        self._hiding: dict[frozenset[int], TokenTable] = {special: self}
+
+    def hiding(self, hidden: frozenset[int]) -> TokenTable:
+        """The table in which only these of the special tokens are; kept, as few such sets are ever asked for."""
+        if not hidden:  # nothing is skipped: `shown` is read
+            return self
+        if hidden not in self._hiding:
+            self._hiding[hidden] = TokenTable(len(self._bytes), self._of, hidden, self.strips_start)
+        return self._hiding[hidden]
 
     def bytes_of(self, token_id: int) -> bytes:
         """Raw bytes; b"" for an id outside the vocabulary."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from front.accusations import Accusations
+from front.accusations import Accusations, WaitBook
 from front.members import Members, State
 from front.messages import (
     Abort,
@@ -37,6 +37,7 @@ from front.messages import (
     RankToFront,
     TokenOutput,
     Waiting,
+    Waits,
 )
 from front.outputs import Delta, PositionLogprobs, Prompt, TokenLogprob
 from front.profiling import Profiling
@@ -102,6 +103,7 @@ class Front:
         self.num_replayed = 0  # requests moved from a rank that was lost or has left to another one
         self.balance: BalanceStatus | None = None  # the newest
         self.profiling = Profiling(clock)
+        self.waits = WaitBook()
         self._clock = clock
         self._requests: dict[str, LiveRequest] = {}
         self._held: dict[str, LiveRequest] = {}  # those of them that no rank has now
@@ -138,7 +140,8 @@ class Front:
         request = LiveRequest(prompt, self._clock())
         self._requests[prompt.request_id] = request
         for index, seed in enumerate(seeds(params.seed, params.n)):
-            detokenizer = self.tokenizer.detokenizer(prompt.token_ids, params.skip_special_tokens)
+            tags = prompt.format.tags if prompt.format is not None else ()
+            detokenizer = self.tokenizer.detokenizer(prompt.token_ids, params.skip_special_tokens, tags)
             request.sequences.append(Sequence(index, seed, request, detokenizer))
         self._held[prompt.request_id] = request
         return self._place_held()
@@ -184,7 +187,7 @@ class Front:
         deltas = []
         running = [item.sequence_id for item in request.sequences if item.sequence_id in self._sequences]
         for sequence in list(request.sequences):
-            deltas.append((request_id, Delta(sequence.index, sequence.last_text(), [], finish_reason="abort")))
+            deltas.append((request_id, sequence.last_delta("abort")))
             self._close_sequence(sequence, "abort", now)
         return Work(deltas, [(request.rank, Abort(running))] if running else [])
 
@@ -239,7 +242,11 @@ class Front:
             self.balance = message.status
         if isinstance(message, ProfilePart):
             self.profiling.take(message)
-        if isinstance(message, BalanceReport | BalanceReply | ProfilePart):  # the one that asked takes the reply
+        if isinstance(message, Waits):
+            self.waits.take(message)
+        if isinstance(
+            message, BalanceReport | BalanceReply | ProfilePart | Waits
+        ):  # the one that asked takes the reply
             return Work([], [])
         assert isinstance(message, RankLost | RankFailed)
         lost = self.members.on_lost(message) if isinstance(message, RankLost) else self.members.on_failed(message)
@@ -309,6 +316,7 @@ class Front:
             if delta.finish_reason is not None:
                 if output.finish_reason is None:
                     stopped.append(output.request_id)
+                sequence.request.num_preemptions += output.num_preemptions
                 self._close_sequence(sequence, delta.finish_reason, now)
         if deltas and self.members.open:
             self.members.on_token(message.rank, now)
@@ -340,7 +348,7 @@ class Front:
             return
         sequence.answered = True
         if request.first_token is None and output.new_token_ids:
-            request.first_token = now
+            request.first_token, request.queued = now, output.queued
         if sequence.index == 0:
             request.num_cached = delta.num_cached_tokens = output.num_cached_tokens
             if output.prompt_logprobs is not None:
@@ -355,6 +363,7 @@ class Front:
         self.router.finished(sequence.num_output)
         request.sequences.remove(sequence)
         request.reasons[sequence.index] = reason
+        request.most_output = max(request.most_output, sequence.num_output)
         request.open -= 1
         if request.open:
             return

@@ -6,13 +6,40 @@ Token positions are counted from the start of the prompt. Times are seconds of t
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # upper bounds of counts of steps
 EXIT_WEIGHTS = 5  # exit code of a rank that was started again and whose weights are away, or are not those of the start
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the output must be; names are vLLM's. Exactly one of the first six says it (docs/structured.md).
+
+    after_token_ids: the output is free until these tokens have come, one after another (the end of reasoning); what
+    follows them is constrained. (): all of it is.
+    """
+
+    json: str | dict[str, Any] | bool | None = None  # a JSON schema
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None  # Lark, as llguidance has it, or GBNF
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    after_token_ids: tuple[int, ...] = ()
+
+
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Made from StructuredOutputsParams by the front. text: as the back end takes it (front/structured)."""
+
+    text: str
+    after_token_ids: tuple[int, ...] = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,6 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     prediction: str = ""  # what the output is expected to be: drafts (docs/speculation.md)
     prediction_token_ids: tuple[int, ...] = ()  # made from it by the front
+    structured_outputs: StructuredOutputsParams | None = None
+    grammar: Grammar | None = None  # made from it by the front
 
 
 # ---- front -> rank -----------------------------------------------------------------------------------------------
@@ -132,7 +161,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sequence. stop_reason: the stop token id that ended it (None for EOS or length).
 
     prompt_logprobs comes once, with the first output: one entry per prompt token, None for the first. num_accepted,
-    num_rejected: drafts that turned out right and wrong.
+    num_rejected: drafts that turned out right and wrong. queued: seconds that it waited on its rank for its first
+    step, with the first output; num_preemptions: how often it lost its blocks, with the last one.
     """
 
     request_id: int
@@ -144,6 +174,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
+    queued: float | None = None
+    num_preemptions: int = 0
 
 
 class RankStats(msgspec.Struct, frozen=True, array_like=True):
@@ -165,6 +197,9 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0
     spec_accepted_per_pos: list[int] = []
+    cached_tokens: int = 0  # of prompt_tokens, those that were found in the prefix cache
+    num_step_tokens: int = 0  # computed in all steps
+    step_tokens: list[int] = []  # steps by the tokens they computed: at most STEP_TOKENS[i]; the last entry: more
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):
@@ -210,6 +245,35 @@ class Waiting(msgspec.Struct, tag="waiting", frozen=True):
 
     rank: int
     reason: str
+
+
+class WaitedFor(msgspec.Struct, frozen=True):
+    """last_seen: seconds ago; None: there is no sign of it. where: in words. state: of its process; "": not known."""
+
+    rank: int
+    last_seen: float | None
+    where: str
+    state: str
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A rank that waits for others; rank -1: the front, whose loop stands still. step: of the epoch. kind: a part of a
+    step (ep/recorder.py), or meeting. where: all of it in words."""
+
+    rank: int
+    epoch: int
+    step: int
+    layer: int
+    kind: str
+    seconds: float
+    where: str
+    waits_for: list[WaitedFor]
+
+
+class Waits(msgspec.Struct, tag="waits", frozen=True):
+    """From the supervisor: the waits that have passed the threshold and are not over."""
+
+    waits: list[Wait]
 
 
 class NoneLeft(msgspec.Struct, tag="none_left", frozen=True):
@@ -303,6 +367,7 @@ RankToFront = (
     | RankLost
     | Waiting
     | NoneLeft
+    | Waits
     | Joined
     | EpochLost
     | BalanceReport

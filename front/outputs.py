@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import msgspec
 
+from front.chat.events import Event
+from front.chat.format import OutputFormat
 from front.messages import FinishReason, SamplingParams
 
 
 class Prompt(msgspec.Struct, kw_only=True):
-    """A checked request: made by front/sampling_params.py and front/text.py, taken by LLM and AsyncLLM."""
+    """A checked request: made by front/sampling_params.py and front/text.py, taken by LLM and AsyncLLM. format: how its
+    output is parsed; None: not at all."""
 
     request_id: str
     token_ids: list[int]
@@ -19,6 +22,7 @@ class Prompt(msgspec.Struct, kw_only=True):
     text: str | None = None
     priority: int = 0
     cache_salt: str = ""
+    format: OutputFormat | None = None
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
@@ -41,6 +45,8 @@ class PositionLogprobs(msgspec.Struct, gc=False):
 class Delta(msgspec.Struct, gc=False):
     """What one step added to one choice. text never ends inside a UTF-8 character nor holds part of a stop string.
 
+    events: what the text turned out to be, where the prompt has a format; `text` is then its content only. Stop strings
+    are looked for in content alone. num_reasoning: of these tokens, those of the reasoning.
     prompt_logprobs and num_cached_tokens come with the first delta of choice 0 (None / 0 otherwise). num_accepted,
     num_rejected: drafts of this step that were right and wrong (docs/speculation.md).
     """
@@ -55,6 +61,8 @@ class Delta(msgspec.Struct, gc=False):
     num_cached_tokens: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
+    events: list[Event] | None = None
+    num_reasoning: int = 0
 
 
 class CompletionOutput(msgspec.Struct):

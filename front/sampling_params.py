@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from front.messages import SamplingParams
+from front.messages import SamplingParams, StructuredOutputsParams
+from front.structured.grammar import checked_grammar
 from front.text import Tokenizer
 
 MAX_N = 16384
@@ -66,6 +67,7 @@ def validate(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None
     if not isinstance(params.prediction, str):
         raise ValueError(f"prediction must be a text, not {type(params.prediction).__name__}")
     _token_ids("prediction_token_ids", params.prediction_token_ids, vocab_size)
+    _kind("structured_outputs", params.structured_outputs, StructuredOutputsParams)
     for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None:
             _logprobs(field, count, vocab_size, max_logprobs)
@@ -73,10 +75,11 @@ def validate(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None
 
 def resolve(params: SamplingParams, tokenizer: Tokenizer | None, prompt_len: int, max_model_len: int) -> SamplingParams:
     """The parameters as the ranks get them: max_tokens decided (at most what the context has left), bad_words as token
-    ids (each with and without a space before it), the prediction too, logit_bias clamped to 100 either way, top_k -1 as
-    0.
+    ids (each with and without a space before it), the prediction too, structured_outputs as a grammar, logit_bias
+    clamped to 100 either way, top_k -1 as 0.
 
-    ValueError when the prompt is empty or leaves no room for output. tokenizer: needed for texts only.
+    ValueError when the prompt is empty or leaves no room for output, or the grammar is none. tokenizer: needed for
+    texts only.
     """
     if prompt_len < 1:
         raise ValueError("prompt must hold at least one token")
@@ -93,8 +96,14 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer | None, prompt_len: int
     if params.prediction and not predicted:
         assert tokenizer is not None
         predicted = tuple(tokenizer.encode(params.prediction, add_special_tokens=False))
+    grammar = params.grammar
+    if params.structured_outputs is not None and grammar is None:
+        assert tokenizer is not None
+        grammar = checked_grammar(params.structured_outputs, tokenizer)
     return msgspec.structs.replace(
         params,
+        structured_outputs=None,
+        grammar=grammar,
         prediction="",
         prediction_token_ids=predicted[:max_model_len],
         max_tokens=max_tokens,
@@ -155,6 +164,11 @@ def _number(field: str, value: object, low: float, high: float, above: bool = Fa
     if not good:
         limit = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
         raise ValueError(f"{field} must be {'a finite number' if high == math.inf else limit}, not {value!r}")
+
+
+def _kind(field: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{field} must be {kind.__name__}, not {type(value).__name__}")
 
 
 def _flag(field: str, value: object) -> None:

@@ -56,15 +56,24 @@ class Tokenizer:
         self.pad_token_id = self._id(self.pad_token)
         self.eos_token_ids = self._eos_ids(directory)
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_tokens.values())
         self.vocab_size = max([self._tokenizer.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
         self._table = self._make_table(file.decoder)
+        self._hidden_of: dict[tuple[str, ...], frozenset[int]] = {}
         self._templates: dict[str, ChatTemplate | DeepseekV32Encoding] = {
             name: ChatTemplate(source, self._named) for name, source in _template_sources(directory, config).items()
         }
         architectures = _read_json(directory / "config.json").get("architectures") or ()
         if not self._templates and ENCODED_ARCHITECTURE in architectures:
             self._templates["default"] = DeepseekV32Encoding()
+
+    def info(self) -> dict[str, Any]:
+        """What tokenizer_config.json says, with the chat template in use. tokenizer_class: transformers' name."""
+        config = _read_json(self.directory / "tokenizer_config.json")
+        known = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+        template = self.chat_template
+        return known if template is None else {**known, "chat_template": template}
 
     # ---- encoding ----
 
@@ -89,16 +98,33 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        """For one output that follows this prompt."""
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, shown: tuple[str, ...] = ()
+    ) -> Detokenizer:
+        """For one output that follows this prompt. shown: special tokens that are part of one of these texts are not
+        skipped."""
+        hidden = self._hidden(shown) if skip_special_tokens else frozenset[int]()
         if self._table is None:
-            return WindowDetokenizer(
-                lambda token_ids: self.decode(token_ids, skip_special_tokens), prompt_token_ids[-_WINDOW_CONTEXT:]
-            )
+            return WindowDetokenizer(lambda ids: self._decode(ids, hidden), prompt_token_ids[-_WINDOW_CONTEXT:])
         at_start = not skip_special_tokens and not prompt_token_ids
         if skip_special_tokens:
             at_start = all(token_id in self.special_ids for token_id in prompt_token_ids)
-        return TableDetokenizer(self._table, skip_special_tokens, at_start)
+        return TableDetokenizer(self._table.hiding(hidden), skip_special_tokens, at_start)
+
+    def _hidden(self, shown: tuple[str, ...]) -> frozenset[int]:
+        """The special tokens without those that are part of one of these texts."""
+        if not shown:
+            return self.special_ids
+        if shown not in self._hidden_of:
+            texts = {token_id: str(self._tokenizer.id_to_token(token_id)) for token_id in self.special_ids}
+            seen = [token_id for token_id, text in texts.items() if any(text in tag for tag in shown)]
+            self._hidden_of[shown] = self.special_ids.difference(seen)
+        return self._hidden_of[shown]
+
+    def _decode(self, token_ids: Sequence[int], hidden: frozenset[int]) -> str:
+        if hidden == self.special_ids:
+            return self.decode(token_ids)
+        return self.decode([token_id for token_id in token_ids if token_id not in hidden], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's raw bytes, as they stand inside a text; also of half a character and of special tokens."""

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from configs.engine import Plan
 from configs.env import child_environment
 from engine.process.console import say
-from engine.process.heartbeat import last_beat
+from engine.process.heartbeat import Sign, last_beat, read_sign, sign_bytes
 from front.messages import EXIT_WEIGHTS, RankLost
 from launch.processes import Child, Children, RuntimeDir
-from launch.signs import WINDOW_SECONDS, Look, Window, signs_of
+from launch.signs import WINDOW_SECONDS, Look, Window, signs_of, state_of
 from launch.standby import Standby
+from launch.waits import WaitWatch
 from launch.weights import WeightsKept
 
 HANG_SECONDS = 2.0  # a heartbeat that is older means a hung rank, unless its process is at work ...
@@ -35,8 +36,9 @@ LOAD_HANG_SECONDS = 10.0  # the same while it loads, when a long operation may h
 STALL_SECONDS = 1.0  # when this process itself was not run for so long, the ranks get their time anew
 LOAD_FACTOR = 10  # a restarted rank may load for so many times what the first start took ...
 LOAD_SECONDS = 30.0  # ... or for this long, if that is more
-RESTART_PAUSE = 0.5  # seconds after a loss: the survivors recover before one that starts takes their cores ...
-STANDBY_PAUSE = 0.1  # ... for which one that waits (launch/standby.py) has less need
+# Seconds after a loss: the survivors recover before one that starts takes their cores. One that waits
+# (launch/standby.py) has less need of them, and starts when they have computed their first step, if that is earlier.
+RESTART_PAUSE = 0.5
 BECOME_SECONDS = 5.0  # for one that waits to give a first sign of life as a rank
 LONGEST_PAUSE = 30.0  # each failed try in a row doubles the pause, up to this ...
 LONGEST_PAUSE_ALONE = 10.0  # ... or this, when no rank is left
@@ -91,12 +93,14 @@ class RankMonitor:
         options: Sequence[str] = (),
         signs: Look = signs_of,
         standby: bool = False,
+        watches: bool = True,
     ) -> None:
         """startup_timeout: the most seconds that a restarted rank may take to load; the first start is the caller's to
         bound.
 
         module: what a rank's process runs; options: more words of its command line. ranks: those of this machine; None:
-        all, and only then may their number change. standby: keep a process that becomes the next rank."""
+        all, and only then may their number change. standby: keep a process that becomes the next rank. watches: say
+        which ranks wait for which (launch/waits.py); off where another machine does."""
         self.restarts = False
         self.left = False  # a rank has ended by itself with exit code 0, as the front told it to
         self._children = children
@@ -113,6 +117,9 @@ class RankMonitor:
         self._signs = signs
         self._hang_seconds = DEVICE_HANG_SECONDS.get(plan.device, HANG_SECONDS)
         self._longest_work = max(WORK_SECONDS, plan.exchange_timeout)
+        self.front: Child | None = None  # whose loop is looked at too
+        self.elsewhere: dict[int, Sign] = {}  # of the ranks of other machines
+        self.waits = WaitWatch(plan.wait_warning_seconds if watches else 0.0, self._state, clock)
         self._looked = self._awake_since = clock()
         self._last_loss = self._looked - RESTART_PAUSE
         self._places = [_Place(rank) for rank in ranks or range(plan.data_parallel_size)]
@@ -176,6 +183,7 @@ class RankMonitor:
             self._weights.look()
         if self._standby is not None:
             self._standby.look(dead, now)
+        self._look_at_waits()
         lost = []
         for place in self._places:
             if place.child is not None and place.child in dead:
@@ -207,7 +215,7 @@ class RankMonitor:
                 place.child.process.kill()
 
     def _prepare(self, rank: int) -> None:
-        for name in ("beat", "loading", "loaded"):
+        for name in ("beat", "loading", "loaded", "joined"):
             self._runtime.clear(f"{name}-{rank}")
 
     def _start(self, place: _Place) -> None:
@@ -260,11 +268,45 @@ class RankMonitor:
         if beat is None:
             self._check_loading(place, now)
         elif self._hangs(place, child, beat, now):
-            place.verdict, place.last_life = f"hung: no heartbeat for {now - beat:.1f} s, killed", beat
+            place.verdict, place.last_life = (
+                f"hung: no heartbeat for {now - beat:.1f} s{self._where(place)}, killed",
+                beat,
+            )
         elif place.leaves is not None and now - max(place.leaves, self._awake_since) > LEAVE_SECONDS:
             place.verdict, place.last_life = f"has not left within {LEAVE_SECONDS:g} s, killed", beat
         if place.verdict:
+            self.waits.tell(place.rank)
             child.process.kill()
+
+    def _where(self, place: _Place) -> str:
+        """Where it was last seen."""
+        sign = read_sign(sign_bytes(self._runtime.file(f"beat-{place.rank}")))
+        return "" if sign is None else f" since {max(sign.agreeing, sign.computing).text}"
+
+    def sign_payloads(self) -> dict[int, bytes]:
+        """The signs of life of the ranks that have one, as they are written."""
+        found = {}
+        for place in self._places:
+            if place.child is not None:
+                name = "beat" if place.served_since else "loading"
+                found[place.rank] = sign_bytes(self._runtime.file(f"{name}-{place.rank}"))
+        return found
+
+    def _look_at_waits(self) -> None:
+        signs = dict(self.elsewhere)
+        for rank, payload in self.sign_payloads().items():
+            sign = read_sign(payload)
+            if sign is not None:
+                signs[rank] = sign
+        front, state = None, ""
+        if self.front is not None and self.front.process.returncode is None:
+            front, state = last_beat(self._runtime.file("beat-front")), state_of(self.front.process.pid)
+        self.waits.look(signs, front, state)
+
+    def _state(self, rank: int) -> str:
+        """The state letter of its process."""
+        processes = self.processes
+        return state_of(processes[rank]) if rank in processes else ""
 
     def _hangs(self, place: _Place, child: Child, beat: float, now: float) -> bool:
         """Its loop has stood still for too long, and its process is not at work; or for longer than any work takes."""
@@ -313,8 +355,8 @@ class RankMonitor:
             say("rank_stays_down", rank=place.rank, restarts=place.tries, next_try_seconds=round(pause))
             place.said_down = True
         calm = RESTART_PAUSE
-        if self._standby is not None and self._standby.ready and not place.tries:
-            calm = pause = STANDBY_PAUSE
+        if self._standby is not None and self._standby.ready and not place.tries and self._recovered:
+            calm = pause = 0.0
         # The first try after the loss of all of them has no survivor to wait for.
         if now - place.ended < (0.0 if alone and not place.tries else pause):
             return
@@ -325,6 +367,12 @@ class RankMonitor:
         self._start(place)
         assert place.child is not None
         say("rank_restarted", rank=place.rank, pid=place.child.process.pid, restart=place.tries + 1)
+
+    @property
+    def _recovered(self) -> bool:
+        """Every rank that serves has computed a step since the last loss."""
+        joined = [self._beat(place.rank, "joined") for place in self._places if place.serves]
+        return all(when is not None and when >= self._last_loss for when in joined)
 
     def _beat(self, rank: int, name: str = "beat") -> float | None:
         """When the rank last wrote. None: it has not (or is just writing)."""

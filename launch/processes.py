@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from types import TracebackType
 
 import msgspec
 
+from engine.process.orphan import child_command
 from engine.process.places import FILE_BYTES, socket_address
 
 PREFIX = "moesaic-"  # of runtime directories
@@ -199,7 +199,7 @@ class Children:
         environment: dict[str, str],
         stdin: int = subprocess.DEVNULL,
     ) -> Child:
-        command = [sys.executable, "-m", module, *arguments, "--parent", str(os.getpid())]
+        command = child_command(module, arguments)
         # A group of its own: Ctrl-C in the terminal reaches the supervisor only, which ends the others in order.
         process = subprocess.Popen(command, env=environment, stdin=stdin, process_group=0)
         child = Child(name, rank, process, os.pidfd_open(process.pid))

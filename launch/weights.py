@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from configs.engine import Plan
+from engine.process.orphan import child_command
 from engine.process.places import store_names
 from launch.processes import RuntimeDir
 from store.cache import WeightCache
@@ -49,5 +49,5 @@ class WeightsKept:
                 "--directory",
                 self._directory,
             ]
-            command = [sys.executable, "-m", "engine.process.cache_process", *arguments, "--parent", str(os.getpid())]
+            command = child_command("engine.process.cache_process", arguments)
             self._writer = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)

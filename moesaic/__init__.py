@@ -12,17 +12,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from moesaic.rooms import ROOMS, check_rooms
+
 if TYPE_CHECKING:
     from configs.engine import EngineConfig
     from configs.eplb import EplbConfig
-    from front.messages import SamplingParams
+    from front.messages import SamplingParams, StructuredOutputsParams
     from front.outputs import CompletionOutput, RequestOutput
     from moesaic.public import LLM, AsyncLLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "EplbConfig", "RequestOutput", "SamplingParams",
-    "__version__",
+    "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
 _HOMES = {
@@ -31,6 +33,7 @@ _HOMES = {
     "EngineConfig": "configs.engine",
     "EplbConfig": "configs.eplb",
     "SamplingParams": "front.messages",
+    "StructuredOutputsParams": "front.messages",
     "RequestOutput": "front.outputs",
     "CompletionOutput": "front.outputs",
 }
@@ -39,4 +42,5 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
+    check_rooms(room for room in ROOMS if room != "server")  # that one is a server's alone: a script may have the name
     return getattr(importlib.import_module(_HOMES[name]), name)

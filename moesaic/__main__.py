@@ -1,5 +1,19 @@
-"""`python -m moesaic` is `moesaic`."""
+"""`moesaic`, and `python -m moesaic`: nothing of the other rooms is imported before it is clear that they are ours."""
 
-from moesaic.cli import main
+import importlib
+import sys
 
-main()
+from moesaic.rooms import check_rooms
+
+
+def main() -> None:
+    try:
+        check_rooms()
+    except ImportError as error:
+        print(f"moesaic: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    importlib.import_module("moesaic.cli").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -13,6 +14,8 @@ from moesaic.lazy import LazyGroup
 
 COMMANDS = {
     "serve": ("moesaic.serve", "Serve a model over HTTP (OpenAI-compatible)."),
+    "node": ("moesaic.node", "Keep `serve` running on one node of a launch."),
+    "launch": ("moesaic.launch", "Start a server on several nodes by Slurm, Kubernetes, Ray, torchrun, ssh, ..."),
     "generate": ("moesaic.generate", "Continue prompts on this machine and print the text."),
     "chat": ("moesaic.chat", "Talk to a running server in the terminal."),
     "ranks": ("moesaic.ranks", "Show the ranks of a running server; grow or shrink it."),
@@ -40,10 +43,15 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, stop)
     try:
-        sys.exit(cli.main(prog_name="moesaic", standalone_mode=False) or 0)
+        code = cli.main(prog_name="moesaic", standalone_mode=False) or 0
+        sys.stdout.flush()
+        sys.exit(code)
     except (KeyboardInterrupt, click.Abort):
         say_text(f"ended by {stopped_by.name}")
         sys.exit(128 + stopped_by)
+    except BrokenPipeError:  # what reads our output has ended, as `head` does: no error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)  # as click does
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

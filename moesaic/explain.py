@@ -18,7 +18,7 @@ from configs.env import read_env
 from configs.gpu import MEBI, find_gpus
 from configs.store import STANDBY_BYTES
 from engine.plan import make_plan
-from moesaic.options import engine_config, engine_options
+from moesaic.options import EMBEDDED_RANKS, engine_config, engine_options
 
 if TYPE_CHECKING:
     from engine.cluster import ClusterPlan
@@ -41,7 +41,7 @@ def command(as_json: bool, gpu: str | None, world: int | None, installed: str | 
     """
     if world is not None:
         options["data_parallel_size"] = world
-    config = engine_config(options)
+    config = engine_config(options, embedded_ranks=EMBEDDED_RANKS)
     if gpu is None and config.device == "cuda" and find_gpus(read_env().visible_gpus)[0] is None:
         gpu = DEFAULT_CHIP
     if gpu is not None:

@@ -17,6 +17,8 @@ from configs.eplb import EplbConfig, parse_eplb_config
 from configs.json_option import json_object
 from configs.speculation import METHODS
 
+EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is meant: experts over two ranks
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 MULTIPLES = {"K": 10**3, "M": 10**6, "G": 10**9, "k": 10**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
@@ -132,6 +134,7 @@ OPTIONS = [
     _of("logprobs_mode"),
     _of("max_logprobs", "-1: no limit."),
     _of("exchange_timeout", "Bound of waits between ranks, s."),
+    _of("wait_warning_seconds", "Say who waits for whom from so many seconds on; 0: never."),
 ]  # fmt: skip
 
 
@@ -154,8 +157,9 @@ def engine_options(command: Command) -> Command:
     return click.argument("model", required=False, callback=_take_model)(command)
 
 
-def engine_config(values: dict[str, Any], default_ranks: int = 1) -> EngineConfig:
-    """The options' values as an EngineConfig; removes them from `values`."""
+def engine_config(values: dict[str, Any], default_ranks: int = 1, embedded_ranks: int | None = None) -> EngineConfig:
+    """The options' values as an EngineConfig; removes them from `values`. Ranks unless told otherwise: default_ranks,
+    of the embedded model embedded_ranks."""
     argument, option = values.pop("model"), values.pop("model_option")
     if argument and option and argument != option:
         raise ValueError(f"two models given: {argument} and --model {option}")
@@ -169,9 +173,10 @@ def engine_config(values: dict[str, Any], default_ranks: int = 1) -> EngineConfi
     values["speculative_config"] = None if drafts is None else json_object("speculative_config", drafts)[0]
     overrides = values.pop("hf_overrides", None)
     values["hf_overrides"] = {} if overrides is None else json_object("hf_overrides", overrides)[0]
-    return EngineConfig(
-        model=argument or option, data_parallel_size=default_ranks if ranks is None else ranks, **values
-    )
+    model = argument or option
+    if ranks is None:
+        ranks = default_ranks if model or embedded_ranks is None else embedded_ranks
+    return EngineConfig(model=model, data_parallel_size=ranks, **values)
 
 
 def _numbers(name: str, text: str | None) -> tuple[int, ...]:

@@ -42,7 +42,9 @@ def command(
             with contextlib.suppress(KeyboardInterrupt):
                 _watch(client, as_json)
         else:
-            print(json.dumps(table)) if as_json else Console().print(_drawn(table))
+            print(json.dumps(table), flush=True) if as_json else Console().print(_drawn(table))
+    except BrokenPipeError:  # of our output: what reads it has ended (moesaic/cli.py)
+        raise
     except (OSError, HttpError) as error:
         raise ValueError(f"{url or env.url}: {error}") from None
     if count is not None and not watch and not _is_whole(table, count):

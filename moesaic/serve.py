@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,24 +11,15 @@ from typing import Any
 import click
 
 from configs.env import read_env
-from configs.hosts import DEFAULT_PORT, hosts_of
 from configs.server import ServerConfig
 from engine.plan import make_plan
 from engine.process.console import guard_console, say_text
+from engine.process.orphan import die_with_parent
 from launch.head import HeadSupervisor
 from launch.remote import RemoteSupervisor
 from launch.supervisor import Supervisor
-from moesaic.options import SECONDS, Bytes, engine_config, engine_options
-
-# In the order of configs.hosts.hosts_of.
-HOST_OPTIONS = (
-    "data_parallel_size_local",
-    "data_parallel_address",
-    "data_parallel_rpc_port",
-    "data_parallel_start_rank",
-    "headless",
-)
-EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is meant: experts over two ranks
+from moesaic.host_options import host_options, take_hosts
+from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engine_options
 
 
 @click.command("serve")
@@ -58,6 +50,14 @@ EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is 
     show_default=True,
     help="Beyond: 503 with Retry-After.",
 )
+@click.option(
+    "--max-stored-responses",
+    type=click.IntRange(0),
+    default=1000,
+    show_default=True,
+    help="Responses that are kept for previous_response_id; 0: none.",
+)
+@click.option("--max-stored-bytes", type=Bytes(), default=64 << 20, show_default=True, help="Of them together.")
 @click.option("--shutdown-timeout", type=SECONDS, default=30.0, show_default=True, help="Seconds a drain may take.")
 @click.option("--sse-keep-alive-interval", type=SECONDS, default=15.0, show_default=True, help="Seconds; 0: never.")
 @click.option("--request-timeout", type=SECONDS, default=0.0, show_default=True, help="Seconds; 0: none.")
@@ -72,27 +72,25 @@ EMBEDDED_RANKS = 2  # without a model, the embedded one is served the way it is 
     type=click.Path(exists=True, file_okay=False, writable=True),
     help="Directory for timelines (POST /start_profile); default: none can be taken.",
 )
+@click.option("--otlp-traces-endpoint", help="Where spans go, as http://HOST:4318/v1/traces; default: nowhere.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--log-requests/--no-log-requests", default=True, show_default=True)
 @click.option("--startup-timeout", type=SECONDS, default=600.0, show_default=True, help="Seconds until ready.")
-@click.option("--data-parallel-size-local", "-dpl", type=int, help="Ranks on this machine; default: all that are left.")
-@click.option("--data-parallel-address", "-dpa", help="The head's address, when ranks are on several machines.")
-@click.option(
-    "--data-parallel-rpc-port", "-dpp", type=int, default=DEFAULT_PORT, show_default=True, help="First of its ports."
-)
-@click.option("--data-parallel-start-rank", "-dpr", type=int, help="First rank of this machine (with --headless).")
-@click.option("--headless", is_flag=True, help="Only ranks here: the head, another machine, has the front.")
+@click.option("--parent", type=int, hidden=True, help="Process id of the parent, with which this one ends.")
+@host_options
 @engine_options
 def command(**options: Any) -> None:
     """Serve MODEL (a Hugging Face directory; without it, the embedded model on two ranks) over HTTP."""
     guard_console()
+    parent = options.pop("parent")
+    if parent is not None:
+        die_with_parent(parent)
     env = read_env()
     startup_timeout = options.pop("startup_timeout")
     server = _server_config(options, env.api_keys, env.admin_keys)
     given = options["model"] or options["model_option"]
-    parts = [options.pop(name) for name in HOST_OPTIONS]
-    config = engine_config(options, default_ranks=1 if given else EMBEDDED_RANKS)
-    hosts = hosts_of(config.data_parallel_size, *parts)
+    hosts = take_hosts(options, 1 if given else EMBEDDED_RANKS, startup_timeout)
+    config = engine_config(options)
     plan = make_plan(config, hosts=hosts)
     say_text(
         f"{plan.served_model_names[0]} ({plan.architecture}), {plan.data_parallel_size} rank(s), {plan.dtype}, "
@@ -123,12 +121,15 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         max_body_bytes=options.pop("max_request_bytes"),
         max_inflight_bytes=options.pop("max_inflight_bytes"),
         max_queued_requests=options.pop("max_num_queued_reqs"),
+        max_stored_responses=options.pop("max_stored_responses"),
+        max_stored_bytes=options.pop("max_stored_bytes"),
         shutdown_timeout=options.pop("shutdown_timeout"),
         keep_alive_interval=options.pop("sse_keep_alive_interval"),
         request_timeout=options.pop("request_timeout"),
         allowed_origins=options.pop("allowed_origins"),
         eplb_record_dir=str(Path(record_dir).resolve()) if record_dir else None,
         profile_dir=str(Path(profile_dir).resolve()) if profile_dir else None,
+        otlp_traces_endpoint=options.pop("otlp_traces_endpoint"),
         log_format=options.pop("log_format"),
         log_requests=options.pop("log_requests"),
     )
@@ -140,6 +141,15 @@ def _digests(keys: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(hashlib.sha256(key.encode()).hexdigest() for key in keys)
 
 
+def _program() -> str:
+    """What one types to run this command line again."""
+    found = shutil.which("moesaic")
+    if found is not None and Path(found).resolve() == Path(sys.executable).with_name("moesaic").resolve():
+        return "moesaic"
+    beside = Path(sys.executable).with_name("moesaic")
+    return str(beside) if beside.exists() else f"{sys.executable} -m moesaic"
+
+
 def _say_next(url: str, model: str, server: ServerConfig) -> None:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if server.api_key_digests else ""
     content = "Tell me a story about a dog."
@@ -147,6 +157,6 @@ def _say_next(url: str, model: str, server: ServerConfig) -> None:
     print(
         f"\nmoesaic: ready on {url}. In another terminal:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{message}'\n"
-        f"  .venv/bin/moesaic chat --url {url}\n",
+        f"  {_program()} chat --url {url}\n",
         flush=True,
     )

@@ -19,14 +19,15 @@ from native.library import function
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-Array = npt.NDArray[np.int64] | npt.NDArray[np.float32] | npt.NDArray[np.uint64]
+Words = npt.NDArray[np.int32]
+Array = Words | npt.NDArray[np.int64] | npt.NDArray[np.float32] | npt.NDArray[np.uint64]
 
 _LOGIT_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NUMBERS = ("logit_type", "num_rows", "num_tokens", "stride")
 _ARRAYS = (
-    "random", "temperature", "top_p", "min_p", "top_k", "seed_key", "position", "has_allowed", "allowed_start",
-    "allowed", "forbidden_start", "forbidden", "bias_start", "bias_id", "bias", "penalty_start", "penalty_id",
-    "penalty",
+    "random", "temperature", "top_p", "min_p", "top_k", "seed_key", "position", "mask_of", "masks", "has_allowed",
+    "allowed_start", "allowed", "forbidden_start", "forbidden", "bias_start", "bias_id", "bias", "penalty_start",
+    "penalty_id", "penalty",
 )  # fmt: skip
 
 
@@ -38,6 +39,7 @@ class _SampleCall(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in _ARRAYS),
         ("penalty_stride", ctypes.c_int64),
+        ("mask_words", ctypes.c_int64),
         ("token", ctypes.c_void_p),
     )
 
@@ -62,6 +64,9 @@ class Draws:
 class Edits:
     """Changes to logits before the draw. Token ids are valid; none is twice in a row's list."""
 
+    # int64 [P]: which mask a row has, -1: none; [N, W]: bit i of word w is 1 where token 32 w + i may be drawn. Where
+    # the other edits leave none of these, it is the first of them.
+    masks: tuple[Ints, Words] | None = None
     allowed: Sequence[tuple[int, Tensor]] = ()  # (p, token ids): the only ones that may be drawn; p rises
     forbidden: tuple[Tensor, Tensor] | None = None  # p int64 [N], ids int64 [N]
     bias: tuple[Tensor, Tensor, Tensor] | None = None  # p, ids, values float32 [1, N]
@@ -81,6 +86,8 @@ class _Arrays:
             self.arrays[name] = array
 
     def put_edits(self, num_rows: int, edits: Edits) -> None:
+        if edits.masks is not None:
+            self.put(mask_of=edits.masks[0], masks=edits.masks[1])
         if edits.allowed:
             lens_P = np.zeros(num_rows + 1, np.int64)
             has_P = np.zeros(num_rows, np.int64)
@@ -109,7 +116,7 @@ def draw_tokens(logits_PV: Tensor, draws: Draws, edits: Edits) -> Tensor:
     """int64 [P]. The caller asks `can_run`. Rows of logits may be apart; they are not changed.
 
     Tokens of equal probability are kept or dropped together by top_k, top_p and min_p; of equal largest logits the
-    first is taken. NaN counts as forbidden; where everything is forbidden the token is 0.
+    first is taken. NaN counts as forbidden; where everything is forbidden the token is 0, or the first of the mask.
     """
     num_rows, num_tokens = logits_PV.shape
     assert logits_PV.stride(1) == 1 and num_tokens > 0
@@ -133,6 +140,7 @@ def draw_tokens(logits_PV: Tensor, draws: Draws, edits: Edits) -> Tensor:
         logits_PV.data_ptr(),
         *(arrays.arrays[name].ctypes.data if name in arrays.arrays else None for name in _ARRAYS),
         edits.penalties[1].numel() if edits.penalties is not None else 0,
+        edits.masks[1].shape[1] if edits.masks is not None else 0,
         token_P.data_ptr(),
     )
     _sampling_rows(ctypes.byref(call), torch.get_num_threads())

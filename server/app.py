@@ -15,12 +15,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.admin import RankAdmin
 from server.api.chat import ChatCompletions
 from server.api.completions import Completions
+from server.api.messages_answer import Messages
 from server.api.openai import AbortRequest, Model, ModelList
+from server.api.responses_routes import Responses
 from server.api.tokenize import Tokenization
 from server.eplb import Eplb, refresh, trouble
 from server.errors import RETRY_AFTER, ApiError
 from server.metrics import CONTENT_TYPE
 from server.middleware import AuthMiddleware
+from server.openapi import document, page
 from server.profile import Profiles
 from server.service import Service, json_response
 
@@ -32,19 +35,45 @@ _abort_decoder = msgspec.json.Decoder(AbortRequest)
 def build_app(service: Service) -> ASGIApp:
     """Its runner also runs `service.flights.clock()` beside it."""
     pages = Pages(service)
-    tokenization = Tokenization(service)
+    handlers = _handlers(service, pages)
+    pages.routes = [(method, path) for method, path, _ in handlers]
+    routes = [Route(path, Endpoint(handler), methods=[method]) for method, path, handler in handlers]
+    app: ASGIApp = AuthMiddleware(Router(routes, redirect_slashes=False), service)
+    origins = service.config.allowed_origins
+    if origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
+    """Method, path and handler of each route."""
+    responses, messages, tokenization = Responses(service), Messages(service), Tokenization(service)
     rank_admin = RankAdmin(service)
     eplb = Eplb(service)
     profiles = Profiles(service)
     get: dict[str, Handler] = {
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
+        "/v1/responses/{response_id}": responses.retrieve,
+        "/v1/responses/{response_id}/input_items": responses.input_items,
         "/health": pages.health,
         "/ping": pages.health,
+        "/live": pages.live,
         "/ready": pages.ready,
         "/metrics": pages.metrics,
         "/version": pages.version,
+        "/load": pages.load,
+        "/openapi.json": pages.openapi,
+        "/docs": pages.docs,
+        "/tokenizer_info": tokenization.info,
         "/admin/ranks": rank_admin.table,
+        "/debug/waits": pages.waits,
         "/eplb/status": eplb.status,
         "/eplb/placement": eplb.placement,
         "/eplb/load": eplb.load,
@@ -52,10 +81,15 @@ def build_app(service: Service) -> ASGIApp:
     post: dict[str, Handler] = {
         "/v1/completions": Completions(service).answer,
         "/v1/chat/completions": ChatCompletions(service).answer,
+        "/v1/responses": responses.answer,
+        "/v1/responses/{response_id}/cancel": responses.cancel,
+        "/v1/messages": messages.answer,
+        "/v1/messages/count_tokens": messages.count_tokens,
         "/tokenize": tokenization.tokenize,
         "/v1/tokenize": tokenization.tokenize,
         "/detokenize": tokenization.detokenize,
         "/v1/detokenize": tokenization.detokenize,
+        "/ping": pages.health,
         "/abort_requests": pages.abort_requests,
         "/reset_prefix_cache": pages.reset_prefix_cache,
         "/admin/ranks": rank_admin.resize,
@@ -65,19 +99,9 @@ def build_app(service: Service) -> ASGIApp:
         "/start_profile": profiles.start,
         "/stop_profile": profiles.stop,
     }
-    routes = [Route(path, Endpoint(handler), methods=["POST"]) for path, handler in post.items()]
-    routes += [Route(path, Endpoint(handler), methods=["GET"]) for path, handler in get.items()]
-    app: ASGIApp = AuthMiddleware(Router(routes, redirect_slashes=False), service)
-    origins = service.config.allowed_origins
-    if origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-    return app
+    delete: dict[str, Handler] = {"/v1/responses/{response_id}": responses.delete}
+    tables = {"POST": post, "GET": get, "DELETE": delete}
+    return [(method, path, handler) for method, table in tables.items() for path, handler in table.items()]
 
 
 class Endpoint:
@@ -97,11 +121,14 @@ class Pages:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._version = metadata.version("moesaic")
+        self.routes: list[tuple[str, str]] = []  # method and path of all there are
 
     async def models(self, request: Request) -> Response:
+        self._require_loaded()
         return json_response(ModelList(data=[self._model(name) for name in self._service.plan.served_model_names]))
 
     async def model(self, request: Request) -> Response:
+        self._require_loaded()
         return json_response(self._model(self._service.model_name(request.path_params["model"])))
 
     def _model(self, name: str) -> Model:
@@ -109,8 +136,20 @@ class Pages:
         root = plan.served_model_names[0]
         return Model(id=name, created=self._service.created, root=root, max_model_len=plan.max_model_len)
 
+    def _require_loaded(self) -> None:
+        """ApiError 503 until all ranks have been ready once: what waits for 200 sends requests then."""
+        state, why = self._service.state()
+        if state == "loading":
+            raise ApiError(503, f"{state}: {why}", code=state, headers=[RETRY_AFTER])
+
+    async def live(self, request: Request) -> Response:
+        """The process answers: also while it loads."""
+        return json_response({"status": "alive"})
+
     async def health(self, request: Request) -> Response:
-        """Alive: also while loading and draining. The body of a failure names the rank."""
+        """Alive, once the model has been loaded: also while draining or short of ranks. The body of a failure names
+        the rank."""
+        self._require_loaded()
         failed = self._service.engine.failed
         if failed is not None:
             raise ApiError(503, failed, code="engine_failed", headers=[RETRY_AFTER])
@@ -130,12 +169,30 @@ class Pages:
         troubles = self._service.engine.members.troubles
         return {"waiting": {str(rank): reason for rank, reason in sorted(troubles.items())}} if troubles else {}
 
+    async def waits(self, request: Request) -> Response:
+        """Which ranks wait for which, from the threshold on (docs/surviving.md)."""
+        waits = self._service.engine.front.waits
+        threshold = self._service.plan.wait_warning_seconds
+        return json_response({"threshold_seconds": threshold, "now": waits.now, "past": list(waits.past)})
+
     async def metrics(self, request: Request) -> Response:
         await refresh(self._service)
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": self._version})
+
+    async def load(self, request: Request) -> Response:
+        """server_load: generating requests in flight; beside it what the ranks say."""
+        return json_response({"server_load": len(self._service.flights), **self._service.metrics.load()})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(document(self.routes, self._version))
+
+    async def docs(self, request: Request) -> Response:
+        text = page(document(self.routes, self._version))
+        policy = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+        return Response(text, media_type="text/html", headers=policy)
 
     async def abort_requests(self, request: Request) -> Response:
         """Aborted requests answer with what they have and finish_reason "abort"."""

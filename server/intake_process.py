@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from io import BufferedRWPair
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from configs.engine import Plan
 from configs.env import child_environment
 from configs.server import ServerConfig
 from engine.process.malloc import return_freed_memory
-from engine.process.orphan import die_with_parent
+from engine.process.orphan import child_command, die_with_parent
 from front.text import Tokenizer
 from server.errors import ApiError, unavailable
 from server.intake import Intake, Kind, Taken
@@ -55,6 +54,7 @@ class Order(msgspec.Struct):
     body: bytes
     vocab_size: int
     serving: bool
+    earlier: bytes
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -89,7 +89,7 @@ def serve(file: BufferedRWPair) -> None:
     while (frame := _read(file)) is not None:
         order = _orders.decode(frame)
         del frame
-        answer = _encode(intake.take(order.kind, order.body, order.vocab_size, order.serving))
+        answer = _encode(intake.take(order.kind, order.body, order.vocab_size, order.serving, order.earlier))
         file.write(len(answer).to_bytes(_LENGTH, "little"))
         file.write(answer)
         file.flush()
@@ -120,14 +120,14 @@ class IntakeProcess:
         """None while there is no such process."""
         return None if self._process is None else self._process.pid
 
-    async def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool) -> Taken:
+    async def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool, earlier: bytes = b"") -> Taken:
         """Intake.take. ApiError 503 when it is not done in time, or the process was lost twice."""
         await self._turn(len(body))
         try:
             for _ in range(TRIES):
                 try:
                     async with asyncio.timeout(WAIT_SECONDS):
-                        return await self._ask(_encode(Order(kind, body, vocab_size, serving)))
+                        return await self._ask(_encode(Order(kind, body, vocab_size, serving, earlier)))
                 except TimeoutError:
                     self._end()
                     message = f"a body of {len(body)} bytes was not made into tokens within {WAIT_SECONDS:g} s"
@@ -182,8 +182,7 @@ class IntakeProcess:
     async def _start(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "server.intake_process", "--fd", str(theirs.fileno())]
-            command += ["--parent", str(os.getpid())]
+            command = child_command("server.intake_process", ["--fd", str(theirs.fileno())])
             self._process = subprocess.Popen(
                 command, env=child_environment(1), stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
             )

@@ -9,6 +9,9 @@ from typing import TextIO
 
 import msgspec
 
+from front.messages import SamplingParams
+from front.sequences import FinishedRequest
+
 REQUESTS = "moesaic.requests"
 _FIELDS = "moesaic_fields"
 
@@ -33,6 +36,10 @@ class Record:
     rejected_drafts: int = 0
     first_token: float | None = None
     finish: str | None = None
+    ignored: list[str] = field(default_factory=list)  # unknown fields of its body
+    params: SamplingParams | None = None
+    num_choices: int = 0
+    finished: list[FinishedRequest] = field(default_factory=list)  # its prompts, as the engine saw them
 
     def fields(self) -> dict[str, str | int | float]:
         """For the log line: what is not known is left out."""

@@ -6,7 +6,7 @@ own statistics; what a request took comes from the front's list of finished requ
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,19 +17,18 @@ from prometheus_client.registry import Collector
 from configs.engine import Plan
 from front.async_llm import AsyncLLM
 from front.members import State
-from front.messages import RankStats
+from front.messages import STEP_TOKENS, RankStats
 from front.sequences import FinishedRequest
 from server.flights import Flights
 from server.metric_families import balance_families, counter, gauge
+from server.request_metrics import LATENCIES, Histogram, RankRequests, buckets
 
-LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
-SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # name, help, value of one rank
 _COUNTERS: tuple[tuple[str, str, Callable[[RankStats], int]], ...] = (
-    ("vllm:prompt_tokens", "Prompt tokens computed.", lambda stats: stats.prompt_tokens),
+    ("vllm:prompt_tokens", "Prompt tokens of prompts that are computed.", lambda stats: stats.prompt_tokens),
+    ("vllm:prompt_tokens_cached", "Of those, found in the prefix cache.", lambda stats: stats.cached_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda stats: stats.generation_tokens),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda stats: stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
@@ -60,85 +59,46 @@ _GAUGES: tuple[tuple[str, str, Callable[[RankStats], float]], ...] = (
 )
 
 
-class Histogram:
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
-        result, total = [], 0
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            total += count
-            result.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-        return result
-
-
-class _RankRequests:
-    """What the requests of one rank took."""
-
-    def __init__(self) -> None:
-        self.finished: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
-        self.histograms = {
-            "vllm:time_to_first_token_seconds": (Histogram(LATENCIES), "From arrival to the first token."),
-            "vllm:e2e_request_latency_seconds": (Histogram(LATENCIES), "From arrival to the end."),
-            "vllm:inter_token_latency_seconds": (Histogram(GAPS), "Between two deltas of a choice, as sent."),
-            "vllm:request_prompt_tokens": (Histogram(SIZES), "Prompt tokens of a request."),
-            "vllm:request_generation_tokens": (Histogram(SIZES), "Output tokens of a request, all choices."),
-        }
-
-    def add(self, request: FinishedRequest) -> None:
-        histograms = self.histograms
-        if request.first_token is not None:
-            histograms["vllm:time_to_first_token_seconds"][0].observe(request.first_token - request.arrival)
-        histograms["vllm:e2e_request_latency_seconds"][0].observe(request.finish - request.arrival)
-        histograms["vllm:request_prompt_tokens"][0].observe(request.num_prompt_tokens)
-        histograms["vllm:request_generation_tokens"][0].observe(request.num_output_tokens)
-        self.finished.update(request.finish_reasons)
-
-
 class Metrics(Collector):
     def __init__(self, engine: AsyncLLM, plan: Plan, flights: Flights) -> None:
         self._engine = engine
         self._plan = plan
         self._flights = flights
-        self._ranks: list[_RankRequests] = []
+        self._ranks: list[RankRequests] = []
         self._recoveries = {
             phase: Histogram(LATENCIES) for phase in ("detect", "agree", "repair", "first_token", "total")
         }
         self._http: Counter[tuple[str, str, str]] = Counter()
-        self._id_to_rank: dict[str, int] = {}  # finished, but the stream has not reported its gaps yet
+        self._http_seconds: dict[tuple[str, str], Histogram] = {}
+        self._ended: dict[str, FinishedRequest] = {}  # finished, but the stream has not reported its gaps yet
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def count_http(self, method: str, route: str, status: int) -> None:
+    def count_http(self, method: str, route: str, status: int, seconds: float) -> None:
         self._http[method, route, str(status)] += 1
+        histogram = self._http_seconds.get((method, route))
+        if histogram is None:
+            histogram = self._http_seconds[method, route] = Histogram(LATENCIES)
+        histogram.observe(seconds)
 
-    def add_gaps(self, prompt_id: str, gaps: Sequence[float]) -> None:
+    def add_gaps(self, prompt_id: str, gaps: Sequence[float]) -> FinishedRequest | None:
         """Seconds between the deltas of one prompt's choices. Call it once for every prompt, when its stream has
-        ended."""
+        ended. What it took; None: the engine has not ended it."""
         self.collect_finished()
-        rank = self._id_to_rank.pop(prompt_id, None)
-        if rank is not None:
-            histogram = self._ranks[rank].histograms["vllm:inter_token_latency_seconds"][0]
+        request = self._ended.pop(prompt_id, None)
+        if request is not None:
             for gap in gaps:
-                histogram.observe(gap)
+                self._ranks[request.rank].gaps.observe(gap)
+        return request
 
     def collect_finished(self) -> None:
         """The front's list of finished requests is bounded, so it is read at the end of each one."""
         while len(self._ranks) < len(self._engine.stats):  # ranks may be added
-            self._ranks.append(_RankRequests())
+            self._ranks.append(RankRequests())
         for request in self._engine.take_finished():
             self._ranks[request.rank].add(request)
-            self._id_to_rank[request.request_id] = request.rank
+            self._ended[request.request_id] = request
 
     def render(self) -> bytes:
         """The text of /metrics."""
@@ -161,6 +121,8 @@ class Metrics(Collector):
         )
         text = "Accepted drafts by their place behind the last known token."
         yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", text, [*labels, "position"], per_pos)
+        yield self._step_tokens(name, labels)
+        yield from self._split(name, labels)
         yield from self._surviving(name, labels)
         balance = self._engine.front.balance
         if balance is not None:
@@ -170,6 +132,43 @@ class Metrics(Collector):
         refused = [((name, "front", "queue_full"), self._flights.num_refused)]
         yield counter("vllm:admission_rejections", "Requests refused with 503.", [*labels, "reason"], refused)
         yield counter("http_requests", "HTTP requests.", ["method", "handler", "status"], self._http.items())
+        text = "Seconds from a request's head to the end of its answer."
+        family = HistogramMetricFamily("http_request_duration_seconds", text, labels=["method", "handler"])
+        for key, histogram in self._http_seconds.items():
+            family.add_metric(key, histogram.buckets(), histogram.sum)
+        yield family
+
+    def _step_tokens(self, name: str, labels: list[str]) -> Metric:
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens that a step computed.", labels=labels)
+        for rank, stats in enumerate(self._engine.stats):
+            if stats.step_tokens:
+                counts = buckets(STEP_TOKENS, stats.step_tokens)
+                family.add_metric([name, str(rank)], counts, stats.num_step_tokens)
+        return family
+
+    def _split(self, name: str, labels: list[str]) -> Iterator[Metric]:
+        """Sums that others break down. Nothing is deferred, and no prompt's KV comes from elsewhere."""
+        stats = [((name, str(rank)), of_rank) for rank, of_rank in enumerate(self._engine.stats)]
+        waiting = (
+            ((*key, reason), value)
+            for key, of_rank in stats
+            for reason, value in (("capacity", of_rank.waiting), ("deferred", 0))
+        )
+        text = "Sequences that wait, by reason."
+        yield gauge("vllm:num_requests_waiting_by_reason", text, [*labels, "reason"], waiting)
+        computed = (
+            ((*key, source), value)
+            for key, of_rank in stats
+            for source, value in (
+                ("local_compute", of_rank.prompt_tokens - of_rank.cached_tokens),
+                ("local_cache_hit", of_rank.cached_tokens),
+                ("external_kv_transfer", 0),
+            )
+        )
+        text = "Prompt tokens by where their KV came from."
+        yield counter("vllm:prompt_tokens_by_source", text, [*labels, "source"], computed)
+        lora = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        yield gauge("vllm:lora_requests_info", "There are no LoRA adapters.", lora, [(("0", "", ""), time.time())])
 
     def _stored(self, name: str) -> Iterator[Metric]:
         """The weights that ranks share (docs/memory.md)."""
@@ -199,6 +198,7 @@ class Metrics(Collector):
                 members.num_experts_loaded,
             ),
             ("moesaic:reloaded_bytes", "Bytes read for them.", members.num_bytes_read),
+            ("moesaic:long_waits", "Waits of ranks beyond --wait-warning-seconds.", self._engine.front.waits.total),
         ):
             yield counter(metric, text, ["model_name"], [([name], value)])
         for recovery in self._engine.take_recoveries():
@@ -218,19 +218,32 @@ class Metrics(Collector):
             for reason, count in requests.finished.items()
         )
         yield counter("vllm:request_success", "Finished sequences.", [*labels, "finished_reason"], finished)
-        for metric, (_, text) in self._ranks[0].histograms.items():
+        for metric, text in RankRequests.TEXTS.items():
             family = HistogramMetricFamily(metric, text, labels=labels)
             for rank, requests in enumerate(self._ranks):
-                histogram = requests.histograms[metric][0]
+                histogram = requests.histograms[metric]
                 family.add_metric([name, str(rank)], histogram.buckets(), histogram.sum)
             yield family
 
     def _cache_config(self, name: str) -> Metric:
         """num_gpu_blocks is the field's name for the KV blocks of a rank, wherever they are."""
         labels = ["model_name", "engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"]
+        labels += ["kv_cache_size_tokens", "kv_cache_max_concurrency"]
         caching = str(self._plan.enable_prefix_caching)
-        ranks = (
-            ((name, str(rank), str(ready.block_size), str(ready.num_blocks), caching), 1)
-            for rank, ready in sorted(self._engine.ready.items())
-        )
-        return gauge("vllm:cache_config_info", "Facts about the KV cache, as labels.", labels, ranks)
+        samples = []
+        for rank, ready in sorted(self._engine.ready.items()):
+            tokens = ready.num_blocks * ready.block_size
+            facts = ready.block_size, ready.num_blocks, caching, tokens, f"{tokens / ready.max_model_len:.2f}"
+            samples.append(((name, str(rank), *map(str, facts)), 1.0))
+        return gauge("vllm:cache_config_info", "Facts about the KV cache, as labels.", labels, samples)
+
+    def load(self) -> dict[str, float]:
+        """What a balancer in front of several servers asks: of all ranks together."""
+        stats = self._engine.stats
+        used = sum(of_rank.kv_blocks_used for of_rank in stats)
+        total = sum(of_rank.kv_blocks_total for of_rank in stats)
+        return {
+            "kv_cache_usage_perc": used / total if total else 0.0,
+            "num_requests_waiting": float(sum(of_rank.waiting for of_rank in stats)),
+            "num_requests_running": float(sum(of_rank.running for of_rank in stats)),
+        }

@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import logging
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.server import ServerConfig
 from server.api.params import REQUEST_ID
+from server.api.unknown import HEADER
 from server.errors import ApiError, unavailable
 from server.logs import Record, log_request
 from server.service import Service
 
-OPEN = frozenset({"/health", "/ready", "/ping", "/metrics", "/version"})
+OPEN = frozenset({"/health", "/live", "/ready", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"})
 ADMIN = frozenset(
     {
         "/abort_requests",
         "/reset_prefix_cache",
         "/admin/ranks",
+        "/debug/waits",
         "/eplb/plan",
         "/eplb/rebalance",
         "/eplb/record",
@@ -36,6 +40,7 @@ ADMIN = frozenset(
     }
 )
 
+LOAD_FORMAT = b"endpoint-load-metrics-format"
 FREE_BYTES = 64 << 10  # of each body; the HTTP protocol holds as many before they are read
 
 log = logging.getLogger("moesaic.server")
@@ -154,6 +159,7 @@ class AuthMiddleware:
         record = Record(_request_id(headers), scope["method"])
         scope["moesaic.record"] = record
         scope["app"] = self  # tells the router to raise for what it does not know, so that we write the error
+        load_format = headers.get(LOAD_FORMAT)
         started = False
 
         async def marked_send(message: Message) -> None:
@@ -161,7 +167,7 @@ class AuthMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 record.status = message["status"]
-                self._add_headers(message, record)
+                self._add_headers(message, record, load_format)
             await send(message)
 
         error: ApiError | None = None
@@ -180,17 +186,24 @@ class AuthMiddleware:
             held.give_back()
         half_sent = started
         if error is not None and not half_sent:
-            await _send_error(error, marked_send)
+            await _send_error(error, marked_send, scope["path"], record.request_id)
         if "route" in scope:
             record.route = scope["route"].path
-        self._service.metrics.count_http(record.method, record.route, record.status)
+        seconds = time.monotonic() - record.start
+        self._service.metrics.count_http(record.method, record.route, record.status, seconds)
+        if record.params is not None and self._service.traces is not None:
+            self._service.traces.add(headers, record)
         if record.route not in OPEN:
             log_request(record)
         if error is not None and half_sent and error.status == 500:
             raise error  # the connection must end
 
-    def _add_headers(self, message: Message, record: Record) -> None:
+    def _add_headers(self, message: Message, record: Record, load_format: bytes | None) -> None:
         headers = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode())]
+        if record.ignored:
+            headers.append((HEADER, ", ".join(record.ignored).encode()))
+        if load_format is not None:
+            headers += load_report(load_format, self._service.metrics.load())
         closing = (b"connection", b"close")
         if self._service.engine.draining and closing not in headers:
             headers.append(closing)
@@ -238,6 +251,17 @@ class AuthMiddleware:
         return limited
 
 
+def load_report(wanted: bytes, load: Mapping[str, float]) -> list[tuple[bytes, bytes]]:
+    """The header that answers `endpoint-load-metrics-format: TEXT` or `JSON` (ORCA); none for another format."""
+    if wanted.upper() == b"TEXT":
+        value = "TEXT " + ", ".join(f"named_metrics.{name}={number}" for name, number in load.items())
+    elif wanted.upper() == b"JSON":
+        value = "JSON " + json.dumps({"named_metrics": load})
+    else:
+        return []
+    return [(b"endpoint-load-metrics", value.encode())]
+
+
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
 
@@ -258,8 +282,11 @@ def _from_router(error: HTTPException, scope: Scope) -> ApiError:
     return ApiError(error.status_code, error.detail)
 
 
-async def _send_error(error: ApiError, send: Send) -> None:
-    body = error.body()
+async def _send_error(error: ApiError, send: Send, path: str, request_id: str) -> None:
+    """In the shape of the API whose route it is."""
+    status, body = error.status, error.body()
+    if path.startswith("/v1/messages"):
+        status, body = error.anthropic_status, error.body("anthropic", request_id)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *error.headers]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

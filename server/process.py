@@ -27,6 +27,7 @@ import uvloop
 from configs.engine import Plan
 from configs.server import ServerConfig
 from engine.process.console import guard_console, say_text
+from engine.process.heartbeat import BEAT_SECONDS, LoopBeat
 from engine.process.malloc import return_freed_memory
 from engine.process.orphan import die_with_parent
 from engine.process.places import Places, write_small
@@ -39,6 +40,7 @@ from server import logs
 from server.app import build_app
 from server.http import bounded_protocol
 from server.service import Service
+from server.tracing import Traces
 
 EXIT_BAD_INPUT = 2
 EXIT_RANK_FAILED = 3
@@ -71,14 +73,31 @@ def main() -> None:
         places = Places(options.runtime_dir, options.memory)
         resizes, fences = (Numbers(places.file(name)) for name in ("resizes", "fences"))
         local = places.socket("front.ipc")
+        traces = Traces(config.otlp_traces_endpoint, "moesaic") if config.otlp_traces_endpoint else None
         ranks = ZmqRanks(local, plan.data_parallel_size, resizes, options.endpoint, fences)
     except ValueError as error:
         say_text(str(error))
         sys.exit(EXIT_BAD_INPUT)
-    front = FrontProcess(plan, config, tokenizer, defaults, ranks, listener, places.file("ready"))
+    front = FrontProcess(plan, config, tokenizer, defaults, ranks, listener, places.file("ready"), traces)
+    beat = LoopBeat(places.file("beat-front"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(front.run())
+        code = runner.run(_beating(front, beat))
     sys.exit(code)
+
+
+async def _beating(front: FrontProcess, beat: LoopBeat) -> int:
+    """Serve to the end; a sign of life beside it as long as the loop gets on."""
+
+    async def turn() -> None:
+        while True:
+            beat.mark()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    beating = asyncio.create_task(turn())
+    try:
+        return await front.run()
+    finally:
+        beating.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -126,6 +145,7 @@ class FrontProcess:
         ranks: ZmqRanks,
         listener: socket.socket,
         ready_file: Path,
+        traces: Traces | None,
     ) -> None:
         self._plan = plan
         self._config = config
@@ -134,6 +154,7 @@ class FrontProcess:
         self._ranks = ranks
         self._listener = listener
         self._ready_file = ready_file
+        self._traces = traces
         self._signals: dict[int, float] = {}  # signal -> when it first came
         self._stopping = asyncio.Event()
 
@@ -151,7 +172,9 @@ class FrontProcess:
             slots_per_rank=plan.slots_per_rank,
             log_balancedness=plan.eplb is not None and plan.eplb.log_balancedness,
         )
-        service = Service(engine, self._tokenizer, self._plan, self._config, self._defaults, int(time.time()))
+        service = Service(
+            engine, self._tokenizer, self._plan, self._config, self._defaults, int(time.time()), self._traces
+        )
         http = HttpServer(self._uvicorn_config(service))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         clock = asyncio.create_task(service.flights.clock())

@@ -40,7 +40,15 @@ ROOMS = sorted(room for room in ALLOWED if (ROOT / room).is_dir())
 ONLY_PARTS = {
     "configs": {"cache": {"cache.spec"}},
     "front": {"ep": {"ep.recorder"}, "dbo": {"dbo.alive"}},
-    "engine": {"front": {"front.messages", "front.wire"}},
+    "engine": {
+        "front": {
+            "front.messages",
+            "front.structured.grammar",
+            "front.structured.vocabulary",
+            "front.text",
+            "front.wire",
+        }
+    },
     "ep": {"eplb": {"eplb.placement", "eplb.load"}, "dbo": {"dbo.alive", "dbo.steps"}, "layers": {"layers.optional"}},
     "moe_kernels": {"layers": {"layers.choice", "layers.optional", "layers.triton.configs", "layers.triton.device"}},
 }

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from engine.build import build_rank
 from engine.device import own_device, use_device
 from engine.process.console import say_line
 from engine.process.cores import Cores
-from engine.process.heartbeat import Heartbeat, LoopBeat
+from engine.process.heartbeat import Heartbeat, LoopBeat, beat_once
 from engine.process.orphan import life_of
 from engine.process.places import Places, store_names
 from engine.process.progress import LoadProgress
@@ -49,6 +50,7 @@ EXIT_ERROR = 3
 MOST_WIDENED = 4  # times: FP8 to float32
 EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
+NICENESS = 10  # of what has time
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
 # For weights that are away to come back, when a rank is started again; then the monitor has its turn.
 WEIGHTS_SECONDS = 20.0
@@ -126,6 +128,8 @@ def _serve(start: Start, socket: RankSocket) -> None:
         warm_up(rank, places, rank_id, plan.data_parallel_size)
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
+    if store is not None:
+        threading.Thread(target=_map_ahead, args=(store,), name="mapping", daemon=True).start()
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
     socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
@@ -143,6 +147,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
         joined = rank.take_joined()
         if joined is not None:  # before the tokens of that epoch
             socket.send(joined)
+            beat_once(places.file(f"joined-{rank_id}"))
             if cores is not None and network is None:  # not before: until now the steps were those of fewer ranks
                 torch.set_num_threads(cores.share(living))
         if outputs or rank.idle != was_idle:  # also when falling asleep: the front's gauges should not go stale
@@ -156,6 +161,11 @@ def _serve(start: Start, socket: RankSocket) -> None:
     rank.close()
     heartbeat.close()
     bell.close()
+
+
+def _map_ahead(store: Store) -> None:
+    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # on Linux of this thread
+    store.map_ahead()
 
 
 def _store(plan: Plan, places: Places) -> Store | None:

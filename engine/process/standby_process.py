@@ -51,7 +51,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     words = json.loads(line)
-    show_command([sys.executable, "-m", options.module, *words])
+    show_command([sys.executable, "-P", "-m", options.module, *words])
     sys.argv[1:] = words
     module.main()
 

@@ -3,15 +3,15 @@
 Legend: P rows sampled in this step, R some of them, V vocabulary, K candidates in falling order, N listed places,
 B stretches of vocabulary entries.
 
-Order: raw log-probabilities are taken; then the edits that any row may have (allowed_token_ids, bad_words, min_tokens,
-logit_bias, penalties), after which greedy rows take the best; then temperature, min_p, top_k, top_p and the draw. A
-draw is a race: every kept token has an exponentially distributed number of its own (engine/sampling/noise.py), and the
-one with the largest probability / number wins, which is each with its probability. Rounding of the logits changes the
-winner only where two tokens are as close as the rounding; a number that is looked up in the cumulative distribution,
-which moves at every token as soon as it does at the first, falls to a neighbour far more often
-(benchmarks/bench_draws.py). What is written here in torch is the specification, and what runs on other devices; on the
-CPU the native kernel does the same (native/sampling.py), but for the modes of log-probabilities that want the processed
-logits of the whole vocabulary.
+Order: raw log-probabilities are taken; then the edits that any row may have (its grammar's mask, allowed_token_ids,
+bad_words, min_tokens, logit_bias, penalties), after which greedy rows take the best; then temperature, min_p, top_k,
+top_p and the draw. A draw is a race: every kept token has an exponentially distributed number of its own
+(engine/sampling/noise.py), and the one with the largest probability / number wins, which is each with its probability.
+Rounding of the logits changes the winner only where two tokens are as close as the rounding; a number that is looked up
+in the cumulative distribution, which moves at every token as soon as it does at the first, falls to a neighbour far
+more often (benchmarks/bench_draws.py). What is written here in torch is the specification, and what runs on other
+devices; on the CPU the native kernel does the same (native/sampling.py), but for the modes of log-probabilities that
+want the processed logits of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def reads_on_the_host(batch: SamplingBatch, logprobs_mode: LogprobsMode) -> bool
 def _natively(logits_PV: Tensor, batch: SamplingBatch) -> Tensor:
     """Tokens of all rows, int64 [P]."""
     edits = sampling.Edits(
+        batch.masks,
         batch.allowed,
         None if batch.forbidden is None else (batch.forbidden.p_N, batch.forbidden.ids_N),
         *(
@@ -152,7 +153,12 @@ def _in_torch(logits_PV: Tensor, batch: SamplingBatch, keep_logits: bool) -> Ten
 
 
 def _edit(logits_PV: Tensor, batch: SamplingBatch) -> None:
-    """In place. What is forbidden stays so: no bias and no penalty lifts minus infinity."""
+    """In place. What is forbidden stays so: no bias and no penalty lifts minus infinity. Where that leaves nothing of
+    what a grammar allows, the first token that it allows comes."""
+    if batch.masks is not None:
+        rows_R, masks_RW = _masks(batch, logits_PV.device)
+        may_RV = _bits(masks_RW)[:, : logits_PV.shape[1]]
+        logits_PV[rows_R] = logits_PV[rows_R].masked_fill(~may_RV, -torch.inf)
     for p, ids in batch.allowed:
         kept = logits_PV[p, ids]
         logits_PV[p].fill_(-torch.inf)
@@ -163,6 +169,24 @@ def _edit(logits_PV: Tensor, batch: SamplingBatch) -> None:
         logits_PV[batch.bias.p_N, batch.bias.ids_N] += batch.bias.values_MN[0]
     if batch.penalties is not None:
         _penalise(logits_PV, batch.penalties)
+    if batch.masks is not None:
+        nothing_R = ~(logits_PV[rows_R] > -torch.inf).any(1)
+        first_R = may_RV.to(torch.int8).argmax(1)
+        logits_PV[rows_R, first_R] = torch.where(nothing_R, 0.0, logits_PV[rows_R, first_R])
+
+
+def _masks(batch: SamplingBatch, device: torch.device) -> list[Tensor]:
+    """Of the R rows that have one: which rows, and the masks, [R, V / 32]."""
+    assert batch.masks is not None
+    mask_P, masks_NW = batch.masks
+    guided_R = np.flatnonzero(mask_P >= 0)
+    return to_device([guided_R, masks_NW[mask_P[guided_R]]], device)
+
+
+def _bits(masks_RW: Tensor) -> Tensor:
+    """bool [R, 32 W]: bit i of word w is element 32 w + i."""
+    bits = torch.arange(32, dtype=torch.int32, device=masks_RW.device)
+    return ((masks_RW[:, :, None] >> bits) & 1).flatten(1).bool()
 
 
 def _penalise(logits_PV: Tensor, pairs: Pairs) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +18,16 @@ from torch import Tensor
 
 from engine.device import to_device
 from engine.sampling.noise import seed_keys
-from engine.schedule import NewRow
+from engine.schedule import NewRow, Schedule
+from engine.structured.guide import Guide, Masks, Words
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 # What a row needs beyond argmax, as bits.
 RANDOM, TOP_K, TOP_P, MIN_P = 1, 2, 4, 8
-LOGPROBS, ALLOWED, BAD_WORDS, MIN_TOKENS, BIAS, PENALTY = 16, 32, 64, 128, 256, 512
-EDITS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTY
+LOGPROBS, ALLOWED, BAD_WORDS, MIN_TOKENS, BIAS, PENALTY, GRAMMAR = 16, 32, 64, 128, 256, 512, 1024
+EDITS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTY | GRAMMAR
 HISTORY = BAD_WORDS | PENALTY
 
 
@@ -53,6 +55,7 @@ class SamplingBatch:
     top_p_P: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     min_p_P: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     num_logprobs_P: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    masks: tuple[Ints, Words] | None = None  # [P]: of each row the one that it has, -1: none; [N, V / 32], as bits
     allowed: list[tuple[int, Tensor]] = field(default_factory=list)  # (p, token ids)
     forbidden: Pairs | None = None
     bias: Pairs | None = None
@@ -102,7 +105,8 @@ class History:
 
 
 class SamplingTable:
-    """set() when a row is taken, clear() when it is freed, gather() per step, note() after its tokens are drawn."""
+    """set() when a row is taken, clear() when it is freed, gather() per step, note() after its tokens are drawn; before
+    a step's forward pass begin() it, so that what its grammars allow is worked out meanwhile."""
 
     def __init__(
         self, max_rows: int, vocab_size: int, device: torch.device | str = "cpu", num_valid_tokens: int | None = None
@@ -125,6 +129,8 @@ class SamplingTable:
         self._allowed: dict[int, Tensor] = {}
         self._bias: dict[int, tuple[Ints, Floats]] = {}
         self._history: dict[int, History] = {}
+        self._guides: dict[int, Guide] = {}
+        self._masks: Masks | None = None
 
     # ---- rows come and go ----------------------------------------------------------------------------------------
 
@@ -171,6 +177,12 @@ class SamplingTable:
             needs |= BAD_WORDS
         if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
             needs |= PENALTY
+        if new.guide is not None:
+            needs |= GRAMMAR
+            new.guide.restate(new.token_ids[new.prompt_len :])
+            self._guides[row] = new.guide
+            if self._masks is None:
+                self._masks = Masks(size, new.guide.ends)
         if needs & HISTORY:
             self._history[row] = History(new.token_ids, new.prompt_len, size)
         if needs:
@@ -183,7 +195,7 @@ class SamplingTable:
         self._num_needy -= needs != 0
         self._needs[row] = 0
         if needs & EDITS:
-            for table in (self._new_row, self._stops, self._allowed, self._bias, self._history):
+            for table in (self._new_row, self._stops, self._allowed, self._bias, self._history, self._guides):
                 table.pop(row, None)
 
     @property
@@ -221,7 +233,25 @@ class SamplingTable:
     @property
     def has_history(self) -> bool:
         """Whether any row's next token depends on those before it, other than through the model."""
-        return bool(self._history)
+        return bool(self._history or self._guides)
+
+    def begin(self, schedule: Schedule) -> None:
+        """A step is about to be computed; its rows are set, and know all tokens before it."""
+        if self._guides:
+            work = zip(schedule.rows, schedule.samples, schedule.drafts or repeat(()), strict=False)
+            guided = [(self._guides[row], drafts) for row, samples, drafts in work if samples and row in self._guides]
+            if guided:
+                assert self._masks is not None
+                self._masks.begin(guided)
+
+    def forget_step(self) -> None:
+        """The step that was begun is dropped."""
+        if self._masks is not None:
+            self._masks.forget()
+
+    def close(self) -> None:
+        if self._masks is not None:
+            self._masks.close()
 
     def note(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         """The tokens just drawn for each row become part of its history."""
@@ -230,6 +260,9 @@ class SamplingTable:
             if history is not None:
                 for token in tokens:
                     history.append(token)
+            guide = self._guides.get(row)
+            if guide is not None:
+                guide.accept(tokens)
 
     def _gather_edits(
         self,
@@ -238,6 +271,8 @@ class SamplingTable:
         positions: Sequence[int],
         drafts: Sequence[Sequence[int]],
     ) -> None:
+        if batch.needs & GRAMMAR:
+            batch.masks = self._gather_masks(batch, rows, drafts)
         forbidden_p: list[int] = []
         forbidden_ids: list[int] = []
         bias: list[tuple[int, Ints, Floats]] = []
@@ -266,6 +301,19 @@ class SamplingTable:
             batch.forbidden = Pairs(at_N, tokens_N, tokens_N[:0])
         batch.bias = self._pairs(bias)
         batch.penalties = self._pairs(penalties)
+
+    def _gather_masks(
+        self, batch: SamplingBatch, rows: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> tuple[Ints, Words]:
+        """Those of `begin`, where it could be called; else they are made now, while a device computes the step."""
+        assert self._masks is not None
+        guided = np.flatnonzero(batch.needs_P & GRAMMAR).tolist()
+        longest = {rows[p]: drafts[p] for p in guided}  # a row's places come one after another
+        places, masks_NW = self._masks.take([(self._guides[row], own) for row, own in longest.items()])
+        mask_P = np.full(batch.num_rows, -1, np.int64)
+        for p in guided:
+            mask_P[p] = places[self._guides[rows[p]]][len(drafts[p])]
+        return mask_P, masks_NW
 
     def _bad_tokens(self, row: int, new: NewRow, drafts: Sequence[int]) -> list[int]:
         """Last tokens of the bad words whose other tokens end the output now."""

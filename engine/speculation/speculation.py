@@ -89,6 +89,8 @@ class Speculation:
             return []
         for source in (self._predictions, self._drafter):
             drafts = [] if source is None else source.propose(request, limit)[:limit]
+            if drafts and request.guide is not None:
+                drafts = drafts[: request.guide.num_valid(drafts)]
             if drafts:
                 assert source is not None
                 self._sources[request.request_id] = source

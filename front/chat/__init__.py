@@ -1,1 +1,1 @@
-"""Encodings of conversations that are no Jinja templates (front/chat_template.py renders those)."""
+"""Chat beyond Jinja: encodings of conversations, and parsers of what the model answers (calls of tools, reasoning)."""

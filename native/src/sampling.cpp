@@ -90,17 +90,43 @@ struct Job {
 
   bool edits(int64_t row) const {
     auto has = [&](const int64_t *start) { return start && start[row + 1] > start[row]; };
-    return (c->has_allowed && c->has_allowed[row]) || has(c->forbidden_start) || has(c->bias_start) || has(c->penalty_start);
+    return mask(row) || (c->has_allowed && c->has_allowed[row]) || has(c->forbidden_start) || has(c->bias_start) || has(c->penalty_start);
+  }
+
+  const uint32_t *mask(int64_t row) const {
+    return c->mask_of && c->mask_of[row] >= 0 ? c->masks + c->mask_of[row] * c->mask_words : nullptr;
+  }
+
+  // The logits of the mask's tokens; of all others minus infinity. Most masks have few words that are neither 0 nor full.
+  void widen_masked(const uint32_t *mask, const void *logits, float *x) const {
+    int64_t item = c->logit_type == LOGIT_F32 ? 4 : 2;
+    for (int64_t first = 0; first < c->num_tokens; first += 32) {
+      uint32_t may = mask[first / 32];
+      int64_t length = std::min<int64_t>(32, c->num_tokens - first);
+      if (may) of_logits->widen((const uint8_t *)logits + first * item, length, x + first);
+      if (may != ~0u)
+        for (int64_t i = 0; i < length; i++) x[first + i] = may >> i & 1 ? x[first + i] : -INFINITY;
+    }
+  }
+
+  int64_t first_of(const uint32_t *mask) const {
+    for (int64_t w = 0; w < c->mask_words; w++)
+      if (mask[w]) return 32 * w + __builtin_ctz(mask[w]);
+    return 0;
   }
 
   // What is forbidden stays so: no bias and no penalty lifts minus infinity.
   void edit(int64_t row, const void *logits, float *x) const {
-    of_logits->widen(logits, c->num_tokens, x);
+    if (const uint32_t *own = mask(row)) widen_masked(own, logits, x);
+    else of_logits->widen(logits, c->num_tokens, x);
     if (c->has_allowed && c->has_allowed[row]) {
       std::fill(x, x + c->num_tokens, -INFINITY);
       int64_t item = c->logit_type == LOGIT_F32 ? 4 : 2;
-      for (int64_t i = c->allowed_start[row]; i < c->allowed_start[row + 1]; i++)
-        of_logits->widen((const uint8_t *)logits + c->allowed[i] * item, 1, x + c->allowed[i]);
+      const uint32_t *own = mask(row);
+      for (int64_t i = c->allowed_start[row]; i < c->allowed_start[row + 1]; i++) {
+        int64_t id = c->allowed[i];
+        if (!own || own[id / 32] >> id % 32 & 1) of_logits->widen((const uint8_t *)logits + id * item, 1, x + id);
+      }
     }
     if (c->forbidden_start)
       for (int64_t i = c->forbidden_start[row]; i < c->forbidden_start[row + 1]; i++) x[c->forbidden[i]] = -INFINITY;
@@ -127,7 +153,7 @@ struct Job {
     ops->largest(logits, n, work.most);
     int64_t stretch = std::max_element(work.most, work.most + stretches) - work.most, first = stretch * STRETCH;
     float best = work.most[stretch];
-    if (best == -INFINITY) return 0;  // all is forbidden, or no number
+    if (best == -INFINITY) return mask(row) ? first_of(mask(row)) : 0;  // all is forbidden, or no number
     int64_t length = std::min<int64_t>(STRETCH, n - first);
     int64_t token = first + ops->find((const uint8_t *)logits + first * item, length, best);
     if (!c->random[row]) return token;

@@ -20,6 +20,8 @@ struct SampleCall {
   const int64_t *top_k;  // 0: all
   const uint64_t *seed_key;
   const int64_t *position;
+  const int64_t *mask_of;  // -1: none
+  const uint32_t *masks;   // [*, mask_words]: bit i of word w: token 32 w + i may be drawn; where other edits leave none, it is the first
   const int64_t *has_allowed, *allowed_start, *allowed;  // has_allowed: all others are forbidden
   const int64_t *forbidden_start, *forbidden;
   const int64_t *bias_start, *bias_id;
@@ -27,6 +29,7 @@ struct SampleCall {
   const int64_t *penalty_start, *penalty_id;
   const float *penalty;  // [4, penalty_stride]: counts, repetition, presence, frequency
   int64_t penalty_stride;
+  int64_t mask_words;
   int64_t *token;  // [num_rows], the result
 };
 

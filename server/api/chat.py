@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from front.outputs import Delta
-from server.api.endpoint import ChunkWriter, Taken, encode, make_job, take
+from server.api.endpoint import ChunkWriter, Taken, counts, encode, make_job, take
 from server.api.generate import Answer, Choice, Job, PromptFacts
 from server.api.logprobs import chat_logprobs, prompt_logprobs
 from server.api.openai import AnswerMessage, ChatChoice, ChatCompletion, ChatRequest, Usage
@@ -26,27 +27,32 @@ class ChatCompletions:
 
     async def answer(self, request: Request) -> Response:
         taken = await take(self._service, request, "chat", ChatRequest)
-        return Answer(self._service, job := self._job(taken), ChatWriter(job))
+        names = NAMES
+        if taken.body.max_completion_tokens is not None:
+            names = {**NAMES, "max_tokens": "max_completion_tokens"}
+        job = chat_job(self._service, taken, f"chatcmpl-{taken.request_id}", names)
+        return Answer(self._service, job, ChatWriter(job))
 
-    def _job(self, taken: Taken[ChatRequest]) -> Job:
-        body = taken.body
-        service = self._service
-        wanted = either(body.max_completion_tokens, body.max_tokens)
-        logprobs = either(body.top_logprobs, 0) if body.logprobs else None
-        params = sampling_params(
-            body, service.defaults, max_tokens=wanted, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
-        )
-        if taken.prediction:
-            params = msgspec.structs.replace(params, prediction_token_ids=tuple(taken.prediction))
-        return make_job(
-            service,
-            taken,
-            params,
-            NAMES if body.max_completion_tokens is None else {**NAMES, "max_tokens": "max_completion_tokens"},
-            answer_id=f"chatcmpl-{taken.request_id}",
-            logprobs=bool(body.logprobs),
-            echo=taken.texts,
-        )
+
+def chat_job(service: Service, taken: Taken[ChatRequest], answer_id: str, names: Mapping[str, str]) -> Job:
+    """Of every endpoint whose requests become chat requests. names: of fields (from_value_error). ApiError 400."""
+    body = taken.body
+    wanted = either(body.max_completion_tokens, body.max_tokens)
+    logprobs = either(body.top_logprobs, 0) if body.logprobs else None
+    params = sampling_params(
+        body, service.defaults, max_tokens=wanted, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
+    )
+    if taken.prediction:
+        params = msgspec.structs.replace(params, prediction_token_ids=tuple(taken.prediction))
+    return make_job(
+        service,
+        taken,
+        params,
+        names,
+        answer_id=answer_id,
+        logprobs=bool(body.logprobs),
+        echo=taken.texts,
+    )
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------
@@ -84,7 +90,9 @@ class ChatWriter(ChunkWriter):
         """The first chunk of a choice says who speaks; with echo, a second one repeats the message that goes on."""
         job = self._job
         opening = {"role": "assistant", "content": ""}
-        extra = {} if self._prompt_shown else {"prompt_token_ids": job.prompts[0].token_ids}
+        extra: dict[str, Any] = {} if self._prompt_shown else {"prompt_token_ids": job.prompts[0].token_ids}
+        if job.continuous_usage:  # nothing has been generated as far as this chunk tells
+            extra["usage"] = counts(record.prompt_tokens, 0)
         self._prompt_shown = True
         frame = self._event(
             [{"index": index, "delta": opening, "logprobs": None, "finish_reason": None}], record, **extra

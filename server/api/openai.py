@@ -1,6 +1,6 @@
 """The bodies of requests and answers. Sources: OpenAI's API reference; vLLM's additions keep vLLM's names.
 
-Unknown fields are ignored, and null always means "as if absent", hence `| None = None` everywhere.
+Null always means "as if absent", hence `| None = None` everywhere. Unknown fields: server/api/unknown.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
@@ -86,7 +86,7 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -149,8 +149,6 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
 # ---- answers ------------------------------------------------------------------------------------------------------
 
-UNSET = msgspec.UNSET
-Unset = msgspec.UnsetType
 JsonDict = dict[str, Any]
 
 
@@ -195,9 +193,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | Unset = UNSET
-    prompt_token_ids: list[int] | Unset = UNSET
-    prompt_logprobs: list[JsonDict | None] | Unset = UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[JsonDict | None] | None = None
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -239,7 +237,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | Unset = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -249,8 +247,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | Unset = UNSET
-    prompt_logprobs: list[JsonDict | None] | Unset = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[JsonDict | None] | None = None
 
 
 class Model(msgspec.Struct, kw_only=True):

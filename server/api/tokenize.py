@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.intake import Answered, Kind
-from server.service import Service
+from server.service import Service, json_response
 
 
 class Tokenization:
@@ -18,6 +18,10 @@ class Tokenization:
 
     async def detokenize(self, request: Request) -> Response:
         return await self._answer(request, "detokenize")
+
+    async def info(self, request: Request) -> Response:
+        """vLLM's: tokenizer_config.json, with the class and the chat template."""
+        return json_response(self._service.tokenizer.info())
 
     async def _answer(self, request: Request, kind: Kind) -> Response:
         taken = await self._service.take(request, kind)

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from made_up_caches import numbers_per_token
 
+import mla.requirements
+import moe_kernels.backends
 from cache.spec import CacheGroup, Field
 from configs.cache import planned_sizes
+from configs.checks import ATTENTION_BACKENDS, MOE_BACKENDS
 from configs.engine import EngineConfig
 from configs.exchange import HOST_BACKENDS
 from configs.machine import Machine, ModelNumbers
@@ -267,3 +270,26 @@ def test_a_cache_in_fp8() -> None:
     assert plain.num_kv_blocks == 656 * 1000 // 1152
     with pytest.raises(ValueError, match="kv_cache_dtype fp8: only latents"):
         resolve(wish, MODEL, MACHINE)
+
+
+def test_backends_are_those_of_the_rooms_that_have_them() -> None:
+    assert ATTENTION_BACKENDS == mla.requirements.NAMES
+    assert MOE_BACKENDS == moe_kernels.backends.NAMES
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"attention_backend": "abacus"}, "attention_backend 'abacus' is unknown; one of auto, torch, triton"),
+        ({"attention_backend": "triton"}, r"'triton' needs a GPU .* on a CPU: auto, torch"),
+        ({"moe_backend": "deepgemm"}, r"'deepgemm' needs a GPU .* on a CPU: auto, native, torch"),
+        ({"moe_backend": "native"}, "moe_backend 'native': native kernels have not been looked for"),
+        ({"data_parallel_size": 63}, "data_parallel_size must be at most 62, not 63"),
+        ({"data_parallel_size": 62}, "data_parallel_size 62: caches, weights and processes would take"),
+        ({"kv_cache_memory_bytes": 9 << 30}, r"kv_cache_memory_bytes \d+ in each of 1 rank\(s\): .* take 10"),
+        ({"num_kv_blocks": 1 << 20}, "num_kv_blocks 1048576 in each of 1"),
+    ],
+)
+def test_plans_that_cannot_be(wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(EngineConfig(**wishes), MODEL, MACHINE)

@@ -39,7 +39,7 @@ def test_prefix_is_reused_across_requests_and_salts_are_kept_apart() -> None:
         outputs += engine.run()
     assert [output.num_cached_tokens for output in outputs] == [0, 16, 0]
     stats = engine.scheduler.stats()
-    assert (stats.prefix_queries, stats.prefix_hits, stats.prompt_tokens) == (51, 16, 51)
+    assert (stats.prefix_queries, stats.prefix_hits, stats.prompt_tokens, stats.cached_tokens) == (51, 16, 51, 16)
     engine.scheduler.reset_prefix_cache()
     engine.scheduler.add(message(9, shared, max_tokens=1))
     assert engine.run()[0].num_cached_tokens == 0
@@ -60,7 +60,12 @@ def test_latest_arrival_is_preempted_and_comes_back_with_its_tokens(async_depth:
     for add in adds:
         engine.scheduler.add(add)
     outputs = engine.run()
-    assert engine.scheduler.stats().preemptions >= 2
+    stats = engine.scheduler.stats()
+    assert stats.preemptions >= 2
+    assert sum(output.num_preemptions for output in outputs) == stats.preemptions
+    assert [output.request_id for output in outputs if output.queued is not None] == [0, 1, 2]  # with the first ones
+    assert sum(stats.step_tokens) == stats.steps
+    assert stats.num_step_tokens == sum(schedule.num_tokens for schedule in engine.schedules)
     assert collect(outputs) == {add.request_id: expected(add, 64)[0] for add in adds}
     finished = [output.request_id for output in outputs if output.finish_reason]
     assert finished == [0, 1, 2]

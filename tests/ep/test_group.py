@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from a2a_cases import Case
 from gloo_groups import gloo_group
 
 from ep.protocol import PeerLost
+from ep.rows import make_rows
 from ep.table import NAMES, choose, explain, make_lanes
 from ep.transport.group import GlooGroup, LocalGroup, MailboxGroup, MailboxWorld
+from moe_kernels import TokenBatch
 
 
 def test_one_rank_alone(tmp_path: Path) -> None:
@@ -21,6 +24,15 @@ def test_one_rank_alone(tmp_path: Path) -> None:
     assert isinstance(group, LocalGroup) and (group.rank, group.size) == (0, 1)
     assert group.all_gather_ints([3, -1]).wait() == [[3, -1]]
     group.close()
+
+
+def test_one_rank_alone_rounds_rows_as_if_they_travelled() -> None:
+    x_TD, routing = Case("alone", (5,), hidden=256, dtype=torch.bfloat16).inputs(0, 1)
+    (lane,) = make_lanes("auto", LocalGroup(), 4, 256, torch.bfloat16, rows="fp8")
+    batch = lane.dispatch(x_TD, routing).wait().batch
+    assert isinstance(batch, TokenBatch)
+    form = make_rows("fp8", 256, torch.bfloat16)
+    assert torch.equal(batch.x_TD, form.tokens(form.pack(x_TD))) and not torch.equal(batch.x_TD, x_TD)
 
 
 def test_mailbox_gather() -> None:

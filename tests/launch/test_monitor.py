@@ -16,7 +16,9 @@ from served import until
 from configs.engine import EngineConfig, Plan
 from engine.plan import make_plan
 from engine.process.heartbeat import last_beat
+from front import async_llm
 from front.messages import EXIT_WEIGHTS, RankLost
+from launch import control
 from launch import monitor as monitor_module
 from launch.monitor import RankMonitor
 from launch.processes import Children, RuntimeDir
@@ -66,6 +68,11 @@ def make_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Kept]]:
     for one in kept:
         one.children.end(grace=0.0)
     runtime.close()
+
+
+def test_a_look_comes_well_before_a_stall() -> None:
+    """A front that slept between two looks must not be taken for one that was not run."""
+    assert min(monitor_module.STALL_SECONDS, control.STALL_SECONDS) > 2 * async_llm._LOOK_AGAIN_SECONDS
 
 
 def test_a_killed_rank_is_told_and_started_again(make_kept: Callable[..., Kept]) -> None:

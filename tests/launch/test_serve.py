@@ -163,6 +163,11 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     assert "no-such-folder" in refused("no-such-folder")
     assert "max_model_len" in refused("--max-model-len", "1000000")
     assert "all2all_backend" in refused("--all2all-backend", "carrier-pigeon")
+    assert "kv_cache_memory_bytes 900000000000 in each of 2 rank(s)" in refused("--kv-cache-memory-bytes", "900G")
+    assert "data_parallel_size must be at most 62, not 100" in refused("-dp", "100")
+    assert "--data-parallel-size must be at least 1, not 0" in refused("-dp", "0")
+    assert "moe_backend 'abacus' is unknown" in refused("--moe-backend", "abacus")
+    assert "attention_backend 'flashmla' needs a GPU" in refused("--attention-backend", "flashmla")
     folder = tmp_path / "model"
     folder.mkdir()
     assert "config.json" in refused(str(folder))

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from tests.matrix.features import FEATURES
-from tests.matrix.pairs import Cell, cells, pairs
+from tests.matrix.pairs import cells, pairs
 from tests.matrix.table import write
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "matrix.md"
@@ -24,7 +24,10 @@ def main() -> None:
     parser.add_argument(
         "--without", action="store_true", help="without --deterministic: how much it is that differs then"
     )
-    parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
+    parser.add_argument("--workers", type=int, default=1, help="pairs that run at a time")
+    parser.add_argument(
+        "--json", action="store_true", help="nothing but the JSON line, and pairs that are not identical"
+    )
     parser.add_argument("--write", action="store_true", help="the table, into docs/matrix.md")
     options = parser.parse_args()
     only = options.only.split(",") if options.only else list(FEATURES)
@@ -32,12 +35,8 @@ def main() -> None:
     if unknown:
         parser.error(f"--only: no feature {unknown[0]!r}; there are {', '.join(FEATURES)}")
     chosen = [pair for pair in pairs() if set(pair) & set(only)]
-    began, done = time.monotonic(), list[Cell]()
-    for number, one in enumerate(cells(chosen, not options.without), start=1):
-        done.append(one)
-        if not options.json or not one.identical:
-            verdict = "identical" if one.identical else f"WRONG {one.wrong} unseen {one.unseen} {one.error}"
-            print(f"{number}/{len(chosen)} {' x '.join(one.names)}: {verdict}, {one.seconds:.1f} s", file=sys.stderr)
+    began = time.monotonic()
+    done = cells(chosen, not options.without, max(options.workers, 1), options.json)
     identical = sum(one.identical for one in done)
     if options.write:
         write(DOCUMENT, done)

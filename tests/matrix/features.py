@@ -27,20 +27,22 @@ class Seen:
     reweights: int
     longest_prompt: int
     aborted: int
+    losses: int  # of ranks
     llm: AsyncLLM
 
 
 @dataclass(frozen=True)
 class Feature:
     """options: of EngineConfig. params: of every request's SamplingParams. ranks: at least so many. place: features of the same one
-    exclude each other. event: done when a part of the tokens has come. own: results differ from those without it, so it
-    has its own. seen: whether it was at work."""
+    exclude each other. event: done when a part of the tokens has come. losses: ranks that are lost by it. own: results
+    differ from those without it, so it has its own. seen: whether it was at work."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
     place: str = ""
     event: Callable[[AsyncLLM], Awaitable[None]] | None = None
+    losses: int = 0
     own: bool = False
     priorities: bool = False
     aborts: bool = False
@@ -96,8 +98,8 @@ FEATURES: dict[str, Feature] = {
     "penalties": Feature(params=PENALTIES, own=True),
     "priorities": Feature({"scheduling_policy": "priority"}, priorities=True),
     "aborts": Feature(aborts=True, seen=lambda seen: seen.aborted > 0),
-    "a kill": Feature(ranks=2, event=_kill, seen=lambda seen: seen.replayed > 0),
-    "a hang": Feature(ranks=2, event=_hang, seen=lambda seen: seen.replayed > 0),
+    "a kill": Feature(ranks=2, event=_kill, losses=1, seen=lambda seen: seen.replayed > 0),
+    "a hang": Feature(ranks=2, event=_hang, losses=1, seen=lambda seen: seen.replayed > 0),
     "growth": Feature(
         ranks=2, event=_grow, seen=lambda seen: seen.llm.members.count > seen.llm.plan.data_parallel_size
     ),

@@ -139,7 +139,7 @@ class Run:
     def _sum(self, name: str) -> int:
         return sum(count for (_, other), count in self._counts.items() if other == name)
 
-    async def seen(self) -> Seen:
+    def seen(self) -> Seen:
         return Seen(
             hits=self._sum("prefix_hits"),
             preemptions=self._sum("preemptions"),
@@ -149,17 +149,17 @@ class Run:
             reweights=self._reweights,
             longest_prompt=self._longest,
             aborted=self._aborted,
+            losses=len(self._llm.take_recoveries()) + len(self._llm.front.members.open),
             llm=self._llm,
         )
 
 
 async def run(
     features: Sequence[Feature], tokens: int = NUM_REQUESTS * MAX_TOKENS, deterministic: bool = True
-) -> tuple[Result, list[bool]]:
-    """What clients saw, and whether each feature was at work. tokens: that are expected."""
+) -> tuple[Result, Seen]:
+    """What clients saw, and what the run has shown of itself. tokens: that are expected."""
     async with AsyncLLM(None, **options_of(features, deterministic)) as llm:
         await llm.wait_ready(READY_SECONDS)
         running = Run(llm, features, tokens)
         results = await running.results()
-        seen = await running.seen()
-        return results, [feature.seen(seen) for feature in features]
+        return results, running.seen()

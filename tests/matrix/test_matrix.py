@@ -25,7 +25,9 @@ def check(pair: tuple[str, str], references: References) -> None:
     assert found.identical, found
 
 
-@pytest.mark.parametrize("pair", [("prefix cache", "preemption"), ("logprobs", "a kill")], ids=" x ".join)
+@pytest.mark.parametrize(
+    "pair", [("prefix cache", "preemption"), ("logprobs", "a kill"), ("MTP drafts", "2 ranks")], ids=" x ".join
+)
 def test_a_few(pair: tuple[str, str], references: References) -> None:
     check(pair, references)
 

@@ -53,6 +53,8 @@ def test_explain_gives_a_reason_for_every_choice() -> None:
     assert answer["reasons"]["all2all_backend"]
     table = run("explain")
     assert "threads_per_rank" in table.stdout
+    alone = json.loads(run("explain", "--json").stdout)
+    assert alone["plan"]["data_parallel_size"] == 2  # what `serve` starts without a model
 
 
 def test_generate_continues_a_story() -> None:
@@ -126,3 +128,14 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    """As in `moesaic explain | head`."""
+    command = [sys.executable, "-m", "moesaic", "explain", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(60) == 1
+    with process.stderr as said:
+        assert said.read() == ""

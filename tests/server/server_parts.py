@@ -24,6 +24,7 @@ from configs.engine import Plan
 from configs.server import ServerConfig
 from front.async_llm import AsyncLLM
 from front.messages import (
+    STEP_TOKENS,
     Abort,
     AddRequest,
     FrontToRank,
@@ -41,6 +42,7 @@ from front.messages import (
 from front.text import Tokenizer
 from server.app import build_app
 from server.service import Service
+from server.tracing import Traces
 
 SPECIAL = ["<|end|>", "<|bos|>"]
 STORY = "Once upon a time a süße little fox 🎉 lived in a hollow tree, and the tree said nothing."
@@ -149,8 +151,8 @@ def say(message: AddRequest, script: list[int], start: int, count: int) -> Token
     if start == 0 and params.prompt_logprobs is not None:
         width = params.prompt_logprobs
         prompt_logprobs = [None, *(_logprobs(token, width) for token in message.token_ids[1:])]
-    cached = 4 if start == 0 else 0
-    return TokenOutput(message.request_id, token_ids, reason, stop_reason, logprobs, prompt_logprobs, cached)
+    first = {"num_cached_tokens": 4, "queued": 0.125} if start == 0 else {}
+    return TokenOutput(message.request_id, token_ids, reason, stop_reason, logprobs, prompt_logprobs, **first)
 
 
 def _logprobs(token: int, width: int) -> Logprobs:
@@ -257,7 +259,13 @@ class FakeRanks:
                 else:
                     del self.running[number]
         stats = RankStats(
-            running=len(self.running), kv_blocks_used=16, kv_blocks_total=64, steps=self.steps, dbo_overlap=0.75
+            running=len(self.running),
+            kv_blocks_used=16,
+            kv_blocks_total=64,
+            steps=self.steps,
+            dbo_overlap=0.75,
+            num_step_tokens=2 * self.steps,
+            step_tokens=[0, self.steps] + [0] * (len(STEP_TOKENS) - 1),
         )
         return Outputs(rank, outputs, stats, time.monotonic())
 
@@ -318,7 +326,9 @@ async def server(
         slots_per_rank=decided.slots_per_rank,
         log_balancedness=decided.eplb is not None and decided.eplb.log_balancedness,
     )
-    service = Service(engine, small_tokenizer(), decided, config, SamplingParams(), created=1_700_000_000)
+    endpoint = config.otlp_traces_endpoint
+    traces = Traces(endpoint, "moesaic") if endpoint else None
+    service = Service(engine, small_tokenizer(), decided, config, SamplingParams(), 1_700_000_000, traces)
     app = build_app(service)
     clock = asyncio.create_task(service.flights.clock())
     transport = httpx.ASGITransport(app=app)

@@ -68,6 +68,7 @@ def test_small_pages() -> None:
             assert (await s.http.get("/version")).json()["version"]
             for path in ("/health", "/ping"):
                 assert (await s.http.get(path)).json() == {"status": "alive"}
+            assert (await s.http.post("/ping")).json() == {"status": "alive"}
             assert (await s.http.head("/health")).status_code == 200
             boss = {"authorization": "Bearer boss"}
             assert (await s.http.post("/reset_prefix_cache", headers=boss)).status_code == 200

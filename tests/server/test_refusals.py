@@ -69,7 +69,11 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"priority": 2**63}, "priority"),
     ({"response_format": {}}, "response_format.type"),
     ({"logit_bias": {"9999999": 1}}, "logit_bias"),
-    ({"logit_bias": {"fox": 1}}, "logit_bias"),
+    ({"logit_bias": {"7": 1, "fox": 1}}, "logit_bias.fox"),
+    ({"logprob_token_ids": [7]}, "logprob_token_ids"),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+    ({"guided_regex": "a+"}, "guided_regex"),
+    ({"documents": [{"text": "a"}]}, "documents"),
     ({"logprobs": 21}, "logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -115,7 +119,7 @@ def test_a_bad_completion_names_its_field(fields: dict[str, Any], param: str | N
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
@@ -222,8 +226,8 @@ def test_limits_on_bodies_and_headers() -> None:
 
 # ---- keys ---------------------------------------------------------------------------------------------------------
 
-OPEN = ["/health", "/ready", "/ping", "/metrics", "/version"]
-CLOSED = ["/v1/models", "/v1/models/fox-moe", "/nowhere", "/docs"]
+OPEN = ("/health", "/live", "/ping", "/ready", "/metrics", "/load", "/version", "/openapi.json", "/docs")
+CLOSED = ("/v1/models", "/v1/models/fox-moe", "/tokenizer_info", "/nowhere")
 
 
 def test_keys() -> None:
@@ -293,7 +297,9 @@ def test_cors_is_closed_unless_opened() -> None:
 def test_loading_then_ready_then_draining() -> None:
     async def run() -> None:
         async with server(ready=False) as s:
-            assert (await s.http.get("/health")).status_code == 200
+            for path in ("/health", "/ping", "/v1/models", "/v1/models/fox-moe"):
+                assert error_of(await s.http.get(path), 503)["code"] == "loading"
+            assert (await s.http.get("/live")).json() == {"status": "alive"}
             waiting = await s.http.get("/ready")
             error = error_of(waiting, 503)
             assert "rank 0, 1" in error["message"] and error["code"] == "loading"
@@ -304,6 +310,8 @@ def test_loading_then_ready_then_draining() -> None:
             s.ranks.load()
             await until(lambda: s.service.engine.is_ready, "ready")
             assert (await s.http.get("/ready")).json() == {"status": "ready", "mode": "full", "ranks": ["up", "up"]}
+            for path in ("/health", "/ping", "/v1/models", "/v1/models/fox-moe"):
+                assert (await s.http.get(path)).status_code == 200
 
             s.ranks.paused = True
             running = asyncio.create_task(s.complete())

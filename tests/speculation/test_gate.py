@@ -124,6 +124,12 @@ def test_the_rank_with_most_sequences_decides() -> None:
     assert schedule.draft_depth == 1
 
 
+def test_beside_a_rank_that_practises_there_are_no_drafts() -> None:
+    """It tells no number of sequences to those that do not practise, and would not take part in the layer's passes."""
+    gate = gate_of(StepTimes(), [0.8, 0.7])
+    assert gate.join(StepPlan(0, True, False, (1, 5), (9, 9)), [(2, 2, 0), (1, 1, 0)]) is None
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_streams_with_it(size: int) -> None:
     jobs = [Job([1, 300, 412 + index, 250], 40, arrive=3 * index) for index in range(3)]

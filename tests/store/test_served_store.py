@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -18,6 +20,7 @@ from streams import mode, wave
 from test_losing_all import all_serve, copied, kill_all, ranks_of
 
 from engine.process.places import STORE
+from store.memory import _FIRST_PART_LOCK, _HEADER
 
 pytestmark = pytest.mark.store
 
@@ -30,12 +33,30 @@ def _few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "NUM_TOKENS", 120)
 
 
+def store_file(server: Server) -> Path | None:
+    """As a process that has it open finds it; None: the supervisor has not made it yet."""
+    for file in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(file).startswith(f"/memfd:{STORE} "):
+                return file
+    return None
+
+
 def store_of(server: Server) -> int:
     """The inode of its memory."""
-    for file in Path(f"/proc/{server.process.pid}/fd").iterdir():
-        if os.readlink(file).startswith(f"/memfd:{STORE} "):
-            return file.stat().st_ino
-    raise AssertionError("the supervisor holds no store")
+    file = store_file(server)
+    assert file is not None, "the supervisor holds no store"
+    return file.stat().st_ino
+
+
+def holders(inode: int) -> list[int]:
+    """Processes that have it open."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if file.stat().st_ino == inode and os.readlink(file).startswith(f"/memfd:{STORE} "):
+                found.append(int(file.parts[2]))
+    return found
 
 
 def mappings(inode: int) -> dict[int, set[str]]:
@@ -122,6 +143,30 @@ def test_a_rank_killed_while_it_fills(tmp_path: Path) -> None:
         assert server.wait(60) == 3
     assert "before the server was ready" in (tmp_path / "server.log").read_text()
     assert not any(Path(f"/proc/{pid}").exists() for pid in children.values()) and not mappings(inode)
+
+
+def test_the_supervisor_killed_while_its_store_is_filled(tmp_path: Path) -> None:
+    """The first part stays claimed by this test, so ranks fill all the others and wait for it."""
+    with starting(tmp_path, "-dp", "2") as server:
+        path = until(lambda: store_file(server), 60, "the supervisor has made the store")
+        inode = path.stat().st_ino
+        with path.open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _FIRST_PART_LOCK)
+
+            def waits() -> bool:
+                _, _, num_parts, _, full, _ = _HEADER.unpack(
+                    os.pread(file.fileno(), _HEADER.size, 0).ljust(_HEADER.size)
+                )
+                return bool(num_parts and full == num_parts - 1 and len(mappings(inode)) == 2)
+
+            until(waits, 60, "all but one part are full")
+            assert all("rw-s" in rights for rights in mappings(inode).values())
+            children = descendants(server.process.pid)
+            server.process.kill()
+            server.process.wait(30)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 30, "all have ended")
+        assert not mappings(inode) and not holders(inode)
+    assert not list(server.runtime_root.glob("*/ready"))
 
 
 @pytest.mark.slow

@@ -164,3 +164,32 @@ def test_waits_are_bounded() -> None:
 
     with pytest.raises(StoreError, match="within 3 s"):
         await_parts(lambda: True, 3.0, lambda: now[0], sleep)
+
+
+def test_a_full_store_is_mapped_ahead(file: int) -> None:
+    """All of its pages are in this process's tables then, and hold what was written."""
+    store = open_store(file)
+    store.begin(1)
+    assert store.claim(0)
+    size = 8 << 20
+    start = store.room(0, size)
+    store.write(start, b"\7" * size)
+    store.fill(0)
+    store.finish()
+    reader = open_store(file)
+    assert reader.complete
+    reader.map_ahead()
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14):
+        assert resident(reader.address) >= size
+    assert reader.read(start, size) == b"\7" * size
+    reader.close()
+    store.close()
+
+
+def resident(address: int) -> int:
+    """Bytes of the mapping at this address that are in this process's page tables."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{address:x}-"):
+            return next(1024 * int(found.split()[1]) for found in lines if found.startswith("Rss:"))
+    raise AssertionError("nothing is mapped there")

@@ -1,0 +1,96 @@
+"""Grammars of a rank: each compiled once, beside the steps; requests that wait for one do so outside of the queue."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import llguidance
+
+from engine.request import Request
+from engine.structured.guide import Guide
+from front.messages import Grammar, TokenOutput
+from front.structured.grammar import LIMITS
+from front.structured.vocabulary import grammar_tokenizer
+from front.text import Tokenizer
+
+log = logging.getLogger("moesaic.rank")
+
+MAX_KEPT = 64  # compiled grammars
+LOOK_SECONDS = 0.0005  # a rank whose requests all wait for a grammar looks this often
+
+
+def failure(request: Request) -> TokenOutput:
+    """The last output of a request that cannot go on: its grammar cannot be used, or its matcher has failed."""
+    if request.guide is not None:
+        log.error("request %d cannot go on by its grammar: %s", request.request_id, request.guide.error)
+    return TokenOutput(request.request_id, [], "error")
+
+
+class Grammars:
+    """Not thread-safe; what takes time is done on a thread of its own."""
+
+    def __init__(self, model_path: str, vocab_size: int) -> None:
+        self._model_path, self._vocab_size = model_path, vocab_size
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")  # it has none before there is work
+        self._tokenizer: Future[llguidance.LLTokenizer] | None = None
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # used on the thread
+        self.awaited: dict[int, tuple[Request, Future[Guide]]] = {}
+
+    def warm(self) -> None:
+        """Begin to read the vocabulary."""
+        if self._tokenizer is None:
+            self._tokenizer = self._thread.submit(self._read_vocabulary)
+
+    def put(self, request: Request) -> bool:
+        """Whether the request waits here until its grammar is compiled: it has one."""
+        grammar = request.message.params.grammar
+        if grammar is None:
+            return False
+        self.warm()
+        self.awaited[request.request_id] = request, self._thread.submit(self._guide, grammar)
+        return True
+
+    def remove(self, request: Request) -> bool:
+        """Whether it waited here."""
+        return self.awaited.pop(request.request_id, None) is not None
+
+    def take_ready(self, patient: bool) -> list[Request]:
+        """Requests whose grammars have been compiled; those without a guide cannot run. patient: there is nothing else
+        to do; wait a moment for one."""
+        if patient:
+            wait([future for _, future in self.awaited.values()], LOOK_SECONDS, FIRST_COMPLETED)
+        ready = []
+        for request, future in list(self.awaited.values()):
+            if future.done():
+                ready.append(request)
+                del self.awaited[request.request_id]
+                try:
+                    request.guide = future.result()
+                except ValueError as error:
+                    log.error("request %d: its grammar cannot be used: %s", request.request_id, error)
+        return ready
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    # ---- on the thread ----
+
+    def _read_vocabulary(self) -> llguidance.LLTokenizer:
+        return grammar_tokenizer(Tokenizer(self._model_path), self._vocab_size)
+
+    def _guide(self, grammar: Grammar) -> Guide:
+        assert self._tokenizer is not None
+        tokenizer = self._tokenizer.result()  # the same thread has done that before
+        root = self._compiled.get(grammar.text)
+        if root is None:
+            root = llguidance.LLMatcher(tokenizer, grammar.text, log_level=0, limits=LIMITS)
+            root.compute_bitmask()  # the first one is slow
+            if root.is_error():
+                raise ValueError(root.get_error())
+            self._compiled[grammar.text] = root
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar.text)
+        return Guide(root.deep_copy(), tokenizer.eos_tokens, grammar.after_token_ids)

@@ -1,0 +1,51 @@
+"""How the text of a request's choices is to be read, and the parsers that read it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from front.chat.events import Parser
+from front.chat.families import CALLS, HARMONY, HARMONY_REASONING, REASONING, tags_of
+from front.chat.harmony import HarmonyParser
+from front.chat.parser import TableParser
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """calls, reasoning: names of families (front/chat/families.py); "": that kind is not looked for.
+
+    begins_reasoning: the prompt ends inside of reasoning, or behind it; None: it does not say. max_calls: behind so
+    many calls a choice ends; 0: never. tools: schemas of parameters by name.
+    """
+
+    calls: str = ""
+    reasoning: str = ""
+    begins_reasoning: bool | None = None
+    max_calls: int = 0
+    tools: dict[str, dict[str, Any]] = {}
+
+    def parser(self, request_id: str, choice: int) -> Parser:
+        """For one choice. Calls are named by request, choice and index, so that a replay names them alike."""
+
+        def call_id(index: int) -> str:
+            return "call_" + hashlib.blake2b(f"{request_id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
+
+        if self.calls == HARMONY or self.reasoning == HARMONY_REASONING:
+            return HarmonyParser(
+                reasoning=bool(self.reasoning), calls=bool(self.calls), max_calls=self.max_calls, call_id=call_id
+            )
+        return TableParser(
+            REASONING[self.reasoning] if self.reasoning else None,
+            CALLS[self.calls] if self.calls else None,
+            tools=self.tools,
+            begins_reasoning=self.begins_reasoning,
+            max_calls=self.max_calls,
+            call_id=call_id,
+        )
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What the parser must see, though it may be written in special tokens."""
+        return tags_of(self.calls, self.reasoning)

@@ -1,0 +1,162 @@
+"""From what a request wants its output to be to a grammar, checked.
+
+The back end is llguidance. The front checks grammars without a vocabulary (a millisecond; `checked` remembers them), a
+rank builds matchers of them (engine/structured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import llguidance
+import msgspec
+from llguidance.gbnf_to_lark import any_to_lark
+
+from front.messages import Grammar, StructuredOutputsParams
+from front.structured.lark import WHITESPACE, JsonStyle, json_rule, quoted, regex_rule
+from front.structured.tags import structural_tag_grammar
+from front.structured.vocabulary import Vocabulary, names_only
+
+MAX_BYTES = 512 << 10  # of a description
+MAX_DEPTH = 64  # of a schema
+MAX_CHOICES = 4096
+MAX_AFTER = 64  # tokens
+# Bounds what a grammar may cost: the front when it is checked, a rank when it is built, every step afterwards.
+LIMITS = llguidance.LLParserLimits(
+    max_grammar_size=200_000, initial_lexer_fuel=1_000_000, step_max_items=50_000, verbose_errors=False
+)
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+_encode = msgspec.json.Encoder().encode
+_decoder = msgspec.json.Decoder(StructuredOutputsParams)
+
+
+def checked_grammar(params: StructuredOutputsParams, tokenizer: Vocabulary) -> Grammar:
+    """What the ranks get. ValueError, one line that begins with structured_outputs, names the field and the limit."""
+    try:
+        return _checked(_encode(params), tokenizer)
+    except (ValueError, TypeError, msgspec.MsgspecError) as error:
+        raise ValueError(f"structured_outputs: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def _checked(described: bytes, tokenizer: Vocabulary) -> Grammar:
+    if len(described) > MAX_BYTES:
+        raise ValueError(f"the description has {len(described)} bytes; at most {MAX_BYTES} are taken")
+    params = _decoder.decode(described)
+    _check_after(params.after_token_ids, tokenizer.vocab_size)
+    kinds = [
+        kind
+        for kind in KINDS
+        if getattr(params, kind) not in (None, False) or (kind == "json" and params.json is False)
+    ]
+    if len(kinds) != 1:
+        given = f"not {' and '.join(kinds)}" if kinds else "and none is given"
+        raise ValueError(f"exactly one of {', '.join(KINDS)} says what the output must be, {given}")
+    (kind,) = kinds
+    try:
+        text = _text_of(kind, params, tokenizer)
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+            text, names_only(tokenizer), limits=LIMITS
+        )
+    except RecursionError:
+        raise ValueError(f"{kind}: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{kind}: {_line(error)}") from None
+    if failed:
+        raise ValueError(f"{kind}: {_line(messages[0])}")
+    return Grammar(text, params.after_token_ids)
+
+
+def _text_of(kind: str, params: StructuredOutputsParams, tokenizer: Vocabulary) -> str:
+    """Lark."""
+    style = _style(params)
+    if kind == "json":
+        return f"start: {json_rule(_schema(params.json), style)}"
+    if kind == "json_object":
+        return f"start: {json_rule({'type': 'object'}, style)}"
+    if kind == "regex":
+        assert params.regex is not None
+        return f"start: {regex_rule(params.regex)}"
+    if kind == "choice":
+        assert params.choice is not None
+        return f"start: {' | '.join(_choices(params.choice))}"
+    if kind == "grammar":
+        assert params.grammar is not None
+        return _from_gbnf(params.grammar)
+    tag = _decoded(params.structural_tag)
+    if not isinstance(tag, Mapping):
+        raise ValueError(f"must be an object, not {type(tag).__name__}")
+    _check_depth(tag)
+    return structural_tag_grammar(tag, style, tokenizer)
+
+
+def _style(params: StructuredOutputsParams) -> JsonStyle:
+    pattern = params.whitespace_pattern
+    if params.disable_any_whitespace and pattern is not None:
+        raise ValueError("whitespace_pattern and disable_any_whitespace exclude each other")
+    if params.disable_any_whitespace:
+        pattern = ""
+    return JsonStyle(WHITESPACE if pattern is None else pattern, params.disable_additional_properties)
+
+
+def _schema(given: object) -> object:
+    schema = _decoded(given)
+    _check_depth(schema)
+    return schema
+
+
+def _decoded(given: object) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return msgspec.json.decode(given)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+
+
+def _check_depth(value: object) -> None:
+    """Of lists and objects in one another."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+
+
+def _children(item: object) -> Iterator[object]:
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, list | tuple):
+        yield from item
+
+
+def _choices(choices: tuple[str, ...]) -> list[str]:
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise ValueError(f"from 1 to {MAX_CHOICES} texts are taken, not {len(choices)}")
+    if not all(choices):
+        raise ValueError("texts must not be empty")
+    return [quoted(choice) for choice in dict.fromkeys(choices)]
+
+
+def _from_gbnf(text: str) -> str:
+    try:
+        lark: str = any_to_lark(text)
+    except Exception as error:  # its own kinds of errors, and those of indexing
+        raise ValueError(f"neither Lark nor GBNF: {_line(error)}") from None
+    return lark
+
+
+def _check_after(token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if len(token_ids) > MAX_AFTER:
+        raise ValueError(f"after_token_ids takes at most {MAX_AFTER} token ids, not {len(token_ids)}")
+    wrong = next((token for token in token_ids if token < 0), None)
+    if wrong is not None:
+        raise ValueError(f"after_token_ids must hold token ids from 0 to {vocab_size - 1}, not {wrong}")
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())[:500]

@@ -1,0 +1,28 @@
+"""Whether our rooms (docs/design.md) are the ones that Python finds: their names are common words, and a file of the
+user's, such as configs.py in the working directory, would be imported in their place. Standard library only."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOMS = (
+    "cache", "configs", "dbo", "engine", "ep", "eplb", "front", "launch", "layers", "mla", "models", "moe_kernels",
+    "native", "server", "store",
+)  # fmt: skip
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def check_rooms(rooms: Iterable[str] = ROOMS) -> None:
+    """ImportError on one line that names the file or folder which stands in the place of a room."""
+    for room in rooms:
+        spec = importlib.util.find_spec(room)
+        if spec is None:
+            raise ImportError(f"moesaic is not installed whole: there is no package {room}")
+        found = spec.origin or next(iter(spec.submodule_search_locations or ()), "something else")
+        if Path(found).resolve() != ROOT / room / "__init__.py":
+            raise ImportError(
+                f"{found} would be imported in the place of Moesaic's package {room}: rename it, or start Moesaic from "
+                "another directory"
+            )

@@ -29,15 +29,10 @@ from ep.requirements import (
     refusal,
     split_pair,
 )
-<<<<<<< HEAD
 from layers.gguf.header import read_header
 from layers.identity import GGUF_INDEX, MAX_HEADER_BYTES, identify
-from models.facts import ModelFacts, with_drafts
-from models.gguf.directory import SUFFIX, is_gguf, model_directory
-=======
-from layers.identity import MAX_HEADER_BYTES, identify
 from models.facts import ModelFacts
->>>>>>> main
+from models.gguf.directory import SUFFIX, is_gguf, model_directory
 from models.registry import read_config
 from models.tiny import CHECKPOINT
 from native import Isa, best_isa, measured, why_absent

@@ -54,7 +54,7 @@ def make_plan(
         path = model_directory(path, read_env().cache_root / "gguf")
     if not path.is_dir():
         raise ValueError(
-            f"model {config.model!r} is neither a directory nor a .gguf file (models are read from disk; there is no "
+            f"model {config.model!r} is not a directory, nor a .gguf file (models are read from disk; there is no "
             "download)"
         )
     name = config.model or EMBEDDED_NAME

@@ -281,5 +281,5 @@ def test_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = as_gguf(make_qwen2(tmp_path / "hf", **DENSE), "qwen2", tmp_path / "m.gguf")
     plan = make_plan(EngineConfig(model=str(path)))
     assert plan.served_model_names == (str(path),) and "m.gguf" in plan.checkpoint
-    with pytest.raises(ValueError, match="neither a directory nor a"):
+    with pytest.raises(ValueError, match="is not a directory, nor a"):
         make_plan(EngineConfig(model=str(tmp_path / "none.gguf")))

@@ -22,7 +22,7 @@ def located(model: str, revision: str | None, download_dir: str | None) -> Path:
             raise ValueError(f"revision {revision!r}: {model} is a directory, which has no revisions")
         return path
     if not HUB_NAME.fullmatch(model):
-        raise ValueError(f"model {model!r} is not a directory, nor a name such as Qwen/Qwen3-30B-A3B")
+        raise ValueError(f"model {model!r} is not a directory, nor a .gguf file, nor a name such as Qwen/Qwen3-30B-A3B")
     library = importlib.import_module("huggingface_hub")
     try:
         found = library.snapshot_download(

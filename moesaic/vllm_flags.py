@@ -39,7 +39,7 @@ TAKEN = (
     Taken(("--trust-remote-code",), said="no code that comes with a checkpoint is ever run here; its architecture must "
           "be one of docs/models.md"),
     Taken(("--seed",), int, said="requests without a seed of their own are drawn from the system's randomness"),
-    Taken(("--load-format",), str, ("auto", "safetensors"), "checkpoints are safetensors"),
+    Taken(("--load-format",), str, ("auto", "safetensors", "gguf"), "checkpoints are safetensors or GGUF"),
     Taken(("--tokenizer-mode",), str, ("auto", "hf"), "tokenizers are read from tokenizer.json"),
     Taken(("--config-format",), str, ("auto", "hf"), "models are described by config.json"),
     Taken(("--runner",), str, ("auto", "generate"), "models generate"),

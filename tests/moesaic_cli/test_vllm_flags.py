@@ -162,7 +162,7 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("-tp 2", "--tensor-parallel-size must be 1, not 2: ranks do not split tensors or layers"),
-        ("--load-format gguf", "--load-format must be auto or safetensors, not gguf"),
+        ("--load-format sharded", "--load-format must be auto or safetensors or gguf, not sharded"),
         ("--enable-lora", "--enable-lora cannot be: adapters are not supported"),
         ("--distributed-executor-backend ray", "must be mp or uni, not ray"),
         ("--tokenizer other/one", "--tokenizer other/one: the tokenizer is the model's own"),

@@ -14,7 +14,8 @@ ANSWER_SECONDS = 10.0
 def located(model: str, revision: str | None, download_dir: str | None) -> Path:
     """The model's directory. Of a name, what is in the cache, completed by a download where there is a network.
 
-    ValueError: there is neither. revision: a branch, tag or commit; download_dir: the cache's place; both of names only.
+    ValueError: there is neither. revision: a branch, tag or commit; download_dir: the cache's place; both are for names
+    only.
     """
     path = Path(model)
     if path.is_dir():

@@ -1,5 +1,5 @@
-"""Flags of `vllm serve` beside those that mean the same here: taken where what they ask for is so anyway, refused with a
-sentence where it cannot be. What is taken and does nothing is said on stderr.
+"""Flags of `vllm serve` beside those that mean the same here: taken where what they ask for is so anyway, refused with
+a sentence where it cannot be. What is taken and does nothing is said on stderr.
 
 Source of the names: vLLM's command line reference.
 """

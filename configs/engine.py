@@ -69,6 +69,7 @@ class EngineConfig:
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
+    wait_warning_seconds: float = 2.0  # a wait between ranks that is longer is said; 0: none is
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -101,6 +102,7 @@ class Plan:
     logprobs_mode: LogprobsMode
     max_logprobs: int
     exchange_timeout: float
+    wait_warning_seconds: float = 2.0
     deterministic: bool = False  # kernels add up in an order that depends on nothing but the row
     data_parallel_size_local: int = 0  # ranks on this machine; 0: all
     max_ranks: int = MAX_RANKS  # to which a running server may grow

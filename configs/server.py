@@ -22,6 +22,8 @@ class ServerConfig:
     max_n: int = 128
     max_stop: int = 16
     max_queued_requests: int = 4096  # beyond it: 503 with Retry-After
+    max_stored_responses: int = 1000  # of /v1/responses that are kept; 0: none
+    max_stored_bytes: int = 64 << 20
     shutdown_timeout: float = 30.0  # SIGTERM: running requests may finish within this
     keep_alive_interval: float = 15.0  # an SSE comment while nothing else is sent; 0: never
     request_timeout: float = 0.0  # 0: none

@@ -17,7 +17,7 @@ from configs.machine import Machine, ModelNumbers, this_machine
 from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
 from configs.store import with_cache
 from engine.overlap.memory import with_memory
-from engine.speculation.plan import default_method, plan_speculation, with_speculation
+from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation
 from ep.requirements import (
     DEVICE_NAMES,
     FEW_TOKENS,
@@ -30,7 +30,7 @@ from ep.requirements import (
     split_pair,
 )
 from layers.identity import MAX_HEADER_BYTES, identify
-from models.facts import ModelFacts, with_drafts
+from models.facts import ModelFacts
 from models.registry import read_config
 from models.tiny import CHECKPOINT
 from native import Isa, best_isa, measured, why_absent
@@ -54,8 +54,7 @@ def make_plan(
     files = identify(path)  # before anything is read of them
     facts = read_config(path, config.hf_overrides)
     speculation, why_drafts = plan_speculation(config.speculative_config, facts, default_method(config.model, facts))
-    if speculation is not None and speculation.method == "mtp":
-        facts = with_drafts(facts)
+    facts = speculating(facts, speculation)
     machine = machine or machine_for(config, facts)
     numbers = model_numbers(path, name, facts)
     if hosts is not None:

@@ -25,6 +25,7 @@ from configs.hosts import Hosts, family_of, front_endpoint, resolve
 from engine.process.console import say_line, say_text
 from engine.process.orphan import life_of
 from launch.control import (
+    BEAT_SECONDS,
     LEASE_SECONDS,
     ControlConnection,
     End,
@@ -34,6 +35,7 @@ from launch.control import (
     Lost,
     Refused,
     Restarts,
+    Signs,
     Started,
     Welcome,
     descriptors,
@@ -150,6 +152,7 @@ class _Session:
         self._children = children
         self._monitor: RankMonitor | None = None
         self._lives: dict[int, tuple[int, int]] = {}  # rank -> process and its life, as the head knows
+        self._signed = 0.0  # when the head was last told of the ranks' signs of life
         self._refused: Refused | None = None
         self._end: End | None = None
         self._served = False  # the server has been ready
@@ -172,6 +175,10 @@ class _Session:
                 return self._alone(left)
 
     def _look(self, monitor: RankMonitor, dead: list[Child]) -> None:
+        now = time.monotonic()
+        if now - self._signed > BEAT_SECONDS:
+            self._signed = now
+            self._link.send(Signs(now, monitor.sign_payloads()))
         for lost in monitor.look(dead):
             process, life = self._lives.pop(lost.rank, (0, 0))
             known = life if process == lost.process else lost.process
@@ -213,6 +220,7 @@ class _Session:
             ranks=ranks,
             options=options,
             standby=True,
+            watches=False,
         )
         self._monitor.start(welcome.join)
         say_text(

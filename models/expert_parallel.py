@@ -36,6 +36,8 @@ class ExpertParallelMixin(nn.Module):
         """Called once by the model, with the feed-forward part of each of its layers."""
         self._moe_layer_ids = tuple(i for i, mlp in enumerate(mlps) if isinstance(mlp, MoE))
         self._hosts = [(f"model.layers.{i}.mlp.experts.", mlp) for i, mlp in enumerate(mlps) if isinstance(mlp, MoE)]
+        for number, (_, moe) in zip(self._moe_layer_ids, self._hosts, strict=True):
+            moe.number = number
 
     def keep_experts(self, form: WeightFormat, backend: str = "auto") -> None:
         """How experts are kept in memory, and what multiplies by them (moe_kernels/backends.py); before they are

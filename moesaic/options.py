@@ -134,6 +134,7 @@ OPTIONS = [
     _of("logprobs_mode"),
     _of("max_logprobs", "-1: no limit."),
     _of("exchange_timeout", "Bound of waits between ranks, s."),
+    _of("wait_warning_seconds", "Say who waits for whom from so many seconds on; 0: never."),
 ]  # fmt: skip
 
 

@@ -54,6 +54,14 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
     show_default=True,
     help="Beyond: 503 with Retry-After.",
 )
+@click.option(
+    "--max-stored-responses",
+    type=click.IntRange(0),
+    default=1000,
+    show_default=True,
+    help="Responses that are kept for previous_response_id; 0: none.",
+)
+@click.option("--max-stored-bytes", type=Bytes(), default=64 << 20, show_default=True, help="Of them together.")
 @click.option("--shutdown-timeout", type=SECONDS, default=30.0, show_default=True, help="Seconds a drain may take.")
 @click.option("--sse-keep-alive-interval", type=SECONDS, default=15.0, show_default=True, help="Seconds; 0: never.")
 @click.option("--request-timeout", type=SECONDS, default=0.0, show_default=True, help="Seconds; 0: none.")
@@ -127,6 +135,8 @@ def server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin:
         max_body_bytes=options.pop("max_request_bytes"),
         max_inflight_bytes=options.pop("max_inflight_bytes"),
         max_queued_requests=options.pop("max_num_queued_reqs"),
+        max_stored_responses=options.pop("max_stored_responses"),
+        max_stored_bytes=options.pop("max_stored_bytes"),
         shutdown_timeout=options.pop("shutdown_timeout"),
         keep_alive_interval=options.pop("sse_keep_alive_interval"),
         request_timeout=options.pop("request_timeout"),

@@ -16,8 +16,18 @@ from configs.engine import Plan
 from configs.server import ServerConfig
 from front.sampling_params import room_for_output
 from front.text import Tokenizer
-from server.api.conversation import predicted_text, render_messages, template_kwargs, text_of
+from server.api import messages, responses
+from server.api.conversation import (
+    conversation_cuts,
+    predicted_text,
+    render_messages,
+    template_kwargs,
+    text_of,
+    without,
+)
+from server.api.messages import MessagesRequest
 from server.api.openai import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     Detokenized,
@@ -27,26 +37,42 @@ from server.api.openai import (
     TokenizeRequest,
 )
 from server.api.params import FIELDS, check_chat, check_common, check_completion, either
+from server.api.responses import ResponsesRequest
 from server.api.unknown import check_unknown
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 
-Kind = Literal["completion", "chat", "tokenize", "detokenize"]
+GeneratingKind = Literal["completion", "chat", "responses", "messages"]
+Kind = GeneratingKind | Literal["tokenize", "detokenize", "count_tokens"]
 Body = TypeVar("Body")
+FORMS: dict[Kind, type[msgspec.Struct]] = {
+    "completion": CompletionRequest,
+    "chat": ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+}
 ANSWER_FACTOR = 8  # an answer about tokens may have so many times the bytes that a body may
 
 _encode = msgspec.json.Encoder().encode
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
+_responses_decoder = msgspec.json.Decoder(ResponsesRequest)
+_messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 class Prompts(msgspec.Struct, tag=True, kw_only=True):
     """A generating request. One of the two bodies, without its prompt or messages. token_ids: of each prompt, packed
-    (`unpack`); None: not made, as no rank serves. texts: what echo shows of each, None: nothing."""
+    (`unpack`); None: not made, as no rank serves. texts: what echo shows of each, None: nothing.
+
+    responses, messages: what became this chat request, without its input or messages; items: of the conversation so
+    far, as JSON, where the response is to be kept."""
 
     completion: CompletionRequest | None = None
     chat: ChatRequest | None = None
+    responses: ResponsesRequest | None = None
+    messages: MessagesRequest | None = None
+    items: bytes = b""
     model: str
     token_ids: list[bytes] | None = None
     texts: list[str] | None = None
@@ -106,25 +132,33 @@ class Intake:
         self._plan = plan
         self._config = config
 
-    def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool) -> Taken:
+    def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool, earlier: bytes = b"") -> Taken:
         """What is wrong with it comes back as Refused. serving: false: a generating request is looked at, and no
-        more."""
+        more. earlier: items of the conversation before it (/v1/responses), as JSON."""
         try:
             if kind == "tokenize":
                 return Answered(self._tokenize(decoded(body, _tokenize_decoder)))
             if kind == "detokenize":
                 return Answered(self._detokenize(decoded(body, _detokenize_decoder), vocab_size))
-            taken = (
-                self._completion(decoded(body, _completion_decoder), vocab_size, serving)
-                if kind == "completion"
-                else self._chat(decoded(body, _chat_decoder), vocab_size, serving)
-            )
-            taken.ignored = check_unknown(body, CompletionRequest if kind == "completion" else ChatRequest)
+            taken = self._generating(kind, body, earlier, vocab_size, serving)
+            if isinstance(taken, Prompts):
+                taken.ignored = check_unknown(body, FORMS[kind])
             return taken
         except ApiError as error:
             return Refused(error.status, error.message, error.param, error.code)
 
     # ---- generating ----
+
+    def _generating(
+        self, kind: Kind, body: bytes, earlier: bytes, vocab_size: int, serving: bool
+    ) -> Prompts | Answered:
+        if kind == "completion":
+            return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
+        if kind == "chat":
+            return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
+        if kind == "responses":
+            return self._responses(decoded(body, _responses_decoder), earlier, vocab_size, serving)
+        return self._messages(decoded(body, _messages_decoder), vocab_size, serving, kind == "count_tokens")
 
     def _completion(self, body: CompletionRequest, vocab_size: int, serving: bool) -> Prompts:
         model = self._checked(body, vocab_size)
@@ -163,6 +197,53 @@ class Intake:
         texts = [text_of(last, len(messages) - 1)] if body.echo and last.role == "assistant" else None
         tokens, prediction = [_pack(token_ids)], prediction[: self._plan.max_model_len]
         return Prompts(chat=body, model=model, token_ids=tokens, texts=texts, prediction=_pack(prediction))
+
+    def _responses(self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool) -> Prompts:
+        chat, items = responses.to_chat(body, msgspec.json.decode(earlier) if earlier else [])
+        try:
+            prompts = self._shortened(chat, vocab_size, serving, body.truncation == "auto")
+        except ApiError as error:
+            raise responses.renamed(error) from None
+        body.input = None
+        prompts.responses = body
+        if body.store is not False:
+            prompts.items = _encode(items)
+        return prompts
+
+    def _shortened(self, chat: ChatRequest, vocab_size: int, serving: bool, shortens: bool) -> Prompts:
+        """shortens: a conversation that is too long loses what is oldest, in front of a user's message."""
+        messages, kwargs = chat.messages, chat.chat_template_kwargs
+
+        def attempt(kept: list[ChatMessage]) -> Prompts:
+            own = msgspec.structs.replace(chat, messages=kept, chat_template_kwargs=kwargs)
+            return self._chat(own, vocab_size, serving)
+
+        cuts = conversation_cuts(messages) if shortens else [0]
+        first, last = 0, len(cuts) - 1  # the smallest cut that fits is among these, or none is
+        while True:
+            middle = first if first == 0 else (first + last) // 2
+            try:
+                prompts = attempt(without(messages, cuts[middle]))
+            except ApiError as error:
+                if error.code != "context_length_exceeded" or middle == len(cuts) - 1:
+                    raise
+                first = middle + 1
+            else:
+                if middle == first:
+                    return prompts
+                last = middle
+
+    def _messages(self, body: MessagesRequest, vocab_size: int, serving: bool, counts: bool) -> Prompts | Answered:
+        try:
+            prompts = self._chat(messages.to_chat(body, counts), vocab_size, serving or counts)
+        except ApiError as error:
+            raise messages.renamed(error) from None
+        if counts:
+            assert prompts.token_ids is not None
+            return Answered(_encode({"input_tokens": len(unpack(prompts.token_ids[0]))}))
+        body.messages, body.system = [], None
+        prompts.messages = body
+        return prompts
 
     def _checked(self, body: GenerationRequest, vocab_size: int) -> str:
         """The model's name. What is left of the body is small then."""

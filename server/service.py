@@ -120,24 +120,25 @@ class Service:
     async def read(self, request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
         """The body of a request that has no need of a large one. ApiError 400 for what does not parse, 408 for what
         does not come."""
-        body = await self._body(request)
+        body = await self.body(request)
         if len(body) > ADMIN_BYTES:
             raise ApiError(413, f"the body is larger than the {ADMIN_BYTES} bytes of this route", code="body_too_large")
         return decoded(body, decoder)
 
-    async def take(self, request: Request, kind: Kind) -> Prompts | Answered:
+    async def take(self, request: Request, kind: Kind, earlier: bytes = b"") -> Prompts | Answered:
         """The body, made ready (server/intake.py). ApiError as `read`, and for all that is wrong with it."""
-        body = await self._body(request)
+        body = await self.body(request)
         serving = self.state()[0] == "ready"
-        if len(body) <= INLINE_BYTES:
-            taken = self._intake.take(kind, body, self.vocab_size, serving)
+        if len(body) + len(earlier) <= INLINE_BYTES:
+            taken = self._intake.take(kind, body, self.vocab_size, serving, earlier)
         else:
-            taken = await self._large.take(kind, body, self.vocab_size, serving)
+            taken = await self._large.take(kind, body, self.vocab_size, serving, earlier)
         if isinstance(taken, Refused):
             raise taken.error()
         return taken
 
-    async def _body(self, request: Request) -> bytes:
+    async def body(self, request: Request) -> bytes:
+        """ApiError 408 when it does not come."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 return await request.body()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,27 +27,32 @@ class ChatCompletions:
 
     async def answer(self, request: Request) -> Response:
         taken = await take(self._service, request, "chat", ChatRequest)
-        return Answer(self._service, job := self._job(taken), ChatWriter(job))
+        names = NAMES
+        if taken.body.max_completion_tokens is not None:
+            names = {**NAMES, "max_tokens": "max_completion_tokens"}
+        job = chat_job(self._service, taken, f"chatcmpl-{taken.request_id}", names)
+        return Answer(self._service, job, ChatWriter(job))
 
-    def _job(self, taken: Taken[ChatRequest]) -> Job:
-        body = taken.body
-        service = self._service
-        wanted = either(body.max_completion_tokens, body.max_tokens)
-        logprobs = either(body.top_logprobs, 0) if body.logprobs else None
-        params = sampling_params(
-            body, service.defaults, max_tokens=wanted, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
-        )
-        if taken.prediction:
-            params = msgspec.structs.replace(params, prediction_token_ids=tuple(taken.prediction))
-        return make_job(
-            service,
-            taken,
-            params,
-            NAMES if body.max_completion_tokens is None else {**NAMES, "max_tokens": "max_completion_tokens"},
-            answer_id=f"chatcmpl-{taken.request_id}",
-            logprobs=bool(body.logprobs),
-            echo=taken.texts,
-        )
+
+def chat_job(service: Service, taken: Taken[ChatRequest], answer_id: str, names: Mapping[str, str]) -> Job:
+    """Of every endpoint whose requests become chat requests. names: of fields (from_value_error). ApiError 400."""
+    body = taken.body
+    wanted = either(body.max_completion_tokens, body.max_tokens)
+    logprobs = either(body.top_logprobs, 0) if body.logprobs else None
+    params = sampling_params(
+        body, service.defaults, max_tokens=wanted, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
+    )
+    if taken.prediction:
+        params = msgspec.structs.replace(params, prediction_token_ids=tuple(taken.prediction))
+    return make_job(
+        service,
+        taken,
+        params,
+        names,
+        answer_id=answer_id,
+        logprobs=bool(body.logprobs),
+        echo=taken.texts,
+    )
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------

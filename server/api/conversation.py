@@ -88,6 +88,24 @@ def text_of(message: ChatMessage, index: int) -> str:
     return _joined(content, where)
 
 
+def conversation_cuts(messages: Sequence[ChatMessage]) -> list[int]:
+    """How many messages behind the instructions may be left out: none, or all before a user's."""
+    begin = _num_instructions(messages)
+    places = range(begin + 1, len(messages))
+    return [0, *(place - begin for place in places if messages[place].role == "user")]
+
+
+def without(messages: Sequence[ChatMessage], count: int) -> list[ChatMessage]:
+    """Without the first `count` behind the instructions."""
+    begin = _num_instructions(messages)
+    return [*messages[:begin], *messages[begin + count :]]
+
+
+def _num_instructions(messages: Sequence[ChatMessage]) -> int:
+    roles = [message.role in ("system", "developer") for message in messages]
+    return roles.index(False) if False in roles else len(roles)
+
+
 def predicted_text(prediction: Prediction) -> str:
     content = prediction.content
     return content if isinstance(content, str) else _joined(content, "prediction.content")

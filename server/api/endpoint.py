@@ -7,22 +7,25 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from front.messages import SamplingParams
 from server.api.generate import Job
+from server.api.messages import MessagesRequest
 from server.api.openai import GenerationRequest, Usage
 from server.api.params import either
-from server.errors import unavailable
-from server.intake import Prompts, unpack
+from server.api.responses import ResponsesRequest
+from server.errors import ApiError, unavailable
+from server.intake import GeneratingKind, Prompts, unpack
 from server.logs import Record
 from server.service import Service, record_of
 
 Body = TypeVar("Body", bound=GenerationRequest)
 LONG_PROMPT = 4096  # tokens
+DONE = b"data: [DONE]\n\n"
 
 encode = msgspec.json.Encoder().encode
 
@@ -37,13 +40,15 @@ class Taken(Generic[Body]):
     token_id_lists: list[list[int]]
     texts: list[str] | None
     prediction: list[int]
+    source: ResponsesRequest | MessagesRequest | None  # what became this body
+    items: bytes
 
 
 async def take(
-    service: Service, request: Request, kind: Literal["completion", "chat"], form: type[Body]
+    service: Service, request: Request, kind: GeneratingKind, form: type[Body], earlier: bytes = b""
 ) -> Taken[Body]:
-    """form: that of the body. ApiError."""
-    found = await service.take(request, kind)
+    """form: that of the body. earlier: items of the conversation before it (/v1/responses). ApiError."""
+    found = await service.take(request, kind, earlier)
     assert isinstance(found, Prompts)
     record_of(request.scope).ignored = found.ignored
     service.require_ready()
@@ -57,7 +62,8 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
-    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction))
+    source = found.responses or found.messages
+    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction), source, found.items)
 
 
 def make_job(
@@ -111,5 +117,10 @@ class ChunkWriter:
             chunk["usage"] = None
         return b"data: %b\n\n" % encode(chunk)
 
-    def usage_frame(self, total: Usage) -> bytes:
-        return b"data: %b\n\n" % encode(self._common | {"choices": [], "usage": total})
+    def end(self, total: Usage, record: Record) -> bytes:
+        if not self._job.include_usage:
+            return DONE
+        return b"data: %b\n\n%b" % (encode(self._common | {"choices": [], "usage": total}), DONE)
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: %b\n\n%b" % (error.body(), DONE)

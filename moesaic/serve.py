@@ -16,6 +16,7 @@ from configs.server import ServerConfig
 from engine.plan import make_plan
 from engine.process.console import guard_console, say_text
 from engine.process.orphan import die_with_parent
+from front.chat.families import REASONING_PARSERS, TOOL_PARSERS
 from launch.doctor.machine import Machine
 from launch.doctor.run import Doctor, refusal
 from launch.head import HeadSupervisor
@@ -32,6 +33,22 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
 @click.option("--api-key", multiple=True, help="Key that clients must send; repeatable; or MOESAIC_API_KEY.")
 @click.option("--admin-api-key", multiple=True, help="Key for admin routes; or MOESAIC_ADMIN_KEY.")
 @click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="File that replaces the model's.")
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice([*TOOL_PARSERS, "none"]),
+    help="Format in which the model calls tools; default: what its chat template says.",
+)
+@click.option(
+    "--reasoning-parser",
+    type=click.Choice([*REASONING_PARSERS, "none"]),
+    help="Format of the model's reasoning; default: what its chat template says.",
+)
+@click.option(
+    "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
+    default=True,
+    show_default=True,
+    help="Whether the model may choose to call tools, where a request gives some.",
+)
 @click.option(
     "--generation-config",
     type=click.Choice(["auto", "vllm"]),
@@ -131,6 +148,9 @@ def server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin:
         api_key_digests=_digests((*options.pop("api_key"), *env_keys)),
         admin_key_digests=_digests((*options.pop("admin_api_key"), *env_admin)),
         chat_template=Path(template).read_text() if template else None,
+        tool_call_parser=_family(options.pop("tool_call_parser")),
+        reasoning_parser=_family(options.pop("reasoning_parser")),
+        enable_auto_tool_choice=options.pop("enable_auto_tool_choice"),
         use_generation_config=options.pop("generation_config") == "auto",
         max_body_bytes=options.pop("max_request_bytes"),
         max_inflight_bytes=options.pop("max_inflight_bytes"),
@@ -147,6 +167,10 @@ def server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin:
         log_format=options.pop("log_format"),
         log_requests=options.pop("log_requests"),
     )
+
+
+def _family(name: str | None) -> str | None:
+    return "" if name == "none" else name
 
 
 def _digests(keys: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ from configs.engine import Plan
 from configs.env import interface_variables
 from configs.hosts import Hosts
 from configs.server import ServerConfig
-from engine.plan import make_plan, model_directory, step_rows
+from engine.plan import asked_path, make_plan, step_rows
 from engine.process.console import guard_console
 from launch.doctor.findings import ORDER, Finding, worst
 from launch.doctor.machine import Machine
@@ -76,7 +77,7 @@ def examined(
     plan, error = _plan(options, hosts)
     doctor = Doctor(
         machine=Machine(place.index, plan, variables=interface_variables()),
-        model=model_directory(given),
+        model=asked_path(given) if plan is None else Path(plan.model_path),
         error=error,
         hosts=None if alone else hosts,
         nodes=1 if alone else place.nodes,

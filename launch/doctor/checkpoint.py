@@ -19,6 +19,8 @@ MAX_HEADER_BYTES = 100 << 20
 
 def complete(node: int, directory: Path) -> Finding:
     """Files that the index or their own names promise, and sizes that their headers promise."""
+    if (directory / "gguf.json").exists():  # made of a GGUF file, which is checked as it is read
+        return Finding("checkpoint", node, "ok", f"a GGUF file, as {directory}")
     wrong = _missing(directory)
     files = sorted(directory.glob("*.safetensors"))
     if not wrong and not files:
@@ -66,7 +68,7 @@ def _cut(file: Path) -> str:
 
 def read_speed(node: int, directory: Path) -> Finding:
     """Of what is not in memory already; says nothing of a checkpoint that lies there."""
-    files = sorted(directory.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    files = sorted((*directory.glob("*.safetensors"), *directory.glob("*.gguf")), key=lambda file: file.stat().st_size)
     total = sum(file.stat().st_size for file in files)
     if not files:
         return Finding("disk", node, "ok", "nothing to read")

@@ -96,8 +96,8 @@ def reach(paths: Sequence[Path], facts: Sequence[Facts]) -> list[Finding]:
 def links(
     looked: Sequence[Path], sent: Sequence[Path], facts: Sequence[Facts], rows: tuple[int, int], expected: float
 ) -> list[Finding]:
-    """Is a link fast enough? looked: small messages; sent: large ones; rows: bytes that a decode step of a rank sends in
-    a layer, and the layers; expected: bytes per second, 0 where nothing is."""
+    """Is a link fast enough? looked: small messages; sent: large ones; rows: bytes that a decode step of a rank sends
+    in a layer, and the layers; expected: bytes per second, 0 where nothing is."""
     ranks = {one.node: 1 if one.plan is None else max(1, one.plan.data_parallel_size_local) for one in facts}
     small = {(path.source, path.target): path.seconds for path in looked}
     measured = [path for path in sent if path.rate]

@@ -26,6 +26,7 @@ from server.middleware import AuthMiddleware
 from server.openapi import document, page
 from server.profile import Profiles
 from server.service import Service, json_response
+from server.web import FILES, Web
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -36,7 +37,7 @@ def build_app(service: Service) -> ASGIApp:
     """Its runner also runs `service.flights.clock()` beside it."""
     pages = Pages(service)
     handlers = _handlers(service, pages)
-    pages.routes = [(method, path) for method, path, _ in handlers]
+    pages.routes = [(method, path) for method, path, _ in handlers if path not in FILES]
     routes = [Route(path, Endpoint(handler), methods=[method]) for method, path, handler in handlers]
     app: ASGIApp = AuthMiddleware(Router(routes, redirect_slashes=False), service)
     origins = service.config.allowed_origins
@@ -58,6 +59,7 @@ def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
     eplb = Eplb(service)
     profiles = Profiles(service)
     get: dict[str, Handler] = {
+        **dict.fromkeys(FILES, Web().file),
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
         "/v1/responses/{response_id}": responses.retrieve,

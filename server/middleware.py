@@ -24,8 +24,11 @@ from server.api.unknown import HEADER
 from server.errors import ApiError, unavailable
 from server.logs import Record, log_request
 from server.service import Service
+from server.web import FILES
 
-OPEN = frozenset({"/health", "/live", "/ready", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs"})
+OPEN = frozenset(
+    {"/health", "/live", "/ready", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/docs", *FILES}
+)
 ADMIN = frozenset(
     {
         "/abort_requests",

@@ -15,6 +15,7 @@ from server_parts import MAX_MODEL_LEN, MODEL, STORY, server, small_tokenizer, s
 from configs.server import ServerConfig
 from server import logs
 from server.middleware import digest
+from server.web import FILES, ROOT
 
 
 def test_models() -> None:
@@ -187,5 +188,18 @@ def test_a_root_path_and_defaults_of_templates() -> None:
             plain = {**said, "chat_template_kwargs": {"enable_thinking": False}}
             tokens = (await s.post("/tokenize", plain)).json()["tokens"]
             assert small_tokenizer().decode(tokens).endswith("assistant:")
+
+    asyncio.run(run())
+
+
+def test_the_page_needs_no_key_and_no_other_host() -> None:
+    async def run() -> None:
+        async with server(ServerConfig(api_key_digests=(digest("sesame"),))) as s:
+            for path, (name, kind) in FILES.items():
+                answer = await s.http.get(path)
+                assert answer.status_code == 200 and answer.headers["content-type"] == kind
+                assert answer.content == (ROOT / name).read_bytes()
+                assert "default-src 'none'; script-src 'self'" in answer.headers["content-security-policy"]
+                assert "//" not in answer.text.replace("// ", "")  # no address of a host
 
     asyncio.run(run())

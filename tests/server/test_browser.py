@@ -1,0 +1,160 @@
+"""The page on `/` in a headless Chromium: it streams, stops, folds reasoning and calls, and asks no other host."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.web import FILES, HEADERS, ROOT
+
+pytestmark = pytest.mark.browser
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CALL = [{"index": 0, "id": "c1", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The page as the server sends it, and answers that follow a script."""
+
+    server: Any
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def send(self, body: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self.send(json.dumps({"data": [{"id": "fox"}]}).encode(), "application/json")
+        elif self.path in FILES:
+            name, kind = FILES[self.path]
+            self.send((ROOT / name).read_bytes(), kind)
+        else:
+            self.send_error(404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append(body)
+        self.send_response(200)
+        self.end_headers()
+        last = body["messages"][-1]["content"]
+        if last == "think":
+            self.event({"reasoning": "Hmm, let me see."})
+            self.event({"content": "<b>Four</b>"})
+        elif last == "call":
+            self.event({"tool_calls": CALL})
+        else:
+            self.event({"content": f"You said {last}."})
+        while last == "forever" and not self.server.left.is_set():
+            try:
+                self.event({"content": " on"})
+            except OSError:
+                self.server.left.set()
+                return
+            time.sleep(0.01)
+        usage = {"prompt_tokens": 3, "completion_tokens": 4}
+        self.wfile.write(b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"choices": [], "usage": usage}).encode())
+
+    def event(self, delta: dict[str, Any]) -> None:
+        self.wfile.write(b"data: %b\n\n" % json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode())
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        found.daemon_threads = True
+        found.asked, found.left = [], threading.Event()  # type: ignore[attr-defined]
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield found
+        found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("there is no playwright (pip install 'moesaic[browser]')")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium (apt-get install chromium)")
+    with importlib.import_module("playwright.sync_api").sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+def test_a_conversation(browser: Any, served: Any, tmp_path: Path) -> None:
+    page = browser.new_page(viewport={"width": 1100, "height": 760}, color_scheme="light")
+    requests: list[str] = []
+    problems: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    base = f"http://127.0.0.1:{served.server_port}"
+    page.goto(base)
+    page.wait_for_function("document.querySelector('#state').textContent === 'ready'")
+    page.fill("#system", "Be brief.")
+    page.fill("#temperature", "0.5")
+    page.fill("#max_tokens", "40")
+    page.fill("#text", "hello")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelector('#figures').textContent.startsWith('3 tokens in, 4 out')")
+    assert page.inner_text("#log li.assistant .content") == "You said hello."
+    asked = served.asked[-1]
+    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("fox", 0.5, 40) and "top_p" not in asked
+    assert [message["content"] for message in asked["messages"]] == ["Be brief.", "hello"]
+
+    page.fill("#text", "think")
+    page.click("#send")
+    page.wait_for_selector(".thought summary:visible")
+    page.wait_for_selector("text=<b>Four</b>")  # as text: nothing that a model says is markup
+    assert not page.is_visible("text=Hmm, let me see.")
+    page.click(".thought summary:visible")
+    assert page.is_visible("text=Hmm, let me see.")
+
+    page.fill("#tools", '[{"type": "function", "function": {"name": "weather"}}]')
+    page.fill("#text", "call")
+    page.click("#send")
+    page.wait_for_selector("text=Calls weather")
+    page.wait_for_selector("#send:visible")
+    page.fill("#text", "sunny")
+    page.click("#send")
+    page.wait_for_selector("text=You said sunny.")
+    sent = served.asked[-1]["messages"]
+    assert sent[-1] == {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
+    assert sent[-2]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Bern"}'}
+    page.screenshot(path=str(tmp_path / "light.png"))
+
+    page.wait_for_selector("#send:visible")
+    page.fill("#text", "forever")
+    page.click("#send")
+    page.wait_for_selector("text=on on on")
+    page.keyboard.press("Escape")
+    page.wait_for_function("document.querySelector('#state').textContent === 'stopped'")
+    assert served.left.wait(30), "the server is told"
+    page.wait_for_selector("#send:visible")
+    page.fill("#text", "again")
+    page.click("#send")
+    page.wait_for_selector("text=You said again.")
+    assert served.asked[-1]["messages"][-2]["content"].startswith("You said forever. on")
+    page.click("#reset")
+    assert page.locator("#log li").count() == 0
+    assert all(url.startswith((base, "data:")) for url in requests), requests
+    assert not problems
+    page.emulate_media(color_scheme="dark")
+    page.screenshot(path=str(tmp_path / "dark.png"))
+    page.close()

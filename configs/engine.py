@@ -30,7 +30,7 @@ class EngineConfig:
     """None means: decide for me. Field names are the command line's, with vLLM's names where the meaning is the
     same."""
 
-    model: str | None = None  # a Hugging Face directory, or a name (engine/hub.py); None: the embedded model
+    model: str | None = None  # a Hugging Face directory, or a name (models/hub.py); None: the embedded model
     revision: str | None = None  # of a name: branch, tag or commit
     download_dir: str | None = None  # of a name: where the cache of downloads is; None: the library's place
     optimization_level: int = 3  # -O: 0 eager, 1 graphs, 2 split steps and drafts where they pay, 3 measured kernels

@@ -18,7 +18,6 @@ from configs.machine import Machine, ModelNumbers, this_machine
 from configs.presets import preset_of
 from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
 from configs.store import with_cache
-from engine.hub import located
 from engine.overlap.memory import with_memory
 from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation
 from ep.requirements import (
@@ -36,6 +35,7 @@ from layers.gguf.header import read_header
 from layers.identity import GGUF_INDEX, MAX_HEADER_BYTES, identify
 from models.facts import ModelFacts
 from models.gguf.directory import SUFFIX, is_gguf, model_directory
+from models.hub import located
 from models.registry import read_config
 from models.tiny import CHECKPOINT
 from native import Isa, best_isa, measured, why_absent

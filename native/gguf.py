@@ -1,4 +1,4 @@
-"""Blocks of GGUF's kinds in the native kernel (native/src/gguf.cpp): what layers/gguf/blocks.py makes of them, to the bit.
+"""Blocks of GGUF's kinds in the native kernel (native/src/gguf.cpp): what layers/gguf/blocks.py makes of them.
 
 Legend: O output features, I input features, B bytes of a row.
 """

@@ -12,10 +12,11 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from front.messages import SamplingParams
+from front.messages import SamplingParams, StructuredOutputsParams
 from server.api.generate import Job
 from server.api.openai import GenerationRequest, Usage
 from server.api.params import either
+from server.api.structured import structured_outputs
 from server.errors import unavailable
 from server.intake import Prompts, unpack
 from server.logs import Record
@@ -37,6 +38,8 @@ class Taken(Generic[Body]):
     token_id_lists: list[list[int]]
     texts: list[str] | None
     prediction: list[int]
+    structured: StructuredOutputsParams | None
+    structured_field: str  # which says that
 
 
 async def take(
@@ -56,7 +59,8 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
-    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction))
+    structured = await structured_outputs(body, service.tokenizer)
+    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction), *structured)
 
 
 def make_job(
@@ -65,6 +69,9 @@ def make_job(
     """names: what fields are called in this request where the engine has another name. shown: other fields of Job.
     ApiError 400."""
     body = taken.body
+    if taken.structured is not None:
+        params = msgspec.structs.replace(params, structured_outputs=taken.structured)
+        names = {**names, "structured_outputs": taken.structured_field}
     options = body.stream_options
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
     return Job(

@@ -121,6 +121,11 @@ class Hosts:
         """Its network is gone, without a word: nothing that it sends arrives, and nothing reaches it."""
         _run("ip", "-n", self._switch, "link", "set", f"port{host}", "nomaster")
 
+    def mute(self, host: int) -> None:
+        """What it sends is dropped, without a word; what is sent to it comes. Until `limit`."""
+        limit = ["rate", "8bit", "burst", "1", "limit", "1"]  # no packet is so short
+        _run("tc", "-n", self._names[host], "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "tbf", *limit)
+
     def mend(self, host: int) -> None:
         _run("ip", "-n", self._switch, "link", "set", f"port{host}", "master", "switch")
 

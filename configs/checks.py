@@ -38,6 +38,10 @@ def checked(config: EngineConfig, model: ModelNumbers, machine: Machine) -> Engi
         raise ValueError(
             f"exchange_timeout must be above 0 and at most {LONGEST_EXCHANGE:g} seconds, not {config.exchange_timeout}"
         )
+    if not 0 <= config.wait_warning_seconds <= LONGEST_EXCHANGE:
+        raise ValueError(
+            f"wait_warning_seconds must be 0 to {LONGEST_EXCHANGE:g}, not {config.wait_warning_seconds} (0: never)"
+        )
     if config.num_redundant_experts is not None and config.num_redundant_experts < 0:
         raise ValueError(f"num_redundant_experts must be at least 0, not {config.num_redundant_experts}")
     check_eplb(config.eplb)

@@ -19,6 +19,7 @@ MAX_RANKS = 62  # those that can share memory (ep/transport/shm_group.py)
 Dtype = Literal["float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8"]
 ExpertFormat = Literal["plain", "fp8", "int8", "mxfp4", "int4"]
+Quantization = Literal["fp8", "int8", "int4", "mxfp4"]
 Policy = Literal["fcfs", "priority"]
 GraphMode = Literal["none", "piecewise", "full_decode_only", "full_and_piecewise"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -63,12 +64,13 @@ class EngineConfig:
     moe_backend: str = "auto"  # a name of moe_kernels/backends.py
     cudagraph_mode: Literal["auto", "none", "piecewise", "full_decode_only", "full_and_piecewise"] = "auto"
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows; (): decided
-    quantization: Literal["fp8", "int8"] | None = None  # of all large matrices, when they are loaded
+    quantization: Quantization | None = None  # of all large matrices, when they are loaded
     weight_cache: str | None = None  # a directory for packed weights, or "off"; None: the user's, of large models
     deterministic: bool = False  # tokens and logprobs do not depend on company, ranks, chunks or threads
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
+    wait_warning_seconds: float = 2.0  # a wait between ranks that is longer is said; 0: none is
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -101,6 +103,7 @@ class Plan:
     logprobs_mode: LogprobsMode
     max_logprobs: int
     exchange_timeout: float
+    wait_warning_seconds: float = 2.0
     deterministic: bool = False  # kernels add up in an order that depends on nothing but the row
     data_parallel_size_local: int = 0  # ranks on this machine; 0: all
     max_ranks: int = MAX_RANKS  # to which a running server may grow

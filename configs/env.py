@@ -1,4 +1,5 @@
-"""The only file that reads environment variables; at most eight of them. Standard library only."""
+"""The only file that reads environment variables: at most eight that are ours, and those by which other systems tell
+a process of theirs which one it is. Standard library only."""
 
 from __future__ import annotations
 
@@ -35,6 +36,22 @@ def read_env() -> Env:
         isa=os.environ.get("MOESAIC_ISA", ""),
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
+
+
+# Of LeaderWorkerSet, torchrun, Slurm and MPI; launch/launchers/place.py says what they mean.
+_LAUNCHERS = ("LWS_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "TORCHELASTIC_")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MPI_LOCALNRANKS")
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
+
+
+def launcher_variables() -> dict[str, str]:
+    """What a system that starts processes has told this one."""
+    return {name: text for name, text in os.environ.items() if name in _TORCHRUN or name.startswith(_LAUNCHERS)}
+
+
+def interface_variables() -> dict[str, str]:
+    """By which libraries are told to take an interface; those that are set."""
+    return {name: os.environ[name] for name in _INTERFACES if os.environ.get(name)}
 
 
 def _user_cache() -> Path:

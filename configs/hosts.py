@@ -25,8 +25,8 @@ _FRONT, _STORE, _BELLS = 1, 3, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """The part of this machine: `local` of `size` ranks, from `first` on. head: its address; port: the first of its
-    ports."""
+    """The part of this machine: `local` of `size` ranks, from `first` on. head: its address or name; port: the first of
+    its ports."""
 
     head: str
     port: int
@@ -56,15 +56,58 @@ class Network:
         return self.head, self.port + _STORE
 
     def bell(self, rank: int) -> str:
-        return f"tcp://{self.addresses[rank]}:{self.port + _BELLS + rank}"
+        return endpoint(self.addresses[rank], self.port + _BELLS + rank)
 
     def place(self, rank: int) -> int:
         """The how manyth rank of its machine it is, from 0."""
-        return rank - self.addresses.index(self.addresses[rank])
+        return self.addresses[:rank].count(self.addresses[rank])
+
+
+def endpoint(address: str, port: int) -> str:
+    """As ZeroMQ has it; address: IPv4 or IPv6."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def front_endpoint(head: str, port: int) -> str:
-    return f"tcp://{head}:{port + _FRONT}"
+    return endpoint(head, port + _FRONT)
+
+
+def resolve(address: str) -> str:
+    """The IPv4 address of a name, or else its IPv6 address. ValueError when it has none."""
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name of a machine"
+        raise ValueError(f"--data-parallel-address {address}: {reason}") from None
+    ordered = sorted(str(place[0]) for family, _, _, _, place in found if family == socket.AF_INET)
+    return ordered[0] if ordered else str(found[0][4][0])
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """address: as `resolve` gives it."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def ranks_of(nodes: int, index: int, counts: tuple[int, ...], size: int | None) -> tuple[int, int, int]:
+    """How many ranks there are on all nodes, how many of them on node `index`, and which of those is the first.
+
+    counts: ranks of each node, or one number for all of them; (): size, if given, is divided among them, or each has
+    one. ValueError names the option."""
+    if not counts:
+        if size is not None and size % nodes:
+            raise ValueError(
+                f"--data-parallel-size {size} cannot be divided among {nodes} nodes: say --data-parallel-size-local as "
+                f"{nodes} numbers with commas between them"
+            )
+        counts = (1 if size is None else size // nodes,)
+    if len(counts) not in (1, nodes):
+        raise ValueError(f"--data-parallel-size-local has {len(counts)} numbers for {nodes} nodes")
+    if min(counts) < 1:
+        raise ValueError(f"--data-parallel-size-local must be at least 1, not {min(counts)}")
+    each = counts * nodes if len(counts) == 1 else counts
+    if size is not None and size != sum(each):
+        raise ValueError(f"--data-parallel-size is {size}, but {nodes} nodes have {sum(each)} ranks")
+    return sum(each), each[index], sum(each[:index])
 
 
 def hosts_of(
@@ -91,11 +134,7 @@ def hosts_of(
         raise ValueError(f"--data-parallel-address is needed: {local} of {size} ranks are here; the head's address")
     if not 1 <= port <= 65535 - _BELLS - size:
         raise ValueError(f"--data-parallel-rpc-port must be 1 to {65535 - _BELLS - size}, not {port}")
-    try:
-        head = socket.gethostbyname(address)
-    except OSError as error:
-        raise ValueError(f"--data-parallel-address {address}: {error.strerror}") from None
-    return Hosts(head=head, port=port, size=size, first=first, local=local)
+    return Hosts(head=address, port=port, size=size, first=first, local=local)
 
 
 def as_one(machine: Machine, hosts: Hosts) -> Machine:

@@ -34,6 +34,23 @@ HALF_BYTES = 1 / 2 + 2 / 32  # of a 4-bit weight and its part of a scale
 QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as the native kernels keep them
 
 
+# Fields of a plan that are those of the config.
+_AS_ASKED = [
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "scheduling_policy",
+    "mla_prefill",
+    "deterministic",
+    "logprobs_mode",
+    "max_logprobs",
+    "exchange_timeout",
+    "wait_warning_seconds",
+    "kv_cache_dtype",
+    "attention_backend",
+    "moe_backend",
+]
+
+
 def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool = False) -> Plan:
     """ValueError names field and limit when a wish cannot be met. alone: in the caller's process, without a front."""
     why, ranks = machine.reasons, config.data_parallel_size
@@ -62,9 +79,6 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         max_num_batched_tokens=_batched_tokens(config, max_model_len, why),
         block_size=block_size,
         num_kv_blocks=num_blocks,
-        enable_prefix_caching=config.enable_prefix_caching,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        scheduling_policy=config.scheduling_policy,
         async_scheduling=_async_scheduling(config, model, machine, threads, why),
         data_parallel_size=ranks,
         all2all_backend=_backend(config, model, machine, why),
@@ -73,11 +87,6 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         eplb=eplb,
         dbo=plan_dbo(*dbo, model.num_experts, ranks, why),
         threads_per_rank=threads,
-        mla_prefill=config.mla_prefill,
-        deterministic=config.deterministic,
-        logprobs_mode=config.logprobs_mode,
-        max_logprobs=config.max_logprobs,
-        exchange_timeout=config.exchange_timeout,
         max_ranks=_max_ranks(config, machine, why),
         ranks_per_machine=0 if machine.gpu is None else machine.gpu.count,
         pin_ranks=pin,
@@ -86,9 +95,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         native_choice=machine.native_choice,
         expert_format=expert_format,
         linear_format=linear_format(config.quantization, machine, why),
-        kv_cache_dtype=config.kv_cache_dtype,
-        attention_backend=config.attention_backend,
-        moe_backend=config.moe_backend,
+        **{name: getattr(config, name) for name in _AS_ASKED},
         reasons=why,
     )
     weights = _weights(model, dtype, ranks, slots, store)

@@ -214,7 +214,7 @@ class Rank:
 
     def step(self) -> list[TokenOutput]:
         """One step to its end. Raises PeerLost when another rank is gone and the front does not say who is left,
-        RuntimeError when the ranks disagree."""
+        RuntimeError when this one disagrees with the others."""
         if torch.is_inference_mode_enabled():
             return drain(self.steps())
         with self._inference:
@@ -359,8 +359,9 @@ class Rank:
 
     def _compute(self, schedule: Schedule, plan: StepPlan) -> Steps[list[TokenOutput]]:
         hooks = self._companions.join(plan)
-        schedule.most_tokens = max(plan.num_tokens)
+        schedule.most_tokens, schedule.agreed_step = max(plan.num_tokens), plan.step
         runs = plan.runs or any(hook.needed for hook in hooks)
+        self._team.agreement.passes += runs
         flight = self._runner.launch(schedule, hooks, plan.parts) if runs else None
         if self._pipelined:
             flight, self._flight = self._flight, flight

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cache.memory import CacheMemory
+from dbo import alive
 from dbo.steps import Steps, drain, weave
 from engine.capture import Capture
 from engine.device import Arrival, AtOnce, Readback, use_device
@@ -36,6 +37,7 @@ from models.base import CausalLM
 
 V = TypeVar("V")
 
+_PREPARING, _BALANCING, _SAMPLING = int(Kind.PREPARING), int(Kind.BALANCING), int(Kind.SAMPLING)
 PROMPT_ROWS_AT_ONCE = 256  # bounds the logits held for prompt_logprobs: [256, V] float32
 
 
@@ -226,6 +228,7 @@ class Runner:
             raise
 
     def _steps(self, schedule: Schedule, hooks: Sequence[StepHook], num_parts: int) -> Steps[Landing]:
+        alive.place(alive.COMPUTING, schedule.agreed_step, _PREPARING)
         for hook in hooks:
             hook.begin(schedule)
         if self._unnoted is not None and (not self._table.has_history or self._unnoted.arrival.done()):
@@ -244,10 +247,12 @@ class Runner:
         _ended(hooks, Kind.PREPARING, schedule.num_tokens)
         hidden_TD = yield from self._forward(prepared)
         _ended(hooks, Kind.FORWARD, schedule.num_tokens)
+        alive.place(alive.COMPUTING, schedule.agreed_step, _BALANCING)
         for hook in hooks:
             yield from hook.after()
         if not all(hook.watches for hook in hooks):
             _ended(hooks, Kind.BALANCING, 0)
+        alive.place(alive.COMPUTING, schedule.agreed_step, _SAMPLING)
         confirm = self._exchange.seal()
         if prepared.prompt_parts or not self._readback.late:
             confirm()  # before anything is read: reading waits for the device without a bound

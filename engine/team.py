@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from dbo.alive import AGREEING, goes_on, meets
 from dbo.steps import Steps
 from engine.agreement import Agreement
 from engine.reading import Read, Reading
 from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.protocol import AllToAll, PeerLost
+from ep.recorder import Kind
 from ep.transport.comm import gather_bytes
 from ep.transport.group import Group, LocalGroup
 from eplb.placement import Placement
@@ -120,6 +122,8 @@ class OpeningThread:
         except BaseException as error:
             self._result = error
             return
+        finally:
+            goes_on(AGREEING)
         with self._lock:
             self._result = groups
             if self._dropped:
@@ -198,7 +202,7 @@ class Team:
 
     def expect(self, placement: Placement) -> None:
         """All ranks go over to `placement` with the step that is now agreed on."""
-        self.agreement.checksum = self._fingerprint ^ placement.checksum()
+        self.agreement.placement = placement.checksum()
 
     def hosts(self, placement: Placement, tables: Sequence[SlotTable]) -> None:
         """The slots now hold that; route by it. Called by the thread that runs the steps, between two of them."""
@@ -222,6 +226,7 @@ class Team:
             if len(self.live) < needed:
                 log.warning("epoch %d: %d live rank(s), but it takes %d", epoch, len(self.live), needed)
                 return
+        meets(epoch, self.live, Kind.MEETING)
         size = len(self.live)
         if size == 1:
             self._opening = Opened(Groups(LocalGroup(), LocalGroup()))
@@ -283,8 +288,8 @@ class Team:
         self._placement = placement
         self._filled.clear()
         self._update_group(placement, groups.experts)
-        checksum = self._fingerprint ^ (0 if placement is None else placement.checksum())
-        self.agreement = Agreement(groups.agreement, self.epoch, checksum)
+        checksum = 0 if placement is None else placement.checksum()
+        self.agreement = Agreement(groups.agreement, self.epoch, checksum, self._fingerprint, self.live)
         self.working = True
         return Joined(
             rank=self.rank,

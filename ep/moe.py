@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+import dbo.alive as alive
 from dbo.steps import Steps
 from ep.experts import GATED, ExpertKind, Experts
 from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
+from ep.recorder import Kind
 from moe_kernels import TokenBatch, add_rows
+
+_DISPATCH, _COMBINE = int(Kind.DISPATCH), int(Kind.COMBINE)
 
 
 class MoE(nn.Module):
@@ -25,7 +29,8 @@ class MoE(nn.Module):
     overlap; layers of a model share them. table: logical expert -> slot of the group; None: the two numbers are the
     same. shared: computed by every rank on its own tokens while theirs are in flight; None: there is none. A model that
     counts sets `load`, which is shown the expert ids of every step (eplb.load.ExpertLoad.recorder), and `arrivals`,
-    which is shown how many rows each slot gets (eplb.load.RowLoad.recorder).
+    which is shown how many rows each slot gets (eplb.load.RowLoad.recorder). number: among all layers of the
+    model, which sets it.
     """
 
     exchanges = True  # with other ranks
@@ -44,8 +49,10 @@ class MoE(nn.Module):
         self.lanes = tuple(lanes)
         self.table = table
         self.shared = shared
+        self.number = 0
         self.load: Callable[[Tensor], None] | None = None
         self.arrivals: Callable[[Tensor], None] | None = None
+        self._no_tokens: Routing | None = None
 
     def steps(self, x_TD: Tensor, lane: int = 0) -> Steps[Tensor]:
         """[T, D] -> [T, D] in x's dtype, as a generator. A rank without tokens takes part with T = 0.
@@ -53,9 +60,12 @@ class MoE(nn.Module):
         Raises PeerLost when another rank is gone.
         """
         a2a = self.lanes[lane]
-        sent = a2a.dispatch(x_TD, self._route(x_TD))
-        shared_TD = None if self.shared is None else self.shared(x_TD)  # hides the flight even without a second lane
+        idle = not x_TD.shape[0]
+        sent = a2a.dispatch(x_TD, self._none(x_TD) if idle else self._route(x_TD))
+        # Hides the flight even without a second lane.
+        shared_TD = None if idle or self.shared is None else self.shared(x_TD)
         yield
+        alive.at(_DISPATCH, self.number)
         arrived = sent.wait()
         if self.arrivals is not None:
             batch = arrived.batch
@@ -63,6 +73,7 @@ class MoE(nn.Module):
             self.arrivals(rows_S)
         back = a2a.combine(self.experts(arrived.batch), arrived.ticket, torch.empty_like(x_TD))
         yield
+        alive.at(_COMBINE, self.number)
         out_TD = back.wait()
         return out_TD if shared_TD is None else add_rows(out_TD, shared_TD)
 
@@ -71,6 +82,12 @@ class MoE(nn.Module):
         business."""
         self.lanes = tuple(lanes)
         self.table = table
+
+    def _none(self, x_TD: Tensor) -> Routing:
+        """That of no tokens: it is always the same."""
+        if self._no_tokens is None:
+            self._no_tokens = Routing(*self.router(x_TD))
+        return self._no_tokens
 
     def _route(self, x_TD: Tensor) -> Routing:
         expert_TK, weight_TK = self.router(x_TD)

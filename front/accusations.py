@@ -5,18 +5,24 @@ epoch, says `EpochLost`, and waits to be told who takes part. A rank that hangs 
 machine, which knows whether a rank's loop gets on (launch/monitor.py). All others are well, so they meet again, with
 those that have said nothing: these may only have been long at work. Who does not come a second time is accused, and
 killed like one that hangs. A rank that accuses has said so, and is never accused itself.
+
+`WaitBook` is what the supervisor tells of ranks that wait for others (launch/waits.py), for /debug/waits.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from front.members import Members
-from front.messages import EpochLost
+from front.messages import EpochLost, Wait, Waits
 
 SILENT_SECONDS = 3.0  # after the first that has lost an epoch: for the others to say so too, and for the news of an end
+_MAX_PAST = 64  # waits that are over
 AGAIN_SECONDS = 1.0  # between two times that the ranks meet for such a reason
 
 
@@ -61,3 +67,32 @@ class Accusations:
         self._silent = silent
         self._met_again = now
         return Finding(True, [])
+
+
+class PastWait(msgspec.Struct, frozen=True):
+    """A wait that is over. ended: Unix time, seconds; wait: as it was told of last."""
+
+    ended: float
+    wait: Wait
+
+
+class WaitBook:
+    """now: the waits that have passed the threshold. past: the newest that are over. total: of both, since the
+    start."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.now: list[Wait] = []
+        self.past: deque[PastWait] = deque(maxlen=_MAX_PAST)
+        self.total = 0
+        self._clock = clock
+
+    def take(self, message: Waits) -> None:
+        before = {_key(wait): wait for wait in self.now}
+        after = {_key(wait) for wait in message.waits}
+        self.total += len(after - before.keys())
+        self.past += [PastWait(self._clock(), wait) for key, wait in before.items() if key not in after]
+        self.now = message.waits
+
+
+def _key(wait: Wait) -> tuple[object, ...]:
+    return wait.rank, wait.epoch, wait.step, wait.layer, wait.kind

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from front.accusations import Accusations
+from front.accusations import Accusations, WaitBook
 from front.members import Members, State
 from front.messages import (
     Abort,
@@ -37,6 +37,7 @@ from front.messages import (
     RankToFront,
     TokenOutput,
     Waiting,
+    Waits,
 )
 from front.outputs import Delta, PositionLogprobs, Prompt, TokenLogprob
 from front.profiling import Profiling
@@ -102,6 +103,7 @@ class Front:
         self.num_replayed = 0  # requests moved from a rank that was lost or has left to another one
         self.balance: BalanceStatus | None = None  # the newest
         self.profiling = Profiling(clock)
+        self.waits = WaitBook()
         self._clock = clock
         self._requests: dict[str, LiveRequest] = {}
         self._held: dict[str, LiveRequest] = {}  # those of them that no rank has now
@@ -240,7 +242,11 @@ class Front:
             self.balance = message.status
         if isinstance(message, ProfilePart):
             self.profiling.take(message)
-        if isinstance(message, BalanceReport | BalanceReply | ProfilePart):  # the one that asked takes the reply
+        if isinstance(message, Waits):
+            self.waits.take(message)
+        if isinstance(
+            message, BalanceReport | BalanceReply | ProfilePart | Waits
+        ):  # the one that asked takes the reply
             return Work([], [])
         assert isinstance(message, RankLost | RankFailed)
         lost = self.members.on_lost(message) if isinstance(message, RankLost) else self.members.on_failed(message)

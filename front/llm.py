@@ -13,7 +13,7 @@ from front.collector import Collector
 from front.driver import Driver
 from front.front import EngineFailed, Work
 from front.messages import BalanceStatus, SamplingParams
-from front.outputs import Prompt, RequestOutput
+from front.outputs import Delta, Prompt, RequestOutput
 from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
 from front.sampling_params import resolve, validate
 from front.text import Tokenizer
@@ -63,6 +63,7 @@ class LLM(Driver[Ranks]):
         self._request_ids = itertools.count()
         self._collectors: dict[str, Collector] = {}
         self._num_open = self._num_tokens = 0  # choices of the call under way that have not ended, and its tokens
+        self._on_delta: Callable[[str, Delta], None] | None = None
         try:
             self._wait_ready(ready_timeout)
         except BaseException:
@@ -78,15 +79,17 @@ class LLM(Driver[Ranks]):
         params: Params = None,
         *,
         progress: Callable[[Progress], None] | None = None,
+        on_delta: Callable[[int, Delta], None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt (text, or token ids); one result per prompt, in order.
 
-        params: one for all, or one per prompt; None: SamplingParams(). progress is called after every batch of outputs.
+        params: one for all, or one per prompt; None: SamplingParams(). progress is called after every batch of outputs,
+        on_delta with each of them as it comes: the number of the prompt, and what is new.
         ValueError names the prompt and what is wrong with it, before anything is sent. A lost rank shows as a pause;
         EngineFailed when all are lost.
         """
         texts, token_ids = self._tokenize(prompts)
-        return self._run(self._prompts(texts, token_ids, params), progress)
+        return self._run(self._prompts(texts, token_ids, params), progress, on_delta)
 
     def chat(
         self,
@@ -100,7 +103,10 @@ class LLM(Driver[Ranks]):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: messages of role and content, put into the model's chat template."""
+        """Answer one conversation, or several: messages of role and content, put into the model's chat template.
+
+        params None: answers may be as long as the context has room, which is the default of the chat API too.
+        """
         texts = [
             self.tokenizer.apply_chat_template(
                 conversation,
@@ -113,7 +119,8 @@ class LLM(Driver[Ranks]):
             for conversation in _conversations(messages)
         ]
         token_ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        return self._run(self._prompts(texts, token_ids, params), progress)
+        own = SamplingParams(max_tokens=None) if params is None else params
+        return self._run(self._prompts(texts, token_ids, own), progress)
 
     def start_profile(self, path: str | Path, capacity: int = EVENTS_PER_RANK) -> list[int]:
         """As Driver.start_profile; ValueError is all that it raises."""
@@ -213,12 +220,19 @@ class LLM(Driver[Ranks]):
 
     # ---- running ----
 
-    def _run(self, prompts: list[Prompt], progress: Callable[[Progress], None] | None) -> list[RequestOutput]:
+    def _run(
+        self,
+        prompts: list[Prompt],
+        progress: Callable[[Progress], None] | None,
+        on_delta: Callable[[int, Delta], None] | None = None,
+    ) -> list[RequestOutput]:
         self._catch_up()
         if self.front.failed is not None:
             raise EngineFailed(self.front.failed)
         collectors = self._collectors = {prompt.request_id: Collector(prompt) for prompt in prompts}
         self._num_open, self._num_tokens = len(prompts), 0
+        numbers = {prompt.request_id: number for number, prompt in enumerate(prompts)}
+        self._on_delta = None if on_delta is None else lambda name, delta: on_delta(numbers[name], delta)
         try:
             for prompt in prompts:
                 for rank, message in self.front.add(prompt):
@@ -264,6 +278,8 @@ class LLM(Driver[Ranks]):
             collector = self._collectors.get(request_id)
             if collector is not None:
                 collector.add(delta)
+                if self._on_delta is not None:
+                    self._on_delta(request_id, delta)
                 self._num_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     self._num_open -= collector.finished

@@ -247,6 +247,35 @@ class Waiting(msgspec.Struct, tag="waiting", frozen=True):
     reason: str
 
 
+class WaitedFor(msgspec.Struct, frozen=True):
+    """last_seen: seconds ago; None: there is no sign of it. where: in words. state: of its process; "": not known."""
+
+    rank: int
+    last_seen: float | None
+    where: str
+    state: str
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A rank that waits for others; rank -1: the front, whose loop stands still. step: of the epoch. kind: a part of a
+    step (ep/recorder.py), or meeting. where: all of it in words."""
+
+    rank: int
+    epoch: int
+    step: int
+    layer: int
+    kind: str
+    seconds: float
+    where: str
+    waits_for: list[WaitedFor]
+
+
+class Waits(msgspec.Struct, tag="waits", frozen=True):
+    """From the supervisor: the waits that have passed the threshold and are not over."""
+
+    waits: list[Wait]
+
+
 class NoneLeft(msgspec.Struct, tag="none_left", frozen=True):
     """From the supervisor: no rank is left, and none will be started again."""
 
@@ -338,6 +367,7 @@ RankToFront = (
     | RankLost
     | Waiting
     | NoneLeft
+    | Waits
     | Joined
     | EpochLost
     | BalanceReport

@@ -127,8 +127,8 @@ class ZmqRanks:
         for address in (endpoint, remote):
             try:
                 if address is not None:
-                    self._down.bind(address)
-                    self._up.bind(_up(address))
+                    _toward(self._down, address).bind(address)
+                    _toward(self._up, address).bind(_up(address))
             except zmq.ZMQError as error:
                 self._context.destroy(linger=0)
                 raise ValueError(f"cannot bind {address}: {error}") from None
@@ -224,8 +224,8 @@ class RankSocket:
         self._up.setsockopt(zmq.SNDTIMEO, int(1000 * min(SEND_NAP_SECONDS, SEND_SECONDS)))
         # A connection to another machine may break while both ends live, and what was under way is lost then.
         self.breaks = [] if endpoint.startswith("ipc") else [_breaks_of(one) for one in (self.inbox, self._up)]
-        self.inbox.connect(endpoint)
-        self._up.connect(_up(endpoint))
+        _toward(self.inbox, endpoint).connect(endpoint)
+        _toward(self._up, endpoint).connect(_up(endpoint))
 
     def send(self, message: RankToFront) -> None:
         """Waits up to 10 s when the queue is full, then ConnectionError: tokens are never dropped silently."""
@@ -276,7 +276,7 @@ class ZmqDoorbell:
     def __init__(self, endpoints: Sequence[str], rank: int) -> None:
         self._context = zmq.Context(io_threads=1)
         self.ear = _socket(self._context, zmq.PULL)
-        self.ear.bind(endpoints[rank])
+        _toward(self.ear, endpoints[rank]).bind(endpoints[rank])
         self._own = endpoints[rank]
         self._bells: dict[str, zmq.Socket[bytes]] = {}
         self.reach(endpoints)
@@ -289,7 +289,7 @@ class ZmqDoorbell:
             if endpoint != self._own and endpoint not in self._bells:
                 bell = _socket(self._context, zmq.PUSH)
                 bell.setsockopt(zmq.LINGER, 0)  # a ring for a rank that is gone must not hold up this one's end
-                bell.connect(endpoint)
+                _toward(bell, endpoint).connect(endpoint)
                 self._bells[endpoint] = bell
 
     def ring(self, generation: int) -> None:
@@ -339,6 +339,13 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
         socket.setsockopt(option, value)
     # A name without a file has no permissions: processes of other users are turned away as they connect.
     socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+    return socket
+
+
+def _toward(socket: zmq.Socket[bytes], endpoint: str) -> zmq.Socket[bytes]:
+    """The same socket, made for IPv6 where the address is one: such a socket would map IPv4 addresses to others."""
+    if endpoint.startswith("tcp://["):
+        socket.setsockopt(zmq.IPV6, 1)
     return socket
 
 

@@ -89,7 +89,14 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
     pass
 
 
-Message = Hello | Started | Lost | Leaving | Refused | Welcome | Restarts | Fence | End | Beat
+class Signs(msgspec.Struct, tag="signs", frozen=True):
+    """The signs of life of this machine's ranks (engine/process/heartbeat.py). now: by their clock."""
+
+    now: float
+    signs: dict[int, bytes]
+
+
+Message = Hello | Started | Lost | Leaving | Refused | Welcome | Restarts | Fence | End | Beat | Signs
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)

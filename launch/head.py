@@ -10,14 +10,15 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from configs.engine import Plan
 from configs.env import child_environment
-from configs.hosts import Hosts, Network, front_endpoint, overlap
+from configs.hosts import Hosts, Network, family_of, front_endpoint, overlap, resolve
 from configs.server import ServerConfig
 from engine.process.console import say, say_text
+from engine.process.heartbeat import read_sign
 from front.messages import RankLost
 from launch.control import (
     SILENT_SECONDS,
@@ -29,6 +30,7 @@ from launch.control import (
     Lost,
     Refused,
     Restarts,
+    Signs,
     Started,
     Welcome,
     descriptors,
@@ -69,8 +71,9 @@ class HeadSupervisor(Supervisor):
         on_ready: Callable[[str], None],
     ) -> None:
         """ValueError when the address is not this machine's or the port is taken."""
+        hosts = replace(hosts, head=resolve(hosts.head))
         try:
-            self.listener = socket.create_server((hosts.head, hosts.port))
+            self.listener = socket.create_server((hosts.head, hosts.port), family=family_of(hosts.head))
         except OSError as error:
             raise ValueError(
                 f"cannot listen on {hosts.head}:{hosts.port} (--data-parallel-address): {error.strerror}"
@@ -260,6 +263,8 @@ class HeadSupervisor(Supervisor):
                 host.processes.pop(message.rank, None)
                 life = self.clock() - message.age
                 lost.append(RankLost(message.rank, f"{message.reason} (on {link.peer})", life, message.process))
+            elif isinstance(message, Signs):
+                self._take_signs(host, message)
             elif isinstance(message, Leaving):
                 link.close()
                 link.closed = message.reason  # says more than that the connection has ended
@@ -271,10 +276,19 @@ class HeadSupervisor(Supervisor):
             lost += self._gone(host)
         return lost
 
+    def _take_signs(self, host: _Host, message: Signs) -> None:
+        ahead = message.now - self.clock()
+        for rank, payload in message.signs.items():
+            sign = read_sign(payload, ahead) if host.first <= rank < host.first + host.local else None
+            if sign is not None:
+                self.monitor.elsewhere[rank] = sign
+
     def _gone(self, host: _Host) -> list[RankLost]:
         reason = f"its machine {host.link.peer} is lost: {host.link.closed}"
         say("host_lost", address=host.link.peer, first_rank=host.first, ranks=host.local, reason=repr(host.link.closed))
         self.hosts.remove(host)
+        for rank in range(host.first, host.first + host.local):
+            self.monitor.elsewhere.pop(rank, None)
         if self.network is None:  # nothing has started: another may come in its place
             for rank in range(host.first, host.first + host.local):
                 del self.addresses[rank]

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from configs.engine import Plan
 from configs.env import child_environment
 from engine.process.console import say
-from engine.process.heartbeat import last_beat
+from engine.process.heartbeat import Sign, last_beat, read_sign, sign_bytes
 from front.messages import EXIT_WEIGHTS, RankLost
 from launch.processes import Child, Children, RuntimeDir
-from launch.signs import WINDOW_SECONDS, Look, Window, signs_of
+from launch.signs import WINDOW_SECONDS, Look, Window, signs_of, state_of
 from launch.standby import Standby
+from launch.waits import WaitWatch
 from launch.weights import WeightsKept
 
 HANG_SECONDS = 2.0  # a heartbeat that is older means a hung rank, unless its process is at work ...
@@ -92,12 +93,14 @@ class RankMonitor:
         options: Sequence[str] = (),
         signs: Look = signs_of,
         standby: bool = False,
+        watches: bool = True,
     ) -> None:
         """startup_timeout: the most seconds that a restarted rank may take to load; the first start is the caller's to
         bound.
 
         module: what a rank's process runs; options: more words of its command line. ranks: those of this machine; None:
-        all, and only then may their number change. standby: keep a process that becomes the next rank."""
+        all, and only then may their number change. standby: keep a process that becomes the next rank. watches: say
+        which ranks wait for which (launch/waits.py); off where another machine does."""
         self.restarts = False
         self.left = False  # a rank has ended by itself with exit code 0, as the front told it to
         self._children = children
@@ -114,6 +117,9 @@ class RankMonitor:
         self._signs = signs
         self._hang_seconds = DEVICE_HANG_SECONDS.get(plan.device, HANG_SECONDS)
         self._longest_work = max(WORK_SECONDS, plan.exchange_timeout)
+        self.front: Child | None = None  # whose loop is looked at too
+        self.elsewhere: dict[int, Sign] = {}  # of the ranks of other machines
+        self.waits = WaitWatch(plan.wait_warning_seconds if watches else 0.0, self._state, clock)
         self._looked = self._awake_since = clock()
         self._last_loss = self._looked - RESTART_PAUSE
         self._places = [_Place(rank) for rank in ranks or range(plan.data_parallel_size)]
@@ -177,6 +183,7 @@ class RankMonitor:
             self._weights.look()
         if self._standby is not None:
             self._standby.look(dead, now)
+        self._look_at_waits()
         lost = []
         for place in self._places:
             if place.child is not None and place.child in dead:
@@ -261,11 +268,45 @@ class RankMonitor:
         if beat is None:
             self._check_loading(place, now)
         elif self._hangs(place, child, beat, now):
-            place.verdict, place.last_life = f"hung: no heartbeat for {now - beat:.1f} s, killed", beat
+            place.verdict, place.last_life = (
+                f"hung: no heartbeat for {now - beat:.1f} s{self._where(place)}, killed",
+                beat,
+            )
         elif place.leaves is not None and now - max(place.leaves, self._awake_since) > LEAVE_SECONDS:
             place.verdict, place.last_life = f"has not left within {LEAVE_SECONDS:g} s, killed", beat
         if place.verdict:
+            self.waits.tell(place.rank)
             child.process.kill()
+
+    def _where(self, place: _Place) -> str:
+        """Where it was last seen."""
+        sign = read_sign(sign_bytes(self._runtime.file(f"beat-{place.rank}")))
+        return "" if sign is None else f" since {max(sign.agreeing, sign.computing).text}"
+
+    def sign_payloads(self) -> dict[int, bytes]:
+        """The signs of life of the ranks that have one, as they are written."""
+        found = {}
+        for place in self._places:
+            if place.child is not None:
+                name = "beat" if place.served_since else "loading"
+                found[place.rank] = sign_bytes(self._runtime.file(f"{name}-{place.rank}"))
+        return found
+
+    def _look_at_waits(self) -> None:
+        signs = dict(self.elsewhere)
+        for rank, payload in self.sign_payloads().items():
+            sign = read_sign(payload)
+            if sign is not None:
+                signs[rank] = sign
+        front, state = None, ""
+        if self.front is not None and self.front.process.returncode is None:
+            front, state = last_beat(self._runtime.file("beat-front")), state_of(self.front.process.pid)
+        self.waits.look(signs, front, state)
+
+    def _state(self, rank: int) -> str:
+        """The state letter of its process."""
+        processes = self.processes
+        return state_of(processes[rank]) if rank in processes else ""
 
     def _hangs(self, place: _Place, child: Child, beat: float, now: float) -> bool:
         """Its loop has stood still for too long, and its process is not at work; or for longer than any work takes."""

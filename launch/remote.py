@@ -21,10 +21,11 @@ from pathlib import Path
 from types import FrameType
 
 from configs.engine import Plan
-from configs.hosts import Hosts, front_endpoint
+from configs.hosts import Hosts, family_of, front_endpoint, resolve
 from engine.process.console import say_line, say_text
 from engine.process.orphan import life_of
 from launch.control import (
+    BEAT_SECONDS,
     LEASE_SECONDS,
     ControlConnection,
     End,
@@ -34,6 +35,7 @@ from launch.control import (
     Lost,
     Refused,
     Restarts,
+    Signs,
     Started,
     Welcome,
     descriptors,
@@ -47,6 +49,7 @@ EXIT_BAD_INPUT, EXIT_HEAD_LOST = 2, 3
 RETURN_SECONDS = 60.0  # how long a lost head is looked for
 RETRY_SECONDS = 0.5
 CONNECT_SECONDS = 2.0
+DRAIN_WORD_SECONDS = 1.0  # after a signal: for the head to say that it has got one too
 LAST_WORD_SECONDS = 20.0  # once its ranks leave: until the head says so itself
 
 
@@ -59,7 +62,9 @@ class RemoteSupervisor:
         self.startup_timeout = startup_timeout
         self.runtime = RuntimeDir(runtime_root)
         self.signals = 0
-        self.stopped_by = 0  # the first signal
+        self.stopped_by = 0  # the first signal ...
+        self.signalled = 0.0  # ... and when it came
+        self.said = ""  # last, of what may be said again and again
         self.hello = Hello(
             versions=versions(),
             plan=dataclasses.replace(plan, reasons={}),
@@ -91,6 +96,7 @@ class RemoteSupervisor:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signals += 1
         self.stopped_by = self.stopped_by or number
+        self.signalled = self.signalled or time.monotonic()
 
     def stopped(self, when: str) -> int:
         """The exit code for a signal that came too early for anything to be drained."""
@@ -101,10 +107,16 @@ class RemoteSupervisor:
         """Try until the head answers. None: it does not within `patience` seconds, or this machine is told to leave."""
         deadline = time.monotonic() + patience
         while not self.signals and time.monotonic() < deadline:
-            connection = socket.socket()
+            try:
+                address = resolve(self.hosts.head)  # each time: a head that is started again may have another one
+            except ValueError as error:
+                self._say_once(f"{error}; trying on")
+                time.sleep(RETRY_SECONDS)
+                continue
+            connection = socket.socket(family_of(address))
             connection.setblocking(False)
             with contextlib.suppress(OSError):
-                self._await(connection)
+                self._await(connection, address)
                 link = ControlConnection(connection)
                 link.send(self.hello)
                 return link
@@ -112,12 +124,17 @@ class RemoteSupervisor:
             time.sleep(RETRY_SECONDS)
         return None
 
-    def _await(self, connection: socket.socket) -> None:
+    def _say_once(self, text: str) -> None:
+        if text != self.said:
+            self.said = text
+            say_text(text)
+
+    def _await(self, connection: socket.socket, address: str) -> None:
         """Connect within CONNECT_SECONDS, or until a signal; OSError otherwise. A wait in the kernel would outlast
         the signal."""
         deadline = time.monotonic() + CONNECT_SECONDS
         with contextlib.suppress(BlockingIOError):
-            connection.connect((self.hosts.head, self.hosts.port))
+            connection.connect((address, self.hosts.port))
         while not self.signals and time.monotonic() < deadline:
             if select.select([], [connection], [], LOOK_SECONDS)[1]:
                 break
@@ -135,8 +152,11 @@ class _Session:
         self._children = children
         self._monitor: RankMonitor | None = None
         self._lives: dict[int, tuple[int, int]] = {}  # rank -> process and its life, as the head knows
+        self._signed = 0.0  # when the head was last told of the ranks' signs of life
         self._refused: Refused | None = None
         self._end: End | None = None
+        self._served = False  # the server has been ready
+        self._drains = False  # it ends: the head says when
 
     def run(self) -> int | None:
         """The exit code; None: the head is lost, or wants this machine later."""
@@ -155,6 +175,10 @@ class _Session:
                 return self._alone(left)
 
     def _look(self, monitor: RankMonitor, dead: list[Child]) -> None:
+        now = time.monotonic()
+        if now - self._signed > BEAT_SECONDS:
+            self._signed = now
+            self._link.send(Signs(now, monitor.sign_payloads()))
         for lost in monitor.look(dead):
             process, life = self._lives.pop(lost.rank, (0, 0))
             known = life if process == lost.process else lost.process
@@ -176,6 +200,8 @@ class _Session:
             if life == message.process:
                 self._monitor.fence(process)
         elif isinstance(message, Restarts) and self._monitor is not None:
+            self._drains = self._served and not message.on
+            self._served = self._served or message.on
             self._monitor.restarts = message.on and not self._owner.signals
         else:
             self._link.close("it says what no head says")
@@ -185,7 +211,7 @@ class _Session:
         path = owner.runtime.write("network.json", welcome.network)
         ranks = range(hosts.first, hosts.first + hosts.local)
         # Told by what each machine is, not by its address: two parts of a server may be on one machine.
-        options = ("--network", str(path), "--front", front_endpoint(hosts.head, hosts.port))
+        options = ("--network", str(path), "--front", front_endpoint(self._link.peer, hosts.port))
         self._monitor = RankMonitor(
             self._children,
             owner.plan,
@@ -194,6 +220,7 @@ class _Session:
             ranks=ranks,
             options=options,
             standby=True,
+            watches=False,
         )
         self._monitor.start(welcome.join)
         say_text(
@@ -210,7 +237,7 @@ class _Session:
         if self._refused is not None and not self._refused.again:
             say_line(f"moesaic: error: the head refuses: {self._refused.error}")
             return EXIT_BAD_INPUT
-        if self._owner.signals:
+        if self._owner.signals and not self._may_drain():
             self._children.end(grace=0.0)
             self._link.send(Leaving("it was told to leave"))
             self._link.close()
@@ -218,6 +245,12 @@ class _Session:
                 return self._owner.stopped("while its ranks were loading")
             return 0
         return None
+
+    def _may_drain(self) -> bool:
+        """A system that ends all nodes tells all at once: the head's drain then has these ranks too."""
+        if self._owner.signals > 1 or not self._served:
+            return False
+        return self._drains or time.monotonic() - self._owner.signalled < DRAIN_WORD_SECONDS
 
     def _alone(self, left: bool) -> int | None:
         """The head is gone: the ranks end before it takes them for lost."""

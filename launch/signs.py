@@ -38,6 +38,12 @@ def signs_of(process: int) -> Signs | None:
     return Signs(seconds, fields[0] == "R", fields[0] == "D")
 
 
+def state_of(process: int) -> str:
+    """The state letter of its main thread; "": nothing can be seen."""
+    fields = _fields(process)
+    return "" if fields is None else fields[0]
+
+
 def _fields(process: int) -> list[str] | None:
     """proc_pid_stat(5) from the state on; the name before it, in brackets, may hold anything."""
     try:

@@ -73,6 +73,9 @@ class SpawnedRanks:
         # others.
         self._monitor.restarts = not self._loading and threading.get_ident() == self._thread
         found: list[RankToFront] = [*self._monitor.look(self._children.exited(timeout=0.0))]
+        waits = self._monitor.waits.report()
+        if waits is not None:
+            found.append(waits)
         hopeless = self._monitor.hopeless if not self._loading else ""
         return [*found, NoneLeft(hopeless)] if hopeless else found
 

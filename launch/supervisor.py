@@ -73,9 +73,11 @@ class Supervisor:
 
     def _start_front(self, *options: str) -> None:
         server_path = self.runtime.write("server.json", self.server)
+        self.runtime.clear("beat-front")
         arguments = ["--plan", str(self.runtime.file("plan.json")), "--server", str(server_path)]
         arguments += [*self.runtime.options, *options]
         self.front = self.children.start("front", -1, "server.process", arguments, child_environment(1))
+        self.monitor.front = self.front
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal lets a server that is ready drain: the front tells the ranks. Otherwise all end at once."""
@@ -121,6 +123,9 @@ class Supervisor:
                     text = f"rank {lost.rank} ended before the server was ready: {lost.reason}; the server ends with it"
                     return self._give_up(text, lost)
                 self.reporter.send(lost)
+            waits = self.monitor.waits.report()
+            if waits is not None:
+                self.reporter.send(waits)
             if self.monitor.left:  # the front has told the ranks to leave, and leaves itself
                 self.children.wait_for(self.front, FRONT_GRACE)
                 return self._front_left(self.front)

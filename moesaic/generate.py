@@ -5,14 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as ProgressBar
 
 import moesaic
+from front.llm import Progress
 from front.messages import SamplingParams
+from front.outputs import Delta
 from moesaic.options import engine_config, engine_options
+
+LINE_SECONDS = 5.0  # at most one plain line of progress in this time
 
 
 @click.command("generate")
@@ -38,14 +46,72 @@ def command(prompts: tuple[str, ...], trace: str | None, as_json: bool, **option
     )
     texts = list(prompts) or [sys.stdin.read().rstrip("\n")]
     with moesaic.LLM.from_config(engine_config(options)) as llm:
-        with _traced(llm, trace):
-            outputs = llm.generate(texts, params)
-        for output in outputs:
-            best = output.outputs[0]
-            if as_json:
-                print(json.dumps({"prompt": output.prompt, "text": best.text, "finish_reason": best.finish_reason}))
-            else:
-                print(f"{output.prompt}{best.text}")
+        writer = InOrder(texts, as_json, sys.stdout)
+        with _traced(llm, trace), _shown_progress(len(texts)) as progress:
+            llm.generate(texts, params, progress=progress, on_delta=writer.add)
+
+
+class InOrder:
+    """Writes the prompts' texts in their order while they come: the first that has not ended as it grows, what is ready
+    of those behind it when it is their turn."""
+
+    def __init__(self, prompts: Sequence[str], as_json: bool, stream: TextIO) -> None:
+        self._prompts = prompts
+        self._as_json = as_json
+        self._stream = stream
+        self._texts = [""] * len(prompts)
+        self._reasons: list[str | None] = [None] * len(prompts)
+        self._turn = self._written = 0  # the prompt whose turn it is, and how much of it has been written
+
+    def add(self, number: int, delta: Delta) -> None:
+        self._texts[number] += delta.text
+        self._reasons[number] = delta.finish_reason
+        while self._turn < len(self._prompts) and (self._texts[self._turn] or self._reasons[self._turn]):
+            self._write()
+            if self._reasons[self._turn] is None:
+                break
+            self._turn, self._written = self._turn + 1, 0
+        self._stream.flush()
+
+    def _write(self) -> None:
+        prompt, text, reason = self._prompts[self._turn], self._texts[self._turn], self._reasons[self._turn]
+        if self._as_json:
+            if reason is not None:
+                print(json.dumps({"prompt": prompt, "text": text, "finish_reason": reason}), file=self._stream)
+            return
+        whole = prompt + text + ("\n" if reason is not None else "")
+        self._stream.write(whole[self._written :])
+        self._written = len(whole)
+
+
+@contextlib.contextmanager
+def _shown_progress(count: int) -> Iterator[Callable[[Progress], None] | None]:
+    """A bar on a terminal that the texts are not written to, else a line now and then; nothing for a single prompt."""
+    if count == 1:
+        yield None
+        return
+    began = last = time.monotonic()
+    if sys.stderr.isatty() and not sys.stdout.isatty():
+        columns = TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}")
+        with ProgressBar(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("prompts", total=count, speed="")
+
+            def draw(now: Progress) -> None:
+                speed = now.num_output_tokens / (time.monotonic() - began)
+                bar.update(task, completed=now.num_finished, speed=f"{speed:.0f} tokens/s")
+
+            yield draw
+        return
+
+    def tell(now: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            speed = now.num_output_tokens / (last - began)
+            text = f"{now.num_finished} of {count} prompts, {now.num_output_tokens} tokens, {speed:.0f} tokens/s"
+            print(f"moesaic: {text}", file=sys.stderr, flush=True)
+
+    yield tell
 
 
 @contextlib.contextmanager

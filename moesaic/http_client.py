@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,11 +20,12 @@ Result = TypeVar("Result")
 
 
 class HttpError(RuntimeError):
-    """The server answered with an error status; the message is its own."""
+    """The server answered with an error status; the message, and the code where there is one, are its own."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(f"HTTP {status}: {message}")
         self.status = status
+        self.code = code
 
 
 class Client:
@@ -32,12 +34,14 @@ class Client:
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
         try:
             parts = urlsplit(url)
-            port = parts.port or 80
+            port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
             raise ValueError(f"url {url!r} has no port from 1 to 65535") from None
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"url {url!r} must look like http://host:port")
-        self.host, self.port = parts.hostname, port
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url {url!r} must look like http://host:port or https://host:port")
+        self.host, self.port, self.prefix = parts.hostname, port, parts.path.rstrip("/")
+        # The system's authorities, or those of SSL_CERT_FILE, as OpenSSL reads it.
+        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.api_key, self.timeout = api_key, timeout
 
     async def get(self, path: str) -> Any:
@@ -58,7 +62,7 @@ class Client:
                     return
                 event: dict[str, Any] = json.loads(line[6:])
                 if "error" in event:
-                    raise HttpError(exchange.status, str(event["error"].get("message")))
+                    raise _error(exchange.status, event["error"])
                 yield event
 
 
@@ -69,7 +73,8 @@ class _Exchange:
         body = b"" if payload is None else json.dumps(payload).encode()
         key = f"Authorization: Bearer {client.api_key}\r\n" if client.api_key else ""
         self.request = (
-            f"{method} {path} HTTP/1.1\r\nHost: {client.host}:{client.port}\r\nConnection: close\r\n{key}"
+            f"{method} {client.prefix}{path} HTTP/1.1\r\nHost: {client.host}:{client.port}\r\n"
+            f"Connection: close\r\n{key}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         ).encode() + body
         self.client = client
@@ -77,7 +82,8 @@ class _Exchange:
         self.chunked = False
 
     async def __aenter__(self) -> _Exchange:
-        connect = asyncio.open_connection(self.client.host, self.client.port, limit=READ_LIMIT)
+        client = self.client
+        connect = asyncio.open_connection(client.host, client.port, limit=READ_LIMIT, ssl=client.tls)
         self.reader, self.writer = await self._within(connect)
         try:
             self.writer.write(self.request)
@@ -102,12 +108,13 @@ class _Exchange:
             if name.lower() == b"transfer-encoding" and b"chunked" in value.lower():
                 self.chunked = True
         if self.status >= 400:
-            raise HttpError(self.status, _message(await self.body()))
+            raise _error(self.status, await self.body())
 
     async def _within(self, coming: Awaitable[Result]) -> Result:
         """TimeoutError when the server says nothing for too long."""
         try:
-            return await asyncio.wait_for(coming, self.client.timeout)
+            async with asyncio.timeout(self.client.timeout):
+                return await coming
         except TimeoutError:
             raise TimeoutError(f"no answer for {self.client.timeout:g} s") from None
         except BrokenPipeError:  # a name that is left to our own output
@@ -146,8 +153,10 @@ class _Exchange:
                 yield line.rstrip(b"\r")
 
 
-def _message(body: bytes) -> str:
+def _error(status: int, said: bytes | dict[str, Any]) -> HttpError:
+    """said: the body of the answer, or its `error`."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
+        error = json.loads(said)["error"] if isinstance(said, bytes) else said
+        return HttpError(status, str(error["message"]), str(error.get("code") or ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return HttpError(status, said[:200].decode(errors="replace") if isinstance(said, bytes) else "an error")

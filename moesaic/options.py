@@ -121,7 +121,7 @@ OPTIONS = [
     _of("speculative_config",
         'Drafts, as a JSON object or a file with one, e.g. {"method": "ngram", "num_speculative_tokens": 5}; methods: '
         f"{', '.join(METHODS)}, none.", **_TEXT),
-    _of("quantization", "Keep all large matrices in 8 bits (native kernels)."),
+    _of("quantization", "Keep all large matrices in 8 or 4 bits (native kernels)."),
     _of("kv_cache_dtype", "fp8: latents in 8 bits, a scale for 128 of them (DeepSeek)."),
     _of("attention_backend", "Of latent attention, on a GPU."),
     _of("moe_backend", "What multiplies by the experts' weights."),
@@ -134,6 +134,7 @@ OPTIONS = [
     _of("logprobs_mode"),
     _of("max_logprobs", "-1: no limit."),
     _of("exchange_timeout", "Bound of waits between ranks, s."),
+    _of("wait_warning_seconds", "Say who waits for whom from so many seconds on; 0: never."),
 ]  # fmt: skip
 
 

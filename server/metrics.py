@@ -198,6 +198,7 @@ class Metrics(Collector):
                 members.num_experts_loaded,
             ),
             ("moesaic:reloaded_bytes", "Bytes read for them.", members.num_bytes_read),
+            ("moesaic:long_waits", "Waits of ranks beyond --wait-warning-seconds.", self._engine.front.waits.total),
         ):
             yield counter(metric, text, ["model_name"], [([name], value)])
         for recovery in self._engine.take_recoveries():

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.server import ServerConfig
 from server.api.params import REQUEST_ID
+from server.api.unknown import HEADER
 from server.errors import ApiError, unavailable
 from server.logs import Record, log_request
 from server.service import Service
@@ -30,6 +31,7 @@ ADMIN = frozenset(
         "/abort_requests",
         "/reset_prefix_cache",
         "/admin/ranks",
+        "/debug/waits",
         "/eplb/plan",
         "/eplb/rebalance",
         "/eplb/record",
@@ -184,7 +186,7 @@ class AuthMiddleware:
             held.give_back()
         half_sent = started
         if error is not None and not half_sent:
-            await _send_error(error, marked_send)
+            await _send_error(error, marked_send, scope["path"], record.request_id)
         if "route" in scope:
             record.route = scope["route"].path
         seconds = time.monotonic() - record.start
@@ -198,6 +200,8 @@ class AuthMiddleware:
 
     def _add_headers(self, message: Message, record: Record, load_format: bytes | None) -> None:
         headers = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode())]
+        if record.ignored:
+            headers.append((HEADER, ", ".join(record.ignored).encode()))
         if load_format is not None:
             headers += load_report(load_format, self._service.metrics.load())
         closing = (b"connection", b"close")
@@ -278,8 +282,11 @@ def _from_router(error: HTTPException, scope: Scope) -> ApiError:
     return ApiError(error.status_code, error.detail)
 
 
-async def _send_error(error: ApiError, send: Send) -> None:
-    body = error.body()
+async def _send_error(error: ApiError, send: Send, path: str, request_id: str) -> None:
+    """In the shape of the API whose route it is."""
+    status, body = error.status, error.body()
+    if path.startswith("/v1/messages"):
+        status, body = error.anthropic_status, error.body("anthropic", request_id)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *error.headers]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

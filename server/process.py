@@ -27,6 +27,7 @@ import uvloop
 from configs.engine import Plan
 from configs.server import ServerConfig
 from engine.process.console import guard_console, say_text
+from engine.process.heartbeat import BEAT_SECONDS, LoopBeat
 from engine.process.malloc import return_freed_memory
 from engine.process.orphan import die_with_parent
 from engine.process.places import Places, write_small
@@ -78,9 +79,25 @@ def main() -> None:
         say_text(str(error))
         sys.exit(EXIT_BAD_INPUT)
     front = FrontProcess(plan, config, tokenizer, defaults, ranks, listener, places.file("ready"), traces)
+    beat = LoopBeat(places.file("beat-front"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(front.run())
+        code = runner.run(_beating(front, beat))
     sys.exit(code)
+
+
+async def _beating(front: FrontProcess, beat: LoopBeat) -> int:
+    """Serve to the end; a sign of life beside it as long as the loop gets on."""
+
+    async def turn() -> None:
+        while True:
+            beat.mark()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    beating = asyncio.create_task(turn())
+    try:
+        return await front.run()
+    finally:
+        beating.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:

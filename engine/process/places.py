@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 STORE = "weights"  # the machine's store of weights (store/memory.py)
-FILE_BYTES = 64  # of a file of fixed size: written in place, so never in need of more
+FILE_BYTES = 128  # of a file of fixed size: written in place, so never in need of more
 
 
 def store_names(nodes: Sequence[int]) -> list[str]:

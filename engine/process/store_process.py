@@ -33,7 +33,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # the supervisor ends its processes in order
     try:
         # Left to itself the store would listen on every interface of the machine.
-        listener = socket.create_server((options.host, options.port))
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listener = socket.create_server((options.host, options.port), family=family)
     except OSError as error:
         say_text(f"cannot listen on {options.host}:{options.port}: {error.strerror}")
         sys.exit(EXIT_BAD_INPUT)

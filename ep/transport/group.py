@@ -10,6 +10,7 @@ Mbit/s in both directions: 28 ms; with the receives posted first: 16.5 ms, as fa
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from dbo.alive import mark
+import dbo.alive as alive
 from ep.protocol import PeerLost, Pending, Ready
 from ep.transport.joining import LOOPBACK, connect
 
@@ -84,8 +85,17 @@ class GlooGroup:
     timeout. gloo does not say which rank was lost.
     """
 
-    def __init__(self, rank: int, size: int, transport: Transport, over_network: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        transport: Transport,
+        over_network: bool = False,
+        track: int = alive.COMPUTING,
+    ) -> None:
+        """track: where its waits are shown (dbo/alive.py)."""
         self.rank = rank
+        self.track = track
         self.size = size
         self.over_network = over_network  # ranks are on several machines
         self._tag = 0  # of the last exchange with receives posted first
@@ -162,17 +172,29 @@ class GlooGroup:
         self._open.discard(exchange)
 
 
-def _finish(work: dist.Work) -> None:
+def _finish(work: dist.Work, track: int) -> None:
     nap = datetime.timedelta(seconds=_NAP_SECONDS)
-    while True:
-        try:
-            work.wait(nap)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # what it has come to
+    since = 0.0
+    try:
+        while True:
+            try:
+                work.wait(nap)
                 return
-            mark()
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # what it has come to
+                    return
+                since = since or time.monotonic() - _NAP_SECONDS
+                _show(track, since)
+    finally:
+        if since:
+            alive.goes_on(track)
+
+
+def _show(track: int, since: float) -> None:
+    """This rank waits, and lives. gloo does not say for whom."""
+    alive.mark()
+    alive.waits(track, since, 0)
 
 
 def _finish_all(works: Sequence[dist.Work]) -> None:
@@ -210,13 +232,18 @@ class _Exchange:
 
     def _finish(self, works: Sequence[dist.Work]) -> None:
         """Wait, and show meanwhile that this rank lives. Raises RuntimeError, within gloo's timeout."""
+        track = self._group.track
         if self._waiter is None:
             for work in works:
-                _finish(work)
+                _finish(work, track)
             return
         done = self._waiter.submit(_finish_all, works)
+        since = 0.0
         while not wait_for([done], _NAP_SECONDS).done:
-            mark()
+            since = since or time.monotonic() - _NAP_SECONDS
+            _show(track, since)
+        if since:
+            alive.goes_on(track)
         done.result()
 
 
@@ -251,7 +278,8 @@ def join_gloo(
     what = f"group {name!r} (epoch {epoch})"
     # Exchanges under way at once: one per lane of overlap, and parcels beside them.
     mesh = connect(PrefixStore(name, store), rank, size, timeout, what, threads=4, address=address, stop=stop)
-    return GlooGroup(rank, size, cast(Transport, mesh), over_network=address != LOOPBACK)
+    track = alive.AGREEING if name == alive.AGREEMENT else alive.COMPUTING
+    return GlooGroup(rank, size, cast(Transport, mesh), over_network=address != LOOPBACK, track=track)
 
 
 class MailboxWorld:

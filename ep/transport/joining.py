@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
+import dbo.alive as alive
 from ep.protocol import PeerLost
 
 LOOPBACK = "127.0.0.1"
@@ -24,6 +25,7 @@ TRIES = (1 / 8, 1 / 8, 1 / 4, 1.0)
 _GLOO_FACTOR = 5  # gloo waits so many times its time-out for a connection from the other side
 _LEAST_SECONDS = 1.0  # gloo's time-out in a try, however short the time allowed: a busy machine needs as much
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks into the store
+_SHOWN_SECONDS = 0.25  # a wait that is longer shows for whom
 
 
 def rendezvous(
@@ -103,6 +105,9 @@ def _await_keys(
                 return
             waited = "was told not to wait" if told else f"waited {time.monotonic() - began:.1f} s"
             raise PeerLost(absent, f"rank {rank} {waited} for them {where}")
+        if time.monotonic() - began > _SHOWN_SECONDS:
+            missing = alive.mask(peer for peer in range(size) if not store.check([f"{key}/{peer}"]))
+            alive.waits(alive.AGREEING, began, missing)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dbo.alive import mark
+import dbo.alive as alive
 from ep.protocol import PeerLost
 from ep.transport.shm_futex import Futex, full_fence, order_fence
 from ep.transport.shm_rendezvous import SignIn, Watch, rendezvous
@@ -71,7 +71,8 @@ class ShmHeap:
                 try:
                     found = all_ranks.await_all(timeout, watch, stop)
                     self._segments = [own if peer == rank else _map(peer, found[peer], watch) for peer in range(size)]
-                    self.signals = ShmSignals(self._segments, rank, timeout, epoch, watch)
+                    track = alive.AGREEING if name == alive.AGREEMENT else alive.COMPUTING
+                    self.signals = ShmSignals(self._segments, rank, timeout, epoch, watch, track)
                     self.signals.enter()
                 except BaseException:
                     own[8 * _STATE : 8 * _STATE + 8] = _LEFT.to_bytes(8, sys.byteorder)  # others may have mapped it
@@ -115,8 +116,18 @@ def _map(peer: int, who: SignIn, watch: Watch) -> mmap.mmap:
 class ShmSignals:
     """Signals over the segments of all ranks. One thread sends and waits; `abort` and `leave` may come from another."""
 
-    def __init__(self, segments: Sequence[mmap.mmap], rank: int, timeout: float, epoch: int, watch: Watch) -> None:
+    def __init__(
+        self,
+        segments: Sequence[mmap.mmap],
+        rank: int,
+        timeout: float,
+        epoch: int,
+        watch: Watch,
+        track: int = alive.COMPUTING,
+    ) -> None:
+        """track: where its waits are shown (dbo/alive.py)."""
         self._rank = rank
+        self._track = track
         self._size = len(segments)
         self._timeout = timeout
         self._epoch = epoch
@@ -172,10 +183,18 @@ class ShmSignals:
             self._order()
         return values
 
+    def address(self, rank: int, word: int, sender: int) -> int:
+        """Where the word of `sender` at `rank` lies in this process."""
+        return self._address[rank] + 8 * self._index(word, sender)
+
+    def asleep_address(self, rank: int) -> int:
+        """Where `rank` says that it sleeps on one of its words."""
+        return self._address[rank] + 8 * _ASLEEP
+
     def abort(self, ranks: Sequence[int]) -> None:
         """End every wait of every rank: they raise PeerLost naming `ranks`."""
         for words in self._of_rank:
-            words[_ABORTED_RANKS] |= _mask(ranks)
+            words[_ABORTED_RANKS] |= alive.mask(ranks)
             words[_ABORTED] = self._epoch + 1
 
     def leave(self, ranks: tuple[int, ...], reason: str) -> PeerLost:
@@ -186,7 +205,7 @@ class ShmSignals:
         """
         if self._gone is None:
             self._gone = ranks, reason
-            self._own[_BLAMED] = _mask(ranks)
+            self._own[_BLAMED] = alive.mask(ranks)
             self._own[_STATE] = _LEFT
         return PeerLost(*self._gone)
 
@@ -228,14 +247,16 @@ class ShmSignals:
                 signal = own[index]
                 if not signal - number & _BEHIND:
                     return signal
-                mark()  # this rank gets on; whom it waits for may not
-                self._check(number, word, peers, deadline)
+                alive.mark()  # this rank gets on; whom it waits for may not
+                missing = self._check(number, word, peers, deadline)
+                alive.waits(self._track, deadline - self._timeout, alive.mask(missing))
                 nap = min(2 * nap, _LONGEST_NAP)
         finally:
             own[_ASLEEP] = 0
+            alive.goes_on(self._track)
 
-    def _check(self, number: int, word: int, peers: Sequence[int], deadline: float) -> None:
-        """Raise PeerLost when waiting any longer is in vain."""
+    def _check(self, number: int, word: int, peers: Sequence[int], deadline: float) -> list[int]:
+        """The peers that are waited for. Raises PeerLost when waiting any longer is in vain."""
         own = self._own
         if self._gone is not None:
             raise PeerLost(*self._gone)
@@ -255,10 +276,7 @@ class ShmSignals:
                 raise self.leave(blamed or (peer,), f"rank {self._rank} was left by rank {peer}")
         if late and missing:
             raise self.leave(tuple(missing), f"rank {self._rank} waited {self._timeout:g} s for them")
-
-
-def _mask(ranks: Sequence[int]) -> int:
-    return sum(1 << rank for rank in ranks)
+        return missing
 
 
 def _ranks(mask: int) -> tuple[int, ...]:

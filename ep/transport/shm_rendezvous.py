@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import dbo.alive as alive
 from ep.protocol import PeerLost
 
 _RECORD = struct.Struct("=QQqqqqq")  # checksum, the rendezvous's name and epoch, and the fields of SignIn
@@ -146,6 +147,7 @@ class Rendezvous:
                 raise PeerLost(absent, f"rank {rank} was told not to wait for them at {self.name}")
             if time.monotonic() > deadline:
                 raise PeerLost(absent, f"rank {rank} waited {timeout:g} s for them at {self.name}")
+            alive.waits(alive.AGREEING, deadline - timeout, alive.mask(absent))
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

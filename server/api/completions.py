@@ -92,7 +92,7 @@ class CompletionWriter(ChunkWriter):
             positions: list[PositionLogprobs | None] = list(delta.logprobs or ())
             if first and job.echo_logprobs:
                 positions = self._prompt_positions.get(prompt, []) + positions
-            choice["logprobs"] = self._logprobs(positions, prompt, self._offsets[delta.index])
+            choice["logprobs"] = self._logprobs(positions, prompt, text, self._offsets[delta.index])
             self._offsets[delta.index] += len(text)
         choice["finish_reason"] = delta.finish_reason
         if delta.finish_reason is not None:
@@ -120,10 +120,11 @@ class CompletionWriter(ChunkWriter):
         positions: list[PositionLogprobs | None] = list(choice.logprobs)
         if job.echo_logprobs:
             positions = (prompts[prompt].logprobs or []) + positions
+        text = (job.echo[prompt] if job.echo is not None else "") + "".join(choice.texts)
         result = CompletionChoice(
             index=choice.index,
-            text=(job.echo[prompt] if job.echo is not None else "") + "".join(choice.texts),
-            logprobs=self._logprobs(positions, prompt, 0) if job.logprobs else None,
+            text=text,
+            logprobs=self._logprobs(positions, prompt, text, 0) if job.logprobs else None,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
         )
@@ -134,7 +135,10 @@ class CompletionWriter(ChunkWriter):
             result.prompt_logprobs = prompt_logprobs(prompts[prompt].logprobs or [])
         return result
 
-    def _logprobs(self, positions: list[PositionLogprobs | None], prompt: int, offset: int) -> CompletionLogprobs:
-        first = self._job.prompts[prompt].token_ids[0]
-        name = f"token_id:{first}" if self._job.tokens_as_ids else self._tokenizer.token_str(first)
-        return completion_logprobs(positions, name, offset, self._job.tokens_as_ids)
+    def _logprobs(
+        self, positions: list[PositionLogprobs | None], prompt: int, text: str, offset: int
+    ) -> CompletionLogprobs:
+        asked = self._job.prompts[prompt]
+        first = asked.token_ids[0], self._tokenizer.token_str(asked.token_ids[0])
+        hidden = self._tokenizer.special_ids if asked.params.skip_special_tokens else ()
+        return completion_logprobs(positions, first, text, offset, self._job.tokens_as_ids, hidden)

@@ -7,23 +7,27 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from front.chat.format import OutputFormat
 from front.messages import SamplingParams, StructuredOutputsParams
 from server.api.generate import Job
+from server.api.messages import MessagesRequest
 from server.api.openai import GenerationRequest, Usage
 from server.api.params import either
+from server.api.responses import ResponsesRequest
 from server.api.structured import structured_outputs
-from server.errors import unavailable
-from server.intake import Prompts, unpack
+from server.errors import ApiError, unavailable
+from server.intake import GeneratingKind, Prompts, unpack
 from server.logs import Record
 from server.service import Service, record_of
 
 Body = TypeVar("Body", bound=GenerationRequest)
 LONG_PROMPT = 4096  # tokens
+DONE = b"data: [DONE]\n\n"
 
 encode = msgspec.json.Encoder().encode
 
@@ -38,16 +42,21 @@ class Taken(Generic[Body]):
     token_id_lists: list[list[int]]
     texts: list[str] | None
     prediction: list[int]
-    structured: StructuredOutputsParams | None
+    format: OutputFormat | None
+    named_tool: bool
+    structured_outputs: StructuredOutputsParams | None
     structured_field: str  # which says that
+    source: ResponsesRequest | MessagesRequest | None  # what became this body
+    items: bytes
 
 
 async def take(
-    service: Service, request: Request, kind: Literal["completion", "chat"], form: type[Body]
+    service: Service, request: Request, kind: GeneratingKind, form: type[Body], earlier: bytes = b""
 ) -> Taken[Body]:
-    """form: that of the body. ApiError."""
-    found = await service.take(request, kind)
+    """form: that of the body. earlier: items of the conversation before it (/v1/responses). ApiError."""
+    found = await service.take(request, kind, earlier)
     assert isinstance(found, Prompts)
+    record_of(request.scope).ignored = found.ignored
     service.require_ready()
     if found.token_ids is None:
         raise unavailable("the ranks began to serve just now; try again")
@@ -59,8 +68,21 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
-    structured = await structured_outputs(body, service.tokenizer)
-    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction), *structured)
+    structured, field = await structured_outputs(body, found.structured_outputs, found.format, service.tokenizer)
+    return Taken(
+        body=body,
+        model=found.model,
+        request_id=name,
+        token_id_lists=token_id_lists,
+        texts=found.texts,
+        prediction=unpack(found.prediction),
+        format=found.format,
+        named_tool=found.named_tool,
+        structured_outputs=structured,
+        structured_field=field,
+        source=found.responses or found.messages,
+        items=found.items,
+    )
 
 
 def make_job(
@@ -69,8 +91,8 @@ def make_job(
     """names: what fields are called in this request where the engine has another name. shown: other fields of Job.
     ApiError 400."""
     body = taken.body
-    if taken.structured is not None:
-        params = msgspec.structs.replace(params, structured_outputs=taken.structured)
+    if taken.structured_outputs is not None:
+        params = msgspec.structs.replace(params, structured_outputs=taken.structured_outputs)
         names = {**names, "structured_outputs": taken.structured_field}
     options = body.stream_options
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
@@ -78,16 +100,23 @@ def make_job(
         request_id=taken.request_id,
         model=taken.model,
         created=int(time.time()),
-        prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names),
+        prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names, taken.format),
         n=params.n,
         stream=either(body.stream, False),
         include_usage=options is not None and either(options.include_usage, False),
-        continuous_usage=options is not None and either(options.continuous_usage_stats, False),
+        continuous_usage=options is not None
+        and either(options.include_usage, False)
+        and either(options.continuous_usage_stats, False),
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=either(body.return_token_ids, False),
         tokens_as_ids=either(body.return_tokens_as_token_ids, False),
+        named_tool=taken.named_tool,
         **shown,
     )
+
+
+def counts(prompt: int, output: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 class ChunkWriter:
@@ -102,13 +131,19 @@ class ChunkWriter:
         self._plain = not (job.logprobs or job.return_token_ids or job.continuous_usage)
 
     def _event(self, choices: list[dict[str, Any]], record: Record, **extra: Any) -> bytes:
+        """extra: other fields, also in the place of the usage."""
         chunk = self._common | {"choices": choices} | extra
-        if self._job.continuous_usage:
+        if "usage" not in extra and self._job.continuous_usage:
             prompt, output = record.prompt_tokens, record.output_tokens
-            chunk["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-        elif self._job.include_usage:
+            chunk["usage"] = counts(prompt, output)
+        elif "usage" not in extra and self._job.include_usage:
             chunk["usage"] = None
         return b"data: %b\n\n" % encode(chunk)
 
-    def usage_frame(self, total: Usage) -> bytes:
-        return b"data: %b\n\n" % encode(self._common | {"choices": [], "usage": total})
+    def end(self, total: Usage, record: Record) -> bytes:
+        if not self._job.include_usage:
+            return DONE
+        return b"data: %b\n\n%b" % (encode(self._common | {"choices": [], "usage": total}), DONE)
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: %b\n\n%b" % (error.body(), DONE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from front.outputs import PositionLogprobs, TokenLogprob
 from server.api.openai import ChatLogprobs, CompletionLogprobs, JsonDict, TokenLogprobs, TopLogprob
@@ -16,23 +16,29 @@ def bounded(logprob: float) -> float:
 
 def completion_logprobs(
     positions: Sequence[PositionLogprobs | None],
-    first_token: str,
+    first: tuple[int, str],
+    text: str,
     offset: int,
     as_ids: bool,
+    hidden: Collection[int],
 ) -> CompletionLogprobs:
-    """offset: characters of the choice's text before these positions.
+    """text: of these positions; offset: characters of the choice's text before it.
 
-    A None position is the first of the prompt, whose text is first_token. `top_logprobs` holds the chosen token too,
-    as evaluation harnesses compare it with the others there.
+    A None position is the first of the prompt, the token `first` (id and text). `top_logprobs` holds the chosen token
+    too, as evaluation harnesses compare it with the others there. hidden: special tokens, which have no characters
+    where the text lacks them.
     """
     result = CompletionLogprobs([], [], [], [])
+    began = offset
     for position in positions:
         result.text_offset.append(offset)
+        token_id, token = first if position is None else (position.chosen.token_id, position.chosen.token)
+        if token_id not in hidden or (token and text.startswith(token, offset - began)):
+            offset += len(token)
         if position is None:
-            result.tokens.append(first_token)
+            result.tokens.append(f"token_id:{token_id}" if as_ids else token)
             result.token_logprobs.append(None)
             result.top_logprobs.append(None)
-            offset += len(first_token)
             continue
         chosen = position.chosen
         name = _name(chosen, as_ids)
@@ -41,7 +47,6 @@ def completion_logprobs(
         top = {_name(token, as_ids): bounded(token.logprob) for token in position.top}
         top.setdefault(name, bounded(chosen.logprob))
         result.top_logprobs.append(top)
-        offset += len(chosen.token)
     return result
 
 

@@ -1,6 +1,6 @@
 """The bodies of requests and answers. Sources: OpenAI's API reference; vLLM's additions keep vLLM's names.
 
-Unknown fields are ignored, and null always means "as if absent", hence `| None = None` everywhere.
+Null always means "as if absent", hence `| None = None` everywhere. Unknown fields: server/api/unknown.py.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
@@ -98,8 +98,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     structural_tag: str | dict[str, Any] | None = None
     # Refused with a clear message: ignoring them would change what the answer means.
     use_beam_search: bool | None = None
-    vllm_xargs: Any = None
-    logits_processors: Any = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -126,7 +124,7 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -152,9 +150,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     # Refused, as above.
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     chat_template: str | None = None
 
@@ -189,8 +189,6 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
 # ---- answers ------------------------------------------------------------------------------------------------------
 
-UNSET = msgspec.UNSET
-Unset = msgspec.UnsetType
 JsonDict = dict[str, Any]
 
 
@@ -235,9 +233,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | Unset = UNSET
-    prompt_token_ids: list[int] | Unset = UNSET
-    prompt_logprobs: list[JsonDict | None] | Unset = UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[JsonDict | None] | None = None
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -267,10 +265,27 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class AnsweredCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(msgspec.Struct, kw_only=True):
+    """reasoning is vLLM's name, reasoning_content that of DeepSeek's API and of older vLLMs: clients read one or the
+    other."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -279,7 +294,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | Unset = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -289,8 +304,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] | Unset = UNSET
-    prompt_logprobs: list[JsonDict | None] | Unset = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[JsonDict | None] | None = None
 
 
 class Model(msgspec.Struct, kw_only=True):

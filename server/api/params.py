@@ -18,6 +18,7 @@ FIELDS = (*SamplingParams.__struct_fields__, "prompt", "messages", "max_completi
 # of stop_token_ids and of logit_bias: each costs time in the front, in the rank, and some at every token
 MAX_IDS = 1024
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
+TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 SALT = re.compile(r"[^@/\\\x00]{1,128}")
 
 
@@ -52,9 +53,17 @@ def check_common(request: GenerationRequest, config: ServerConfig, priorities: b
         raise bad_request(f"seed must fit in 64 bits, got {request.seed}", "seed")
     if request.use_beam_search:
         raise not_yet("use_beam_search")
-    for field, value in (("vllm_xargs", request.vllm_xargs), ("logits_processors", request.logits_processors)):
-        if value:
-            raise not_yet(field)
+
+
+def token_biases(request: GenerationRequest) -> dict[int, float] | None:
+    """logit_bias, clamped; None: there is none. ApiError 400 names the key that is no token id."""
+    biases = {}
+    for key, bias in (request.logit_bias or {}).items():
+        if not TOKEN_ID.fullmatch(key):
+            message = f"logit_bias: the key {key[:40]!r} is not a token id: keys are integers, as texts"
+            raise bad_request(message, f"logit_bias.{key[:40]}", "invalid_value")
+        biases[int(key)] = max(-100.0, min(100.0, bias))
+    return biases or None
 
 
 def check_completion(request: CompletionRequest) -> None:
@@ -69,12 +78,8 @@ def check_completion(request: CompletionRequest) -> None:
 def check_chat(request: ChatRequest) -> None:
     if not request.messages:
         raise bad_request("messages must not be empty", "messages")
-    if request.tools is not None:
-        raise not_yet("tools")
     if request.functions is not None:
-        raise not_yet("functions")
-    if request.tool_choice is not None and request.tool_choice != "none":
-        raise not_yet("tool_choice")
+        raise not_yet("functions", "functions (tools have taken its place)")
     if request.chat_template is not None:
         raise not_yet("chat_template", "chat_template in a request")
     if request.top_logprobs is not None and not request.logprobs:
@@ -116,7 +121,7 @@ def sampling_params(
         stop_token_ids=tuple(either(request.stop_token_ids, [])),
         include_stop_str_in_output=either(request.include_stop_str_in_output, False),
         ignore_eos=either(request.ignore_eos, False),
-        logit_bias={token: max(-100.0, min(100.0, bias)) for token, bias in (request.logit_bias or {}).items()} or None,
+        logit_bias=token_biases(request),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         bad_words=tuple(either(request.bad_words, [])),
         logprobs=logprobs,

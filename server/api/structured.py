@@ -7,6 +7,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from front.chat.families import HARMONY
+from front.chat.format import OutputFormat
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.text import Tokenizer
@@ -21,21 +25,43 @@ GUIDED = {
     "guided_json_object": "json_object",
     "structural_tag": "structural_tag",
 }
+ANSWER_OF_HARMONY = "<|channel|>final<|message|>"
 BACKENDS = ("auto", "guidance", "llguidance")  # names of the one that there is
 
 
 async def structured_outputs(
-    request: GenerationRequest, tokenizer: Tokenizer
+    request: GenerationRequest,
+    forced: StructuredOutputsParams | None,
+    format: OutputFormat | None,
+    tokenizer: Tokenizer,
 ) -> tuple[StructuredOutputsParams | None, str]:
-    """And the field that says it. The grammar is checked on a thread: a large one takes longer than other streams may
-    wait. ApiError 400."""
+    """And the field that says it. forced: for calls of tools, which holds the rest too. The grammar is checked on a
+    thread: a large one takes longer than other streams may wait. ApiError 400."""
     params, field = asked_for(request)
+    if forced is not None:
+        return forced, "tools"
     if params is not None:
+        after = () if format is None else _before_answer(format, tokenizer)
+        params = msgspec.structs.replace(params, after_token_ids=after)
         try:
             await asyncio.to_thread(checked_grammar, params, tokenizer)
         except ValueError as error:
             raise from_value_error(error, ("structured_outputs",), {"structured_outputs": field}) from None
     return params, field
+
+
+def after_reasoning(format: OutputFormat, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end the reasoning with which the output begins; (): it begins with none."""
+    if format.begins_reasoning or (format.begins_reasoning is None and format.assumes_reasoning):
+        return tuple(tokenizer.encode(format.end_of_reasoning, add_special_tokens=False))
+    return ()
+
+
+def _before_answer(format: OutputFormat, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens behind which an answer begins; (): it begins at once."""
+    if HARMONY in (format.calls, format.reasoning):
+        return tuple(tokenizer.encode(ANSWER_OF_HARMONY, add_special_tokens=False))
+    return after_reasoning(format, tokenizer)
 
 
 def asked_for(request: GenerationRequest) -> tuple[StructuredOutputsParams | None, str]:

@@ -17,6 +17,7 @@ from engine.agreement import Agreement, Proposal, StepPlan
 from engine.build import build_rank
 from engine.doorbell import SharedDoorbell
 from engine.process.local_ranks import LocalRanks
+from ep.protocol import PeerLost
 from ep.transport.group import LocalGroup, MailboxGroup, MailboxWorld
 from front.messages import AddRequest, Outputs, RankReady, ResetPrefixCache, Shutdown
 from models.tiny import CHECKPOINT
@@ -62,10 +63,28 @@ def test_a_rank_alone_agrees_with_itself() -> None:
 
 
 def test_ranks_that_differ_are_named() -> None:
-    with pytest.raises(RuntimeError, match=r"disagree on the checksum .*rank 0: 7, rank 1: 8"):
-        agree([IDLE, IDLE], [0, 0], [7, 8])
-    with pytest.raises(RuntimeError, match=r"disagree on the epoch \(rank 0: 1, rank 1: 0\)"):
+    world = MailboxWorld(3)
+    agreements = [Agreement(MailboxGroup(world, rank), 1, [7, 8, 7][rank], ranks=(2, 5, 6)) for rank in range(3)]
+    pending = [agreement.propose(IDLE) for agreement in agreements]
+    said = r"disagree on the checksum of the placement \(rank 2: 7, rank 5: 8, rank 6: 7\); not with the others: rank 5"
+    with pytest.raises(RuntimeError, match=said):
+        pending[1].wait()
+    for rank in (0, 2):
+        with pytest.raises(PeerLost, match=said) as lost:
+            pending[rank].wait()
+        assert lost.value.ranks == (1,)
+    with pytest.raises(PeerLost, match=r"disagree on the epoch \(rank 0: 1, rank 1: 0\); not with the others: rank 1"):
         agree([IDLE, IDLE], [1, 0], [7, 7])
+
+
+def test_a_pass_that_was_left_out_is_named() -> None:
+    world = MailboxWorld(3)
+    agreements = [Agreement(MailboxGroup(world, rank), 0, 7) for rank in range(3)]
+    agreements[0].passes = agreements[1].passes = 1
+    pending = [agreement.propose(IDLE) for agreement in agreements]
+    with pytest.raises(PeerLost, match=r"number of passes computed \(rank 0: 1, rank 1: 1, rank 2: 0\)") as lost:
+        pending[0].wait()
+    assert lost.value.ranks == (2,)
 
 
 def test_ranks_of_different_placement_do_not_run_together(checkpoint: Path) -> None:
@@ -75,7 +94,7 @@ def test_ranks_of_different_placement_do_not_run_together(checkpoint: Path) -> N
         plan = make_plan(checkpoint, data_parallel_size=2, all2all_backend="mailbox", slots_per_rank=slots)
         ranks.append(build_rank(plan, rank, meet_in({0: world}), bell))
     ranks[0].submit(Job([5, 6, 7], 4).message(0))
-    with pytest.raises(RuntimeError, match="disagree on the checksum of model and placement"):
+    with pytest.raises(RuntimeError, match="disagree on the checksum of the placement"):
         drain(weave(*(rank.steps() for rank in ranks)))
 
 

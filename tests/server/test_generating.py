@@ -26,7 +26,7 @@ def test_a_completion() -> None:
             assert body["model"] == MODEL and isinstance(body["created"], int)
             (choice,) = body["choices"]
             expected = {"index": 0, "text": STORY, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-            assert choice == expected
+            assert choice == expected | dict.fromkeys(("token_ids", "prompt_token_ids", "prompt_logprobs"))
             prompt = len(small_tokenizer().encode("Once"))
             output = len(story_tokens())
             assert body["usage"] == {
@@ -153,8 +153,10 @@ def test_completion_logprobs_and_echo() -> None:
             for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True):
                 assert token in top and min(top.values()) == -9999.0
             assert "".join(logprobs["tokens"][1:]) == choice["text"]  # the first is BOS
-            lengths = [len(token) for token in logprobs["tokens"]]
+            lengths = [0, *(len(token) for token in logprobs["tokens"][1:])]
             assert logprobs["text_offset"] == [sum(lengths[:place]) for place in range(total)]
+            for token, offset in zip(logprobs["tokens"][1:], logprobs["text_offset"][1:], strict=True):
+                assert choice["text"].startswith(token, offset)
 
             scored = await s.complete(prompt="Once upon", logprobs=1, max_tokens=0, echo=True)
             assert scored["choices"][0]["text"] == "Once upon"
@@ -166,6 +168,7 @@ def test_completion_logprobs_and_echo() -> None:
                 mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
                 assert "".join(part["text"] for part in mine) == choice["text"]
                 assert joined(part["logprobs"]["tokens"] for part in mine) == logprobs["tokens"]
+                assert joined(part["logprobs"]["text_offset"] for part in mine) == logprobs["text_offset"]
 
             bare = await s.complete(logprobs=0, max_tokens=2, return_tokens_as_token_ids=True)
             ids = story_tokens()[:2]
@@ -278,6 +281,7 @@ def test_parameters_reach_the_rank() -> None:
 
 ODD: dict[str, Any] = {
     "user": "somebody",
+    "vllm_xargs": None,
     "metadata": {"a": "b"},
     "store": True,
     "service_tier": "auto",
@@ -357,5 +361,50 @@ def test_a_prediction_reaches_the_rank_as_tokens() -> None:
             body = {"model": MODEL, "messages": MESSAGES, "prediction": prediction}
             wrong = await s.post("/v1/chat/completions", body)
             assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prediction.content[0].type"
+
+    asyncio.run(run())
+
+
+def test_what_is_ignored_is_named() -> None:
+    async def run() -> None:
+        async with server() as s:
+            answer = await s.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **ODD, "bünt": 1})
+            assert answer.headers["x-ignored-fields"] == "no_such_field, b?nt"
+            body = {"messages": MESSAGES, "max_tokens": 1, "stream": True, "reasoning_format": "none"}
+            streamed = await s.post("/v1/chat/completions", body)
+            assert streamed.headers["x-ignored-fields"] == "reasoning_format"
+            large = {"prompt": "a " * 50, "max_tokens": 1, "user": "x" * 20_000, "mode": "fast"}
+            assert (await s.post("/v1/completions", large)).headers["x-ignored-fields"] == "mode"
+            refused = await s.post("/v1/completions", {**large, "guided_json": {}})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "guided_json"
+            assert "x-ignored-fields" not in (await s.post("/v1/completions", {"prompt": "a", "user": "b"})).headers
+
+    asyncio.run(run())
+
+
+def test_usage_while_it_streams() -> None:
+    """As vLLM counts: nothing when the role is said, and no usage unless include_usage asks for it."""
+
+    async def run() -> None:
+        async with server() as s:
+            both = {"include_usage": True, "continuous_usage_stats": True}
+            events = await s.events("/v1/chat/completions", stream_options=both)
+            assert [event["usage"]["completion_tokens"] for event in events[:2]] == [0, 1]
+            assert events[-1]["choices"] == []
+            off = {"include_usage": False, "continuous_usage_stats": True}
+            for path in ("/v1/chat/completions", "/v1/completions"):
+                assert not any("usage" in event for event in await s.events(path, stream_options=off))
+
+    asyncio.run(run())
+
+
+def test_any_role_goes_to_the_template_and_what_was_not_asked_for_is_null() -> None:
+    async def run() -> None:
+        async with server() as s:
+            body = await s.chat(messages=[{"role": "wizard", "content": "Abra"}], max_tokens=1)
+            assert last_prompt(s).startswith("wizard: Abra")
+            assert body["prompt_logprobs"] is None and body["prompt_token_ids"] is None
+            (choice,) = (await s.complete(max_tokens=1))["choices"]
+            assert choice["prompt_logprobs"] is None and choice["token_ids"] is None
 
     asyncio.run(run())

@@ -126,7 +126,7 @@ class Simulation:
     def _file(self, name: str) -> FakeFile:
         if name == "ready":
             return FakeFile(lambda: b"http://fake" if self.front.ready_since >= 0 else None)
-        if "-" not in name:
+        if "-" not in name or name == "beat-front":
             return FakeFile(lambda: None)
         kind, _, number = name.partition("-")
         rank = int(number)

@@ -1,0 +1,1 @@
+"""Other systems that start one process per node: what they are given, and where its process finds its place."""

@@ -20,6 +20,7 @@ from server.api.params import either
 from server.errors import bad_request
 
 MAX_TOOLS = 1024
+WHITESPACE = " ?"  # between the tokens of JSON in forced calls: what models write, and no room to go on with spaces
 NAME = re.compile(r"[^\s<>{}\"'`\\]{1,256}")
 
 
@@ -83,7 +84,9 @@ class OutputFormats:
         for functions in (list(use.callable), loose):
             try:
                 tag = forced_calls(functions, format, self._tokenizer.special_tokens, required=use.mode == "required")
-                params = StructuredOutputsParams(structural_tag=tag, after_token_ids=after)
+                params = StructuredOutputsParams(
+                    structural_tag=tag, after_token_ids=after, whitespace_pattern=WHITESPACE
+                )
                 checked_grammar(params, self._tokenizer)
             except ValueError as error:
                 message = message or str(error)
@@ -92,13 +95,16 @@ class OutputFormats:
         raise bad_request(f"tools: {message}", "tools", "invalid_value")
 
     def of(self, use: ToolUse, prompt: str, goes_on: str | None) -> OutputFormat | None:
-        """goes_on: the text of the message that the output goes on with."""
+        """goes_on: the text of the message that the output goes on with. A function that is named is called once."""
         calls, reasoning = self._families
         calls = calls if use.mode != "none" else ""
         if not (calls or reasoning):
             return None
         found = OutputFormat(
-            calls=calls, reasoning=reasoning, max_calls=0 if use.parallel else 1, tools=use.schemas if calls else {}
+            calls=calls,
+            reasoning=reasoning,
+            max_calls=1 if use.named or not use.parallel else 0,
+            tools=use.schemas if calls else {},
         )
         return found.after(prompt) if goes_on is None else found.going_on(goes_on)
 

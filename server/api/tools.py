@@ -76,23 +76,24 @@ class OutputFormats:
         any objects. None: the model may choose, in a format whose calls have no grammar then. ApiError 400."""
         if use.mode == "auto" and not use.limited and not can_trigger(format, self._tokenizer.special_tokens):
             return None
-        after: tuple[int, ...] = ()
-        if format.begins_reasoning or (format.begins_reasoning is None and format.assumes_reasoning):
-            after = tuple(self._tokenizer.encode(format.end_of_reasoning, add_special_tokens=False))
-        loose = [function if function.get("strict") else {"name": function["name"]} for function in use.callable]
+        loose = [function if function.get("strict") else _loose(function) for function in use.callable]
         message = ""
         for functions in (list(use.callable), loose):
             try:
                 tag = forced_calls(functions, format, self._tokenizer.special_tokens, required=use.mode == "required")
-                params = StructuredOutputsParams(
-                    structural_tag=tag, after_token_ids=after, whitespace_pattern=WHITESPACE
-                )
+                params = StructuredOutputsParams(structural_tag=tag, whitespace_pattern=WHITESPACE)
                 checked_grammar(params, self._tokenizer)
             except ValueError as error:
                 message = message or str(error)
             else:
                 return params
         raise bad_request(f"tools: {message}", "tools", "invalid_value")
+
+    def end_of_reasoning(self, format: OutputFormat | None) -> list[int]:
+        """The tokens behind which a constraint of the output begins; none: at once."""
+        if format is None or not format.starts_with_reasoning:
+            return []
+        return self._tokenizer.encode(format.end_of_reasoning, add_special_tokens=False)
 
     def of(self, use: ToolUse, prompt: str, goes_on: str | None) -> OutputFormat | None:
         """goes_on: the text of the message that the output goes on with. A function that is named is called once."""
@@ -152,6 +153,17 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         field = f"{where}.function.parameters"
         raise bad_request(f"{field} must be a JSON schema, which is an object", field, "invalid_value")
     return function
+
+
+def _loose(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The function with its parameters' names, of any type."""
+    schema = function.get("parameters") or {}
+    properties, required = schema.get("properties"), schema.get("required")
+    parameters: dict[str, Any] = {"type": "object"}
+    if isinstance(properties, Mapping):
+        parameters["properties"] = {key: {} for key in properties}
+        parameters["required"] = [key for key in required if key in properties] if isinstance(required, list) else []
+    return {"name": function["name"], "parameters": parameters}
 
 
 def _choice(choice: object, functions: Mapping[str, Any]) -> tuple[Literal["none", "auto", "required"], list[str]]:

@@ -215,10 +215,7 @@ class Intake:
 
     def _responses(self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool) -> Prompts:
         chat, items = responses.to_chat(body, msgspec.json.decode(earlier) if earlier else [])
-        try:
-            prompts = self._shortened(chat, vocab_size, serving, body.truncation == "auto")
-        except ApiError as error:
-            raise responses.renamed(error) from None
+        prompts = self._shortened(chat, vocab_size, serving, body.truncation == "auto")
         body.input = None
         prompts.responses = body
         if body.store is not False:
@@ -249,10 +246,7 @@ class Intake:
                 last = middle
 
     def _messages(self, body: MessagesRequest, vocab_size: int, serving: bool, counts: bool) -> Prompts | Answered:
-        try:
-            prompts = self._chat(messages.to_chat(body, counts), vocab_size, serving or counts)
-        except ApiError as error:
-            raise messages.renamed(error) from None
+        prompts = self._chat(messages.to_chat(body, counts), vocab_size, serving or counts)
         if counts:
             assert prompts.token_ids is not None
             return Answered(_encode({"input_tokens": len(unpack(prompts.token_ids[0]))}))

@@ -231,6 +231,7 @@ class Answer(Response):
         record.params, record.num_choices = job.prompts[0].params, job.num_choices
         record.prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
         flight = service.flights.open(job.request_id, job.num_choices)
+        flight.answer_id = job.answer_id
         flight.prompt_ids = [prompt.request_id for prompt in job.prompts]
         failure: ApiError | None = None
         body: object = None

@@ -75,7 +75,6 @@ class Prompts(msgspec.Struct, tag=True, kw_only=True):
     format: OutputFormat | None = None
     named_tool: bool = False
     structured_outputs: StructuredOutputsParams | None = None  # that forces calls of tools
-    end_of_reasoning: list[int] = []
     prediction: bytes = b""  # packed too
     ignored: list[str] = []  # fields that are unknown
 
@@ -209,8 +208,7 @@ class Intake:
             prediction=_pack(prediction),
             format=format,
             named_tool=use.named,
-            structured_outputs=self._formats.forced(use, format) if use.forced and format is not None else None,
-            end_of_reasoning=self._formats.end_of_reasoning(format),
+            structured_outputs=self._formats.grammar(use, format, body),
         )
 
     def _responses(self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool) -> Prompts:

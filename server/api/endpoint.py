@@ -19,7 +19,8 @@ from server.api.messages import MessagesRequest
 from server.api.openai import GenerationRequest, Usage
 from server.api.params import either
 from server.api.responses import ResponsesRequest
-from server.errors import ApiError, bad_request, unavailable
+from server.api.structured import structured_outputs
+from server.errors import ApiError, unavailable
 from server.intake import GeneratingKind, Prompts, unpack
 from server.logs import Record
 from server.service import Service, record_of
@@ -43,8 +44,8 @@ class Taken(Generic[Body]):
     prediction: list[int]
     format: OutputFormat | None
     named_tool: bool
-    structured_outputs: StructuredOutputsParams | None  # that forces calls of tools
-    end_of_reasoning: list[int]
+    structured_outputs: StructuredOutputsParams | None
+    structured_field: str  # which says that
     source: ResponsesRequest | MessagesRequest | None  # what became this body
     items: bytes
 
@@ -67,6 +68,7 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
+    structured, field = await structured_outputs(body, found.structured_outputs, found.format, service.tokenizer)
     return Taken(
         body=body,
         model=found.model,
@@ -76,8 +78,8 @@ async def take(
         prediction=unpack(found.prediction),
         format=found.format,
         named_tool=found.named_tool,
-        structured_outputs=found.structured_outputs,
-        end_of_reasoning=found.end_of_reasoning,
+        structured_outputs=structured,
+        structured_field=field,
         source=found.responses or found.messages,
         items=found.items,
     )
@@ -89,7 +91,9 @@ def make_job(
     """names: what fields are called in this request where the engine has another name. shown: other fields of Job.
     ApiError 400."""
     body = taken.body
-    params = _constrained(params, taken)
+    if taken.structured_outputs is not None:
+        params = msgspec.structs.replace(params, structured_outputs=taken.structured_outputs)
+        names = {**names, "structured_outputs": taken.structured_field}
     options = body.stream_options
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
     return Job(
@@ -113,20 +117,6 @@ def make_job(
 
 def counts(prompt: int, output: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-
-
-def _constrained(params: SamplingParams, taken: Taken[Body]) -> SamplingParams:
-    """Forced calls, or what else the output must be: behind its reasoning. ApiError 400 for both together."""
-    forced, wanted = taken.structured_outputs, params.structured_outputs
-    if forced is not None and wanted is not None:
-        message = "tools: calls that a grammar makes and another form of the output exclude each other"
-        raise bad_request(message, "tools", "invalid_value")
-    wanted = forced or wanted
-    if wanted is None:
-        return params
-    if not wanted.after_token_ids:
-        wanted = msgspec.structs.replace(wanted, after_token_ids=tuple(taken.end_of_reasoning))
-    return msgspec.structs.replace(params, structured_outputs=wanted)
 
 
 class ChunkWriter:

@@ -55,6 +55,7 @@ QUICK = {
     "trace_overhead.py": Small("", ("plain_us", "recorded_us", "extra_us")),
 }
 LONG = {
+    "bench_streams.py": Small("--json --tokens 8 --ranks 1,2", ("ranks", "request", "first_s", "tokens_per_s")),
     "bench_speculation.py": Small(
         "--json --cases prediction --streams 1 --tokens 16 --repeats 1", ("method", "streams", "k_mean", "ratio")
     ),

@@ -14,6 +14,11 @@ class ServerConfig:
     api_key_digests: tuple[str, ...] = ()  # none: no key is asked
     admin_key_digests: tuple[str, ...] = ()  # none: admin routes answer 403
     chat_template: str | None = None  # text of a template that replaces the model's
+    tool_call_parser: str | None = (
+        None  # a family of front/chat/families.py; None: what the chat template says; "": none
+    )
+    reasoning_parser: str | None = None  # the same
+    enable_auto_tool_choice: bool = True  # false: calls only where a request requires them
     use_generation_config: bool = True  # defaults of sampling from the model's generation_config.json
     max_body_bytes: int = 8 << 20
     max_inflight_bytes: int = 256 << 20  # bodies of all requests in flight together; beyond it: 503 with Retry-After

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from configs.env import read_env
 from configs.gpu import Exchange, Gpu, chosen_device, find_gpus, find_rdma
 from configs.hosts import Hosts, as_one
 from configs.machine import Machine, ModelNumbers, this_machine
-from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
+from configs.resolve import DEFAULT_BATCHED_TOKENS, HALF_BYTES, QUANTIZED_BYTES, resolve
 from configs.store import with_cache
 from engine.overlap.memory import with_memory
 from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation
@@ -29,8 +29,10 @@ from ep.requirements import (
     refusal,
     split_pair,
 )
-from layers.identity import MAX_HEADER_BYTES, identify
+from layers.gguf.header import read_header
+from layers.identity import GGUF_INDEX, MAX_HEADER_BYTES, identify
 from models.facts import ModelFacts
+from models.gguf.directory import SUFFIX, is_gguf, model_directory
 from models.registry import read_config
 from models.tiny import CHECKPOINT
 from native import Isa, best_isa, measured, why_absent
@@ -38,6 +40,12 @@ from native.library import library_path
 from store.key import weights_key
 from store.numa import nodes, store_nodes
 
+_EMBEDDING = "model.embed_tokens.weight"
+_KEPT_BYTES = {
+    "Q4_0": HALF_BYTES,
+    **dict.fromkeys(("Q4_1", "Q4_K"), HALF_BYTES + 2 / 32),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"), QUANTIZED_BYTES),
+}  # of a number in GGUF's blocks
 EMBEDDED_NAME = "moesaic-tiny"
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 
@@ -47,9 +55,14 @@ def make_plan(
 ) -> Plan:
     """hosts: some of the ranks are on other machines. alone: as for `resolve`. Raises ValueError, one line that names
     the file or the field, for whatever cannot be served."""
-    path = Path(config.model) if config.model else CHECKPOINT
+    path = asked_path(config.model)
+    if is_gguf(path):
+        path = model_directory(path, read_env().cache_root / "gguf")
     if not path.is_dir():
-        raise ValueError(f"model {config.model!r} is not a directory (models are read from disk; there is no download)")
+        raise ValueError(
+            f"model {config.model!r} is not a directory, nor a .gguf file (models are read from disk; there is no "
+            "download)"
+        )
     name = config.model or EMBEDDED_NAME
     files = identify(path)  # before anything is read of them
     facts = read_config(path, config.hf_overrides)
@@ -76,6 +89,11 @@ def make_plan(
     plan = with_speculation(plan, config, speculation, why_drafts, read_env().cache_root)
     plan = _with_weights(_with_unserved(plan, facts), config)
     return with_memory(plan, read_env().cache_root)
+
+
+def asked_path(model: str | None) -> Path:
+    """None: the embedded model's."""
+    return Path(model) if model else CHECKPOINT
 
 
 def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
@@ -201,8 +219,10 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     total = experts = fp8_experts = 0
     halves = ""
     by_dtype: dict[str, int] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        for key, dtype, size in _tensors(file):
+    if (path / GGUF_INDEX).is_file() and facts.num_experts:
+        halves = "mixed"
+    for file in sorted((*path.glob("*.safetensors"), *path.glob("*.gguf"))):
+        for key, dtype, size in _gguf_tensors(path, file) if file.suffix == SUFFIX else _tensors(file):
             known = facts.key_names(key)
             if known is None:  # of a part that is not served
                 continue
@@ -210,11 +230,11 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
             total += size
             experts += size if ".mlp.experts." in known else 0
             fp8_experts += size if ".mlp.experts." in known and dtype == "F8_E4M3" else 0
-            if ".mlp.experts." in known and known.endswith(("_packed", "_blocks")):
-                halves = "int4" if known.endswith("_packed") else "mxfp4"
+            if ".mlp.experts." in known and known.endswith(("_packed", "_blocks", ".qweight")):
+                halves = "mxfp4" if known.endswith("_blocks") else "int4"
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
     if not by_dtype:
-        raise ValueError(f"{path}: no *.safetensors file with tensors in it")
+        raise ValueError(f"{path}: no *.safetensors or *.gguf file with tensors in it")
     common = max(by_dtype, key=lambda dtype: by_dtype[dtype])
     held: Dtype = "float32" if common == "F32" else "bfloat16"
     return ModelNumbers(
@@ -237,11 +257,30 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     )
 
 
+def step_rows(plan: Plan) -> tuple[int, int]:
+    """What a decode step of a rank with all its sequences sends: bytes of their rows, once, and in how many layers."""
+    facts = read_config(Path(plan.model_path), plan.hf_overrides)
+    return plan.max_num_seqs * facts.hidden_size * (4 if plan.dtype == "float32" else 2), facts.num_moe_layers
+
+
+def _gguf_tensors(directory: Path, file: Path) -> Iterator[tuple[str, str, int]]:
+    """The same of a GGUF file: weights of fewer bits as they are kept in memory (layers/gguf/blocks.py), but for the
+    embedding, which is widened."""
+    header = read_header(file)
+    names = json.loads((directory / GGUF_INDEX).read_text(encoding="utf-8"))["tensors"]
+    for name, (key, part, _) in names.items():
+        tensor = header.tensors[key]
+        numbers = math.prod(tensor.shape if part is None else tensor.shape[1:])
+        wide = tensor.kind not in _KEPT_BYTES or name == _EMBEDDING
+        each = (4 if tensor.kind == "F32" else 2) if wide else _KEPT_BYTES[tensor.kind]
+        yield name, "F32" if tensor.kind == "F32" else "BF16", int(numbers * each)
+
+
 def _widening(key: str, dtype: str) -> int:
     """How many times as many bytes the weight takes in bfloat16. Scales of packed weights take none."""
     if dtype.startswith("F8"):
         return 2
-    if key.endswith(("_packed", "_blocks")):  # two numbers a byte
+    if key.endswith(("_packed", "_blocks", ".qweight")):  # two numbers a byte
         return 4
     return 0 if key.endswith("_scales") and dtype == "U8" else 1
 

@@ -15,7 +15,7 @@ from native.linear import linear
 
 
 class LMHead(Linear):
-    """weight [V, D], or another layer's (the embedding's), which stays as it is; bias [V] or None."""
+    """weight [V, D], or another layer's (the embedding's), which stays as it is: packed is a copy; bias [V] or None."""
 
     def __init__(
         self,
@@ -27,17 +27,17 @@ class LMHead(Linear):
         bias: bool = False,
     ) -> None:
         super().__init__(hidden_size, 0 if tied is not None else vocab_size, False, dtype, device)
-        self.tied = tied
+        self._tied = (tied,)  # no parameter of this layer: it is another's
         self.bias = parameter((vocab_size,), dtype, device) if bias else None
+
+    @property
+    def tied(self) -> Tensor | None:
+        return self._tied[0]
 
     @property
     def matrix(self) -> Tensor:
         """[V, D], while it is not packed."""
         return self.weight if self.tied is None else self.tied
-
-    @property
-    def can_pack(self) -> bool:
-        return self.tied is None and super().can_pack
 
     @property
     def is_faster_packed(self) -> bool:

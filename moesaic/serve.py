@@ -10,12 +10,17 @@ from typing import Any
 
 import click
 
-from configs.env import read_env
+from configs.engine import Plan
+from configs.env import interface_variables, read_env
 from configs.server import ServerConfig
 from engine.plan import make_plan
 from engine.process.console import guard_console, say_text
 from engine.process.orphan import die_with_parent
+from front.chat.families import REASONING_PARSERS, TOOL_PARSERS
+from launch.doctor.machine import Machine
+from launch.doctor.run import Doctor, refusal
 from launch.head import HeadSupervisor
+from launch.launchers.place import Place
 from launch.remote import RemoteSupervisor
 from launch.supervisor import Supervisor
 from moesaic.host_options import host_options, take_hosts
@@ -28,6 +33,22 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
 @click.option("--api-key", multiple=True, help="Key that clients must send; repeatable; or MOESAIC_API_KEY.")
 @click.option("--admin-api-key", multiple=True, help="Key for admin routes; or MOESAIC_ADMIN_KEY.")
 @click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="File that replaces the model's.")
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice([*TOOL_PARSERS, "none"]),
+    help="Format in which the model calls tools; default: what its chat template says.",
+)
+@click.option(
+    "--reasoning-parser",
+    type=click.Choice([*REASONING_PARSERS, "none"]),
+    help="Format of the model's reasoning; default: what its chat template says.",
+)
+@click.option(
+    "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
+    default=True,
+    show_default=True,
+    help="Whether the model may choose to call tools, where a request gives some.",
+)
 @click.option(
     "--generation-config",
     type=click.Choice(["auto", "vllm"]),
@@ -87,15 +108,16 @@ def command(**options: Any) -> None:
         die_with_parent(parent)
     env = read_env()
     startup_timeout = options.pop("startup_timeout")
-    server = _server_config(options, env.api_keys, env.admin_keys)
+    server = server_config(options, env.api_keys, env.admin_keys)
     given = options["model"] or options["model_option"]
-    hosts = take_hosts(options, 1 if given else EMBEDDED_RANKS, startup_timeout)
+    hosts, place = take_hosts(options, 1 if given else EMBEDDED_RANKS, startup_timeout)
     config = engine_config(options)
     plan = make_plan(config, hosts=hosts)
     say_text(
         f"{plan.served_model_names[0]} ({plan.architecture}), {plan.data_parallel_size} rank(s), {plan.dtype}, "
         f"experts over {plan.all2all_backend}"
     )
+    _refuse_early(plan, place)
     name = plan.served_model_names[0]
     if hosts is not None and hosts.headless:
         sys.exit(RemoteSupervisor(plan, hosts, env.runtime_root, startup_timeout).run())
@@ -108,7 +130,16 @@ def command(**options: Any) -> None:
     sys.exit(Supervisor(plan, server, env.runtime_root, startup_timeout, on_ready).run())
 
 
-def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin: tuple[str, ...]) -> ServerConfig:
+def _refuse_early(plan: Plan, place: Place) -> None:
+    """By the quick part of `moesaic doctor`: what would fail later, and say less."""
+    machine = Machine(place.index, plan, variables=interface_variables())
+    reason = refusal(Doctor(machine=machine, model=Path(plan.model_path)))
+    if reason:
+        raise ValueError(f"{reason}; moesaic doctor says more")
+
+
+def server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin: tuple[str, ...]) -> ServerConfig:
+    """Removes the options that it is made of."""
     template = options.pop("chat_template")
     record_dir, profile_dir = options.pop("eplb_record_dir"), options.pop("profile_dir")
     return ServerConfig(
@@ -117,6 +148,9 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         api_key_digests=_digests((*options.pop("api_key"), *env_keys)),
         admin_key_digests=_digests((*options.pop("admin_api_key"), *env_admin)),
         chat_template=Path(template).read_text() if template else None,
+        tool_call_parser=_family(options.pop("tool_call_parser")),
+        reasoning_parser=_family(options.pop("reasoning_parser")),
+        enable_auto_tool_choice=options.pop("enable_auto_tool_choice"),
         use_generation_config=options.pop("generation_config") == "auto",
         max_body_bytes=options.pop("max_request_bytes"),
         max_inflight_bytes=options.pop("max_inflight_bytes"),
@@ -133,6 +167,10 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         log_format=options.pop("log_format"),
         log_requests=options.pop("log_requests"),
     )
+
+
+def _family(name: str | None) -> str | None:
+    return "" if name == "none" else name
 
 
 def _digests(keys: tuple[str, ...]) -> tuple[str, ...]:

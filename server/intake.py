@@ -14,17 +14,12 @@ import msgspec
 
 from configs.engine import Plan
 from configs.server import ServerConfig
+from front.chat.format import OutputFormat
+from front.messages import StructuredOutputsParams
 from front.sampling_params import room_for_output
 from front.text import Tokenizer
-from server.api import messages, responses
-from server.api.conversation import (
-    conversation_cuts,
-    predicted_text,
-    render_messages,
-    template_kwargs,
-    text_of,
-    without,
-)
+from server.api import conversation, messages, responses
+from server.api.conversation import predicted_text, render_messages, template_kwargs, text_of
 from server.api.messages import MessagesRequest
 from server.api.openai import (
     ChatMessage,
@@ -38,6 +33,7 @@ from server.api.openai import (
 )
 from server.api.params import FIELDS, check_chat, check_common, check_completion, either
 from server.api.responses import ResponsesRequest
+from server.api.tools import OutputFormats, tool_use
 from server.api.unknown import check_unknown
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 
@@ -76,6 +72,9 @@ class Prompts(msgspec.Struct, tag=True, kw_only=True):
     model: str
     token_ids: list[bytes] | None = None
     texts: list[str] | None = None
+    format: OutputFormat | None = None
+    named_tool: bool = False
+    structured_outputs: StructuredOutputsParams | None = None  # that forces calls of tools
     prediction: bytes = b""  # packed too
     ignored: list[str] = []  # fields that are unknown
 
@@ -131,6 +130,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._plan = plan
         self._config = config
+        self._formats = OutputFormats(tokenizer, config)
 
     def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool, earlier: bytes = b"") -> Taken:
         """What is wrong with it comes back as Refused. serving: false: a generating request is looked at, and no
@@ -181,12 +181,14 @@ class Intake:
     def _chat(self, body: ChatRequest, vocab_size: int, serving: bool) -> Prompts:
         model = self._checked(body, vocab_size)
         check_chat(body)
+        use = tool_use(body)
+        self._formats.check(use)
         messages, kwargs = body.messages, template_kwargs(body)
         expected, body.prediction = body.prediction, None
-        body.messages, body.chat_template_kwargs = [], None
+        body.messages, body.chat_template_kwargs, body.tools = [], None, None
         if not serving:
             return Prompts(chat=body, model=model)
-        text = self._rendered(messages, body.add_generation_prompt, body.continue_final_message, kwargs)
+        text = self._rendered(messages, body.add_generation_prompt, body.continue_final_message, kwargs, use.tools)
         cut = body.truncate_prompt_tokens
         (token_ids,) = self._encode([text], either(body.add_special_tokens, False), "messages", fitting=cut is None)
         wanted = either(body.max_completion_tokens, body.max_tokens)
@@ -196,14 +198,22 @@ class Intake:
         last = messages[-1]
         texts = [text_of(last, len(messages) - 1)] if body.echo and last.role == "assistant" else None
         tokens, prediction = [_pack(token_ids)], prediction[: self._plan.max_model_len]
-        return Prompts(chat=body, model=model, token_ids=tokens, texts=texts, prediction=_pack(prediction))
+        goes_on = text_of(last, len(messages) - 1) if body.continue_final_message else None
+        format = self._formats.of(use, text, goes_on)
+        return Prompts(
+            chat=body,
+            model=model,
+            token_ids=tokens,
+            texts=texts,
+            prediction=_pack(prediction),
+            format=format,
+            named_tool=use.named,
+            structured_outputs=self._formats.grammar(use, format, body),
+        )
 
     def _responses(self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool) -> Prompts:
         chat, items = responses.to_chat(body, msgspec.json.decode(earlier) if earlier else [])
-        try:
-            prompts = self._shortened(chat, vocab_size, serving, body.truncation == "auto")
-        except ApiError as error:
-            raise responses.renamed(error) from None
+        prompts = self._shortened(chat, vocab_size, serving, body.truncation == "auto")
         body.input = None
         prompts.responses = body
         if body.store is not False:
@@ -218,12 +228,12 @@ class Intake:
             own = msgspec.structs.replace(chat, messages=kept, chat_template_kwargs=kwargs)
             return self._chat(own, vocab_size, serving)
 
-        cuts = conversation_cuts(messages) if shortens else [0]
+        cuts = conversation.conversation_cuts(messages) if shortens else [0]
         first, last = 0, len(cuts) - 1  # the smallest cut that fits is among these, or none is
         while True:
             middle = first if first == 0 else (first + last) // 2
             try:
-                prompts = attempt(without(messages, cuts[middle]))
+                prompts = attempt(conversation.without(messages, cuts[middle]))
             except ApiError as error:
                 if error.code != "context_length_exceeded" or middle == len(cuts) - 1:
                     raise
@@ -234,10 +244,7 @@ class Intake:
                 last = middle
 
     def _messages(self, body: MessagesRequest, vocab_size: int, serving: bool, counts: bool) -> Prompts | Answered:
-        try:
-            prompts = self._chat(messages.to_chat(body, counts), vocab_size, serving or counts)
-        except ApiError as error:
-            raise messages.renamed(error) from None
+        prompts = self._chat(messages.to_chat(body, counts), vocab_size, serving or counts)
         if counts:
             assert prompts.token_ids is not None
             return Answered(_encode({"input_tokens": len(unpack(prompts.token_ids[0]))}))
@@ -262,6 +269,7 @@ class Intake:
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
         kwargs: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
     ) -> str:
         return render_messages(
             self._tokenizer,
@@ -270,6 +278,7 @@ class Intake:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             kwargs=kwargs,
+            tools=tools,
         )
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool, field: str, fitting: bool) -> list[list[int]]:

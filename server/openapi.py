@@ -60,6 +60,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/live"): Operation("Whether the process answers."),
     ("GET", "/ready"): Operation("Whether requests are served."),
     ("GET", "/load"): Operation("How much is in flight."),
+    ("GET", "/debug/waits"): Operation("Which ranks wait for which."),
     ("GET", "/metrics"): Operation("Prometheus metrics."),
     ("GET", "/version"): Operation("The server's version."),
     ("GET", "/openapi.json"): Operation("This document."),

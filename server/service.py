@@ -15,6 +15,7 @@ from starlette.types import Scope
 from configs.engine import Plan
 from configs.server import ServerConfig
 from front.async_llm import AsyncLLM
+from front.chat.format import OutputFormat
 from front.messages import SamplingParams
 from front.outputs import Prompt
 from front.sampling_params import resolve, validate
@@ -155,6 +156,7 @@ class Service:
         priority: int,
         cache_salt: str,
         names: Mapping[str, str],
+        format: OutputFormat | None = None,
     ) -> list[Prompt]:
         """Checked, with a name each that no other request in flight has. ApiError 400; names: of fields
         (from_value_error)."""
@@ -166,7 +168,12 @@ class Service:
                 resolved = resolve(params, self.tokenizer, len(token_ids), self.plan.max_model_len)
                 name = f"{request_id}/{serial}.{index}"
                 prompt = Prompt(
-                    request_id=name, token_ids=token_ids, params=resolved, priority=priority, cache_salt=cache_salt
+                    request_id=name,
+                    token_ids=token_ids,
+                    params=resolved,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    format=format,
                 )
                 prompts.append(prompt)
         except ValueError as error:

@@ -33,6 +33,7 @@ def render_messages(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The prompt's text. ApiError 400. chat_template: replaces the model's. add_generation_prompt: true unless said
     otherwise or the last message goes on."""
@@ -51,6 +52,7 @@ def render_messages(
             add_generation_prompt=either(add_generation_prompt, not goes_on),
             continue_final_message=goes_on,
             chat_template=chat_template,
+            tools=list(tools) or None,
             **kwargs,
         )
     except (ValueError, TypeError) as error:

@@ -12,12 +12,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from front.messages import SamplingParams
+from front.chat.format import OutputFormat
+from front.messages import SamplingParams, StructuredOutputsParams
 from server.api.generate import Job
 from server.api.messages import MessagesRequest
 from server.api.openai import GenerationRequest, Usage
 from server.api.params import either
 from server.api.responses import ResponsesRequest
+from server.api.structured import structured_outputs
 from server.errors import ApiError, unavailable
 from server.intake import GeneratingKind, Prompts, unpack
 from server.logs import Record
@@ -40,6 +42,10 @@ class Taken(Generic[Body]):
     token_id_lists: list[list[int]]
     texts: list[str] | None
     prediction: list[int]
+    format: OutputFormat | None
+    named_tool: bool
+    structured_outputs: StructuredOutputsParams | None
+    structured_field: str  # which says that
     source: ResponsesRequest | MessagesRequest | None  # what became this body
     items: bytes
 
@@ -62,8 +68,21 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
-    source = found.responses or found.messages
-    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction), source, found.items)
+    structured, field = await structured_outputs(body, found.structured_outputs, found.format, service.tokenizer)
+    return Taken(
+        body=body,
+        model=found.model,
+        request_id=name,
+        token_id_lists=token_id_lists,
+        texts=found.texts,
+        prediction=unpack(found.prediction),
+        format=found.format,
+        named_tool=found.named_tool,
+        structured_outputs=structured,
+        structured_field=field,
+        source=found.responses or found.messages,
+        items=found.items,
+    )
 
 
 def make_job(
@@ -72,13 +91,16 @@ def make_job(
     """names: what fields are called in this request where the engine has another name. shown: other fields of Job.
     ApiError 400."""
     body = taken.body
+    if taken.structured_outputs is not None:
+        params = msgspec.structs.replace(params, structured_outputs=taken.structured_outputs)
+        names = {**names, "structured_outputs": taken.structured_field}
     options = body.stream_options
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
     return Job(
         request_id=taken.request_id,
         model=taken.model,
         created=int(time.time()),
-        prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names),
+        prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names, taken.format),
         n=params.n,
         stream=either(body.stream, False),
         include_usage=options is not None and either(options.include_usage, False),
@@ -88,6 +110,7 @@ def make_job(
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=either(body.return_token_ids, False),
         tokens_as_ids=either(body.return_tokens_as_token_ids, False),
+        named_tool=taken.named_tool,
         **shown,
     )
 

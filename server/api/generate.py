@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from front.async_llm import AsyncLLM, RequestStream
-from front.chat.events import Content, Event
+from front.chat.events import Content, Event, Message
 from front.front import EngineBusy, EngineDraining, EngineFailed
 from front.outputs import Delta, PositionLogprobs, Prompt
 from server.api.openai import CompletionTokensDetails, Usage, usage
@@ -41,7 +41,8 @@ class Job:
     """What to generate and how to show it. Choices are prompt-major: choice // n is the prompt.
 
     echo: text that stands before the output of each prompt's choices; None: no echo. no_output: max_tokens was 0, so
-    the one token that the engine had to make is not shown. The writer reads the rest.
+    the one token that the engine had to make is not shown. reasoning: it is part of the answer. named_tool: the request
+    named the function that is called. The writer reads the rest.
     """
 
     request_id: str
@@ -60,6 +61,8 @@ class Job:
     no_output: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False
+    reasoning: bool = True
+    named_tool: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -104,6 +107,14 @@ class Choice:
             self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def message(self) -> Message:
+        """All events joined."""
+        joined = Message()
+        for events, _ in self.steps:
+            joined.add(events)
+        return joined
 
 
 def events_of(delta: Delta) -> list[Event]:
@@ -220,6 +231,7 @@ class Answer(Response):
         record.params, record.num_choices = job.prompts[0].params, job.num_choices
         record.prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
         flight = service.flights.open(job.request_id, job.num_choices)
+        flight.answer_id = job.answer_id
         flight.prompt_ids = [prompt.request_id for prompt in job.prompts]
         failure: ApiError | None = None
         body: object = None
@@ -352,6 +364,7 @@ class _Counter:
             record.output_tokens += len(delta.token_ids)
             record.accepted_drafts += delta.num_accepted
             record.rejected_drafts += delta.num_rejected
+            record.reasoning_tokens += delta.num_reasoning
             if delta.finish_reason is not None:
                 record.finish = delta.finish_reason
                 self.num_open -= 1
@@ -367,11 +380,11 @@ class _Counter:
 
 
 def _usage(record: Record) -> Usage:
-    drafts = CompletionTokensDetails(record.accepted_drafts, record.rejected_drafts)
-    return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens, drafts)
+    details = CompletionTokensDetails(record.accepted_drafts, record.rejected_drafts, record.reasoning_tokens)
+    return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens, details)
 
 
 def _hide(delta: Delta) -> None:
-    delta.text, delta.token_ids, delta.logprobs = "", [], None
+    delta.text, delta.token_ids, delta.logprobs, delta.events = "", [], None, None
     if delta.finish_reason == "stop":
         delta.finish_reason, delta.stop_reason = "length", None

@@ -13,7 +13,7 @@ from server.errors import ApiError, bad_request
 Json = dict[str, Any]
 UNSTABLE = "x-anthropic-"  # clients put a line that begins so, and changes, in front of the system text
 MIN_BUDGET = 1024
-_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
+_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format"}
 _SAMPLING = ("temperature", "top_p", "top_k", "stream", "seed", "min_p", "cache_salt", "priority", "ignore_eos")
 
 
@@ -99,10 +99,11 @@ def to_chat(body: MessagesRequest, counts: bool = False) -> ChatRequest:
 
 def renamed(error: ApiError) -> ApiError:
     """An error about the chat request, in the words of the one that came."""
-    param = error.param
-    if param in _NAMES:
-        error.param = _NAMES[param]
-        error.message = error.message.replace(param, error.param, 1)
+    for name, own in _NAMES.items():
+        if error.param is not None and error.param.partition(".")[0] == name:
+            error.param = own + error.param.removeprefix(name)
+            error.message = error.message.replace(name, own, 1)
+            break
     return error
 
 

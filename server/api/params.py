@@ -51,10 +51,6 @@ def check_common(request: GenerationRequest, config: ServerConfig, priorities: b
         raise bad_request("priority needs a server started with --scheduling-policy priority", "priority")
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         raise bad_request(f"seed must fit in 64 bits, got {request.seed}", "seed")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise not_yet("response_format", "response_format other than text")
-    if request.structured_outputs is not None:
-        raise not_yet("structured_outputs")
     if request.use_beam_search:
         raise not_yet("use_beam_search")
 
@@ -82,12 +78,8 @@ def check_completion(request: CompletionRequest) -> None:
 def check_chat(request: ChatRequest) -> None:
     if not request.messages:
         raise bad_request("messages must not be empty", "messages")
-    if request.tools is not None:
-        raise not_yet("tools")
     if request.functions is not None:
-        raise not_yet("functions")
-    if request.tool_choice is not None and request.tool_choice != "none":
-        raise not_yet("tool_choice")
+        raise not_yet("functions", "functions (tools have taken its place)")
     if request.chat_template is not None:
         raise not_yet("chat_template", "chat_template in a request")
     if request.top_logprobs is not None and not request.logprobs:

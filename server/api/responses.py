@@ -19,7 +19,6 @@ SEALED = "moesaic:"  # encrypted_content of ours begins so
 Json = dict[str, Any]
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
-# Hosted tools: there is nothing here that could run them, and clients offer them unasked.
 _CUSTOM_PARAMETER = "input"
 
 
@@ -115,10 +114,11 @@ def to_chat(body: ResponsesRequest, earlier: Sequence[Json]) -> tuple[ChatReques
 
 def renamed(error: ApiError) -> ApiError:
     """An error about the chat request, in the words of the one that came."""
-    param = error.param
-    if param in _NAMES:
-        error.param = _NAMES[param]
-        error.message = error.message.replace(param, error.param, 1)
+    for name, own in _NAMES.items():
+        if error.param is not None and error.param.partition(".")[0] == name:
+            error.param = own + error.param.removeprefix(name)
+            error.message = error.message.replace(name, own, 1)
+            break
     return error
 
 
@@ -259,9 +259,8 @@ def _tools(body: ResponsesRequest) -> Json:
     if isinstance(choice, dict):
         kind, name = choice.get("type"), choice.get("name")
         if kind == "allowed_tools":
-            allowed = {tool.get("name") for tool in choice.get("tools") or ()}
-            tools = [tool for tool in tools if tool["function"]["name"] in allowed]
-            choice = choice.get("mode") or "auto"
+            named = [{"type": "function", "name": tool.get("name")} for tool in choice.get("tools") or ()]
+            choice = {"type": kind, "mode": choice.get("mode"), "tools": named}
         elif kind in ("function", "custom"):
             if not any(tool["function"]["name"] == name for tool in tools):
                 raise bad_request(f"tool_choice: no tool is named {name!r:.80}", "tool_choice", "invalid_value")

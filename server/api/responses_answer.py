@@ -100,6 +100,8 @@ class ResponsesWriter:
 
     def _text(self, kind: str, text: str) -> None:
         if self._open is None or self._open["type"] != kind:
+            if text.isspace() and self._items:
+                return  # line breaks between items
             self._close("completed")
             if kind == "message":
                 item: Json = {"id": self._name("msg"), "type": "message", "role": "assistant"}

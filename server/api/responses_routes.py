@@ -16,7 +16,7 @@ from server.api.chat import chat_job
 from server.api.endpoint import take
 from server.api.generate import Answer, Job, as_api_error
 from server.api.openai import ChatRequest
-from server.api.responses import ResponsesRequest
+from server.api.responses import ResponsesRequest, renamed
 from server.api.responses_answer import ResponsesWriter
 from server.api.stored import ResponseStore, Stored
 from server.errors import ApiError, bad_request
@@ -48,10 +48,13 @@ class Responses:
 
     async def answer(self, request: Request) -> Response:
         earlier = await self._earlier(request)
-        taken = await take(self._service, request, "responses", ChatRequest, earlier)
+        try:
+            taken = await take(self._service, request, "responses", ChatRequest, earlier)
+            job = chat_job(self._service, taken, f"resp_{uuid.uuid4().hex}", NAMES)
+        except ApiError as error:
+            raise renamed(error) from None
         source = taken.source
         assert isinstance(source, ResponsesRequest)
-        job = chat_job(self._service, taken, f"resp_{uuid.uuid4().hex}", NAMES)
         keeps = source.store is not False
         items: list[Json] = msgspec.json.decode(taken.items) if keeps else []
 
@@ -144,6 +147,7 @@ class Responses:
         record = Record(outer.request_id, outer.method, "/v1/responses (background)", 200, model=job.model)
         record.params, record.num_choices = job.prompts[0].params, 1
         record.prompt_tokens = len(job.prompts[0].token_ids)
+        flight.answer_id = job.answer_id
         flight.prompt_ids = [job.prompts[0].request_id]
         status = "cancelled"
         error: Json | None = None

@@ -127,15 +127,15 @@ def _prefill_cadence(
     if config.prefill_cadence != "auto":
         why["prefill_cadence"] = "as asked"
         return config.prefill_cadence == "on"
-    local = config.data_parallel_size_local or config.data_parallel_size
-    own = machine.gpu is not None or local * threads <= machine.cores
-    several = config.data_parallel_size > 1 and model.num_experts > 0
+    ranks = config.data_parallel_size
+    own = machine.gpu is not None or ranks * threads <= machine.cores
+    several = ranks > 1 and model.num_experts > 0
     reason = "a step takes as long as its slowest rank: prompts come to all ranks in the same steps"
     if not several:
         reason = "no rank waits for the prompts of others"
     elif not own:
         reason = (
-            f"{local} ranks of {threads} thread(s) share {machine.cores} core(s): prompts at once take turns anyway"
+            f"{ranks} ranks of {threads} thread(s) share {machine.cores} core(s): prompts at once take turns anyway"
         )
     why["prefill_cadence"] = reason
     return several and own

@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
+CLIENTS := $(VENV)/clients
 REAL   := $(VENV)/real-weights
 # One for each core, whole files at a time: what a file's tests share is made once. The order is that of tests/conftest.py.
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder
@@ -11,7 +12,7 @@ WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 # The hundreds of processes that tests start would each compile the same files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve chat test test-all real check format bench native clean
+.PHONY: serve chat test test-all real clients check format bench native clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +44,14 @@ real: $(DEV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt --editable '.[dev,real]'
 	$(BIN)/python benchmarks/real_weights.py --out $(REAL)
 	$(BIN)/python -m pytest tests/real --real-weights $(REAL)
+
+# Clients from the registries, once, in an environment of their own; then a round trip of each.
+clients: $(DEV)
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])')
+	command -v npm > /dev/null && npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/node openai || true
+	$(BIN)/python -m pytest -m clients
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

@@ -221,6 +221,17 @@ class CacheManager:
         assert self._records is not None and sequence.held.state is not None
         return self._records.schedule(sequence.held.state)
 
+    def kept_inputs(self, sequence: Sequence) -> int:
+        """How many accepted tokens, whose inputs the record keeps, the sequence's next step begins with. To be asked
+        before `schedule_state`."""
+        state = sequence.held.state
+        return 0 if state is None or state.pending else state.num_kept
+
+    def keep_inputs(self, sequence: Sequence, count: int) -> None:
+        """So many drafts of the step that was committed last were accepted."""
+        if sequence.held.state is not None:
+            sequence.held.state.num_kept = count
+
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """The first num_tokens tokens are computed and accepted: make their full blocks findable, and give back what is
         behind a window.

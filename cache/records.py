@@ -6,6 +6,10 @@ written. A step reads a sequence's current record and writes a free one, which b
 tokens are released. So a step that was dropped has changed nothing, and a state that stood at the end of a block can be
 kept as a checkpoint without copying it. Steps run in the order of their schedules on one device, so a record may be
 handed out again as soon as no later schedule reads it.
+
+A step with drafts writes the state behind the last token that is certain, and keeps in the same record what it has
+projected of the drafts. Those that were accepted come first in the sequence's next step, which moves the state by them.
+A checkpoint is such a record too: of its kept inputs none is used.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ class StateRecords:
     def commit(self, state: SequenceState, key: bytes | None = None) -> None:
         """The oldest scheduled step is done: what it wrote is current. key: keep it as a checkpoint."""
         self._release(state.current)
-        state.current = state.pending.popleft()
+        state.current, state.num_kept = state.pending.popleft(), 0
         if key is not None and self._num_checkpoints and key not in self._key_to_record:
             while len(self._key_to_record) >= self._num_checkpoints:
                 self._release(self._key_to_record.popitem(last=False)[1])
@@ -62,7 +66,7 @@ class StateRecords:
     def end(self, state: SequenceState) -> None:
         self.drop_pending(state)
         self._release(state.current)
-        state.current = ZEROS
+        state.current, state.num_kept = ZEROS, 0
 
     def forget_checkpoints(self) -> None:
         while self._key_to_record:
@@ -96,10 +100,12 @@ class StateRecords:
 
 
 class SequenceState:
-    """current: the record after the last token released. pending: what steps in flight write, oldest first."""
+    """current: the record after the last token released, or before the last num_kept of them, whose inputs it keeps.
+    pending: what steps in flight write, oldest first."""
 
-    __slots__ = ("current", "pending")
+    __slots__ = ("current", "num_kept", "pending")
 
     def __init__(self, current: int) -> None:
         self.current = current
+        self.num_kept = 0
         self.pending: deque[int] = deque()

@@ -42,7 +42,7 @@ def blocks_within(
     left = num_bytes - fixed_bytes(spec, most) + most.num_window_blocks * windows
     paged = bytes_per_token(spec) * block_size
     blocks = max(0, left) // max(1, paged + windows)
-    if blocks <= most.num_window_blocks:
+    if not blocks or blocks < most.num_window_blocks:
         return blocks
     return (left - most.num_window_blocks * windows) // paged if paged else UNBOUNDED
 

@@ -19,6 +19,7 @@ MAX_RANKS = 62  # those that can share memory (ep/transport/shm_group.py)
 Dtype = Literal["float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8"]
 ExpertFormat = Literal["plain", "fp8", "int8", "mxfp4", "int4"]
+Quantization = Literal["fp8", "int8", "int4", "mxfp4"]
 Policy = Literal["fcfs", "priority"]
 GraphMode = Literal["none", "piecewise", "full_decode_only", "full_and_piecewise"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -64,7 +65,7 @@ class EngineConfig:
     moe_backend: str = "auto"  # a name of moe_kernels/backends.py
     cudagraph_mode: Literal["auto", "none", "piecewise", "full_decode_only", "full_and_piecewise"] = "auto"
     cudagraph_capture_sizes: tuple[int, ...] = ()  # rows; (): decided
-    quantization: Literal["fp8", "int8"] | None = None  # of all large matrices, when they are loaded
+    quantization: Quantization | None = None  # of all large matrices, when they are loaded
     weight_cache: str | None = None  # a directory for packed weights, or "off"; None: the user's, of large models
     deterministic: bool = False  # tokens and logprobs do not depend on company, ranks, chunks or threads
     logprobs_mode: LogprobsMode = "raw_logprobs"

@@ -9,7 +9,7 @@ from configs.machine import Machine
 def linear_format(quantization: ExpertFormat | None, machine: Machine, why: dict[str, str]) -> ExpertFormat:
     """Of the matrices outside the experts."""
     if quantization is None:
-        why["linear_format"] = "the dtype of the model"
+        why["linear_format"] = "the dtype of the model; what the checkpoint has in 4 bits stays so"
         return "plain"
     if machine.device == "cuda":
         why["linear_format"] = "the dtype of the model: on a GPU only experts are kept in 8 bits"

@@ -116,8 +116,8 @@ def chosen_device(asked: str, gpu: Gpu | None, reason: str) -> tuple[Literal["cp
 
 def gpu_expert_format(asked: str | None, fp8_checkpoint: bool) -> tuple[ExpertFormat, str]:
     """How experts are kept in a GPU's memory, and why."""
-    if asked == "int8":
-        raise ValueError("quantization int8: the GPU kernels have weights in FP8, not in INT8")
+    if asked not in (None, "fp8"):
+        raise ValueError(f"quantization {asked}: the GPU kernels have weights in FP8 only")
     if asked == "fp8":
         return "fp8", "as asked; on a GPU all other matrices stay in the dtype of the model"
     return ("fp8", "as the checkpoint has them") if fp8_checkpoint else ("plain", "the dtype of the model")

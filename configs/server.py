@@ -14,6 +14,11 @@ class ServerConfig:
     api_key_digests: tuple[str, ...] = ()  # none: no key is asked
     admin_key_digests: tuple[str, ...] = ()  # none: admin routes answer 403
     chat_template: str | None = None  # text of a template that replaces the model's
+    tool_call_parser: str | None = (
+        None  # a family of front/chat/families.py; None: what the chat template says; "": none
+    )
+    reasoning_parser: str | None = None  # the same
+    enable_auto_tool_choice: bool = True  # false: calls only where a request requires them
     use_generation_config: bool = True  # defaults of sampling from the model's generation_config.json
     max_body_bytes: int = 8 << 20
     max_inflight_bytes: int = 256 << 20  # bodies of all requests in flight together; beyond it: 503 with Retry-After
@@ -22,6 +27,8 @@ class ServerConfig:
     max_n: int = 128
     max_stop: int = 16
     max_queued_requests: int = 4096  # beyond it: 503 with Retry-After
+    max_stored_responses: int = 1000  # of /v1/responses that are kept; 0: none
+    max_stored_bytes: int = 64 << 20
     shutdown_timeout: float = 30.0  # SIGTERM: running requests may finish within this
     keep_alive_interval: float = 15.0  # an SSE comment while nothing else is sent; 0: never
     request_timeout: float = 0.0  # 0: none

@@ -33,6 +33,7 @@ from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
 from engine.speculation.build import make_gate, make_speculation
 from engine.speculation.mtp import MtpPasses
+from engine.speculation.plan import speculating
 from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
 from engine.structured.grammars import Grammars
@@ -52,7 +53,7 @@ from layers.identity import check
 from layers.step import StepInput
 from layers.weights import Checkpoint
 from models.base import CausalLM
-from models.facts import ModelFacts, with_drafts
+from models.facts import ModelFacts
 from models.graph_breaks import GraphBreaks
 from models.registry import build, read_config
 from native import Isa, choose, isa, limit_isa, parse
@@ -133,9 +134,7 @@ def build_rank(
 
 def _planned_facts(plan: Plan) -> ModelFacts:
     """Of the model as it is served."""
-    facts = read_config(plan.model_path, plan.hf_overrides)
-    mtp = plan.speculation is not None and plan.speculation.method == "mtp"
-    return with_drafts(facts) if mtp else facts
+    return speculating(read_config(plan.model_path, plan.hf_overrides), plan.speculation)
 
 
 def _model(plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.device) -> CausalLM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from configs.machine import Machine, ModelNumbers, this_machine
 from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
 from configs.store import with_cache
 from engine.overlap.memory import with_memory
-from engine.speculation.plan import default_method, plan_speculation, with_speculation
+from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation
 from ep.requirements import (
     DEVICE_NAMES,
     FEW_TOKENS,
@@ -29,8 +29,10 @@ from ep.requirements import (
     refusal,
     split_pair,
 )
-from layers.identity import MAX_HEADER_BYTES, identify
-from models.facts import ModelFacts, with_drafts
+from layers.gguf.header import read_header
+from layers.identity import GGUF_INDEX, MAX_HEADER_BYTES, identify
+from models.facts import ModelFacts
+from models.gguf.directory import SUFFIX, is_gguf, model_directory
 from models.registry import read_config
 from models.tiny import CHECKPOINT
 from native import Isa, best_isa, measured, why_absent
@@ -48,14 +50,18 @@ def make_plan(
     """hosts: some of the ranks are on other machines. alone: as for `resolve`. Raises ValueError, one line that names
     the file or the field, for whatever cannot be served."""
     path = Path(config.model) if config.model else CHECKPOINT
+    if is_gguf(path):
+        path = model_directory(path, read_env().cache_root / "gguf")
     if not path.is_dir():
-        raise ValueError(f"model {config.model!r} is not a directory (models are read from disk; there is no download)")
+        raise ValueError(
+            f"model {config.model!r} is not a directory, nor a .gguf file (models are read from disk; there is no "
+            "download)"
+        )
     name = config.model or EMBEDDED_NAME
     files = identify(path)  # before anything is read of them
     facts = read_config(path, config.hf_overrides)
     speculation, why_drafts = plan_speculation(config.speculative_config, facts, default_method(config.model, facts))
-    if speculation is not None and speculation.method == "mtp":
-        facts = with_drafts(facts)
+    facts = speculating(facts, speculation)
     machine = machine or machine_for(config, facts)
     numbers = model_numbers(path, name, facts)
     if hosts is not None:
@@ -205,8 +211,8 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     total = experts = fp8_experts = 0
     halves = ""
     by_dtype: dict[str, int] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        for key, dtype, size in _tensors(file):
+    for file in sorted((*path.glob("*.safetensors"), *path.glob("*.gguf"))):
+        for key, dtype, size in _gguf_tensors(path, file) if file.suffix == SUFFIX else _tensors(file):
             known = facts.key_names(key)
             if known is None:  # of a part that is not served
                 continue
@@ -214,11 +220,11 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
             total += size
             experts += size if ".mlp.experts." in known else 0
             fp8_experts += size if ".mlp.experts." in known and dtype == "F8_E4M3" else 0
-            if ".mlp.experts." in known and known.endswith(("_packed", "_blocks")):
-                halves = "int4" if known.endswith("_packed") else "mxfp4"
+            if ".mlp.experts." in known and known.endswith(("_packed", "_blocks", ".qweight")):
+                halves = "mxfp4" if known.endswith("_blocks") else "int4"
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
     if not by_dtype:
-        raise ValueError(f"{path}: no *.safetensors file with tensors in it")
+        raise ValueError(f"{path}: no *.safetensors or *.gguf file with tensors in it")
     common = max(by_dtype, key=lambda dtype: by_dtype[dtype])
     held: Dtype = "float32" if common == "F32" else "bfloat16"
     return ModelNumbers(
@@ -241,11 +247,22 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     )
 
 
+def _gguf_tensors(directory: Path, file: Path) -> Iterator[tuple[str, str, int]]:
+    """The same of a GGUF file, as wide as its weights are at load in bfloat16."""
+    header = read_header(file)
+    names = json.loads((directory / GGUF_INDEX).read_text(encoding="utf-8"))["tensors"]
+    for name, (key, part, _) in names.items():
+        tensor = header.tensors[key]
+        numbers = math.prod(tensor.shape if part is None else tensor.shape[1:])
+        plain = tensor.kind in ("F32", "F16", "BF16")
+        yield name, tensor.kind if plain else "BF16", numbers * (4 if tensor.kind == "F32" else 2)
+
+
 def _widening(key: str, dtype: str) -> int:
     """How many times as many bytes the weight takes in bfloat16. Scales of packed weights take none."""
     if dtype.startswith("F8"):
         return 2
-    if key.endswith(("_packed", "_blocks")):  # two numbers a byte
+    if key.endswith(("_packed", "_blocks", ".qweight")):  # two numbers a byte
         return 4
     return 0 if key.endswith("_scales") and dtype == "U8" else 1
 

@@ -52,6 +52,7 @@ class Schedule:
     draft_depth: int = 0  # drafts that follow the step, as the ranks have agreed; 0: the layer that drafts is left out
     state_reads: list[int] = field(default_factory=list)  # records (cache/records.py); [] where a model has no state
     state_writes: list[int] = field(default_factory=list)
+    state_kept: list[int] = field(default_factory=list)  # inputs in the record that is read, which come first
     most_tokens: int = 0  # of any rank in this step, as the ranks have agreed
     agreed_step: int = 0  # its number among all ranks
 

@@ -124,8 +124,10 @@ class Draft:
         num_ones = len(self.ones)
         reads: list[int] = []
         writes: list[int] = []
+        kept: list[int] = []
         if cache.has_state:
             for request in (*self.ones, *self.chunks):
+                kept.append(cache.kept_inputs(request))
                 read, written = cache.schedule_state(request)
                 reads.append(read)
                 writes.append(written)
@@ -135,6 +137,7 @@ class Draft:
             drafts=[[] for _ in self.ones] + self.chunk_drafts if any(self.chunk_drafts) else [],
             state_reads=reads,
             state_writes=writes,
+            state_kept=kept,
             step_id=self.step_id,
             freed_rows=freed_rows,
             new_rows=self.new_rows,

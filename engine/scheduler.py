@@ -362,6 +362,7 @@ class Scheduler:
         if request.status is _RUNNING:
             request.num_computed = start + num_new
             self.kv.commit(request, start + num_new)
+            self.kv.keep_inputs(request, num_new - 1)
 
     def rollback(self) -> None:
         """Forget every step in flight; none of them may still run. Requests keep rows, blocks and known tokens, and

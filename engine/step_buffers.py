@@ -44,7 +44,7 @@ from engine.prepared import (
 from engine.schedule import Schedule
 from engine.speculation.drafter import num_new
 from engine.step_memory import Limits, Place, StepMemory
-from engine.step_parts import KV_LENS, POSITIONS, READS, SLOTS, TOKEN_IDS, WRITES, Run, StepPart
+from engine.step_parts import KV_LENS, POSITIONS, READS, SLOTS, TOKEN_IDS, WRITES, Run, StepPart, state_runs
 from layers.step import StateInput, StepInput, TableInput
 
 
@@ -67,6 +67,7 @@ class StepBuffers:
         self._lanes: dict[int, StepMemory] = {}
         self._fed: list[tuple[Tensor, Tensor, Tensor]] = []  # token ids, rows whose last ones, and their places
         self._run: Run | None = None
+        self._nothing: PreparedStep | None = None  # a step without tokens, which is always the same
 
     @property
     def rows(self) -> BatchTable:
@@ -97,6 +98,10 @@ class StepBuffers:
         self._settle()
         self._run = None
         self._rows.take_over(schedule)
+        if not schedule.rows and num_parts == 1:
+            self._fed.clear()
+            self._nothing = self._nothing or self._lay_out(schedule, 1, choose)
+            return self._nothing
         prepared = self._lay_out(schedule, num_parts, choose)
         for index in range(num_parts):
             self.lane(index).send()
@@ -126,7 +131,8 @@ class StepBuffers:
     def _goes_on(self, run: Run, schedule: Schedule) -> bool:
         """Whether that schedule computes the next token of each, and nothing else."""
         same = run.written and schedule.rows == run.rows and schedule.starts == run.ends
-        return same and not (schedule.freed_rows or schedule.new_rows or schedule.drafts)
+        more = schedule.freed_rows or schedule.new_rows or schedule.drafts or any(schedule.state_kept)
+        return same and not more
 
     def _advance(self, run: Run, schedule: Schedule) -> PreparedStep:
         """Most steps are such steps, and to lay one out in full takes thirty operations on small arrays. Each comes
@@ -242,7 +248,9 @@ class StepBuffers:
         for entry, drafts in enumerate(schedule.drafts):
             first = schedule.starts[entry] + 1
             self._rows.token_ids[schedule.rows[entry], first : first + len(drafts)] = drafts
-        self._records_2E = np.array([schedule.state_reads, schedule.state_writes], dtype=np.int64)
+        records = schedule.state_reads, schedule.state_writes, schedule.state_kept or [0] * len(schedule.state_reads)
+        self._records_3E = np.array(records, dtype=np.int64)
+        self._has_runs = self.limits.has_state and (bool(schedule.drafts) or bool(self._records_3E[2].any()))
         works = [whole]
         if num_parts > 1:
             cuts = cut(schedule.starts, schedule.counts, num_parts, self._context_cost)
@@ -252,7 +260,8 @@ class StepBuffers:
             works = [whole.between(first, last) for first, last in pairwise(bounds)]
         works = [work.verified(self._drafts_E) for work in works]
         counts = [int(work.counts_B.sum()) for work in works]
-        graphs = _chosen(choose, counts, [len(w.counts_B) == count for w, count in zip(works, counts, strict=True)])
+        decodes = [len(w.counts_B) == count and not self._has_runs for w, count in zip(works, counts, strict=True)]
+        graphs = _chosen(choose, counts, decodes)
         self._fed.clear()
         parts = [
             self._part(self.lane(index), work, graph)
@@ -309,7 +318,7 @@ class StepBuffers:
         sequences_FB[KV_LENS] = ends_B
         if self.limits.has_state:
             # A sequence that is cut begins its second part with what the first has left in the record that it writes.
-            reads_B, writes_B = self._records_2E[:, work.entry_B]
+            reads_B, writes_B, _ = self._records_3E[:, work.entry_B]
             sequences_FB[READS], sequences_FB[WRITES] = np.where(work.begins_B, reads_B, writes_B), writes_B
         memory.pad(place)
         ends = ends_B.tolist()
@@ -318,6 +327,10 @@ class StepBuffers:
         asked, logits_P = self._rows.ask(work, query_ends_B, query_ends_B[sampled_S] - 1)
         starts = (0, *query_ends_B.tolist())
         step = self._input(place, tables, starts, ends, num_decodes, memory.more(logits_P))
+        if self._has_runs:
+            assert step.state is not None
+            runs = state_runs(work, query_ends_B, self._records_3E, self._drafts_E)
+            step = replace(step, state=step.state._replace(runs=runs))
         if self._last_R is not None:
             self._note_fed(memory, step.token_ids_T, rows_B[:num_decodes], starts_B[:num_decodes])
         entries_S = work.entry_B[sampled_S]

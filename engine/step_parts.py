@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from engine.prepared import Asked, Ints, PreparedStep
+from engine.prepared import Asked, Ints, PreparedStep, Work
 from engine.step_memory import Place
-from layers.step import StepInput
+from layers.step import StateRuns, StepInput
 
 TOKEN_IDS, POSITIONS, SLOTS = 0, 1, 2  # fields per token, those from the positions on count on; slots: one per table
 KV_LENS, READS, WRITES = 0, 1, 2  # fields per sequence; records: where a model has a state
@@ -54,3 +56,21 @@ class Run:
         if tokens_B is not None:
             self._tokens_B[:] = tokens_B
             self.sampled.append(tokens_B.copy())
+
+
+def state_runs(work: Work, query_ends_B: Ints, records_3E: Ints, drafts_E: Ints) -> StateRuns:
+    """Of a part of a step. query_ends_B: where its pieces end on the token axis; records_3E: of each entry of the
+    schedule the record that is read, the one that is written, and how many inputs come first; drafts_E: how many drafts
+    it has; empty: none has any."""
+    first_R = np.flatnonzero(np.diff(work.entry_B, prepend=-1))  # the pieces of an entry follow each other
+    entry_R, begins_R = work.entry_B[first_R], work.begins_B[first_R]
+    reads_R, writes_R, kept_R = records_3E[:, entry_R]
+    ends_R = query_ends_B[np.append(first_R[1:], len(work.entry_B))[: len(first_R)] - 1]
+    found = (
+        np.concatenate([[0], ends_R]),
+        np.where(begins_R, reads_R, writes_R),
+        writes_R,
+        np.where(begins_R, kept_R, 0),
+        drafts_E[entry_R] if len(drafts_E) else np.zeros_like(entry_R),
+    )
+    return StateRuns(*(torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)) for array in found))

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from moe_kernels import ExpertBatch, ExpertWeights, HalfMatrix, ScaledMatrix, TokenBatch, WeightFormat, expert_weights
 from moe_kernels.activation import GATED, Activation, ExpertKind
 from moe_kernels.backends import choose_experts, facts_of
-from moe_kernels.matrix import SCALE_ROWS, quantize
+from moe_kernels.matrix import HALVES, SCALE_ROWS, quantize, quantize_halves
 from moe_kernels.packed import PackedExperts
 from moe_kernels.weights import PlainExperts
 
 __all__ = [
     "GATED",
+    "HALVES",
     "SCALE_ROWS",
     "Activation",
     "ExpertKind",
@@ -27,6 +28,7 @@ __all__ = [
     "ScaledMatrix",
     "WeightFormat",
     "quantize",
+    "quantize_halves",
 ]
 
 

@@ -52,6 +52,7 @@ class MoE(nn.Module):
         self.number = 0
         self.load: Callable[[Tensor], None] | None = None
         self.arrivals: Callable[[Tensor], None] | None = None
+        self._no_tokens: Routing | None = None
 
     def steps(self, x_TD: Tensor, lane: int = 0) -> Steps[Tensor]:
         """[T, D] -> [T, D] in x's dtype, as a generator. A rank without tokens takes part with T = 0.
@@ -59,8 +60,10 @@ class MoE(nn.Module):
         Raises PeerLost when another rank is gone.
         """
         a2a = self.lanes[lane]
-        sent = a2a.dispatch(x_TD, self._route(x_TD))
-        shared_TD = None if self.shared is None else self.shared(x_TD)  # hides the flight even without a second lane
+        idle = not x_TD.shape[0]
+        sent = a2a.dispatch(x_TD, self._none(x_TD) if idle else self._route(x_TD))
+        # Hides the flight even without a second lane.
+        shared_TD = None if idle or self.shared is None else self.shared(x_TD)
         yield
         alive.at(_DISPATCH, self.number)
         arrived = sent.wait()
@@ -79,6 +82,12 @@ class MoE(nn.Module):
         business."""
         self.lanes = tuple(lanes)
         self.table = table
+
+    def _none(self, x_TD: Tensor) -> Routing:
+        """That of no tokens: it is always the same."""
+        if self._no_tokens is None:
+            self._no_tokens = Routing(*self.router(x_TD))
+        return self._no_tokens
 
     def _route(self, x_TD: Tensor) -> Routing:
         expert_TK, weight_TK = self.router(x_TD)

@@ -81,7 +81,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """variables: what every rendering sees, e.g. bos_token."""
-        self.source = source
+        self.source = self.marks = source
         self._variables = dict(variables)
         try:
             self._template = _environment().from_string(source)

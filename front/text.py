@@ -145,6 +145,11 @@ class Tokenizer:
         template = self._templates.get("default")
         return template.source if template is not None else None
 
+    @property
+    def format_marks(self) -> str:
+        """In which the formats of calls and of reasoning are recognised: the templates' texts."""
+        return "".join(template.marks for template in self._templates.values())
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

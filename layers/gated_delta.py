@@ -1,7 +1,8 @@
 """Linear attention with a state of fixed size: a short convolution, the gated delta rule, and a gated norm. Gated
 DeltaNet (Qwen3-Next) has a decay for each head, KDA (Kimi-Linear) one for each channel of a key.
 
-A sequence's record (cache/spec.py) has the last inputs of the convolution and the state of each head. The recurrence of
+A sequence's record (cache/spec.py) has the last inputs of the convolution and the state of each head, and where there
+may be drafts what was projected of those of the last step (layers/step.py, StateRuns). The recurrence of
 layers/reference.py is the specification. Here it is computed in chunks of tokens: within a chunk the values that the
 state lacks follow from a triangular system, and the state moves once. Where the native kernels are there, they compute
 all of it (native/gated_delta.py).
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from layers import choice
 from layers.linear import parameter
-from layers.step import StateInput, StepInput
+from layers.step import StateInput, StateRuns, StepInput
 from native import gated_delta as native
 
 CHUNK, CHANNEL_CHUNK = 64, 16  # tokens of a chunk, with a decay for each head and for each channel
@@ -106,10 +107,11 @@ class GatedDeltaStep:
         assert step.state is not None
         self._step, self._state = step, step.state
         self._places: tuple[Tensor, ...] | None = None
-        if choice.on_gpu(step.state.reads_B.device):
-            self._places = sequence_places(step)
-            return
         self._starts: Tensor | None = None  # of a step in which a sequence has several tokens
+        self._runs = step.state.runs
+        if choice.on_gpu(step.state.reads_B.device):
+            self._places = sequence_places(step) if self._runs is None else None
+            return
         if step.num_decodes < step.num_sequences:
             self._starts = torch.tensor(step.query_starts, dtype=torch.int64)
 
@@ -123,13 +125,15 @@ class GatedDeltaStep:
         cache: tuple[Tensor, ...],
     ) -> Tensor:
         """[T, H * V], in the dtype of the inputs (DeltaInputs). cache: the layer's tails [records, W - 1, C] and states
-        float32 [records, H, K, V]; reads and writes the records of the step, which may be the same."""
+        float32 [records, H, K, V], and where there may be drafts inputs of theirs: qkv, beta, decay [records, drafts,
+        ...]; reads and writes the records of the step, which may be the same."""
         shape, inputs = weights.shape, DeltaInputs(qkv_TC, gate_T, beta_TH, decay_T)
         if native.can_run(inputs.qkv_TC, shape.taps):
             sizes = (*astuple(shape), weights.sigmoid_gate)
             parameters = (weights.conv, weights.rate, weights.dt_bias, weights.norm)
+            places = (self._starts, self._state.reads_B, self._state.writes_B) if self._runs is None else self._runs
             return native.gated_delta(
-                inputs, parameters, sizes, self._starts, self._state, cache, weights.eps, weights.lower_bound
+                inputs, parameters, sizes, places[0], places[1:], cache, weights.eps, weights.lower_bound
             )
         if self._places is not None:
             run_triton = choice.triton_implementation("layers.triton.gated_delta", "gated_delta")
@@ -139,11 +143,40 @@ class GatedDeltaStep:
                 (weights.conv, weights.norm),
                 (*astuple(shape), weights.sigmoid_gate),
                 self._places,
-                cache,
+                cache[:2],
                 (weights.eps, L2_EPS),
             )
             return out_TV
+        if self._runs is not None:
+            return self._run_by_run(self._runs, inputs, weights, cache)
         return self._in_torch(inputs, weights, cache)
+
+    def _run_by_run(
+        self, runs: StateRuns, inputs: DeltaInputs, weights: GatedDelta, cache: tuple[Tensor, ...]
+    ) -> Tensor:
+        out_TV = inputs.qkv_TC.new_empty((inputs.qkv_TC.shape[0], weights.shape.value_size))
+        state = StateInput(runs.reads_R.to(out_TV.device), runs.writes_R.to(out_TV.device))
+        numbers = (runs.starts[:-1], runs.starts[1:], *runs[1:])
+        members = zip(*(numbers_R.tolist() for numbers_R in numbers), strict=True)
+        for index, (first, last, read, written, kept, guesses) in enumerate(members):
+            run = _Run(weights, state, slice(index, index + 1), cache)
+            own, firm = DeltaInputs(*(x[first:last] for x in inputs)), kept + last - first - guesses
+            rows = own
+            if kept:
+                qkv_NC, beta_NH, decay_N = (field[read, :kept] for field in cache[2:])
+                before = DeltaInputs(qkv_NC, own.gate_T.new_zeros(kept, own.gate_T.shape[1]), beta_NH, decay_N)
+                rows = DeltaInputs(*map(torch.cat, zip(before, own, strict=True)))
+            outs = [
+                run(DeltaInputs(*(x[None, start : min(firm, start + PIECE)] for x in rows)))[0]
+                for start in range(0, firm, PIECE)
+            ]
+            run.keep()
+            if guesses:
+                outs.append(run(DeltaInputs(*(x[None, firm:] for x in rows)))[0])
+                for field, x in zip(cache[2:], (own.qkv_TC, own.beta_TH, own.decay_T), strict=True):
+                    field[written, :guesses] = x[-guesses:]
+            out_TV[first:last] = torch.cat(outs)[kept:]
+        return out_TV
 
     def _in_torch(self, inputs: DeltaInputs, weights: GatedDelta, cache: tuple[Tensor, ...]) -> Tensor:
         out_TV = inputs.qkv_TC.new_empty((inputs.qkv_TC.shape[0], weights.shape.value_size))
@@ -166,20 +199,20 @@ def sequence_places(step: StepInput) -> tuple[Tensor, ...]:
     """On the device, int64: where each sequence's tokens begin [B + 1], the sequence of each token [T], and the records
     that are read and written."""
     assert step.state is not None
-    device = step.state.reads_B.device
+    device, records = step.state.reads_B.device, step.state[:2]
     if step.num_decodes == step.num_sequences:  # nothing of the host: a graph may hold it
-        return (*(torch.arange(step.num_sequences + more, device=device) for more in (1, 0)), *step.state)
+        return (*(torch.arange(step.num_sequences + more, device=device) for more in (1, 0)), *records)
     starts_B = torch.tensor(step.query_starts, dtype=torch.int64)
     sequence_T = torch.arange(step.num_sequences).repeat_interleave(starts_B.diff())
-    return starts_B.to(device), sequence_T.to(device), *step.state
+    return starts_B.to(device), sequence_T.to(device), *records
 
 
 class _Run:
     """Sequences of equally many tokens each, which go on from their records."""
 
     def __init__(self, weights: GatedDelta, state: StateInput, members: slice, cache: tuple[Tensor, ...]) -> None:
-        self._weights, self._cache, self._writes_B = weights, cache, state.writes_B[members]
-        self._tails_BWC, self._states_BHKV = (field.index_select(0, state.reads_B[members]) for field in cache)
+        self._weights, self._cache, self._writes_B = weights, cache[:2], state.writes_B[members]
+        self._tails_BWC, self._states_BHKV = (field.index_select(0, state.reads_B[members]) for field in cache[:2])
 
     def __call__(self, inputs: DeltaInputs) -> Tensor:
         """The next N tokens of each: [B, N, H * V]."""

@@ -15,7 +15,7 @@ from native.linear import linear
 
 
 class LMHead(Linear):
-    """weight [V, D], or another layer's (the embedding's), which stays as it is; bias [V] or None."""
+    """weight [V, D], or another layer's (the embedding's), which stays as it is: packed is a copy; bias [V] or None."""
 
     def __init__(
         self,
@@ -34,10 +34,6 @@ class LMHead(Linear):
     def matrix(self) -> Tensor:
         """[V, D], while it is not packed."""
         return self.weight if self.tied is None else self.tied
-
-    @property
-    def can_pack(self) -> bool:
-        return self.tied is None and super().can_pack
 
     @property
     def is_faster_packed(self) -> bool:

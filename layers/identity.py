@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 SAMPLE_BYTES = 1 << 16  # at both ends of a file of weights
 MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
-WHOLE = ("config.json", "model.safetensors.index.json")  # these are digested whole
+GGUF_INDEX = "gguf.json"  # what a GGUF file's weights are called (layers/gguf/file.py)
+WHOLE = ("config.json", "model.safetensors.index.json", GGUF_INDEX)  # these are digested whole
 
 # Plan.checkpoint (configs/engine.py): file -> the fields of a FileIdentity.
 Identities = Mapping[str, tuple[int, int, int, str]]
@@ -33,7 +34,7 @@ class FileIdentity(NamedTuple):
 
 
 def identify(directory: str | Path) -> dict[str, tuple[int, int, int, str]]:
-    """Of config.json, the index and every *.safetensors, by name. Reads 128 KiB and the header of each.
+    """Of config.json, the index and every *.safetensors and *.gguf, by name. Reads 128 KiB and the header of each.
 
     Raises CheckpointError for a file that cannot be read."""
     found: dict[str, tuple[int, int, int, str]] = {}
@@ -95,7 +96,7 @@ def opened(path: Path) -> Iterator[int]:
 def _files(directory: Path) -> list[Path]:
     with _errors(directory):
         names = os.listdir(directory)
-    return [directory / name for name in sorted(names) if name in WHOLE or name.endswith(".safetensors")]
+    return [directory / name for name in sorted(names) if name in WHOLE or name.endswith((".safetensors", ".gguf"))]
 
 
 def _identity(descriptor: int, path: Path) -> FileIdentity:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from layers.stored import StoredWeight
+from native.formats import WeightFormat
 from native.linear import linear, use_large_pages
 from native.packed_linear import PackedLinear, can_pack, is_faster_packed
 
@@ -23,10 +25,12 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 class Linear(nn.Module):
     """y = x W^T + b. weight [O, I]; bias [O] or None. packed: the weights as the kernels want them; then `weight` is
-    empty."""
+    empty. stored: parts that were read in fewer bits and stay so (keeps_stored), until they are packed; a Linear that
+    is not merged has one, ""."""
 
     bias: nn.Parameter | None
     packed: PackedLinear | None = None
+    keeps_stored = True
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
@@ -34,6 +38,23 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = parameter((out_features, in_features), dtype, device)
         self.bias = parameter((out_features,), dtype, device) if bias else None
+        self.stored: dict[str, StoredWeight] = {}
+
+    def weight_of(self, part: str) -> Tensor:
+        """A view of a part's weights as numbers, even if they were kept in fewer bits."""
+        rows = self.weight[self.rows_of(part)]
+        if part in self.stored:
+            self.stored.pop(part).widen_into(rows)
+        return rows
+
+    def rows_of(self, part: str) -> slice:
+        """Which outputs are a part's."""
+        assert not part
+        return slice(None)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return ("",)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.packed is not None:
@@ -41,27 +62,35 @@ class Linear(nn.Module):
         return linear(x_TI, self.weight, self.bias)
 
     @property
+    def matrix(self) -> Tensor:
+        """[O, I], while it is not packed."""
+        return self.weight
+
+    @property
     def can_pack(self) -> bool:
-        """Whether the native kernels can keep this layer in 8 bits."""
-        return can_pack(self.weight)
+        """Whether the native kernels can keep this layer in 8 or 4 bits."""
+        return can_pack(self.matrix)
 
     @property
     def is_faster_packed(self) -> bool:
         """Whether this layer is better packed as it is."""
         return is_faster_packed(self.weight)
 
-    def pack(self, weight_OI: Tensor, scale: Tensor | None = None, scale_rows: int = 1) -> None:
-        """Keep these weights (PackedLinear: 8 bits with their scales, or `weight` itself) instead of `weight`, whose
-        memory is given back or used again."""
-        self._keep(PackedLinear(weight_OI, scale, scale_rows, in_place=True))
+    def pack(
+        self, weight_OI: Tensor, scale: Tensor | None = None, scale_rows: int = 1, form: WeightFormat | None = None
+    ) -> None:
+        """Keep these weights (PackedLinear: of fewer bits with their scales, or `weight` itself) instead of `weight`,
+        whose memory is given back or used again."""
+        self._keep(PackedLinear(weight_OI, scale, scale_rows, True, form, self.matrix.shape[1]))
 
-    def take_packed(self, packed_B: Tensor, dtype: torch.dtype) -> None:
-        """The same with the bytes that a layer like this one has packed, of weights in this dtype."""
-        num_outputs = self.weight.shape[0] if self.packed is None else self.packed.num_outputs
-        self._keep(PackedLinear.over(packed_B, dtype, num_outputs, self.weight.shape[1]))
+    def take_packed(self, packed_B: Tensor, form: WeightFormat) -> None:
+        """The same with the bytes that a layer like this one has packed in this form."""
+        num_outputs = self.matrix.shape[0] if self.packed is None else self.packed.num_outputs
+        self._keep(PackedLinear.over(packed_B, form, num_outputs, self.matrix.shape[1]))
 
     def _keep(self, packed: PackedLinear) -> None:
         self.packed = packed
+        self.stored.clear()
         self.weight = nn.Parameter(self.weight.new_empty(0, self.weight.shape[1]), requires_grad=False)
 
 
@@ -78,7 +107,7 @@ class MergedLinear(Linear):
         super().__init__(in_features, sum(parts.values()), bias, dtype, device)
         self.parts = dict(parts)
 
-    def _rows_of(self, part: str) -> slice:
+    def rows_of(self, part: str) -> slice:
         start = 0
         for name, rows in self.parts.items():
             if name == part:
@@ -86,12 +115,13 @@ class MergedLinear(Linear):
             start += rows
         raise AssertionError(f"no part {part!r} among {list(self.parts)}")
 
-    def weight_of(self, part: str) -> Tensor:
-        return self.weight[self._rows_of(part)]
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return tuple(self.parts)
 
     def bias_of(self, part: str) -> Tensor:
         assert self.bias is not None
-        return self.bias[self._rows_of(part)]
+        return self.bias[self.rows_of(part)]
 
 
 def logits(hidden_PD: Tensor, weight_VD: Tensor) -> Tensor:

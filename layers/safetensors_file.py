@@ -11,12 +11,13 @@ import os
 import threading
 import weakref
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from layers.identity import MAX_HEADER_BYTES, CheckpointError, check_open, opened, read_at
-from layers.safetensors_header import HeaderError, parse_header
+from layers.safetensors_header import HeaderError, TensorEntry, parse_header
 
 
 class SafetensorsFile:
@@ -33,21 +34,25 @@ class SafetensorsFile:
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                head = file.read(8)
-                length = int.from_bytes(head, "little")
-                if len(head) < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
-                    raise CheckpointError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
-                header = file.read(length)
+                entries = self._parse(file, size)
                 # A private writable map: torch takes no read-only buffers. Nothing writes to it.
                 self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
                 self._keep(os.dup(file.fileno()))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
         self.check()
+        self.entries = entries
+
+    def _parse(self, file: BinaryIO, size: int) -> dict[str, TensorEntry]:
+        """`entries`. file: from its beginning."""
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
+            raise CheckpointError(f"{self.path}: not a safetensors file, or cut short ({size} bytes)")
         try:
-            self.entries = parse_header(header, 8 + length, size)
+            return parse_header(file.read(length), 8 + length, size)
         except HeaderError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+            raise CheckpointError(f"{self.path}: {error}") from None
 
     def _keep(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -68,13 +73,15 @@ class SafetensorsFile:
             start += index * count
         if not count:
             return torch.empty(shape, dtype=entry.dtype)
+        return torch.frombuffer(self._read_again(start, count), dtype=torch.uint8).view(entry.dtype).view(shape)
+
+    def _read_again(self, start: int, count: int) -> bytearray:
         with self._lock:
             try:
-                data = self._read(start, count)
+                return self._read(start, count)
             except CheckpointError:
                 self._reopen()
-                data = self._read(start, count)
-        return torch.frombuffer(data, dtype=torch.uint8).view(entry.dtype).view(shape)
+                return self._read(start, count)
 
     def _read(self, start: int, count: int) -> bytearray:
         data = read_at(self._descriptor, self.path, start, count)

@@ -19,12 +19,28 @@ class TableInput(NamedTuple):
     block_table_BN: Tensor  # int64 [B, N]; blocks behind a window are 0 too
 
 
+class StateRuns(NamedTuple):
+    """The sequences of a step as layers with states see them, where some have drafts: a token and its drafts, which
+    attend each for itself, move a state together. All int64 on the host, of R sequences, in the order of the tokens.
+
+    A run begins with the first kept_R inputs that the record it reads keeps, whose output is not wanted; then come its
+    tokens, of which the last guesses_R are drafts. The state is written as it is before the drafts, with their inputs.
+    """
+
+    starts: Tensor  # [R + 1], on the token axis
+    reads_R: Tensor
+    writes_R: Tensor
+    kept_R: Tensor
+    guesses_R: Tensor
+
+
 class StateInput(NamedTuple):
     """Records of the state groups (cache/records.py): what each sequence begins the step with, and where its end
-    goes."""
+    goes. runs: None: each sequence is a run without kept inputs and drafts."""
 
     reads_B: Tensor  # int64 [B]
     writes_B: Tensor  # int64 [B]
+    runs: StateRuns | None = None
 
 
 @dataclass(frozen=True, slots=True)

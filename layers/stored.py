@@ -24,7 +24,9 @@ class StoredForm(enum.Enum):
 
     PLAIN = "plain"
     FP8 = "fp8"  # e4m3 [O, I]; scale [ceil(O/128), ceil(I/128)], [O, 1] or [1, 1]
-    INT4 = "int4"  # int32 [O, I/8], eight numbers each, the first in the lowest bits, 8 more than meant; scale [O, G]
+    INT8 = "int8"  # int8 [O, I]; scale [O, ceil(I/128)]
+    INT4 = "int4"  # uint8 [O, I/2], two codes each, the first in the lower half, 8 more than meant; scale [O, G]
+    INT4_ZERO = "int4_zero"  # the same, from which zero [O, G] is subtracted before they are scaled
     MXFP4 = (
         "mxfp4"  # uint8 [O, I/32, 16], two e2m1 each, the first in the lower half; scale uint8 [O, I/32], 2^(s - 127)
     )
@@ -32,13 +34,14 @@ class StoredForm(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight as it lies in the checkpoint. shape: what it stands for. scale: of FP8 and INT4 float32, of MXFP4
-    uint8."""
+    """A weight as it lies in the checkpoint. shape: what it stands for. scale: of FP8, INT8 and INT4 float32, of MXFP4
+    uint8. zero: of INT4_ZERO, float32."""
 
     weight: Tensor
     scale: Tensor | None
     form: StoredForm
     shape: tuple[int, ...]
+    zero: Tensor | None = None
 
     @staticmethod
     def plain(weight: Tensor) -> StoredWeight:
@@ -61,8 +64,12 @@ class StoredWeight:
             last = min(self.shape[0], first + ROWS_AT_ONCE)
             if self.form is StoredForm.FP8:
                 dequantize_rows(self.weight, self.scale, first, last, out_OI)
-            elif self.form is StoredForm.INT4:
-                out_OI[first:last] = unpack_int4(self.weight[first:last], self.scale[first:last], self.shape[1])
+            elif self.form is StoredForm.INT8:
+                scale_OI = self.scale[first:last].repeat_interleave(BLOCK, 1)[:, : self.shape[1]]
+                out_OI[first:last] = self.weight[first:last].float().mul_(scale_OI)
+            elif self.form in (StoredForm.INT4, StoredForm.INT4_ZERO):
+                zero = None if self.zero is None else self.zero[first:last]
+                out_OI[first:last] = unpack_int4(self.weight[first:last], self.scale[first:last], self.shape[1], zero)
             else:
                 out_OI[first:last] = unpack_mxfp4(self.weight[first:last], self.scale[first:last])
 
@@ -86,11 +93,12 @@ def is_by_rows(weight_OI: Tensor, scale: Tensor) -> bool:
     return scale.shape[0] == weight_OI.shape[0] and weight_OI.shape[0] > 1
 
 
-def unpack_int4(packed: Tensor, scale_OG: Tensor, num_inputs: int) -> Tensor:
+def unpack_int4(codes: Tensor, scale_OG: Tensor, num_inputs: int, zero_OG: Tensor | None = None) -> Tensor:
     """float32 [O, I]."""
-    bits = torch.arange(0, 32, 4, dtype=torch.int32)
-    number_OI = ((packed[:, :, None] >> bits) & 15).flatten(1)[:, :num_inputs].float().sub_(8)
     size = -(-num_inputs // scale_OG.shape[1])
+    number_OI = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :num_inputs].float().sub_(8)
+    if zero_OG is not None:
+        number_OI -= zero_OG.repeat_interleave(size, 1)[:, :num_inputs]
     return number_OI.mul_(scale_OG.repeat_interleave(size, 1)[:, :num_inputs])
 
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from layers.gguf.file import GgufFile, find_gguf
 from layers.identity import CheckpointError, Identities
+from layers.int4_layouts import CENTRE, codes, in_order, is_awq, zero_points
 from layers.safetensors_file import SafetensorsFile
 from layers.safetensors_header import TensorEntry
 from layers.stored import BLOCK, MX_GROUP, StoredForm, StoredWeight
@@ -25,25 +29,36 @@ INDEX = "model.safetensors.index.json"
 
 
 class _Packing(NamedTuple):
-    """Suffixes of a weight's name: of what is stored in its place, and of its scales."""
+    """Suffixes of a weight's name: of what is stored in its place, and of its scales. One that begins with a dot takes
+    the place of ".weight"."""
 
     form: StoredForm
     weight: str
     scale: str
 
 
-# Of `name`, in this order: DeepSeek's FP8, compressed-tensors' (whose names are those of transformers' FP8 too), MXFP4.
+# Of `name`, in this order: DeepSeek's FP8, compressed-tensors' (whose names are those of transformers' FP8 too), MXFP4,
+# and layers/gguf/file.py's.
 _PACKINGS = (
     _Packing(StoredForm.FP8, "", "_scale_inv"),
     _Packing(StoredForm.FP8, "", "_scale"),
     _Packing(StoredForm.INT4, "_packed", "_scale"),
     _Packing(StoredForm.MXFP4, "_blocks", "_scales"),
+    _Packing(StoredForm.INT8, "_rounded", "_rounded_scale"),
+    _Packing(StoredForm.INT4_ZERO, ".qweight", ".scales"),  # AWQ and GPTQ
 )
-_BESIDE = ("_shape",)  # of a weight's name: what says nothing new
+_ZERO = "_zero_point"
+_ZEROS, _ORDER = ".qzeros", ".g_idx"  # AWQ's and GPTQ's
+_BESIDE = ("_shape", _ZERO, _ZEROS, _ORDER)  # of a weight's name: what says nothing new
 _SCALES_OF_INPUTS = (".input_scale", ".output_scale")  # of a layer's name; products here need none
 
 Progress = Callable[[int, int], None]
 Key = tuple[str, int | None]  # a tensor's name, and which part of it along the first dimension; None: all of it
+
+
+def _beside(name: str, suffix: str) -> str:
+    """The key of what belongs to a weight of this name."""
+    return name.removesuffix(".weight") + suffix if suffix.startswith(".") else name + suffix
 
 
 class Staged:
@@ -112,6 +127,12 @@ class Checkpoint:
     def _find(self) -> Iterable[tuple[str, SafetensorsFile]]:
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such directory")
+        gguf = find_gguf(self.path)
+        if gguf is not None:
+            known = next((known for name, known in self._known.items() if name.endswith(".gguf")), None)
+            whole = GgufFile(gguf, known)
+            yield from ((key, whole) for key in whole.entries)
+            return
         if (self.path / INDEX).exists():
             yield from self._from_index(self.path / INDEX)
             return
@@ -157,14 +178,19 @@ class Checkpoint:
     def form_of(self, name: str) -> StoredForm:
         """How the weight of that name is stored. There must be such a name."""
         packing = self._packing(name)
+        if packing is not None and packing.form is StoredForm.INT4 and name + _ZERO in self._files:
+            return StoredForm.INT4_ZERO
+        if packing is not None and packing.form is StoredForm.INT4_ZERO:
+            views = (self._file(key).view(self._key(key)) for key in (_beside(name, end) for end in _AWQ_KEYS))
+            return StoredForm.INT4 if _is_centred(*views) else StoredForm.INT4_ZERO
         return StoredForm.PLAIN if packing is None else packing.form
 
     def _packing(self, name: str) -> _Packing | None:
         """None: a plain tensor, or none."""
         for packing in _PACKINGS:
-            stored = self._files.get(name + packing.weight)
-            if stored is not None and name + packing.scale in self._files:
-                dtype = self._entry(name + packing.weight).dtype
+            key = _beside(name, packing.weight)
+            if key in self._files and _beside(name, packing.scale) in self._files:
+                dtype = self._entry(key).dtype
                 if packing.weight or (dtype.is_floating_point and dtype.itemsize == 1):
                     return packing
         return None
@@ -191,7 +217,7 @@ class Checkpoint:
 
         stored = self._stored(name, packing, tensor)
         if stored.shape != shape:
-            stored_as = name + (packing.weight if packing else "")
+            stored_as = _beside(name, packing.weight if packing else "")
             path = self._file(stored_as).path
             raise CheckpointError(f"{path}: {stored_as}: expected shape {list(shape)}, got {list(stored.shape)}")
         self.skip(name)
@@ -200,7 +226,7 @@ class Checkpoint:
     def give_back(self, name: str) -> None:
         """What was borrowed is no longer used: its memory may go."""
         packing = self._packing(name)
-        key = name + (packing.weight if packing else "")
+        key = _beside(name, packing.weight if packing else "")
         self._file(key).release(self._key(key))
 
     def stage(self, keys: Sequence[Key]) -> tuple[Staged, int]:
@@ -225,27 +251,64 @@ class Checkpoint:
             if plain.dtype.is_floating_point and plain.dtype.itemsize == 1:
                 raise CheckpointError(f"{self._file(name).path}: {name}: {plain.dtype} without {name}_scale_inv")
             return StoredWeight.plain(plain)
-        weight, scale = tensor(name + packing.weight), tensor(name + packing.scale)
+        if packing.form is StoredForm.INT4_ZERO:
+            return self._from_inputs_first(name, tensor)
+        weight, scale = tensor(_beside(name, packing.weight)), tensor(_beside(name, packing.scale))
         shape, wanted = _shapes(packing.form, weight, scale)
         if not scale.dim() and packing.form is StoredForm.FP8:
             scale = scale.view(1)
         if scale.dim() == 1 and packing.form is StoredForm.FP8:
             scale = scale[:, None]
         if list(scale.shape) not in wanted:
-            scale_key = name + packing.scale
+            scale_key = _beside(name, packing.scale)
             expected = " or ".join(map(str, wanted))
             raise CheckpointError(
                 f"{self._file(scale_key).path}: {scale_key}: expected shape {expected}, got {list(scale.shape)}"
             )
+        if packing.form is StoredForm.INT4:
+            return self._with_zero(
+                name, StoredWeight(weight.view(torch.uint8), scale.float(), packing.form, shape), tensor
+            )
         return StoredWeight(weight, scale if packing.form is StoredForm.MXFP4 else scale.float(), packing.form, shape)
+
+    def _with_zero(self, name: str, stored: StoredWeight, tensor: Callable[[str], Tensor]) -> StoredWeight:
+        """With zero points, if there are: int32 [O/8, G], eight numbers each, the first in the lowest bits, 8 more than
+        meant; or float32 [O, G]."""
+        if name + _ZERO not in self._files:
+            return stored
+        assert stored.scale is not None
+        zero_OG = tensor(name + _ZERO)
+        if not zero_OG.is_floating_point():
+            bits = torch.arange(0, 32, 4, dtype=torch.int32)
+            zero_OG = ((zero_OG[:, None] >> bits[:, None]) & 15).flatten(0, 1)[: stored.shape[0]].float() - 8
+        if zero_OG.shape != stored.scale.shape:
+            raise CheckpointError(f"{self._file(name + _ZERO).path}: {name + _ZERO}: expected a number for each scale")
+        return replace(stored, form=StoredForm.INT4_ZERO, zero=zero_OG)
+
+    def _from_inputs_first(self, name: str, tensor: Callable[[str], Tensor]) -> StoredWeight:
+        """AWQ and GPTQ."""
+        qweight, scales, qzeros = (tensor(_beside(name, end)) for end in _AWQ_KEYS)
+        awq, where = is_awq(qweight, scales), f"{self._file(_beside(name, '.qweight')).path}: {name}"
+        num_inputs, groups = qweight.shape[0] * (1 if awq else 8), scales.shape[0]
+        if (not awq and qweight.shape[1] != scales.shape[1]) or num_inputs % groups:
+            raise CheckpointError(f"{where}: qweight {list(qweight.shape)} and scales {list(scales.shape)} do not fit")
+        if tuple(qzeros.shape) != (groups, scales.shape[1] // 8):
+            raise CheckpointError(f"{where}: qzeros {list(qzeros.shape)} do not fit scales {list(scales.shape)}")
+        order = _beside(name, _ORDER)
+        if order in self._files and not in_order(tensor(order), groups):
+            raise CheckpointError(f"{where}: its inputs are reordered (act-order, g_idx), which is not supported")
+        form = StoredForm.INT4 if _is_centred(qweight, scales, qzeros) else StoredForm.INT4_ZERO
+        zero = None if form is StoredForm.INT4 else (zero_points(qzeros, awq).float() - CENTRE).T.contiguous()
+        shape = (scales.shape[1], num_inputs)
+        return StoredWeight(codes(qweight, awq), scales.float().T.contiguous(), form, shape, zero)
 
     def skip(self, name: str) -> None:
         """Mark a key (and its scales, if it has any) as used, or as deliberately not read. Its bytes are not
         touched."""
         packing = self._packing(name)
-        beside = [name + suffix for suffix in _BESIDE]
+        beside = [_beside(name, suffix) for suffix in _BESIDE]
         beside += [name.removesuffix(".weight") + suffix for suffix in _SCALES_OF_INPUTS if name.endswith(".weight")]
-        keys = [name] if packing is None else [name + packing.weight, name + packing.scale]
+        keys = [name] if packing is None else [_beside(name, end) for end in (packing.weight, packing.scale)]
         self._file(keys[0])
         for key in [*keys, *([] if packing is None else beside)]:
             if key in self._files:
@@ -284,14 +347,24 @@ class Checkpoint:
                 self._progress(self._bytes_done, self._bytes_total)
 
 
+_AWQ_KEYS = (".qweight", ".scales", _ZEROS)
+
+
+def _is_centred(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> bool:
+    """Whether the zero points of AWQ or GPTQ are all the middle of the codes."""
+    return bool((zero_points(qzeros, is_awq(qweight, scales)) == CENTRE).all())
+
+
 def _shapes(form: StoredForm, weight: Tensor, scale: Tensor) -> tuple[tuple[int, ...], list[list[int]]]:
     """Of what is stored so: what it stands for, and the shapes that its scales may have."""
     if form is StoredForm.FP8:
         shape = tuple(weight.shape)
         return shape, [[-(-n // BLOCK) for n in shape], [shape[0], 1], [1, 1]]
     rows = weight.shape[0]
+    if form is StoredForm.INT8:
+        return tuple(weight.shape), [[rows, -(-weight.shape[1] // BLOCK)]]
     if form is StoredForm.INT4:
-        num_inputs = 8 * weight.shape[1]
+        num_inputs = 2 * weight.itemsize * weight.shape[1]
         groups = [[rows, scale.shape[-1]]] if scale.dim() == 2 and num_inputs % scale.shape[1] == 0 else []
         return (rows, num_inputs), groups or [[rows, num_inputs // MX_GROUP]]
     return (rows, weight.shape[1] * MX_GROUP), [list(weight.shape[:2])]

@@ -99,6 +99,8 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
 
     def steps(self, step: StepInput, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER) -> Steps[Tensor]:
         """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
+        if not step.num_tokens:
+            return (yield from self._idle_steps(self.decoders, lane))
         residual_TD = self.embed(step.token_ids_T)
         context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
         x_TD: Tensor = self.decoders[0].input_norm(residual_TD)
@@ -116,8 +118,19 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
     ) -> Steps[Tensor]:
         """A pass of the layer that drafts (models/mtp.py), behind one of `steps` or of its own."""
         assert self.mtp is not None
+        if not step.num_tokens:
+            return (yield from self._idle_steps([self.mtp.layer], lane))
         context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
         return (yield from self.mtp.steps(self.embed(step.token_ids_T), hidden_TD, context, cache))
+
+    def _idle_steps(self, layers: Sequence[DecoderLayer[A]], lane: int) -> Steps[Tensor]:
+        """A rank without tokens: its experts serve the tokens of others, and nothing else is to be computed."""
+        none_TD = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.norm.weight.device)
+        for layer in layers:
+            mark()
+            if layer.mlp.exchanges:
+                yield from layer.mlp.steps(none_TD, lane)
+        return none_TD
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, D] -> [P, V], in the model's dtype."""

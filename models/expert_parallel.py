@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ep.experts import SCALE_ROWS, WeightFormat, quantize
+from ep.experts import WeightFormat
 from ep.moe import MoE
 from ep.parallel import Parallel
 from ep.place import SlotTable, slot_tables
@@ -15,6 +15,7 @@ from layers.linear import Linear
 from layers.weights import Key
 from models.base import ExpertSource, Observer, WeightSource
 from models.expert_weights import expert_keys, read_expert, read_experts
+from models.fewer_bits import pack_linear
 from models.parts import Part, expert_units, whole
 from store.filling import Piece, take_all
 from store.memory import Store
@@ -49,18 +50,15 @@ class ExpertParallelMixin(nn.Module):
         """How the matrices outside the experts are kept in memory; before they are loaded. Embeddings, routers and what
         the native kernels cannot keep so stay as they are."""
         self._linear_form = form
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.keeps_stored = form is WeightFormat.PLAIN
 
     def pack_linears(self, part: nn.Module) -> None:
         """Bring the linear layers of a loaded part into the form in which they are kept."""
         for module in part.modules():
-            if not isinstance(module, Linear):
-                continue
-            if self._linear_form is WeightFormat.PLAIN:
-                if module.is_faster_packed:
-                    module.pack(module.weight)
-            elif module.can_pack:
-                scaled = quantize(module.weight, self._linear_form)
-                module.pack(scaled.weight_OI, scaled.scale, SCALE_ROWS[self._linear_form])
+            if isinstance(module, Linear):
+                pack_linear(module, self._linear_form)
 
     def load_parts(self, parts: Sequence[Part], source: WeightSource, num_experts: int, store: Store | None) -> None:
         """Fill them and the experts of this rank: from `source` alone, or together with the other ranks of a store,

@@ -8,18 +8,17 @@ Legend: E logical experts, F expert width, D hidden size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ep.experts import Experts, HalfMatrix, ScaledMatrix, WeightFormat
-from layers.stored import BLOCK, MX_GROUP, StoredForm, StoredWeight, is_by_rows
+from ep.experts import Experts, WeightFormat
+from layers.stored import BLOCK, StoredForm, StoredWeight
 from layers.weights import Key
 from models.base import ExpertSource, WeightSource
+from models.fewer_bits import as_format, common_format, half_matrix, scaled_matrix
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 _FUSED = ("gate_up_proj", "down_proj")
 _BIASED = (*_FUSED, "gate_up_proj_bias", "down_proj_bias")
-_HALVES = {StoredForm.MXFP4: WeightFormat.MXFP4, StoredForm.INT4: WeightFormat.INT4}
 
 
 def expert_keys(source: ExpertSource, prefix: str, expert: int) -> list[Key]:
@@ -44,11 +43,11 @@ def read_expert(source: ExpertSource, prefix: str, experts: Experts, slot: int, 
 def _fill(experts: Experts, slot: int, gate: StoredWeight, up: StoredWeight, down: StoredWeight) -> None:
     """As they are, where experts are kept so."""
     parts = (gate, up, down)
-    scaled, halves = [_scaled(part) for part in parts], [_halved(part) for part in parts]
+    scaled, halves = [scaled_matrix(part) for part in parts], [half_matrix(part) for part in parts]
     if scaled[0] is not None and scaled[1] is not None and scaled[2] is not None:
         experts.fill_slot_scaled(slot, scaled[0], scaled[1], scaled[2])
     elif halves[0] is not None and halves[1] is not None and halves[2] is not None:
-        experts.fill_slot_halves(slot, halves[0], halves[1], halves[2])
+        experts.fill_slot_halves(slot, *(as_format(half, experts.format) for half in halves if half is not None))
     else:
         experts.fill_slot(slot, gate.widened(), up.widened(), down.widened())
 
@@ -98,39 +97,16 @@ def _halves(gate_up: StoredWeight) -> tuple[StoredWeight, StoredWeight]:
     return gate_half, up_half
 
 
-def _scaled(stored: StoredWeight) -> ScaledMatrix | None:
-    """FP8 as the experts keep it: a scale for 128 inputs of 128 outputs, or of each. None: it is no FP8."""
-    if stored.form is not StoredForm.FP8 or stored.scale is None:
-        return None
-    num_rows, num_columns = (-(-n // BLOCK) for n in stored.shape)
-    if is_by_rows(stored.weight, stored.scale):
-        num_rows = stored.shape[0]
-    return ScaledMatrix(stored.weight, stored.scale.expand(num_rows, num_columns))
-
-
-def _halved(stored: StoredWeight) -> HalfMatrix | None:
-    """4 bits as the experts keep them: a scale for 32 inputs of each output. None: they are no such weights."""
-    if stored.form not in _HALVES or stored.scale is None or stored.shape[1] % MX_GROUP:
-        return None
-    num_groups, rows = stored.shape[1] // MX_GROUP, stored.shape[0]
-    if stored.form is StoredForm.MXFP4:
-        codes, scale = stored.weight.flatten(1), torch.exp2(stored.scale.float() - 127)
-    else:
-        if num_groups % stored.scale.shape[1]:
-            return None
-        codes = stored.weight.contiguous().view(torch.uint8)
-        scale = stored.scale.repeat_interleave(num_groups // stored.scale.shape[1], 1)
-    return HalfMatrix(codes, scale, _HALVES[stored.form], (rows, stored.shape[1]))
-
-
 def keep_scaled(source: WeightSource, prefix: str, experts: Experts) -> None:
     """Experts that the checkpoint has in fewer bits stay so, unless a format was chosen for them."""
+    if experts.format is not WeightFormat.PLAIN:
+        return
     fused = source.has(f"{prefix}gate_up_proj")
-    first = f"{prefix}gate_up_proj" if fused else f"{prefix}0.gate_proj.weight"
-    kept = {StoredForm.FP8: WeightFormat.FP8, **_HALVES}
-    form = source.form_of(first) if source.has(first) else StoredForm.PLAIN
-    if form in kept and experts.format is WeightFormat.PLAIN:
-        experts.keep_as(kept[form])
+    names = [f"{prefix}{part}" for part in _FUSED] if fused else [f"{prefix}0.{part}.weight" for part in EXPERT_PARTS]
+    forms = [source.form_of(name) for name in names if source.has(name)]
+    kept = WeightFormat.FP8 if forms[:1] == [StoredForm.FP8] else common_format(forms or [StoredForm.PLAIN])
+    if kept is not WeightFormat.PLAIN:
+        experts.keep_as(kept)
 
 
 def read_experts(

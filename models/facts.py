@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
-from cache.spec import CacheSpec
+from cache.spec import CacheSpec, state_groups
 from models.key_names import KeyNames
 
 
@@ -45,6 +45,21 @@ class ModelFacts(Protocol):
 def mtp_layers(facts: ModelFacts) -> int:
     """How many layers the checkpoint has that can draft. A family without any need not say so."""
     return int(getattr(facts, "num_mtp_layers", 0))
+
+
+def takes_drafts(facts: ModelFacts) -> bool:
+    """Whether a token and drafts behind it can be computed in one step: layers with states have to keep what they
+    project of the drafts (layers/gated_delta.py)."""
+    return getattr(facts, "kept_drafts", None) is not None or not state_groups(facts.cache_spec("float32"))
+
+
+def with_kept_drafts(facts: ModelFacts, most: int) -> ModelFacts:
+    """The same model with room in its states for so many drafts of a sequence in a step."""
+    assert takes_drafts(facts)
+    if getattr(facts, "kept_drafts", None) is None:
+        return facts
+    with_room: ModelFacts = dataclasses.replace(facts, kept_drafts=most)  # type: ignore[type-var]  # dataclasses
+    return with_room
 
 
 def with_drafts(facts: ModelFacts) -> ModelFacts:

@@ -8,11 +8,14 @@ from layers.head import LMHead
 from layers.linear import Linear, MergedLinear
 from layers.mlp import GatedMLP, WeightedMLP
 from models.base import WeightSource
+from models.fewer_bits import KEPT, read_weight
+
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_linear(source: WeightSource, name: str, linear: Linear) -> None:
     """`name`.weight, and `name`.bias if the layer has one."""
-    source.read(f"{name}.weight", linear.weight)
+    read_weight(source, f"{name}.weight", linear)
     if linear.bias is not None:
         source.read(f"{name}.bias", linear.bias)
 
@@ -20,7 +23,7 @@ def read_linear(source: WeightSource, name: str, linear: Linear) -> None:
 def read_merged(source: WeightSource, prefix: str, linear: MergedLinear) -> None:
     """Each part from its own key, `prefix`part.weight (and .bias)."""
     for part in linear.parts:
-        source.read(f"{prefix}{part}.weight", linear.weight_of(part))
+        read_weight(source, f"{prefix}{part}.weight", linear, part)
         if linear.bias is not None:
             source.read(f"{prefix}{part}.bias", linear.bias_of(part))
 
@@ -54,6 +57,9 @@ def read_head(source: WeightSource, head: LMHead) -> None:
     if head.bias is not None:
         source.read("lm_head.bias", head.bias)
     if head.tied is None:
-        source.read("lm_head.weight", head.weight)
-    elif source.has("lm_head.weight"):
+        read_weight(source, "lm_head.weight", head)
+        return
+    if source.has("lm_head.weight"):
         source.skip("lm_head.weight")
+    if source.form_of(_EMBEDDING) in KEPT:
+        read_weight(source, _EMBEDDING, head)

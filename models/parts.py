@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from ep.experts import Experts, WeightFormat
@@ -17,7 +16,7 @@ from models.base import WeightSource
 from models.expert_weights import expert_keys, keep_scaled, read_expert
 from store.filling import Units, Whole
 
-PACKED = "packed-"  # and a dtype: the name of a linear layer's packed weights
+PACKED = "packed-"  # and a WeightFormat: the name of a linear layer's packed weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,7 @@ def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
             if tensor.numel():
                 found[f"{prefix}.{name}"] = tensor
         if isinstance(layer, Linear) and layer.packed is not None:
-            dtype = str(layer.packed.weight_dtype).removeprefix("torch.")
-            found[f"{prefix}.{PACKED}{dtype}"] = layer.packed.packed_B
+            found[f"{prefix}.{PACKED}{layer.packed.form.value}"] = layer.packed.packed_B
     return found
 
 
@@ -97,7 +95,7 @@ def take_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for prefix, layer in module.named_modules():
         for name in [name for name in left if name.startswith(f"{prefix}.{PACKED}")]:
             assert isinstance(layer, Linear)
-            layer.take_packed(left.pop(name), getattr(torch, name.rpartition(PACKED)[2]))
+            layer.take_packed(left.pop(name), WeightFormat(name.rpartition(PACKED)[2]))
         for name, tensor in _own_tensors(layer):
             if tensor.numel():
                 taken = left.pop(f"{prefix}.{name}")

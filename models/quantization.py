@@ -10,8 +10,8 @@ from models.fields import ConfigError, Fields
 
 _BLOCK = (128, 128)
 _TAKEN = (
-    "weights in BF16, FP32, FP8 e4m3 (a scale per 128 x 128 block, per output or per tensor), compressed-tensors INT4 "
-    "(pack-quantized, symmetric) and, of gpt-oss, MXFP4 are supported"
+    "weights in BF16, FP32, FP8 e4m3 (a scale per 128 x 128 block, per output or per tensor), INT4 of "
+    "compressed-tensors (pack-quantized), AWQ and GPTQ (without act-order) and, of gpt-oss, MXFP4 are supported"
 )
 
 
@@ -29,11 +29,17 @@ def check_quantization(fields: Fields) -> None:
         quantization.only("fmt", None, "e4m3", "float8_e4m3fn")
     elif method == "compressed-tensors":
         _check_compressed_tensors(quantization)
+    elif method in ("awq", "gptq"):
+        if quantization.integer("bits") != 4:
+            raise quantization.error("bits", "4")
+        quantization.only("version", None, "gemm", "GEMM")
+        quantization.only("desc_act", None, False)
+        quantization.only("checkpoint_format", None, "gptq", "gemm")
     elif method == "mxfp4":
         if fields.first_of("architectures") != "GptOssForCausalLM":
             raise quantization.error("quant_method", f"another one: MXFP4 is read of gpt-oss only ({_TAKEN})")
     else:
-        raise quantization.error("quant_method", f'"fp8", "compressed-tensors" or "mxfp4" ({_TAKEN})')
+        raise quantization.error("quant_method", f'"fp8", "compressed-tensors", "awq", "gptq" or "mxfp4" ({_TAKEN})')
 
 
 def _check_compressed_tensors(quantization: Fields) -> None:
@@ -48,10 +54,10 @@ def _check_compressed_tensors(quantization: Fields) -> None:
         where = group if group.has("format") else quantization
         weights = group.section("weights")
         kind = weights.text("type"), weights.integer("num_bits")
-        weights.only("symmetric", None, True)
         weights.only("actorder", None)
         if kind == ("float", 8):
             where.only("format", None, "float-quantized", "naive-quantized")
+            weights.only("symmetric", None, True)
             weights.only("strategy", "channel", "tensor", "block")
             if weights.text("strategy") == "block" and weights.integers("block_structure") != _BLOCK:
                 raise weights.error("block_structure", "[128, 128]")

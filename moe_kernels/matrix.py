@@ -5,28 +5,35 @@ Legend: O output features, I input features, G groups of 32 inputs.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from moe_kernels.quant import BLOCK
 from native import quantize as quantize_native
+from native.formats import HALF_GROUP, HALVES, WeightFormat
+
+__all__ = [
+    "DTYPES",
+    "E2M1",
+    "HALVES",
+    "LARGEST",
+    "SCALE_ROWS",
+    "HalfMatrix",
+    "ScaledMatrix",
+    "WeightFormat",
+    "dequantize",
+    "dequantize_halves",
+    "levels",
+    "pair_codes",
+    "quantize",
+    "quantize_halves",
+]
 
 
-class WeightFormat(enum.Enum):
-    """How an expert's weights are kept in memory."""
-
-    PLAIN = "plain"  # in the dtype of the rows
-    FP8 = "fp8"  # e4m3, a scale for 128 x 128 weights
-    INT8 = "int8"  # a scale for 128 inputs of each output
-    MXFP4 = "mxfp4"  # e2m1, a scale for 32 inputs of each output
-    INT4 = "int4"  # the same of numbers from -8 to 7
-
-
-HALVES = (WeightFormat.MXFP4, WeightFormat.INT4)  # kept by the native kernels only
-GROUP = 32
+GROUP = HALF_GROUP
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -84,40 +91,99 @@ def dequantize(matrix: ScaledMatrix, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HalfMatrix:
-    """Weights of 4 bits: codes uint8 [O, 16 G], two each, the first in the lower half; scale float32 [O, G], each exact
-    in bfloat16. shape: (O, I)."""
+    """Weights of 4 bits: codes uint8 [O, 16 G], two each, the first in the lower half; scale_OG float16, of MXFP4
+    bfloat16; zero_OG float16, of INT4_ZERO only. shape: (O, I)."""
 
     codes: Tensor
     scale_OG: Tensor
     format: WeightFormat
     shape: tuple[int, int]
+    zero_OG: Tensor | None = None
+
+    @property
+    def words(self) -> Tensor:
+        """The scales, and behind them the zero points, as the kernels take them."""
+        parts = (self.scale_OG,) if self.zero_OG is None else (self.scale_OG, self.zero_OG)
+        return torch.stack(parts)
 
 
 def levels(form: WeightFormat) -> Tensor:
     """float32 [16]: what each code stands for."""
-    if form is WeightFormat.INT4:
-        return torch.arange(-8, 8, dtype=torch.float32)
-    return torch.tensor([*E2M1, *(-value for value in E2M1)])
+    if form is WeightFormat.MXFP4:
+        return torch.tensor([*E2M1, *(-value for value in E2M1)])
+    return torch.arange(-8, 8, dtype=torch.float32)
 
 
 def quantize_halves(weight_OI: Tensor, form: WeightFormat) -> HalfMatrix:
-    """The nearest codes; the largest of a group is the largest of the format, or less: MXFP4's scales are powers of
-    two."""
+    """The nearest codes with the scale, among a few, whose squared error is least."""
+    shape = (weight_OI.shape[0], weight_OI.shape[1])
+    if form is WeightFormat.INT4_ZERO:
+        return _quantize_zero(_groups(weight_OI), shape)
+    if quantize_native.can_run(weight_OI):
+        return HalfMatrix(*quantize_native.quantize_halves(weight_OI, form), form, shape)
+    blocks = _groups(weight_OI)
+    error = scale = code = torch.empty(0)
+    for tried in _scales(blocks, form):
+        exact = torch.where(tried[..., None] == 0, 0.0, blocks / tried[..., None])
+        found = _nearest(exact, form)
+        lost = (levels(form)[found] * tried[..., None] - blocks).square().sum(-1)
+        better = lost < error if error.numel() else torch.ones_like(lost, dtype=torch.bool)
+        error, scale = (torch.where(better, new, old) if old.numel() else new
+                        for new, old in ((lost, error), (tried, scale)))  # fmt: skip
+        code = torch.where(better[..., None], found, code) if code.numel() else found
+    dtype = torch.bfloat16 if form is WeightFormat.MXFP4 else torch.float16
+    return HalfMatrix(pair_codes(code.flatten(1)), scale.to(dtype), form, shape)
+
+
+def pair_codes(code_OI: Tensor) -> Tensor:
+    """uint8: two codes of 4 bits in each, the first in the lower half."""
+    code_OI = code_OI.to(torch.uint8)
+    return code_OI[:, ::2] | code_OI[:, 1::2] << 4
+
+
+def _quantize_zero(blocks: Tensor, shape: tuple[int, int]) -> HalfMatrix:
+    """The least number of a group has the code 0, the largest 15."""
+    least, most = blocks.amin(-1), blocks.amax(-1)
+    scale = (most - least) / 15
+    exact = torch.where(scale[..., None] > 0, (blocks - least[..., None]) / scale[..., None], 0.0)
+    scale_OG, zero_OG, alone_OG = quantize_native.zero_points(scale, least)
+    code_OI = torch.where(alone_OG[..., None], 0.0, exact.round().clamp(0, 15)).flatten(1)
+    return HalfMatrix(pair_codes(code_OI), scale_OG, WeightFormat.INT4_ZERO, shape, zero_OG)
+
+
+def _groups(weight_OI: Tensor) -> Tensor:
+    """float32 [O, G, 32], with zeros at the end."""
     num_rows, num_columns = weight_OI.shape
     groups = -(-num_columns // GROUP)
     room = torch.zeros(num_rows, groups * GROUP)
     room[:, :num_columns] = weight_OI
-    blocks = room.view(num_rows, groups, GROUP)
-    largest = 7.0 if form is WeightFormat.INT4 else 6.0
-    scale = blocks.abs().amax(-1).div_(largest).clamp_(min=1e-30)
-    scale = scale.bfloat16().float() if form is WeightFormat.INT4 else scale.log2().ceil().exp2()
-    exact = (blocks / scale[..., None])[..., None]
-    code = (exact - levels(form)).abs().argmin(-1).flatten(1).to(torch.uint8)
-    return HalfMatrix(code[:, ::2] | code[:, 1::2] << 4, scale, form, (num_rows, num_columns))
+    return room.view(num_rows, groups, GROUP)
+
+
+def _scales(blocks: Tensor, form: WeightFormat) -> list[Tensor]:
+    """float32 [O, G] each. The number of largest size is the outermost code of its sign, or a little beyond it. MXFP4:
+    the least power of two with which nothing is beyond 6, and half of it."""
+    largest = blocks.abs().amax(-1)
+    if form is WeightFormat.MXFP4:
+        least = (largest / 6).clamp_(min=2.0**-126).log2().ceil().exp2()
+        return [least, least / 2]
+    signed = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    return [(base * part).half().float() for base in (signed / -8, largest / 7) for part in (1.0, 0.93, 0.86)]
+
+
+def _nearest(exact: Tensor, form: WeightFormat) -> Tensor:
+    """The codes, int64; halfway MXFP4 takes the smaller number."""
+    if form is not WeightFormat.MXFP4:
+        return exact.round().clamp(-8, 7).long() + 8
+    between = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)])
+    return torch.bucketize(exact.abs(), between) + 8 * (exact < 0).long()
 
 
 def dequantize_halves(matrix: HalfMatrix, dtype: torch.dtype) -> Tensor:
     """[O, I] in dtype."""
     code = torch.stack((matrix.codes & 15, matrix.codes >> 4), -1).flatten(1)
-    scale = matrix.scale_OG.repeat_interleave(GROUP, 1)
-    return levels(matrix.format)[code.int()].mul_(scale)[:, : matrix.shape[1]].to(dtype)
+    number = levels(matrix.format)[code.int()]
+    if matrix.zero_OG is not None:
+        number -= matrix.zero_OG.float().repeat_interleave(GROUP, 1)
+    scale = matrix.scale_OG.float().repeat_interleave(GROUP, 1)
+    return number.mul_(scale)[:, : matrix.shape[1]].to(dtype)

@@ -29,7 +29,6 @@ from moe_kernels.quant import dequantize_rows
 from native import Isa, function, isa
 
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_FORMATS = {form: number for number, form in enumerate(WeightFormat)}
 
 
 _FIELDS = (
@@ -96,9 +95,7 @@ class PackedExperts:
         self.num_slots, self.dtype, self.format = num_slots, dtype, form
         self._hidden, self._width, self._biased = hidden, width, kind.biased
         activation = {name: getattr(kind.activation, name) for name in _FLOATS}
-        self._shape = _Shape(
-            _X_TYPES[dtype], _FORMATS[form], num_slots, hidden, width, has_bias=kind.biased, **activation
-        )
+        self._shape = _Shape(_X_TYPES[dtype], form.number, num_slots, hidden, width, has_bias=kind.biased, **activation)
         _experts_shape(self._shape)
         self.packed_SB = torch.empty(num_slots, self._shape.slot_bytes, dtype=torch.uint8)
         self._num_touched = 0
@@ -225,7 +222,7 @@ class PackedExperts:
 
     def _pack_halves(self, slot: int, matrices: list[HalfMatrix]) -> None:
         codes = [matrix.codes.contiguous() for matrix in matrices]
-        scales = [matrix.scale_OG.float().contiguous() for matrix in matrices]
+        scales = [matrix.words for matrix in matrices]
         self._pack(slot, [code.data_ptr() for code in codes], [scale.data_ptr() for scale in scales], 1)
 
     def _pack(self, slot: int, matrices: list[int], scales: list[int] | list[None], scale_rows: int) -> None:

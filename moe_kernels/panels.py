@@ -42,7 +42,7 @@ def panel_biases(gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> Tensor:
 
 def _panel_bytes(depth: int, dtype: torch.dtype, form: WeightFormat) -> int:
     if form in HALVES:
-        return -(-depth // BLOCK) * PANEL * 8 + (depth + depth % 2) * PANEL // 2
+        return -(-depth // BLOCK) * _half_scales(form) + -(-depth // 8) * 8 * PANEL // 2
     if form is not WeightFormat.PLAIN:
         return -(-depth // BLOCK) * PANEL * 4 + (depth + depth % 2) * PANEL
     return (depth + (depth % 2 if dtype is torch.bfloat16 else 0)) * PANEL * dtype.itemsize
@@ -71,18 +71,28 @@ def _columns(panels_PB: Tensor, depth: int, dtype: torch.dtype, form: WeightForm
     return torch.cat(blocks, 2).reshape(num_panels * PANEL, -1).to(dtype)
 
 
+def _half_scales(form: WeightFormat) -> int:
+    """Bytes of scales, and of zero points, of a block."""
+    return PANEL * 8 * (2 if form is WeightFormat.INT4_ZERO else 1)
+
+
 def _half_columns(panels_PB: Tensor, depth: int, dtype: torch.dtype, form: WeightFormat) -> Tensor:
-    blocks, at = [], 0
+    """Codes of 8 k are 4 bytes of a column: k, k + 2, k + 4, k + 6, then those between them."""
+    blocks, at, bits = [], 0, torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
+    of_scale = torch.bfloat16 if form is WeightFormat.MXFP4 else torch.float16
     for first in range(0, depth, BLOCK):
-        size = min(BLOCK, depth - first)
-        size += size % 2
-        scale = panels_PB[:, at : at + PANEL * 8].contiguous().view(torch.bfloat16).view(-1, BLOCK // 32, PANEL)
-        at += PANEL * 8
-        codes = panels_PB[:, at : at + size * PANEL // 2].reshape(-1, size // 2, PANEL)
+        size = -(-min(BLOCK, depth - first) // 8) * 8
+        words = panels_PB[:, at : at + _half_scales(form)].contiguous().view(of_scale).float()
+        scale, *zero = words.view(-1, _half_scales(form) // (PANEL * 8), BLOCK // 32, PANEL).unbind(1)
+        at += _half_scales(form)
+        lanes = panels_PB[:, at : at + size * PANEL // 2].contiguous().view(torch.int32).view(-1, size // 8, 1, PANEL)
         at += size * PANEL // 2
-        numbers = levels(form)[torch.stack((codes & 15, codes >> 4), 2).flatten(1, 2).int()]
-        blocks.append(numbers * scale.float().repeat_interleave(32, 1)[:, :size])
-    return torch.cat(blocks, 1).transpose(1, 2).reshape(panels_PB.shape[0] * PANEL, -1).to(dtype)
+        numbers = levels(form)[(lanes >> bits[:, None]) & 15].flatten(1, 2)
+        if zero:
+            numbers -= zero[0].repeat_interleave(32, 1)[:, :size]
+        blocks.append(numbers * scale.repeat_interleave(32, 1)[:, :size])
+    columns = torch.cat(blocks, 1)[:, : depth + depth % 2]
+    return columns.transpose(1, 2).reshape(panels_PB.shape[0] * PANEL, -1).to(dtype)
 
 
 def _numbers(bytes_: Tensor, form: WeightFormat) -> Tensor:

@@ -122,7 +122,7 @@ OPTIONS = [
     _of("speculative_config",
         'Drafts, as a JSON object or a file with one, e.g. {"method": "ngram", "num_speculative_tokens": 5}; methods: '
         f"{', '.join(METHODS)}, none.", **_TEXT),
-    _of("quantization", "Keep all large matrices in 8 bits (native kernels)."),
+    _of("quantization", "Keep all large matrices in 8 or 4 bits (native kernels)."),
     _of("kv_cache_dtype", "fp8: latents in 8 bits, a scale for 128 of them (DeepSeek)."),
     _of("attention_backend", "Of latent attention, on a GPU."),
     _of("moe_backend", "What multiplies by the experts' weights."),

@@ -15,6 +15,7 @@ from configs.server import ServerConfig
 from engine.plan import make_plan
 from engine.process.console import guard_console, say_text
 from engine.process.orphan import die_with_parent
+from front.chat.families import REASONING_PARSERS, TOOL_PARSERS
 from launch.head import HeadSupervisor
 from launch.remote import RemoteSupervisor
 from launch.supervisor import Supervisor
@@ -28,6 +29,22 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
 @click.option("--api-key", multiple=True, help="Key that clients must send; repeatable; or MOESAIC_API_KEY.")
 @click.option("--admin-api-key", multiple=True, help="Key for admin routes; or MOESAIC_ADMIN_KEY.")
 @click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="File that replaces the model's.")
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice([*TOOL_PARSERS, "none"]),
+    help="Format in which the model calls tools; default: what its chat template says.",
+)
+@click.option(
+    "--reasoning-parser",
+    type=click.Choice([*REASONING_PARSERS, "none"]),
+    help="Format of the model's reasoning; default: what its chat template says.",
+)
+@click.option(
+    "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
+    default=True,
+    show_default=True,
+    help="Whether the model may choose to call tools, where a request gives some.",
+)
 @click.option(
     "--generation-config",
     type=click.Choice(["auto", "vllm"]),
@@ -50,6 +67,14 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
     show_default=True,
     help="Beyond: 503 with Retry-After.",
 )
+@click.option(
+    "--max-stored-responses",
+    type=click.IntRange(0),
+    default=1000,
+    show_default=True,
+    help="Responses that are kept for previous_response_id; 0: none.",
+)
+@click.option("--max-stored-bytes", type=Bytes(), default=64 << 20, show_default=True, help="Of them together.")
 @click.option("--shutdown-timeout", type=SECONDS, default=30.0, show_default=True, help="Seconds a drain may take.")
 @click.option("--sse-keep-alive-interval", type=SECONDS, default=15.0, show_default=True, help="Seconds; 0: never.")
 @click.option("--request-timeout", type=SECONDS, default=0.0, show_default=True, help="Seconds; 0: none.")
@@ -109,10 +134,15 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         api_key_digests=_digests((*options.pop("api_key"), *env_keys)),
         admin_key_digests=_digests((*options.pop("admin_api_key"), *env_admin)),
         chat_template=Path(template).read_text() if template else None,
+        tool_call_parser=_family(options.pop("tool_call_parser")),
+        reasoning_parser=_family(options.pop("reasoning_parser")),
+        enable_auto_tool_choice=options.pop("enable_auto_tool_choice"),
         use_generation_config=options.pop("generation_config") == "auto",
         max_body_bytes=options.pop("max_request_bytes"),
         max_inflight_bytes=options.pop("max_inflight_bytes"),
         max_queued_requests=options.pop("max_num_queued_reqs"),
+        max_stored_responses=options.pop("max_stored_responses"),
+        max_stored_bytes=options.pop("max_stored_bytes"),
         shutdown_timeout=options.pop("shutdown_timeout"),
         keep_alive_interval=options.pop("sse_keep_alive_interval"),
         request_timeout=options.pop("request_timeout"),
@@ -123,6 +153,10 @@ def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin
         log_format=options.pop("log_format"),
         log_requests=options.pop("log_requests"),
     )
+
+
+def _family(name: str | None) -> str | None:
+    return "" if name == "none" else name
 
 
 def _digests(keys: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,18 +11,23 @@ import functools
 from dataclasses import dataclass
 
 from native.features import Isa, isa
+from native.formats import WeightFormat
 from native.library import function, library
 
 _MARGIN = 1.15  # by which another way must be faster than the usual one: measurements differ by less
 _ROWS = (1, 4, 16, 64)
-_PLAIN, _FP8 = 0, 1  # Format of experts.h
 _MOST_NARROW = 12
 
 
 class _Fields(ctypes.Structure):
     """KernelChoice of choice.h."""
 
-    _fields_ = (("products", ctypes.c_int64), ("narrow_rows", ctypes.c_int64), ("fixed_order", ctypes.c_int64))
+    _fields_ = (
+        ("products", ctypes.c_int64),
+        ("narrow_rows", ctypes.c_int64),
+        ("half_rows", ctypes.c_int64),
+        ("fixed_order", ctypes.c_int64),
+    )
 
 
 _choose = function("native_choose", ctypes.POINTER(_Fields))
@@ -32,21 +37,23 @@ _chosen = function("native_chosen", ctypes.POINTER(_Fields))
 @dataclass(frozen=True, slots=True)
 class Choice:
     """products: of rows of bfloat16 by panels of it. narrow_rows: where that is AMX, with up to so many rows 8-bit
-    weights are widened in vector registers all the same. As text: "amx, 1"."""
+    weights are widened in vector registers all the same. half_rows: the same of 4-bit weights, whatever the
+    instructions; what is widened otherwise is rounded. As text: "amx, 1, 12"."""
 
     products: Isa = Isa.AMX
     narrow_rows: int = 1
+    half_rows: int = _MOST_NARROW
 
     def __str__(self) -> str:
-        return f"{self.products.name.lower()}, {self.narrow_rows}"
+        return f"{self.products.name.lower()}, {self.narrow_rows}, {self.half_rows}"
 
 
 def parse(text: str) -> Choice:
     """The Choice that is printed so; "" is the one that has not been measured."""
     if not text:
         return Choice()
-    products, _, narrow_rows = text.partition(", ")
-    return Choice(Isa[products.upper()], int(narrow_rows))
+    products, narrow_rows, half_rows = text.split(", ")
+    return Choice(Isa[products.upper()], int(narrow_rows), int(half_rows))
 
 
 def choose(choice: Choice, fixed_order: bool = False) -> None:
@@ -56,7 +63,8 @@ def choose(choice: Choice, fixed_order: bool = False) -> None:
     beside it (docs/deterministic.md); before layers are packed.
     """
     if library() is not None:
-        _choose(_Fields(int(choice.products), 0 if fixed_order else choice.narrow_rows, int(fixed_order)))
+        rows = (0, 0) if fixed_order else (choice.narrow_rows, choice.half_rows)
+        _choose(_Fields(int(choice.products), *rows, int(fixed_order)))
 
 
 def fixed_order() -> bool:
@@ -78,20 +86,25 @@ def measured(most: Isa) -> tuple[Choice, str]:
     if most < Isa.AVX512_BF16 or isa() < Isa.AVX512_BF16:
         return Choice(), f"there is one way with {most.name.lower()}"
     ways = [level for level in Isa if Isa.AVX512 <= level <= most]
-    times = {level: [_time(level, _PLAIN, rows) for rows in _ROWS] for level in ways}
+    times = {level: [_time(level, WeightFormat.PLAIN, rows) for rows in _ROWS] for level in ways}
     best = [min(column) for column in zip(*times.values(), strict=True)]
     worst = {level: max(took / least for took, least in zip(times[level], best, strict=True)) for level in ways}
     products = min(ways, key=lambda level: worst[level] * (1.0 if level is most else _MARGIN))
-    narrow = Choice().narrow_rows
-    if products is Isa.AMX:
-        faster = [_time(Isa.AVX512_BF16, _FP8, rows) < _MARGIN * _time(Isa.AMX, _FP8, rows) for rows in _narrow_rows()]
-        narrow = next((rows - 1 for rows, wins in zip(_narrow_rows(), faster, strict=True) if not wins), _MOST_NARROW)
+    tiles = products is Isa.AMX
+    narrow = _narrow_rows(WeightFormat.FP8, products) if tiles else Choice().narrow_rows
+    half = _narrow_rows(WeightFormat.INT4, products)
     said = ", ".join(f"{level.name.lower()} {_flops(times[level])}" for level in ways)
-    return Choice(products, narrow), f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows: {said}"
+    return Choice(products, narrow, half), f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows: {said}"
 
 
-def _narrow_rows() -> range:
-    return range(1, _MOST_NARROW + 1)
+def _narrow_rows(form: WeightFormat, products: Isa) -> int:
+    """Up to how many rows widening in registers is as fast as the other way."""
+    for rows in range(1, _MOST_NARROW + 1):
+        registers = _time(Isa.AVX512_BF16, form, rows)
+        other = _time(Isa.AMX, form, rows) if products is Isa.AMX else registers
+        if registers >= _MARGIN * other:
+            return rows - 1
+    return _MOST_NARROW
 
 
 def _flops(times: list[float]) -> str:
@@ -99,10 +112,10 @@ def _flops(times: list[float]) -> str:
     return "/".join(f"{2 * 64 * 512 * rows / took:.0f}" for rows, took in zip(_ROWS, times, strict=True))
 
 
-def _time(level: Isa, form: int, rows: int) -> float:
+def _time(level: Isa, form: WeightFormat, rows: int) -> float:
     """Nanoseconds for a panel."""
     kernels = library()
     assert kernels is not None
     timed = kernels["native_time_panel"]
     timed.argtypes, timed.restype = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64), ctypes.c_double
-    return float(timed(int(level), form, rows))
+    return float(timed(int(level), form.number, rows))

@@ -23,6 +23,7 @@ _SIZES = (
 _INPUTS = ("qkv", "gate", "beta", "decay")
 _PARAMETERS = ("conv", "rate", "dt_bias", "norm")
 _PLACES = ("starts", "reads", "writes", "tails", "states", "out")
+_RUNS = ("applied", "guesses", "kept_qkv", "kept_beta", "kept_decay")
 
 
 class _Call(ctypes.Structure):
@@ -35,6 +36,8 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (*_PARAMETERS, *_PLACES)),
         ("eps", ctypes.c_float),
         ("lower_bound", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in _RUNS),
+        ("most_kept", ctypes.c_int64),
     )
 
 
@@ -57,10 +60,14 @@ def gated_delta(
 ) -> Tensor:
     """[T, H * V]: layers.gated_delta.gated_delta of its inputs and parameters. sizes: key heads, heads, widths of a key
     and a value, taps, and whether there is a decay for each channel and the gate is a sigmoid. starts: int64 [B + 1],
-    where each sequence's tokens begin; None: each has one. records: int64 [B] that are read, and written."""
+    where each sequence's tokens begin; None: each has one. records: int64 [B] that are read, and written; of a
+    step with drafts also how many kept inputs come first, and how many drafts last, with `starts` on the host
+    (layers.step.StateRuns). cache: tails and states; and what was kept, where there may be drafts."""
     qkv_TC = inputs[0]
-    reads_B, writes_B = records
-    tails, states = cache
+    reads_B, writes_B, *runs = records
+    tails, states, *kept = cache
+    assert all(x.is_contiguous() and x.dtype is torch.int64 for x in runs)
+    assert all(x.is_contiguous() and x.dtype is qkv_TC.dtype for x in kept)
     assert all(x.stride(1) == 1 and x.dtype is qkv_TC.dtype for x in inputs)
     assert all(x.is_contiguous() and x.dtype is torch.float32 for x in (*parameters, states))
     assert tails.is_contiguous() and tails.dtype is qkv_TC.dtype
@@ -77,6 +84,8 @@ def gated_delta(
         *(x.data_ptr() for x in (reads_B, writes_B, tails, states, out_TV)),
         eps,
         lower_bound,
+        *([x.data_ptr() for x in (*runs, *kept)] if runs else [None] * len(_RUNS)),
+        kept[0].shape[1] if runs else 0,
     )
     _delta_run(ctypes.byref(call), torch.get_num_threads())
     return out_TV

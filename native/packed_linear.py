@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed, of 8 bits or bfloat16 (native/src/linear_packed.cpp).
+"""Linear layers whose weights are packed, of 8 or 4 bits or bfloat16 (native/src/linear_packed.cpp).
 
 Legend: T tokens, I input features, O output features.
 """
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from native.choice import fixed_order
 from native.features import Isa, isa
+from native.formats import HALF_GROUP, HALVES, WeightFormat
 from native.library import function
 from native.linear import use_large_pages
 
 PANEL, BLOCK = 64, 128  # outputs of a panel; inputs that share a scale
 X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-FORMATS = {torch.bfloat16: 0, torch.float32: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
+FORMATS = {torch.float8_e4m3fn: WeightFormat.FP8, torch.int8: WeightFormat.INT8}
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _fill = function("linear_packed_fill", _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER, *[_NUMBER] * 3, ctypes.c_int)
@@ -43,42 +44,52 @@ class PackedLinear:
     """y = x W^T + b.
 
     weight_OI: float8_e4m3fn or int8 [O, I], with scale: float32 [ceil(O / scale_rows), ceil(I / 128)]; a weight is its
-    number times the scale of its block. Or bfloat16 or float32 without scale, for rows of the same. The weights are
-    copied; in_place: those without scale are rearranged where they lie, if they fill whole panels, and the caller uses
-    them no more.
+    number times the scale of its block. Or bfloat16 or float32 without scale, for rows of the same. Or codes of 4 bits,
+    of `form`: uint8 [O, 16 * ceil(I / 32)] of num_inputs I, with scale: 16 bits [1, O, ceil(I / 32)], or [2, ...] with
+    zero points. The weights are copied; in_place: those without scale are rearranged where they lie, if they fill whole
+    panels, and the caller uses them no more.
     """
 
     def __init__(
-        self, weight_OI: Tensor, scale: Tensor | None = None, scale_rows: int = 1, in_place: bool = False
+        self,
+        weight_OI: Tensor,
+        scale: Tensor | None = None,
+        scale_rows: int = 1,
+        in_place: bool = False,
+        form: WeightFormat | None = None,
+        num_inputs: int | None = None,
     ) -> None:
-        self.num_outputs, self._inputs = weight_OI.shape
-        self._format = FORMATS[weight_OI.dtype]
-        self.weight_dtype = weight_OI.dtype
-        assert weight_OI.is_contiguous() and self._inputs % 2 == 0 and (scale is None) == (self._format == 0)
-        num_blocks = -(-self._inputs // BLOCK)
-        if scale is None:
-            panel_bytes = self._inputs * PANEL * weight_OI.itemsize
-        else:
-            assert scale.is_contiguous() and scale.dtype is torch.float32
-            assert scale.shape == (-(-self.num_outputs // scale_rows), num_blocks)
-            panel_bytes = num_blocks * PANEL * 4 + self._inputs * PANEL
+        self.num_outputs, self._inputs = weight_OI.shape[0], num_inputs or weight_OI.shape[1]
+        self.form = form or FORMATS.get(weight_OI.dtype, WeightFormat.PLAIN)
+        assert weight_OI.is_contiguous() and self._inputs % 2 == 0
+        assert (scale is None) == (self.form is WeightFormat.PLAIN) and (scale is None or scale.is_contiguous())
+        if scale is not None:
+            self._check(scale, scale_rows)
         if in_place and scale is None and self.num_outputs % PANEL == 0:
             self.packed_B = weight_OI.detach().view(torch.uint8).flatten()
         else:
+            panel_bytes = _panel_bytes(self.form, self._inputs, weight_OI.itemsize)
             self.packed_B = torch.empty(-(-self.num_outputs // PANEL) * panel_bytes, dtype=torch.uint8)
             use_large_pages(self.packed_B)
         _fill(
-            X_TYPES.get(weight_OI.dtype, X_TYPES[torch.bfloat16]), self._format, self.packed_B.data_ptr(),
+            X_TYPES.get(weight_OI.dtype, X_TYPES[torch.bfloat16]), self.form.number, self.packed_B.data_ptr(),
             weight_OI.data_ptr(), None if scale is None else scale.data_ptr(), scale_rows, self._inputs,
             self.num_outputs, torch.get_num_threads(),
         )  # fmt: skip
 
+    def _check(self, scale: Tensor, scale_rows: int) -> None:
+        if self.form in HALVES:
+            halves = 2 if self.form is WeightFormat.INT4_ZERO else 1
+            assert scale.shape == (halves, self.num_outputs, -(-self._inputs // HALF_GROUP)) and scale.itemsize == 2
+        else:
+            assert scale.dtype is torch.float32
+            assert scale.shape == (-(-self.num_outputs // scale_rows), -(-self._inputs // BLOCK))
+
     @classmethod
-    def over(cls, packed_B: Tensor, dtype: torch.dtype, num_outputs: int, num_inputs: int) -> PackedLinear:
-        """With the bytes that another one of this size, made of weights of this dtype, has packed."""
+    def over(cls, packed_B: Tensor, form: WeightFormat, num_outputs: int, num_inputs: int) -> PackedLinear:
+        """With the bytes that another one of this size and form has packed."""
         layer = cls.__new__(cls)
-        layer.num_outputs, layer._inputs, layer._format = num_outputs, num_inputs, FORMATS[dtype]
-        layer.weight_dtype = dtype
+        layer.num_outputs, layer._inputs, layer.form = num_outputs, num_inputs, form
         layer.packed_B = packed_B
         return layer
 
@@ -87,12 +98,22 @@ class PackedLinear:
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         num_rows = x_TI.shape[0]
-        assert self._format or x_TI.dtype is self.weight_dtype
         assert x_TI.shape[1] == self._inputs and (bias_O is None or bias_O.dtype is x_TI.dtype)
         y_TO = x_TI.new_empty(num_rows, self.num_outputs)
         _multiply(
-            X_TYPES[x_TI.dtype], self._format, self.packed_B.data_ptr(), x_TI.data_ptr(), x_TI.stride(0),
+            X_TYPES[x_TI.dtype], self.form.number, self.packed_B.data_ptr(), x_TI.data_ptr(), x_TI.stride(0),
             None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), self.num_outputs, num_rows, self._inputs,
             self.num_outputs, torch.get_num_threads(),
         )  # fmt: skip
         return y_TO
+
+
+def _panel_bytes(form: WeightFormat, inputs: int, item: int) -> int:
+    """Multiplier::panel_bytes of experts.h."""
+    if form is WeightFormat.PLAIN:
+        return inputs * PANEL * item
+    blocks = -(-inputs // BLOCK)
+    if form in HALVES:
+        scales = (2 if form is WeightFormat.INT4_ZERO else 1) * BLOCK // HALF_GROUP * PANEL * 2
+        return blocks * scales + -(-inputs // 8) * 8 * PANEL // 2
+    return blocks * PANEL * 4 + inputs * PANEL

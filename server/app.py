@@ -15,7 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.admin import RankAdmin
 from server.api.chat import ChatCompletions
 from server.api.completions import Completions
+from server.api.messages_answer import Messages
 from server.api.openai import AbortRequest, Model, ModelList
+from server.api.responses_routes import Responses
 from server.api.tokenize import Tokenization
 from server.eplb import Eplb, refresh, trouble
 from server.errors import RETRY_AFTER, ApiError
@@ -33,13 +35,33 @@ _abort_decoder = msgspec.json.Decoder(AbortRequest)
 def build_app(service: Service) -> ASGIApp:
     """Its runner also runs `service.flights.clock()` beside it."""
     pages = Pages(service)
-    tokenization = Tokenization(service)
+    handlers = _handlers(service, pages)
+    pages.routes = [(method, path) for method, path, _ in handlers]
+    routes = [Route(path, Endpoint(handler), methods=[method]) for method, path, handler in handlers]
+    app: ASGIApp = AuthMiddleware(Router(routes, redirect_slashes=False), service)
+    origins = service.config.allowed_origins
+    if origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
+    """Method, path and handler of each route."""
+    responses, messages, tokenization = Responses(service), Messages(service), Tokenization(service)
     rank_admin = RankAdmin(service)
     eplb = Eplb(service)
     profiles = Profiles(service)
     get: dict[str, Handler] = {
         "/v1/models": pages.models,
         "/v1/models/{model:path}": pages.model,
+        "/v1/responses/{response_id}": responses.retrieve,
+        "/v1/responses/{response_id}/input_items": responses.input_items,
         "/health": pages.health,
         "/ping": pages.health,
         "/live": pages.live,
@@ -59,6 +81,10 @@ def build_app(service: Service) -> ASGIApp:
     post: dict[str, Handler] = {
         "/v1/completions": Completions(service).answer,
         "/v1/chat/completions": ChatCompletions(service).answer,
+        "/v1/responses": responses.answer,
+        "/v1/responses/{response_id}/cancel": responses.cancel,
+        "/v1/messages": messages.answer,
+        "/v1/messages/count_tokens": messages.count_tokens,
         "/tokenize": tokenization.tokenize,
         "/v1/tokenize": tokenization.tokenize,
         "/detokenize": tokenization.detokenize,
@@ -73,20 +99,9 @@ def build_app(service: Service) -> ASGIApp:
         "/start_profile": profiles.start,
         "/stop_profile": profiles.stop,
     }
-    routes = [Route(path, Endpoint(handler), methods=["POST"]) for path, handler in post.items()]
-    routes += [Route(path, Endpoint(handler), methods=["GET"]) for path, handler in get.items()]
-    pages.routes = [("POST", path) for path in post] + [("GET", path) for path in get]
-    app: ASGIApp = AuthMiddleware(Router(routes, redirect_slashes=False), service)
-    origins = service.config.allowed_origins
-    if origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-    return app
+    delete: dict[str, Handler] = {"/v1/responses/{response_id}": responses.delete}
+    tables = {"POST": post, "GET": get, "DELETE": delete}
+    return [(method, path, handler) for method, table in tables.items() for path, handler in table.items()]
 
 
 class Endpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +17,13 @@ TYPES = {
     405: "MethodNotAllowedError", 408: "RequestTimeoutError", 409: "ConflictError", 413: "PayloadTooLargeError",
     415: "UnsupportedMediaTypeError", 429: "RateLimitError", 431: "HeadersTooLargeError", 500: "InternalServerError",
     503: "ServiceUnavailableError",
+}  # fmt: skip
+
+OVERLOADED = 529  # Anthropic's 503
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 409: "invalid_request_error", 413: "request_too_large",
+    415: "invalid_request_error", 429: "rate_limit_error", 431: "request_too_large", OVERLOADED: "overloaded_error",
 }  # fmt: skip
 
 encode = msgspec.json.Encoder().encode
@@ -45,14 +53,21 @@ class ApiError(Exception):
         self.code = code
         self.headers = list(headers)
 
-    def body(self) -> bytes:
+    def body(self, shape: Literal["openai", "anthropic"] = "openai", request_id: str | None = None) -> bytes:
         """The JSON body. The message is bounded; `code` is a string or null, never the status number."""
         message = self.message
         if len(message) > MAX_MESSAGE:
             message = message[: MAX_MESSAGE - 1] + "…"
+        if shape == "anthropic":
+            kind = ANTHROPIC_TYPES.get(self.anthropic_status, "api_error")
+            return encode({"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id})
         param = self.param if self.param is None else self.param[:200]
         error = {"message": message, "type": TYPES.get(self.status, "ApiError"), "param": param, "code": self.code}
         return encode({"error": error})
+
+    @property
+    def anthropic_status(self) -> int:
+        return OVERLOADED if self.status == 503 else self.status
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -27,7 +27,8 @@ class Flight:
     """Make it in the task that serves the request, and `close` it there; then `cause` says what ended it (None:
     itself).
 
-    num_sequences: how many sequences of the engine it holds. prompt_ids: the engine's names of its prompts.
+    num_sequences: how many sequences of the engine it holds. answer_id: what its answer is called. prompt_ids: the
+    engine's names of its prompts.
     """
 
     def __init__(self, request_id: str, num_sequences: int, deadline: float | None) -> None:
@@ -35,6 +36,7 @@ class Flight:
         assert task is not None
         self.request_id = request_id
         self.num_sequences = num_sequences
+        self.answer_id = ""
         self.prompt_ids: list[str] = []
         self.deadline = deadline
         self.cause: Cause | None = None
@@ -164,8 +166,9 @@ class Flights:
 
     def prompt_ids(self, request_ids: Sequence[str]) -> list[str]:
         """The engine's names of what these requests hold. An answer's id ("cmpl-...") names its request too."""
-        wanted = {name.removeprefix("cmpl-").removeprefix("chatcmpl-") for name in request_ids}
-        return [name for flight in self._flights if flight.request_id in wanted for name in flight.prompt_ids]
+        wanted = set(request_ids)
+        named = (flight for flight in self._flights if {flight.request_id, flight.answer_id} & wanted)
+        return [name for flight in named for name in flight.prompt_ids]
 
     async def clock(self) -> None:
         """Runs until it is cancelled."""

@@ -14,10 +14,15 @@ import msgspec
 
 from configs.engine import Plan
 from configs.server import ServerConfig
+from front.chat.format import OutputFormat
+from front.messages import StructuredOutputsParams
 from front.sampling_params import room_for_output
 from front.text import Tokenizer
+from server.api import conversation, messages, responses
 from server.api.conversation import predicted_text, render_messages, template_kwargs, text_of
+from server.api.messages import MessagesRequest
 from server.api.openai import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     Detokenized,
@@ -27,29 +32,49 @@ from server.api.openai import (
     TokenizeRequest,
 )
 from server.api.params import FIELDS, check_chat, check_common, check_completion, either
+from server.api.responses import ResponsesRequest
+from server.api.tools import OutputFormats, tool_use
 from server.api.unknown import check_unknown
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 
-Kind = Literal["completion", "chat", "tokenize", "detokenize"]
+GeneratingKind = Literal["completion", "chat", "responses", "messages"]
+Kind = GeneratingKind | Literal["tokenize", "detokenize", "count_tokens"]
 Body = TypeVar("Body")
+FORMS: dict[Kind, type[msgspec.Struct]] = {
+    "completion": CompletionRequest,
+    "chat": ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+}
 ANSWER_FACTOR = 8  # an answer about tokens may have so many times the bytes that a body may
 
 _encode = msgspec.json.Encoder().encode
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
+_responses_decoder = msgspec.json.Decoder(ResponsesRequest)
+_messages_decoder = msgspec.json.Decoder(MessagesRequest)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 class Prompts(msgspec.Struct, tag=True, kw_only=True):
     """A generating request. One of the two bodies, without its prompt or messages. token_ids: of each prompt, packed
-    (`unpack`); None: not made, as no rank serves. texts: what echo shows of each, None: nothing."""
+    (`unpack`); None: not made, as no rank serves. texts: what echo shows of each, None: nothing.
+
+    responses, messages: what became this chat request, without its input or messages; items: of the conversation so
+    far, as JSON, where the response is to be kept."""
 
     completion: CompletionRequest | None = None
     chat: ChatRequest | None = None
+    responses: ResponsesRequest | None = None
+    messages: MessagesRequest | None = None
+    items: bytes = b""
     model: str
     token_ids: list[bytes] | None = None
     texts: list[str] | None = None
+    format: OutputFormat | None = None
+    named_tool: bool = False
+    structured_outputs: StructuredOutputsParams | None = None  # that forces calls of tools
     prediction: bytes = b""  # packed too
     ignored: list[str] = []  # fields that are unknown
 
@@ -105,26 +130,35 @@ class Intake:
         self._tokenizer = tokenizer
         self._plan = plan
         self._config = config
+        self._formats = OutputFormats(tokenizer, config)
 
-    def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool) -> Taken:
+    def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool, earlier: bytes = b"") -> Taken:
         """What is wrong with it comes back as Refused. serving: false: a generating request is looked at, and no
-        more."""
+        more. earlier: items of the conversation before it (/v1/responses), as JSON."""
         try:
             if kind == "tokenize":
                 return Answered(self._tokenize(decoded(body, _tokenize_decoder)))
             if kind == "detokenize":
                 return Answered(self._detokenize(decoded(body, _detokenize_decoder), vocab_size))
-            taken = (
-                self._completion(decoded(body, _completion_decoder), vocab_size, serving)
-                if kind == "completion"
-                else self._chat(decoded(body, _chat_decoder), vocab_size, serving)
-            )
-            taken.ignored = check_unknown(body, CompletionRequest if kind == "completion" else ChatRequest)
+            taken = self._generating(kind, body, earlier, vocab_size, serving)
+            if isinstance(taken, Prompts):
+                taken.ignored = check_unknown(body, FORMS[kind])
             return taken
         except ApiError as error:
             return Refused(error.status, error.message, error.param, error.code)
 
     # ---- generating ----
+
+    def _generating(
+        self, kind: Kind, body: bytes, earlier: bytes, vocab_size: int, serving: bool
+    ) -> Prompts | Answered:
+        if kind == "completion":
+            return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
+        if kind == "chat":
+            return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
+        if kind == "responses":
+            return self._responses(decoded(body, _responses_decoder), earlier, vocab_size, serving)
+        return self._messages(decoded(body, _messages_decoder), vocab_size, serving, kind == "count_tokens")
 
     def _completion(self, body: CompletionRequest, vocab_size: int, serving: bool) -> Prompts:
         model = self._checked(body, vocab_size)
@@ -147,12 +181,14 @@ class Intake:
     def _chat(self, body: ChatRequest, vocab_size: int, serving: bool) -> Prompts:
         model = self._checked(body, vocab_size)
         check_chat(body)
+        use = tool_use(body)
+        self._formats.check(use)
         messages, kwargs = body.messages, template_kwargs(body)
         expected, body.prediction = body.prediction, None
-        body.messages, body.chat_template_kwargs = [], None
+        body.messages, body.chat_template_kwargs, body.tools = [], None, None
         if not serving:
             return Prompts(chat=body, model=model)
-        text = self._rendered(messages, body.add_generation_prompt, body.continue_final_message, kwargs)
+        text = self._rendered(messages, body.add_generation_prompt, body.continue_final_message, kwargs, use.tools)
         cut = body.truncate_prompt_tokens
         (token_ids,) = self._encode([text], either(body.add_special_tokens, False), "messages", fitting=cut is None)
         wanted = either(body.max_completion_tokens, body.max_tokens)
@@ -162,7 +198,59 @@ class Intake:
         last = messages[-1]
         texts = [text_of(last, len(messages) - 1)] if body.echo and last.role == "assistant" else None
         tokens, prediction = [_pack(token_ids)], prediction[: self._plan.max_model_len]
-        return Prompts(chat=body, model=model, token_ids=tokens, texts=texts, prediction=_pack(prediction))
+        goes_on = text_of(last, len(messages) - 1) if body.continue_final_message else None
+        format = self._formats.of(use, text, goes_on)
+        return Prompts(
+            chat=body,
+            model=model,
+            token_ids=tokens,
+            texts=texts,
+            prediction=_pack(prediction),
+            format=format,
+            named_tool=use.named,
+            structured_outputs=self._formats.forced(use, format) if use.forced and format is not None else None,
+        )
+
+    def _responses(self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool) -> Prompts:
+        chat, items = responses.to_chat(body, msgspec.json.decode(earlier) if earlier else [])
+        prompts = self._shortened(chat, vocab_size, serving, body.truncation == "auto")
+        body.input = None
+        prompts.responses = body
+        if body.store is not False:
+            prompts.items = _encode(items)
+        return prompts
+
+    def _shortened(self, chat: ChatRequest, vocab_size: int, serving: bool, shortens: bool) -> Prompts:
+        """shortens: a conversation that is too long loses what is oldest, in front of a user's message."""
+        messages, kwargs = chat.messages, chat.chat_template_kwargs
+
+        def attempt(kept: list[ChatMessage]) -> Prompts:
+            own = msgspec.structs.replace(chat, messages=kept, chat_template_kwargs=kwargs)
+            return self._chat(own, vocab_size, serving)
+
+        cuts = conversation.conversation_cuts(messages) if shortens else [0]
+        first, last = 0, len(cuts) - 1  # the smallest cut that fits is among these, or none is
+        while True:
+            middle = first if first == 0 else (first + last) // 2
+            try:
+                prompts = attempt(conversation.without(messages, cuts[middle]))
+            except ApiError as error:
+                if error.code != "context_length_exceeded" or middle == len(cuts) - 1:
+                    raise
+                first = middle + 1
+            else:
+                if middle == first:
+                    return prompts
+                last = middle
+
+    def _messages(self, body: MessagesRequest, vocab_size: int, serving: bool, counts: bool) -> Prompts | Answered:
+        prompts = self._chat(messages.to_chat(body, counts), vocab_size, serving or counts)
+        if counts:
+            assert prompts.token_ids is not None
+            return Answered(_encode({"input_tokens": len(unpack(prompts.token_ids[0]))}))
+        body.messages, body.system = [], None
+        prompts.messages = body
+        return prompts
 
     def _checked(self, body: GenerationRequest, vocab_size: int) -> str:
         """The model's name. What is left of the body is small then."""
@@ -181,6 +269,7 @@ class Intake:
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
         kwargs: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
     ) -> str:
         return render_messages(
             self._tokenizer,
@@ -189,6 +278,7 @@ class Intake:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             kwargs=kwargs,
+            tools=tools,
         )
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool, field: str, fitting: bool) -> list[list[int]]:

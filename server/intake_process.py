@@ -54,6 +54,7 @@ class Order(msgspec.Struct):
     body: bytes
     vocab_size: int
     serving: bool
+    earlier: bytes
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -88,7 +89,7 @@ def serve(file: BufferedRWPair) -> None:
     while (frame := _read(file)) is not None:
         order = _orders.decode(frame)
         del frame
-        answer = _encode(intake.take(order.kind, order.body, order.vocab_size, order.serving))
+        answer = _encode(intake.take(order.kind, order.body, order.vocab_size, order.serving, order.earlier))
         file.write(len(answer).to_bytes(_LENGTH, "little"))
         file.write(answer)
         file.flush()
@@ -119,14 +120,14 @@ class IntakeProcess:
         """None while there is no such process."""
         return None if self._process is None else self._process.pid
 
-    async def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool) -> Taken:
+    async def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool, earlier: bytes = b"") -> Taken:
         """Intake.take. ApiError 503 when it is not done in time, or the process was lost twice."""
         await self._turn(len(body))
         try:
             for _ in range(TRIES):
                 try:
                     async with asyncio.timeout(WAIT_SECONDS):
-                        return await self._ask(_encode(Order(kind, body, vocab_size, serving)))
+                        return await self._ask(_encode(Order(kind, body, vocab_size, serving, earlier)))
                 except TimeoutError:
                     self._end()
                     message = f"a body of {len(body)} bytes was not made into tokens within {WAIT_SECONDS:g} s"

@@ -34,6 +34,7 @@ class Record:
     output_tokens: int = 0
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    reasoning_tokens: int = 0
     first_token: float | None = None
     finish: str | None = None
     ignored: list[str] = field(default_factory=list)  # unknown fields of its body

@@ -186,7 +186,7 @@ class AuthMiddleware:
             held.give_back()
         half_sent = started
         if error is not None and not half_sent:
-            await _send_error(error, marked_send)
+            await _send_error(error, marked_send, scope["path"], record.request_id)
         if "route" in scope:
             record.route = scope["route"].path
         seconds = time.monotonic() - record.start
@@ -282,8 +282,11 @@ def _from_router(error: HTTPException, scope: Scope) -> ApiError:
     return ApiError(error.status_code, error.detail)
 
 
-async def _send_error(error: ApiError, send: Send) -> None:
-    body = error.body()
+async def _send_error(error: ApiError, send: Send, path: str, request_id: str) -> None:
+    """In the shape of the API whose route it is."""
+    status, body = error.status, error.body()
+    if path.startswith("/v1/messages"):
+        status, body = error.anthropic_status, error.body("anthropic", request_id)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *error.headers]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

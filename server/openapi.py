@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from server.admin import RankTable
+from server.api.messages import MessagesRequest
 from server.api.openai import (
     AbortRequest,
     ChatCompletion,
@@ -25,6 +26,7 @@ from server.api.openai import (
     Tokenized,
     TokenizeRequest,
 )
+from server.api.responses import ResponsesRequest
 
 
 class Operation(NamedTuple):
@@ -38,6 +40,13 @@ class Operation(NamedTuple):
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation("Continue a prompt.", CompletionRequest, Completion),
     ("POST", "/v1/chat/completions"): Operation("Continue a conversation.", ChatRequest, ChatCompletion),
+    ("POST", "/v1/responses"): Operation("OpenAI's Responses.", ResponsesRequest),
+    ("GET", "/v1/responses/{response_id}"): Operation("A response that is kept."),
+    ("DELETE", "/v1/responses/{response_id}"): Operation("Forget it."),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation("What it answered."),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation("End one that runs in the background."),
+    ("POST", "/v1/messages"): Operation("Anthropic's Messages.", MessagesRequest),
+    ("POST", "/v1/messages/count_tokens"): Operation("The tokens of a message's prompt.", MessagesRequest),
     ("POST", "/tokenize"): Operation("Text or messages to token ids.", TokenizeRequest, Tokenized),
     ("POST", "/v1/tokenize"): Operation("Text or messages to token ids.", TokenizeRequest, Tokenized),
     ("POST", "/detokenize"): Operation("Token ids to text.", DetokenizeRequest, Detokenized),
@@ -51,6 +60,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/live"): Operation("Whether the process answers."),
     ("GET", "/ready"): Operation("Whether requests are served."),
     ("GET", "/load"): Operation("How much is in flight."),
+    ("GET", "/debug/waits"): Operation("Which ranks wait for which."),
     ("GET", "/metrics"): Operation("Prometheus metrics."),
     ("GET", "/version"): Operation("The server's version."),
     ("GET", "/openapi.json"): Operation("This document."),

@@ -15,6 +15,7 @@ from starlette.types import Scope
 from configs.engine import Plan
 from configs.server import ServerConfig
 from front.async_llm import AsyncLLM
+from front.chat.format import OutputFormat
 from front.messages import SamplingParams
 from front.outputs import Prompt
 from front.sampling_params import resolve, validate
@@ -120,24 +121,25 @@ class Service:
     async def read(self, request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
         """The body of a request that has no need of a large one. ApiError 400 for what does not parse, 408 for what
         does not come."""
-        body = await self._body(request)
+        body = await self.body(request)
         if len(body) > ADMIN_BYTES:
             raise ApiError(413, f"the body is larger than the {ADMIN_BYTES} bytes of this route", code="body_too_large")
         return decoded(body, decoder)
 
-    async def take(self, request: Request, kind: Kind) -> Prompts | Answered:
+    async def take(self, request: Request, kind: Kind, earlier: bytes = b"") -> Prompts | Answered:
         """The body, made ready (server/intake.py). ApiError as `read`, and for all that is wrong with it."""
-        body = await self._body(request)
+        body = await self.body(request)
         serving = self.state()[0] == "ready"
-        if len(body) <= INLINE_BYTES:
-            taken = self._intake.take(kind, body, self.vocab_size, serving)
+        if len(body) + len(earlier) <= INLINE_BYTES:
+            taken = self._intake.take(kind, body, self.vocab_size, serving, earlier)
         else:
-            taken = await self._large.take(kind, body, self.vocab_size, serving)
+            taken = await self._large.take(kind, body, self.vocab_size, serving, earlier)
         if isinstance(taken, Refused):
             raise taken.error()
         return taken
 
-    async def _body(self, request: Request) -> bytes:
+    async def body(self, request: Request) -> bytes:
+        """ApiError 408 when it does not come."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 return await request.body()
@@ -154,6 +156,7 @@ class Service:
         priority: int,
         cache_salt: str,
         names: Mapping[str, str],
+        format: OutputFormat | None = None,
     ) -> list[Prompt]:
         """Checked, with a name each that no other request in flight has. ApiError 400; names: of fields
         (from_value_error)."""
@@ -165,7 +168,12 @@ class Service:
                 resolved = resolve(params, self.tokenizer, len(token_ids), self.plan.max_model_len)
                 name = f"{request_id}/{serial}.{index}"
                 prompt = Prompt(
-                    request_id=name, token_ids=token_ids, params=resolved, priority=priority, cache_salt=cache_salt
+                    request_id=name,
+                    token_ids=token_ids,
+                    params=resolved,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    format=format,
                 )
                 prompts.append(prompt)
         except ValueError as error:

@@ -52,12 +52,13 @@ def assert_within(ours: Tensor, wanted: Tensor, allowed: Tensor | float) -> None
         )
 
 
-def matmul_bound(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Of x @ w.T + bias with sums in float32."""
+def matmul_bound(x: Tensor, w: Tensor, bias: Tensor | None = None, weights: torch.dtype | None = None) -> Tensor:
+    """Of x @ w.T + bias with sums in float32. weights: what w may be rounded to before."""
     squares = x.double().square() @ w.double().square().T
     if bias is not None:
         squares += bias.double().square()
-    return bound(x.shape[1] + 1, squares.sqrt())
+    of_sums = bound(x.shape[1] + 1, squares.sqrt())
+    return of_sums if weights is None else of_sums + bound(1, squares.sqrt(), weights)
 
 
 def attention_bound(
@@ -170,17 +171,18 @@ def expert_bound(
     dtype: torch.dtype,
     biases: tuple[Tensor, Tensor, Tensor] | None = None,
     activation: Activation = SILU,
+    weights: torch.dtype | None = None,
 ) -> Tensor:
     """Of moe_kernels.reference.expert, float64 [R, D], with sums in float32 and what lies between the matrices in
-    `dtype`. biases: of gate, up and down."""
+    `dtype`. biases: of gate, up and down. weights: what the matrices may be rounded to before."""
     x_RD, gate_FD, up_FD, down_DF = (tensor.double() for tensor in (x_RD, gate_FD, up_FD, down_DF))
     gate_F, up_F, down_D = (None, None, None) if biases is None else (bias.double() for bias in biases)
     gate_RF = torch.nn.functional.linear(x_RD, gate_FD, gate_F).clamp(max=activation.limit)
     up_RF = torch.nn.functional.linear(x_RD, up_FD, up_F).clamp(-activation.limit, activation.limit)
     gated_RF, factor_RF = gate_RF * (activation.alpha * gate_RF).sigmoid(), up_RF + activation.offset
     # No slope of silu is steeper than 1.1, whatever alpha.
-    error_RF = 1.1 * factor_RF.abs() * matmul_bound(x_RD, gate_FD, gate_F)
-    error_RF += gated_RF.abs() * matmul_bound(x_RD, up_FD, up_F)
+    error_RF = 1.1 * factor_RF.abs() * matmul_bound(x_RD, gate_FD, gate_F, weights)
+    error_RF += gated_RF.abs() * matmul_bound(x_RD, up_FD, up_F, weights)
     ulps_RF = FUNCTION_ULPS + (activation.alpha * gate_RF).abs() * (activation != SILU)
     error_RF += (ulps_RF * unit(torch.float32) + unit(dtype)) * (gated_RF * factor_RF).abs()
-    return error_RF @ down_DF.abs().T + matmul_bound(gated_RF * factor_RF, down_DF, down_D)
+    return error_RF @ down_DF.abs().T + matmul_bound(gated_RF * factor_RF, down_DF, down_D, weights)

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "moe_kernels": {"layers", "native"},
     "layers": {"native"},
     "mla": {"layers", "native"},
-    "ep": {"moe_kernels", "eplb", "dbo", "layers"},
+    "ep": {"moe_kernels", "eplb", "dbo", "layers", "native"},
     "store": set(),
     "models": {"cache", "configs", "mla", "ep", "layers", "dbo", "store"},
     "front": {"configs", "dbo", "ep"},
@@ -49,7 +49,12 @@ ONLY_PARTS = {
             "front.wire",
         }
     },
-    "ep": {"eplb": {"eplb.placement", "eplb.load"}, "dbo": {"dbo.alive", "dbo.steps"}, "layers": {"layers.optional"}},
+    "ep": {
+        "eplb": {"eplb.placement", "eplb.load"},
+        "dbo": {"dbo.alive", "dbo.steps"},
+        "layers": {"layers.optional"},
+        "native": {"native.exchange"},
+    },
     "moe_kernels": {"layers": {"layers.choice", "layers.optional", "layers.triton.configs", "layers.triton.device"}},
 }
 

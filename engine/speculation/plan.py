@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cache.spec import state_groups
 from configs.engine import EngineConfig, Plan
 from configs.speculation import Method, SpeculativeConfig, parse_speculative_config
 from dbo.memory import file_of
 from engine.speculation.times import StepTimes
-from models.facts import ModelFacts, mtp_layers
+from models.facts import ModelFacts, mtp_layers, takes_drafts, with_drafts, with_kept_drafts
 
 
 def default_method(model: str | None, facts: ModelFacts) -> Method:
@@ -26,7 +25,7 @@ def plan_speculation(
     config = parse_speculative_config({"method": default} if asked is None else asked)
     if config is None:
         return None, "as asked"
-    if state_groups(facts.cache_spec("float32")):
+    if not takes_drafts(facts):
         if asked is not None:
             raise ValueError(
                 f"speculative_config: {facts.architecture} keeps states, which drafts cannot be taken from"
@@ -39,6 +38,14 @@ def plan_speculation(
     if config.method == "mtp":
         return config, "its own MTP layer drafts"
     return config, "requests may bring a prediction of their output"
+
+
+def speculating(facts: ModelFacts, speculation: SpeculativeConfig | None) -> ModelFacts:
+    """The model as it is served with these drafts."""
+    if speculation is None:
+        return facts
+    facts = with_kept_drafts(facts, speculation.num_speculative_tokens)
+    return with_drafts(facts) if speculation.method == "mtp" else facts
 
 
 def with_speculation(

@@ -29,6 +29,7 @@ from torch import Tensor
 from ep.protocol import Arrived, Later, Routing
 from ep.rows import make_rows, padding
 from ep.transport.heap import Signals, SymmetricHeap
+from ep.transport.shm_heap import ShmSignals
 from ep.transport.shm_staging import (
     SLOT_BYTES,
     SMALL_BYTES,
@@ -42,10 +43,12 @@ from ep.transport.shm_staging import (
     StagingBuffer,
 )
 from moe_kernels import ExpertBatch, Layout, TokenBatch, sum_choices
+from native.exchange import FewTokens, PeerMemory, can_run
 
 _ROOM_ROWS = 2048  # a rank's tokens of one step, usually
 _ROOM_BYTES = 1 << 25  # and no more than this; a multiple of 64 rows
 _TOP_K = 16  # what a staging buffer of that many rows has place for; with more choices it holds fewer rows
+_FEW = 64  # tokens of a rank whose exchange is a native call for each stage
 _IDLE, _SENT, _ARRIVED, _RETURNED = range(4)
 
 
@@ -72,6 +75,12 @@ class _Sent:
             return self.x_TW[start:stop], self.slot_TK[start:stop], self.weight_TK[start:stop]
         token = self.token[peer][start:stop]
         return self.x_TW.index_select(0, self.ops.tensor(token)), self.slot_TK[token], self.weight_TK[token]
+
+
+@dataclass(frozen=True, slots=True)
+class _FewTicket:
+    rows: list[int]  # as above
+    routing: Routing
 
 
 class ShmAllToAll:
@@ -135,6 +144,31 @@ class ShmAllToAll:
         self._own_rows = torch.empty(0, hidden_size, dtype=dtype)  # results on this rank; grows
         self._number = 0
         self._stage = _IDLE
+        self._few = self._native(hidden_size, dtype) if rows == "plain" and isinstance(ops, HostOps) else None
+
+    def _native(self, hidden_size: int, dtype: torch.dtype) -> FewTokens | None:
+        """None: exchanges of few tokens go as all others do."""
+        signals, own = self._signals, self._rank
+        most = min(_FEW, SMALL_BYTES // self._row_bytes, self._back_rows // _TOP_K, self.capacity(_TOP_K))
+        runs = self.layout is Layout.RAGGED and isinstance(signals, ShmSignals) and can_run(dtype, self._size)
+        if not runs or most < 1:
+            return None
+        assert isinstance(signals, ShmSignals)
+        peers = [
+            PeerMemory(
+                self._leaving[peer].address,
+                self._going[peer].address,
+                self._arriving[peer].address,
+                self._coming[peer].address,
+                signals.address(peer, self._dispatch_word, own),
+                signals.address(peer, self._combine_word, own),
+                signals.address(own, self._dispatch_word, peer),
+                signals.address(own, self._combine_word, peer),
+                signals.asleep_address(peer),
+            )
+            for peer in range(self._size)
+        ]
+        return FewTokens(own, self._num_slots, hidden_size, dtype, peers, most)
 
     def capacity(self, top_k: int) -> int:
         """Rows that a staging buffer holds."""
@@ -145,23 +179,36 @@ class ShmAllToAll:
         assert self._stage == _IDLE, "the lane's last exchange is not over"
         self._stage = _SENT
         self._number += 1
-        ops = self._ops
-        slot_TK = ops.array(routing.slot_TK)
-        num_tokens, top_k = slot_TK.shape
-        token = self._choose(num_tokens, slot_TK)
-        counts = [num_tokens] * self._size if token is None else [rows.shape[0] for rows in token]
-        x_TW = self._rows.pack(x_TD)
-        sent = _Sent(ops, x_TW, slot_TK, ops.array(routing.weight_TK), token, counts)
+        few = self._few
+        if few is not None and x_TD.shape[0] <= few.most and routing.slot_TK.shape[1] <= _TOP_K:
+            x_TD = x_TD.contiguous()
+            routing = Routing(routing.slot_TK.contiguous(), routing.weight_TK.contiguous())
+            few.put(x_TD, routing.slot_TK, routing.weight_TK, self._number)
+            return Later(self._arrive_few, few, x_TD, routing)
+        return Later(self.arrive, self._send(x_TD, routing))
+
+    def _send(self, x_TD: Tensor, routing: Routing) -> _Sent:
+        sent = self._sent(x_TD, routing)
+        num_tokens, top_k = sent.slot_TK.shape
         capacity = self.capacity(top_k)
         first = self._peers[0] if self._peers else -1
-        alike = token is None and num_tokens <= capacity and ops.reads_peers
+        alike = sent.token is None and num_tokens <= capacity and self._ops.reads_peers
         for peer in self._peers:
             if peer != first and alike:
                 self._leaving[peer].copy(self._leaving[first], num_tokens, top_k)
             else:
-                self._leaving[peer].fill(sent.rows(peer, 0, min(counts[peer], capacity)))
-            self._signals.send(peer, self._dispatch_word, self._number, counts[peer])
-        return Later(self.arrive, sent)
+                self._leaving[peer].fill(sent.rows(peer, 0, min(sent.counts[peer], capacity)))
+            self._signals.send(peer, self._dispatch_word, self._number, sent.counts[peer])
+        return sent
+
+    def _sent(self, x_TD: Tensor, routing: Routing) -> _Sent:
+        ops = self._ops
+        slot_TK = ops.array(routing.slot_TK)
+        num_tokens = slot_TK.shape[0]
+        token = self._choose(num_tokens, slot_TK)
+        counts = [num_tokens] * self._size if token is None else [rows.shape[0] for rows in token]
+        x_TW = self._rows.pack(x_TD)
+        return _Sent(ops, x_TW, slot_TK, ops.array(routing.weight_TK), token, counts)
 
     def arrive(self, sent: _Sent) -> Arrived:
         """The second half of a dispatch."""
@@ -169,6 +216,9 @@ class ShmAllToAll:
         self._stage = _ARRIVED
         counts = self._signals.wait(self._dispatch_word, self._peers, self._number)
         counts.insert(self._rank, sent.x_TW.shape[0])
+        return self._arrived(sent, counts)
+
+    def _arrived(self, sent: _Sent, counts: list[int]) -> Arrived:
         top_k = sent.slot_TK.shape[1]
         capacity = self.capacity(top_k)
         if max(counts) <= capacity:
@@ -193,9 +243,28 @@ class ShmAllToAll:
         )
         return Arrived(tokens, _Ticket(None, rows, sent))
 
+    def _arrive_few(self, few: FewTokens, x_TD: Tensor, routing: Routing) -> Arrived:
+        """`arrive`, with all ranks' tokens where they are few."""
+        assert self._stage == _SENT
+        counts = few.dispatched(self._number, x_TD.shape[0])
+        if counts is None:
+            counts = self._signals.wait(self._dispatch_word, self._peers, self._number)
+            counts.insert(self._rank, x_TD.shape[0])
+        self._stage = _ARRIVED
+        if max(counts) > few.most:
+            return self._arrived(self._sent(x_TD, routing), counts)
+        x_ND, slot_NK, weight_NK, rows = few.join(x_TD, routing.slot_TK, routing.weight_TK, counts)
+        y_PD = self._rows_for(sum(rows), x_ND.device)
+        batch = TokenBatch(x_ND, slot_NK, weight_NK, self._rank * self._num_slots, torch.float32, y_PD)
+        return Arrived(batch, _FewTicket(rows, routing))
+
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Later[Tensor]:
-        assert isinstance(ticket, _Ticket) and self._stage == _ARRIVED
+        assert isinstance(ticket, _Ticket | _FewTicket) and self._stage == _ARRIVED
         self._stage = _RETURNED
+        if isinstance(ticket, _FewTicket):
+            assert self._few is not None and y.is_contiguous() and out_TD.is_contiguous()
+            self._few.give_back(y, ticket.rows, self._number)
+            return Later(self._gather_few, self._few, y, ticket, out_TD)
         y_PD = y if ticket.row_P is None else y.view(-1, y.shape[-1]).index_select(0, ticket.row_P)
         parts = list(torch.split(y_PD, ticket.rows))
         for peer in self._peers:
@@ -228,6 +297,15 @@ class ShmAllToAll:
             if last[peer]:
                 take(peer, last[peer], coming[peer])
         sum_choices(back, ops.tensor(sent.slot_TK), ops.tensor(sent.weight_TK), self._num_slots, out_TD)
+        self._stage = _IDLE
+        return out_TD
+
+    def _gather_few(self, few: FewTokens, y_PD: Tensor, ticket: _FewTicket, out_TD: Tensor) -> Tensor:
+        assert self._stage == _RETURNED
+        if not few.returned(self._number):
+            self._signals.wait(self._combine_word, self._peers, self._number)
+        routing = ticket.routing
+        few.sum(routing.slot_TK, routing.weight_TK, y_PD[sum(ticket.rows[: self._rank]) :], out_TD)
         self._stage = _IDLE
         return out_TD
 

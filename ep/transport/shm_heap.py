@@ -183,6 +183,14 @@ class ShmSignals:
             self._order()
         return values
 
+    def address(self, rank: int, word: int, sender: int) -> int:
+        """Where the word of `sender` at `rank` lies in this process."""
+        return self._address[rank] + 8 * self._index(word, sender)
+
+    def asleep_address(self, rank: int) -> int:
+        """Where `rank` says that it sleeps on one of its words."""
+        return self._address[rank] + 8 * _ASLEEP
+
     def abort(self, ranks: Sequence[int]) -> None:
         """End every wait of every rank: they raise PeerLost naming `ranks`."""
         for words in self._of_rank:

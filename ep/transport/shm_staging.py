@@ -38,6 +38,11 @@ class StagingBuffer:
         self._views: dict[tuple[int, int], Fields] = {}
         self._rows: dict[int, Tensor] = {}
 
+    @property
+    def address(self) -> int:
+        """Where it lies in this process."""
+        return self._bytes.data_ptr()
+
     def views(self, count: int, top_k: int) -> Fields:
         """The fields of `count` rows."""
         ready = self._views.get((count, top_k))

@@ -52,6 +52,7 @@ class DeepseekV32Encoding:
     """Renders like a front.chat_template.ChatTemplate."""
 
     source = ""
+    marks = f"<{_DSML}function_calls>{_THINK}{_THOUGHT}"
 
     def render(
         self,

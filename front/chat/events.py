@@ -64,6 +64,24 @@ def content_of(events: Iterable[Event]) -> str:
     return "".join([event.text for event in events if isinstance(event, Content)])
 
 
+def joined(events: list[Event]) -> list[Event]:
+    """Neighbours of one kind as one event."""
+    if len(events) < 2:
+        return events
+    result = events[:1]
+    for event in events[1:]:
+        last = result[-1]
+        if isinstance(event, CallArguments) and isinstance(last, CallArguments):
+            result[-1] = CallArguments(event.index, last.text + event.text)
+        elif isinstance(event, Content) and isinstance(last, Content):
+            result[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + event.text)
+        else:
+            result.append(event)
+    return result
+
+
 @dataclass(slots=True)
 class Call:
     id: str

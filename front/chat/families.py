@@ -160,6 +160,20 @@ def tags_of(calls: str, reasoning: str) -> tuple[str, ...]:
     return tuple(tag for tag in tags if tag)
 
 
+def chosen_families(template: str, calls: str | None, reasoning: str | None) -> tuple[str, str]:
+    """The parsers of calls and of reasoning. calls, reasoning: names; None: what the chat template says; "": none.
+    ValueError where one of the two is gpt-oss's, and the other is another's."""
+    known = families_of(template)
+    if known[0] == HARMONY and not {calls, reasoning} <= {None, "", HARMONY, HARMONY_REASONING}:
+        known = "", ""
+    found = known[0] if calls is None else calls, known[1] if reasoning is None else reasoning
+    if (found[0] == HARMONY or found[1] == HARMONY_REASONING) and not (
+        found[0] in ("", HARMONY) and found[1] in ("", HARMONY_REASONING)
+    ):
+        raise ValueError(f"tool_call_parser {found[0]} and reasoning_parser {found[1]} do not go together")
+    return found
+
+
 def families_of(template: str) -> tuple[str, str]:
     """The parsers of calls and of reasoning for a model with this chat template; "": none is known."""
     if "<|channel|>" in template and "<|message|>" in template:

@@ -45,6 +45,31 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
             call_id=call_id,
         )
 
+    def after(self, prompt: str) -> OutputFormat:
+        """For an output that follows this prompt."""
+        if self.reasoning not in REASONING:
+            return self
+        table, end = REASONING[self.reasoning], prompt.rstrip()
+        if end.endswith((table.begin, table.end)):
+            return msgspec.structs.replace(self, begins_reasoning=end.endswith(table.begin))
+        return self
+
+    def going_on(self, text: str) -> OutputFormat:
+        """For an output that goes on with a message that has this text so far."""
+        if self.reasoning not in REASONING:
+            return self
+        table = REASONING[self.reasoning]
+        return msgspec.structs.replace(self, begins_reasoning=text.rfind(table.begin) > text.rfind(table.end))
+
+    @property
+    def assumes_reasoning(self) -> bool:
+        """An output begins with reasoning unless its prompt says that it does not."""
+        return self.reasoning in REASONING and REASONING[self.reasoning].assumed
+
+    @property
+    def end_of_reasoning(self) -> str:
+        return REASONING[self.reasoning].end
+
     @property
     def tags(self) -> tuple[str, ...]:
         """What the parser must see, though it may be written in special tokens."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any
 
-from cache.spec import CacheGroup, CacheSpec, Field
+from cache.spec import CacheSpec
 from layers.rope_parameters import RopeParameters
 from models.deepseek import config as deepseek
+from models.delta_cache import delta_group
 from models.fields import Fields
 from models.key_names import MIXTRAL
 
@@ -32,21 +33,25 @@ _OWN_NAMES = {  # of what DeepSeek-V3 calls otherwise
 @dataclass(frozen=True, slots=True)
 class KimiLinearConfig(deepseek.DeepseekConfig):
     """full_layers: those with latent attention; the others keep a state, with a decay for each channel of a key
-    (layers/gated_delta.py). linear_dim: the width of a head's keys and values."""
+    (layers/gated_delta.py). linear_dim: the width of a head's keys and values. kept_drafts: the most drafts of a
+    sequence in a step."""
 
     full_layers: tuple[int, ...] = ()
     linear_heads: int = 0
     linear_dim: int = 0
     conv_taps: int = 0
+    kept_drafts: int = 0
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
-        """The latents of the layers with full attention; of the others the last inputs of the convolution, and the
-        states."""
+        """The latents of the layers with full attention; of the others what models/delta_cache.py says."""
         (paged,) = super(KimiLinearConfig, self).cache_spec(dtype, fp8)
         linear_layers = tuple(layer for layer in range(self.num_layers) if layer not in self.full_layers)
-        tail = Field("tail", (self.conv_taps - 1, 3 * self.linear_heads * self.linear_dim), dtype)
-        heads = Field("state", (self.linear_heads, self.linear_dim, self.linear_dim), "float32")
-        groups = (CacheGroup("state", linear_layers, (tail, heads)), paged._replace(layers=self.full_layers))
+        size = self.linear_heads * self.linear_dim
+        sizes = self.conv_taps, 3 * size, (self.linear_heads, self.linear_dim, self.linear_dim), size
+        groups = (
+            delta_group(linear_layers, *sizes, dtype, self.kept_drafts),
+            paged._replace(layers=self.full_layers),
+        )
         return tuple(group for group in groups if group.layers)
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any
 
-from cache.spec import CacheGroup, CacheSpec, Field
+from cache.spec import CacheSpec
+from models.delta_cache import delta_group
 from models.fields import Fields
 from models.gqa import config as gqa
 from models.gqa.experts import qwen_experts
@@ -28,7 +29,8 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of text are the
 @dataclass(frozen=True, slots=True)
 class Qwen3NextConfig(gqa.GqaConfig):
     """full_layers: those that attend to all tokens; the others are gated delta nets (layers/gated_delta.py).
-    grouped_keys: the checkpoint has projections of a key head and of its value heads side by side."""
+    grouped_keys: the checkpoint has projections of a key head and of its value heads side by side. kept_drafts: the
+    most drafts of a sequence in a step."""
 
     full_layers: tuple[int, ...] = ()
     linear_key_heads: int = 0
@@ -37,16 +39,19 @@ class Qwen3NextConfig(gqa.GqaConfig):
     linear_value_dim: int = 0
     conv_taps: int = 0
     grouped_keys: bool = False
+    kept_drafts: int = 0
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
-        """Keys and values of the layers with full attention; of the others the last inputs of the convolution, and the
-        states."""
+        """Keys and values of the layers with full attention; of the others what models/delta_cache.py says."""
         (paged,) = super(Qwen3NextConfig, self).cache_spec(dtype, fp8)
         linear_layers = tuple(layer for layer in range(self.num_layers) if layer not in self.full_layers)
         channels = 2 * self.linear_key_heads * self.linear_key_dim + self.linear_value_heads * self.linear_value_dim
-        tail = Field("tail", (self.conv_taps - 1, channels), dtype)
-        heads = Field("state", (self.linear_value_heads, self.linear_key_dim, self.linear_value_dim), "float32")
-        groups = (CacheGroup("state", linear_layers, (tail, heads)), paged._replace(layers=self.full_layers))
+        state = self.linear_value_heads, self.linear_key_dim, self.linear_value_dim
+        sizes = self.conv_taps, channels, state, self.linear_value_heads
+        groups = (
+            delta_group(linear_layers, *sizes, dtype, self.kept_drafts),
+            paged._replace(layers=self.full_layers),
+        )
         return tuple(group for group in groups if group.layers)
 
 

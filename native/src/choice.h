@@ -2,12 +2,16 @@
 #pragma once
 #include "native.h"
 
-enum { FEW_NARROW_ROWS = 1 };
+enum { FEW_NARROW_ROWS = 1, FEW_HALF_ROWS = 12 };
 
 struct KernelChoice {
   int64_t products;     // instruction set of products by panels of bfloat16, or the limit if that is less
   int64_t narrow_rows;  // where that is ISA_AMX: with up to so many rows 8-bit weights are widened in vector registers all the same
+  int64_t half_rows;    // the same of 4-bit weights, whatever the instruction set
   int64_t fixed_order;  // not 0: the numbers of a sum are added in an order that does not depend on how many rows there are
 };
 
 const KernelChoice &kernel_choice(void);
+
+// With up to how many rows panels of `format` (experts.h) are widened in vector registers.
+int64_t narrow_rows_of(int64_t format);

@@ -17,6 +17,11 @@ struct DeltaCall {
   float *states;                              // [records, heads, key_dim, value_dim]
   void *out;                                  // [T, heads * value_dim]
   float eps, lower_bound;                     // lower_bound: of a decay's logarithm; 0: none, and softplus
+  // Where sequences have drafts, else null: of each, how many inputs that its record keeps come first, without output, and how many of its
+  // tokens are drafts, behind which the state is not kept but their inputs. With these, starts is there.
+  const int64_t *applied, *guesses;
+  void *kept_qkv, *kept_beta, *kept_decay;  // [records, most_kept, ...]
+  int64_t most_kept;
 };
 
 struct DeltaOps {

@@ -136,11 +136,16 @@ template <class X> struct Run {
   const DeltaCall &c;
   Sizes size;
   int64_t sequence, key_head, first, count, key_size, channels;
+  int64_t applied, firm, decays_width;  // the tokens from `applied` on are the step's; of the first `firm` the state is kept
   float *mixed, *read_key, *read_query, *moved_key, *decays, *kept, *heads_out, *copies;
 
   Run(const DeltaCall &call, int64_t of_sequence, int64_t of_key_head, float *work) : c(call), size(call), sequence(of_sequence), key_head(of_key_head) {
     first = c.starts ? c.starts[sequence] : sequence;
     count = c.starts ? c.starts[sequence + 1] - first : 1;
+    applied = c.applied ? c.applied[sequence] : 0;
+    count += applied, first -= applied;  // so that `first + token` is a row of the step
+    firm = count - (c.guesses ? c.guesses[sequence] : 0);
+    decays_width = c.heads * (c.channel_decay ? c.key_dim : 1);
     key_size = c.key_heads * c.key_dim, channels = 2 * key_size + c.heads * c.value_dim;
     mixed = work;
     read_key = mixed + SLAB * size.mixed, read_query = read_key + SLAB * size.key_pad, moved_key = read_query + SLAB * size.key_pad;
@@ -148,8 +153,13 @@ template <class X> struct Run {
     kept = heads_out + SLAB * size.value_pad, copies = kept + SLAB / TOGETHER * size.key_pad;
   }
 
-  const X *row_of(int64_t token) const {  // of the sequence's tokens of this step; those before them are in its tail
-    if (token >= 0) return (const X *)c.qkv + (first + token) * c.qkv_stride;
+  // A row of the step's, or of what was kept.
+  const X *input(int64_t token, const void *rows, int64_t stride, const void *kept, int64_t width) const {
+    if (token >= applied) return (const X *)rows + (first + token) * stride;
+    return (const X *)kept + (c.reads[sequence] * c.most_kept + token) * width;
+  }
+  const X *row_of(int64_t token) const {  // of the sequence's tokens; those before them are in its tail
+    if (token >= 0) return input(token, c.qkv, c.qkv_stride, c.kept_qkv, channels);
     return (const X *)c.tails + (c.reads[sequence] * (c.taps - 1) + c.taps - 1 + token) * channels;
   }
   // Each stretch of channels that belongs to the key head, and where it lies behind the convolution.
@@ -177,7 +187,7 @@ template <class X> struct Run {
 
   void find_decays(int64_t token, int64_t n, int64_t head) const {
     for (int64_t t = 0; t < n; t++) {
-      const X *x = (const X *)c.decay + (first + token + t) * c.decay_stride;
+      const X *x = input(token + t, c.decay, c.decay_stride, c.kept_decay, decays_width);
       float *to = decays + t * size.key_pad, rate = c.rate[head];
       if (!c.channel_decay) {
         vf d = decay_of(splat(number(x + head) + c.dt_bias[head]), rate, c.lower_bound);
@@ -253,10 +263,12 @@ template <class X> struct Run {
       int64_t m = n - t < TOGETHER ? n - t : (int64_t)TOGETHER;
       Pairs *p = pairs + t / TOGETHER;
       pair(t, m, p);
-      for (int64_t a = 0; a < m; a++) p->beta[a] = sigmoid_of(splat(number((const X *)c.beta + (first + token + t + a) * c.beta_stride + head)))[0];
+      for (int64_t a = 0; a < m; a++)
+        p->beta[a] = sigmoid_of(splat(number(input(token + t + a, c.beta, c.beta_stride, c.kept_beta, c.heads) + head)))[0];
     }
     each(pairs, mixed + 2 * size.key_pad + group * size.value_pad);
-    for (int64_t t = 0; t < n; t++) gated_norm(token + t, head, heads_out + t * size.value_pad);
+    for (int64_t t = 0; t < n; t++)
+      if (token + t >= applied) gated_norm(token + t, head, heads_out + t * size.value_pad);
   }
 
   // A decode reads one record and writes another.
@@ -302,8 +314,14 @@ template <class X> struct Run {
     int64_t numbers = c.key_dim * c.value_dim, padded = c.key_dim * size.value_pad;
     auto state = [&](const int64_t *record, int64_t g) { return c.states + (record[sequence] * c.heads + key_head * size.group + g) * numbers; };
     for (int64_t g = 0; g < size.group; g++) copy<true>(state(c.reads, g), copies + g * padded);
-    for (int64_t token = 0; token < count; token += SLAB) {
-      int64_t n = count - token < SLAB ? count - token : (int64_t)SLAB;
+    slabs(0, firm, padded);
+    for (int64_t g = 0; g < size.group; g++) copy<false>(state(c.writes, g), copies + g * padded);
+    slabs(firm, count, padded);
+  }
+
+  void slabs(int64_t begin, int64_t end, int64_t padded) const {
+    for (int64_t token = begin; token < end; token += SLAB) {
+      int64_t n = end - token < SLAB ? end - token : (int64_t)SLAB;
       convolve_slab(token, n);
       for (int64_t g = 0; g < size.group; g++)
         head_slab(token, n, g, [&](const Pairs *pairs, const float *v) {
@@ -316,7 +334,21 @@ template <class X> struct Run {
           });
         });
     }
-    for (int64_t g = 0; g < size.group; g++) copy<false>(state(c.writes, g), copies + g * padded);
+  }
+
+  void keep_guesses() const {
+    int64_t width = c.channel_decay ? c.key_dim : 1;
+    for (int64_t i = 0; firm + i < count; i++) {
+      int64_t row = c.writes[sequence] * c.most_kept + i;
+      const X *from = row_of(firm + i);
+      stretches([&](int64_t channel, int64_t numbers, int64_t) {
+        memcpy((X *)c.kept_qkv + row * channels + channel, from + channel, numbers * sizeof(X));
+      });
+      int64_t head = key_head * size.group, token = first + firm + i;
+      memcpy((X *)c.kept_beta + row * c.heads + head, (const X *)c.beta + token * c.beta_stride + head, size.group * sizeof(X));
+      memcpy((X *)c.kept_decay + row * decays_width + head * width, (const X *)c.decay + token * c.decay_stride + head * width,
+             size.group * width * sizeof(X));
+    }
   }
 
   void all() const {
@@ -324,9 +356,10 @@ template <class X> struct Run {
     else prompt();
     X *tail = (X *)c.tails + c.writes[sequence] * (c.taps - 1) * channels;
     for (int64_t w = 0; w < c.taps - 1; w++) {  // in this order the record may be the one that was read
-      const X *row = row_of(count - c.taps + 1 + w);
+      const X *row = row_of(firm - c.taps + 1 + w);
       stretches([&](int64_t channel, int64_t numbers, int64_t) { memmove(tail + w * channels + channel, row + channel, numbers * sizeof(X)); });
     }
+    keep_guesses();
   }
 };
 

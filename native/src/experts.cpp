@@ -83,7 +83,7 @@ struct Job {
 
   int64_t item() const { return s->x_type == X_F32 ? 4 : 2; }
 
-  Multiplier by() const { return {ops, bands, s->x_type, s->format, kernel_choice().narrow_rows}; }
+  Multiplier by() const { return {ops, bands, s->x_type, s->format, narrow_rows_of(s->format)}; }
 
   const uint8_t *up_panel(int64_t j, int64_t n) const { return weights + active[j] * s->slot_bytes + n * s->up_bytes; }
   const uint8_t *down_panel(int64_t j, int64_t n) const {

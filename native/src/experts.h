@@ -7,18 +7,23 @@
 // A panel of float32 has 64 numbers for each k, one of bfloat16 64 pairs (k, k + 1). A panel of 8-bit weights has for each
 // block of 128 k 64 scales (float32), then for each pair (k, k + 1) 128 bytes, ordered so that two byte unpackings make them
 // pairs of bfloat16. A byte is sign and magnitude: e4m3 as it is, INT8 with its sign in the top bit.
-// A panel of 4-bit weights has for each block of 128 k the scales (bfloat16) of 4 groups of 32 k, 64 each, then for each pair a byte of
-// each column, k in its lower half. A half is e2m1 (MXFP4), or 8 more than a number from -8 to 7 (INT4). They are widened with their
-// scales, a block at a time.
+// A panel of 4-bit weights has for each block of 128 k the scales of 4 groups of 32 k, 64 each, of 16 bits (MXFP4: bfloat16, powers of
+// two; others: float16), then with zero points as many of those (float16), then for each 8 k 4 groups of 16 columns, 4 bytes for each:
+// the codes of k, k + 2, k + 4 and k + 6 from the lowest bits on, then those between them. A code is e2m1 (MXFP4), or 8 more than a
+// number from -8 to 7 (INT4), from which the zero point is subtracted before it is scaled. With few rows they are widened in
+// registers and sums scaled; else they are widened with their scales, a block at a time, and rounded to x's type.
 // Columns and k beyond the matrix are zero. Behind the panels of an expert with biases there are theirs: 64 numbers of float32 for
 // each panel, in its columns' order. moe_kernels/panels.py says the same in torch.
 #pragma once
 #include "native.h"
 
 enum { PANEL = 64, K_BLOCK = 128, MAX_ROWS = 6, MAX_NARROW_ROWS = 6, MAX_BAND = 96, FEW_ROWS = 24, BYTE_BLOCK = PANEL * 4 + K_BLOCK * PANEL };
-enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_BLOCK = GROUP_SCALES + K_BLOCK * PANEL / 2 };
+enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_STEP = 8, HALF_STEP_BYTES = PANEL * HALF_STEP / 2 };
 enum XType { X_F32 = 0, X_BF16 = 1 };
-enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4 };  // plain: of x's type
+enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5 };  // plain: of x's type
+
+// Bytes of a block of 4-bit weights before their codes.
+static inline constexpr int64_t half_scales(int64_t format) { return format == W_INT4_ZERO ? 2 * GROUP_SCALES : (int64_t)GROUP_SCALES; }
 
 // What ctypes passes; filled by experts_shape.
 struct ExpertShape {
@@ -49,8 +54,8 @@ typedef void (*TileFn)(const void *const *a, const Block &block, float *c);
 struct ExpertOps {
   TileFn plain[MAX_ROWS + 1];                // weights of x's type
   TileFn scaled[MAX_ROWS + 1];               // 8-bit weights that `widen` has made x's type, with their scales
-  TileFn narrow[2][MAX_NARROW_ROWS + 1];     // 8-bit weights, FP8 and INT8, widened in registers
-  const uint8_t *(*widen[4])(const uint8_t *block, int64_t depth, uint8_t *out);  // from FP8 on; scales, then numbers; returns out
+  TileFn narrow[5][MAX_NARROW_ROWS + 1];     // weights of fewer bits, from FP8 on, widened in registers
+  const uint8_t *(*widen[5])(const uint8_t *block, int64_t depth, uint8_t *out);  // from FP8 on; scales, then numbers; returns out
   void (*gated)(const float *c, int rows, void *const *h, const Gating &gating);      // 64 columns to 32 of x's type
   void (*weigh)(const void *rows, const float *weight, int64_t n, float *sum);        // sum = their weighted sum; n rows of 64 of x's type
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
@@ -118,17 +123,18 @@ struct RowsAt {
 struct Multiplier {
   const ExpertOps *ops;
   const BandOps *bands;  // or null
-  int64_t x_type, format, narrow_rows;  // the last: with up to so many rows 8-bit weights go without matrix tiles
+  int64_t x_type, format, narrow_rows;  // the last: with up to so many rows weights of fewer bits are widened in registers
 
   enum { GATHERED = 1 << 20, MOST_GATHERED = 2 * MAX_BAND };  // bytes and rows that stay in the second cache
   enum { NEAR = 8192 };  // bytes between what is multiplied and what is asked for, where each weight is used once
   int64_t item() const { return x_type == X_F32 ? 4 : 2; }
   bool halves() const { return format >= W_MXFP4; }
-  int64_t block_bytes() const { return halves() ? (int64_t)HALF_BLOCK : (int64_t)BYTE_BLOCK; }
+  int64_t scale_bytes() const { return halves() ? half_scales(format) : (int64_t)PANEL * 4; }  // of a block
+  int64_t block_bytes() const { return scale_bytes() + (halves() ? K_BLOCK * PANEL / 2 : K_BLOCK * PANEL); }
   int64_t panel_bytes(int64_t depth) const {
     if (format == W_PLAIN) return depth * PANEL * item();
     int64_t blocks = (depth + K_BLOCK - 1) / K_BLOCK;
-    return halves() ? blocks * GROUP_SCALES + depth * PANEL / 2 : blocks * PANEL * 4 + depth * PANEL;
+    return blocks * scale_bytes() + (halves() ? (depth + HALF_STEP - 1) / HALF_STEP * HALF_STEP_BYTES : depth * PANEL);
   }
   // A gathered row: not a power of two, of which many would share a few places of a cache.
   static int64_t gathered_stride(int64_t depth) { return (depth + TILE_K - 1) / TILE_K * TILE_K * 2 + 64; }
@@ -147,7 +153,7 @@ struct Multiplier {
   // then(n, c, first row, rows) takes the results.
   template <class At, class Then>
   void panels(const RowsAt &a, int64_t first, int64_t last, int64_t depth, int64_t low, int64_t high, const At &at, uint8_t *work, const Then &then) const {
-    if (!bands || (format != W_PLAIN && !halves() && last - first <= narrow_rows)) {
+    if (!bands || (format != W_PLAIN && last - first <= narrow_rows)) {
       for (int64_t n = low; n < high; n++) panel(at(n), depth, at(n + 1), work, first, last, a, [&](float *c, int64_t i, int rows) { then(n, c, i, rows); });
       return;
     }
@@ -202,7 +208,8 @@ struct Multiplier {
   void panel(const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *wide, int64_t first, int64_t last, const RowsAt &rows_at, const Then &then) const {
     alignas(64) float c[MAX_BAND * PANEL];
     const void *a[MAX_BAND];
-    bool bytes = format != W_PLAIN, narrow = bytes && !halves() && last - first <= 2 * MAX_NARROW_ROWS, widened = bytes && !narrow;
+    // Of 8 bits both ways give the same sums; of 4 not.
+    bool bytes = format != W_PLAIN, narrow = bytes && last - first <= (halves() ? narrow_rows : 2 * MAX_NARROW_ROWS), widened = bytes && !narrow;
     const TileFn *tiles = narrow ? ops->narrow[format - W_FP8] : widened ? ops->scaled : ops->plain;
     // For many rows products take longest: a panel that comes from the second cache is no matter, sums put away and taken up are.
     int64_t step = bytes || last - first <= FEW_ROWS ? (int64_t)K_BLOCK : depth;
@@ -214,7 +221,7 @@ struct Multiplier {
       multiply_band(tiles, narrow ? MAX_NARROW_ROWS : MAX_ROWS, a, rows, depth, step, c, [&](int64_t k, int64_t n) {
         const uint8_t *at = p + k / step * whole, *ahead = k + n < depth ? at + whole : following;
         if (widened) at = ops->widen[format - W_FP8](at, n, wide);
-        return Block{at, k, n, ahead, ahead ? (int)(whole / step / 32) : 0, ahead && bytes ? (halves() ? (int)GROUP_SCALES : PANEL * 4) : 0};
+        return Block{at, k, n, ahead, ahead ? (int)(whole / step / 32) : 0, ahead && bytes ? (int)scale_bytes() : 0};
       });
       then(c, i, (int)rows);
       i += rows;

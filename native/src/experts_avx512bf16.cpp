@@ -124,7 +124,7 @@ template <int FORMAT> const uint8_t *widen_bytes(const uint8_t *start_of_block, 
   return start;
 }
 
-// What codes of 4 bits stand for, as bfloat16, twice.
+// What codes of 4 bits stand for, as bfloat16, twice: a lookup looks at 5 bits.
 struct HalfTable {
   uint16_t value[32];
   constexpr HalfTable(int format) : value() {
@@ -139,57 +139,130 @@ struct HalfTable {
 };
 alignas(64) constexpr HalfTable mxfp4_values(W_MXFP4), int4_values(W_INT4);
 
-// A byte of each column is two places in the table: the pair (k, k + 1) of bfloat16. A scale that is a power of two is added to their
-// exponents; others are multiplied by, and the products rounded.
-template <int FORMAT> const uint8_t *widen_pairs(const uint8_t *block, int64_t depth, uint8_t *start) {
-  uint8_t *out = start;
-  for (int j = 0; j < 4; j++) _mm512_storeu_ps((float *)out + 16 * j, _mm512_set1_ps(1.f));
-  const uint8_t *scales = block;
-  const __m512i table = _mm512_load_si512((FORMAT == W_MXFP4 ? mxfp4_values : int4_values).value), low = _mm512_set1_epi32(0xf);
-  const __m512i high = _mm512_set1_epi32(0xf0), magnitude = _mm512_set1_epi16(0x7fff);
-  block += GROUP_SCALES, out += PANEL * 4;
-  for (int64_t first = 0; first < depth; first += K_GROUP, scales += PANEL * 2) {
-    int64_t end = depth - first < K_GROUP ? depth - first : (int64_t)K_GROUP;
-    __m512i scale[4];
-    for (int j = 0; j < 4; j++) {
-      __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(scales + 32 * j)));
-      if (FORMAT == W_INT4) {
-        scale[j] = _mm512_slli_epi32(bits, 16);
-      } else {
-        __m512i more = _mm512_sub_epi32(bits, _mm512_set1_epi32(127 << 7));  // 0 or a multiple of 1 << 7: a power of two
-        scale[j] = _mm512_or_si512(_mm512_slli_epi32(more, 16), _mm512_and_si512(more, _mm512_set1_epi32(0xffff)));
-      }
-    }
-    for (int64_t k = 0; k < end; k += 2, block += PANEL, out += 256) {
-      _mm_prefetch((const char *)block + HALF_BLOCK, _MM_HINT_T0);
+INLINE __m512i half_table(int format) { return _mm512_load_si512((format == W_MXFP4 ? mxfp4_values : int4_values).value); }
+
+// acc += n numbers of the rows (8, or at the end of all fewer) times the codes of as many k. A shift brings the codes of a pair to where
+// the lookup wants them.
+template <int FORMAT, int MR> INLINE void half_pairs(const bf16 *const *a, int64_t k, int n, const uint8_t *p, __m512i table, __m512 (&acc)[MR][4]) {
+  __m512i codes[4];
+  for (int j = 0; j < 4; j++) codes[j] = _mm512_loadu_si512(p + 64 * j);
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) {
-        __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(block + 16 * j)));
-        __m512i place = _mm512_or_si512(_mm512_and_si512(both, low), _mm512_slli_epi32(_mm512_and_si512(both, high), 12));
-        __m512i w = _mm512_permutexvar_epi16(place, table);
-        if (FORMAT == W_MXFP4) {
-          w = _mm512_mask_add_epi16(w, _mm512_test_epi16_mask(w, magnitude), w, scale[j]);
-        } else {
-          __m512 even = _mm512_mul_ps((__m512)_mm512_slli_epi32(w, 16), (__m512)scale[j]);
-          __m512 odd = _mm512_mul_ps((__m512)_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000)), (__m512)scale[j]);
-          __m512i lower = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
-          w = _mm512_or_si512(lower, _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd)), 16));
-        }
-        _mm512_storeu_si512(out + 64 * j, w);
+  for (int i = 0; i < n; i += 2) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      __m512bh b = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi32(codes[j], 2 * i), table);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], b, pair_of(a[m] + k + i));
+    }
+  }
+}
+
+INLINE float sum_of_row(const bf16 *x, int64_t n) {
+  if (n == K_GROUP) {
+    __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    return _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)_mm512_loadu_si512(x), ones));
+  }
+  float sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += number(x + i);
+  return sum;
+}
+
+template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &block, float *c) {
+  const bf16 *const *a = (const bf16 *const *)av;
+  const uint8_t *p = block.panel + half_scales(FORMAT), *next = block.ahead, *scales = block.panel;
+  const __m512i table = half_table(FORMAT);
+  const int64_t lines = 4 * block.lines;
+  for (int64_t first = 0; first < block.depth; first += K_GROUP, scales += PANEL * 2) {
+    int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first, i = 0;
+    __m512 acc[MR][4];
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) acc[m][j] = _mm512_setzero_ps();
+    for (; i + HALF_STEP <= n; i += HALF_STEP, p += HALF_STEP_BYTES) {
+      for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
+      half_pairs<FORMAT, MR>(a, k + i, HALF_STEP, p, table, acc);
+    }
+    if (i < n) half_pairs<FORMAT, MR>(a, k + i, (int)(n - i), p, table, acc);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      HalfScale scale = half_scale<FORMAT>(scales + 32 * j);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) {
+        float *to = c + m * PANEL + 16 * j;
+        __m512 sum = _mm512_fmadd_ps(acc[m][j], (__m512)scale.by, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps());
+        if (FORMAT == W_INT4_ZERO) sum = _mm512_fmadd_ps((__m512)scale.more, _mm512_set1_ps(sum_of_row(a[m] + k, n)), sum);
+        _mm512_storeu_ps(to, sum);
       }
     }
+  }
+}
+
+// Scales of 64 columns, once more as what is added to the exponents of both numbers of a pair: of powers of two.
+struct HalfScales {
+  HalfScale of[4];
+  __m512i exponent[4];
+  template <int FORMAT> INLINE HalfScales at(const uint8_t *p) {
+    HalfScales s;
+    for (int j = 0; j < 4; j++) {
+      s.of[j] = half_scale<FORMAT>(p + 32 * j);
+      __m512i more = _mm512_sub_epi32(_mm512_srli_epi32((__m512i)s.of[j].by, 16), _mm512_set1_epi32(127 << 7));  // 0 or a multiple of 1 << 7
+      s.exponent[j] = _mm512_or_si512(_mm512_slli_epi32(more, 16), _mm512_and_si512(more, _mm512_set1_epi32(0xffff)));
+    }
+    return s;
+  }
+};
+
+// n k (8, or at the end of all fewer) of 64 columns. What is no power of two is multiplied by, and the products rounded.
+template <int FORMAT> INLINE void widen_step(const uint8_t *p, int n, const HalfScales &scale, __m512i table, uint8_t *out) {
+  const __m512i high = _mm512_set1_epi32((int)0xffff0000), magnitude = _mm512_set1_epi16(0x7fff);
+#pragma GCC unroll 4
+  for (int q = 0; q < n; q += 2)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      __m512i w = _mm512_permutexvar_epi16(_mm512_srli_epi32(_mm512_loadu_si512(p + 64 * j), 2 * q), table);
+      if (FORMAT == W_MXFP4) {
+        w = _mm512_mask_add_epi16(w, _mm512_test_epi16_mask(w, magnitude), w, scale.exponent[j]);
+      } else {
+        __m512 even = (__m512)_mm512_slli_epi32(w, 16), odd = (__m512)_mm512_and_si512(w, high), by = (__m512)scale.of[j].by;
+        even = FORMAT == W_INT4 ? _mm512_mul_ps(even, by) : _mm512_fmadd_ps(even, by, (__m512)scale.of[j].more);
+        odd = FORMAT == W_INT4 ? _mm512_mul_ps(odd, by) : _mm512_fmadd_ps(odd, by, (__m512)scale.of[j].more);
+        // To the nearest, halfway up: the instruction for it takes several times as long on some CPUs.
+        const __m512i half = _mm512_set1_epi32(0x8000);
+        __m512i lower = _mm512_srli_epi32(_mm512_add_epi32((__m512i)even, half), 16);
+        w = _mm512_mask_mov_epi16(_mm512_add_epi32((__m512i)odd, half), 0x55555555, lower);
+      }
+      _mm512_storeu_si512(out + 128 * q + 64 * j, w);
+    }
+}
+
+template <int FORMAT> const uint8_t *widen_pairs(const uint8_t *block, int64_t depth, uint8_t *start) {
+  uint8_t *out = start + PANEL * 4;
+  for (int j = 0; j < 4; j++) _mm512_storeu_ps((float *)start + 16 * j, _mm512_set1_ps(1.f));
+  const uint8_t *scales = block, *p = block + half_scales(FORMAT);
+  const __m512i table = half_table(FORMAT);
+  for (int64_t first = 0; first < depth; first += K_GROUP, scales += PANEL * 2) {
+    int64_t n = depth - first < K_GROUP ? depth - first : (int64_t)K_GROUP, i = 0;
+    const HalfScales scale = HalfScales::at<FORMAT>(scales);
+    for (; i + HALF_STEP <= n; i += HALF_STEP, p += HALF_STEP_BYTES, out += HALF_STEP * 128) {
+      for (int line = 0; line < 4; line++) _mm_prefetch((const char *)p + half_scales(FORMAT) + K_BLOCK * PANEL / 2 + 64 * line, _MM_HINT_T0);
+      widen_step<FORMAT>(p, HALF_STEP, scale, table, out);
+    }
+    if (i < n) widen_step<FORMAT>(p, (int)(n - i), scale, table, out);
   }
   return start;
 }
 
 template <bool SCALED, int N> constexpr TileFn wide() { return dot<BF16, SCALED, N>; }
-template <int FORMAT, int N> constexpr TileFn narrow() { return dot<FORMAT, true, N>; }
+template <int FORMAT, int N> constexpr TileFn narrow() {
+  if constexpr (FORMAT >= W_MXFP4) return half_dot<FORMAT, N>;
+  else return dot<FORMAT, true, N>;
+}
 constexpr ExpertOps table = {
     {0, wide<false, 1>(), wide<false, 2>(), wide<false, 3>(), wide<false, 4>(), wide<false, 5>(), wide<false, 6>()},
     {0, wide<true, 1>(), wide<true, 2>(), wide<true, 3>(), wide<true, 4>(), wide<true, 5>(), wide<true, 6>()},
-    {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>(), narrow<W_FP8, 5>(), narrow<W_FP8, 6>()},
-     {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>(), narrow<W_INT8, 5>(), narrow<W_INT8, 6>()}},
-    {widen_bytes<W_FP8>, widen_bytes<W_INT8>, widen_pairs<W_MXFP4>, widen_pairs<W_INT4>},
+    {NARROW(W_FP8), NARROW(W_INT8), NARROW(W_MXFP4), NARROW(W_INT4), NARROW(W_INT4_ZERO)},
+    {widen_bytes<W_FP8>, widen_bytes<W_INT8>, widen_pairs<W_MXFP4>, widen_pairs<W_INT4>, widen_pairs<W_INT4_ZERO>},
     gated_columns<bf16>,
     weigh_columns<bf16>,
     store_columns<bf16>,

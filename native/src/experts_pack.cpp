@@ -9,7 +9,7 @@ namespace {
 
 struct Matrix {
   const uint8_t *rows;
-  const float *scale;  // of 8-bit weights: [ceil(outputs / scale_rows), ceil(inputs / 128)]; of 4-bit ones [outputs, ceil(inputs / 32)]
+  const float *scale;  // of 8-bit weights: [ceil(outputs / scale_rows), ceil(inputs / 128)]; of 4-bit ones half_group's
   int64_t outputs, inputs;
 };
 
@@ -60,30 +60,37 @@ void byte_group(const Matrix &w, int format, int64_t scale_rows, int64_t first, 
   }
 }
 
-uint16_t bf16_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+// Codes of 8 inputs, the first in the lowest bits, as a lane of a panel has them.
+uint32_t lane_of(uint32_t codes) {
+  uint32_t even = codes & 0x0f0f0f0f, odd = codes >> 4 & 0x0f0f0f0f;
+  even = (even | even >> 4) & 0x00ff00ff, odd = (odd | odd >> 4) & 0x00ff00ff;
+  return ((even | even >> 8) & 0xffff) | (odd | odd >> 8) << 16;
 }
 
-// Rows of ceil(inputs / 32) * 16 bytes.
+// Rows of ceil(inputs / 32) * 16 bytes; scales, and behind those of all rows zero points, of 16 bits.
 void half_group(const Matrix &w, int format, int64_t first, int group, int64_t depth, uint8_t *panel) {
-  int64_t groups = (w.inputs + K_GROUP - 1) / K_GROUP;
-  const uint8_t nothing = format == W_INT4 ? 0x88 : 0;
+  int64_t groups = (w.inputs + K_GROUP - 1) / K_GROUP, row_bytes = groups * (K_GROUP / 2);
+  const uint32_t nothing = format == W_MXFP4 ? 0 : 0x88888888;
   for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK) {
-    int64_t end = k0 + K_BLOCK < depth ? k0 + K_BLOCK : depth;
+    int64_t end = k0 + K_BLOCK < depth ? k0 + K_BLOCK : depth, steps = (end - k0 + HALF_STEP - 1) / HALF_STEP;
     for (int i = 0; i < 16; i++) {
       bool there = first + i < w.outputs;
-      for (int64_t g = 0; g < K_BLOCK / K_GROUP; g++) {
-        float scale = there && k0 / K_GROUP + g < groups ? w.scale[(first + i) * groups + k0 / K_GROUP + g] : 0.f;
-        uint16_t bits = bf16_bits(scale);
-        memcpy(panel + (g * PANEL + group * 16 + i) * 2, &bits, 2);
+      for (int64_t at = 0; at < half_scales(format) / 2; at += PANEL) {
+        int64_t g = at / PANEL % (K_BLOCK / K_GROUP), half = at / PANEL / (K_BLOCK / K_GROUP);
+        const uint16_t *scales = (const uint16_t *)w.scale + half * w.outputs * groups;
+        uint16_t bits = there && k0 / K_GROUP + g < groups ? scales[(first + i) * groups + k0 / K_GROUP + g] : 0;
+        memcpy(panel + (at + group * 16 + i) * 2, &bits, 2);
       }
-      const uint8_t *row = w.rows + (first + i) * groups * (K_GROUP / 2);
-      for (int64_t k = k0; k < end; k += 2)
-        panel[GROUP_SCALES + (k - k0) / 2 * PANEL + group * 16 + i] = there && k < w.inputs ? row[k / 2] : nothing;
+      const uint8_t *row = w.rows + (first + i) * row_bytes + k0 / 2;
+      uint8_t *to = panel + half_scales(format) + (group * 16 + i) * 4;
+      for (int64_t step = 0; step < steps; step++, to += HALF_STEP_BYTES) {
+        uint32_t codes = nothing;
+        if (there && k0 + step * HALF_STEP < w.inputs) memcpy(&codes, row + step * 4, 4);
+        codes = lane_of(codes);
+        memcpy(to, &codes, 4);
+      }
     }
-    panel += GROUP_SCALES + (end - k0) * PANEL / 2;
+    panel += half_scales(format) + steps * HALF_STEP_BYTES;
   }
 }
 
@@ -99,7 +106,7 @@ void pack_group(const ExpertShape *s, const Matrix &w, int64_t scale_rows, int64
 }  // namespace
 
 // One expert into `slot`. gate, up [F, D], down [D, F], contiguous: of x's type, or e4m3, or int8 (then with scales, one for
-// scale_rows outputs and 128 inputs), or codes of 4 bits with a scale for each output and 32 inputs.
+// scale_rows outputs and 128 inputs), or codes of 4 bits with scales as half_group reads them.
 NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *gate, const void *up, const void *down,
                              const float *gate_scale, const float *up_scale, const float *down_scale, int64_t scale_rows,
                              int threads) {
@@ -118,7 +125,7 @@ NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *ga
   }
 }
 
-// One matrix [outputs, inputs] (inputs even) of x's type, or of 8-bit weights with their scales, into panels of 64 outputs one after
+// One matrix [outputs, inputs] (inputs even) of x's type, or of fewer bits with scales, into panels of 64 outputs one after
 // another. packed may be weight, if that is no 8-bit one and has outputs for whole panels: a panel takes the place of its rows.
 NATIVE_API void linear_packed_fill(int64_t x_type, int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
                                    int64_t inputs, int64_t outputs, int threads) {

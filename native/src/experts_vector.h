@@ -181,29 +181,107 @@ template <class X, int FORMAT> static const uint8_t *widen(const uint8_t *block,
   return start;
 }
 
-// The same of a block of 4-bit weights: its scales are in the numbers, and 1. What bfloat16 cannot hold is rounded.
+// ---- weights of 4 bits ----
+
+alignas(64) static const float half_values[2][16] = {{0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6},
+                                                     {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}};
+
+// What codes stand for: in the lowest 4 bits, what is above them does not matter.
 template <int FORMAT> INLINE vf half_value(vi code) {
-  if (FORMAT == W_INT4) return __builtin_convertvector(code, vf) - 8.f;
-  // Twice the number is 0, 1, 2, 3, and then 2 or 3 shifted. Not by way of numbers below the normal ones, which take long.
-  vi size = code & 7, many = 2 + (size & 1), twice = size < 4 ? size : many << ((size >> 1) - 1 & 3);
-  return (vf)((vi)(__builtin_convertvector(twice, vf) * .5f) | (code & 8) << 28);
+  vf y = __builtin_shuffle(*(const vf *)half_values[FORMAT != W_MXFP4], code);
+  if (LANES == 16) return y;
+  if (FORMAT == W_MXFP4) return (vf)((vi)y | (code & 8) << 28);
+  return __builtin_convertvector(code & 15, vf) - 8.f;
 }
 
+// float16 to float32, numbers below the normal ones too.
+INLINE vf half_floats(const uint8_t *p) {
+  vi bits = __builtin_convertvector(*(const vh *)p, vi);
+  return (vf)((vi)((vf)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
+}
+
+// Of a group of k: what codes are multiplied by, and what is then added.
+struct HalfScale {
+  vf by, more;
+};
+template <int FORMAT> INLINE HalfScale half_scale(const uint8_t *p) {
+  if (FORMAT == W_MXFP4) return {load((const bf16 *)p), splat(0.f)};
+  vf by = half_floats(p);
+  return {by, FORMAT == W_INT4_ZERO ? -by * half_floats(p + GROUP_SCALES) : splat(0.f)};
+}
+
+// acc += n numbers of the rows (8, or at the end of all fewer) times the codes of as many k.
+template <class X, int FORMAT, int MR>
+INLINE void half_step(const X *const *a, int64_t k, int n, const uint8_t *p, vf (&acc)[MR][GROUPS * PARTS]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < n; i += 2) {
+    vf even[GROUPS * PARTS], odd[GROUPS * PARTS];
+#pragma GCC unroll 8
+    for (int j = 0; j < GROUPS * PARTS; j++) {
+      vi codes = *(const vi *)(p + 4 * LANES * j);
+      even[j] = half_value<FORMAT>((vi)((vu)codes >> (2 * i))), odd[j] = half_value<FORMAT>((vi)((vu)codes >> (2 * i + 16)));
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++) {
+      Pair x = value_pair(a[m] + k + i);
+#pragma GCC unroll 8
+      for (int j = 0; j < GROUPS * PARTS; j++) acc[m][j] += x.even * even[j];
+#pragma GCC unroll 8
+      for (int j = 0; j < GROUPS * PARTS; j++) acc[m][j] += x.odd * odd[j];
+    }
+  }
+}
+
+template <class X, int FORMAT, int MR>
+static void half_tile(const void *const *av, const Block &block, float *c) {
+  const X *const *a = (const X *const *)av;
+  for (const uint8_t *at = block.ahead, *last = at + block.depth * 32 * block.lines; at < last; at += 64) __builtin_prefetch(at, 0, 2);
+  for (int group = 0; group < 4; group += GROUPS) {
+    const uint8_t *p = block.panel + half_scales(FORMAT) + 64 * group;
+    for (int64_t first = 0; first < block.depth; first += K_GROUP) {
+      int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first, i = 0;
+      vf acc[MR][GROUPS * PARTS] = {};
+      for (; i + HALF_STEP <= n; i += HALF_STEP, p += HALF_STEP_BYTES) half_step<X, FORMAT, MR>(a, k + i, HALF_STEP, p, acc);
+      if (i < n) half_step<X, FORMAT, MR>(a, k + i, (int)(n - i), p, acc);
+      float sum_of[MR];
+      for (int m = 0; FORMAT == W_INT4_ZERO && m < MR; m++) {
+        vf sum = {};
+        int64_t at = 0;
+        for (; at + LANES <= n; at += LANES) sum += load(a[m] + k + at);
+        sum_of[m] = total(sum);
+        for (; at < n; at++) sum_of[m] += number(a[m] + k + at);
+      }
+#pragma GCC unroll 8
+      for (int j = 0; j < GROUPS * PARTS; j++) {
+        HalfScale scale = half_scale<FORMAT>(block.panel + first / K_GROUP * PANEL * 2 + 32 * group + 2 * LANES * j);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) {
+          float *to = c + m * PANEL + 16 * group + LANES * j;
+          vf sum = acc[m][j] * scale.by + (k ? load(to) : (vf){});
+          if (FORMAT == W_INT4_ZERO) sum += scale.more * sum_of[m];
+          store(to, sum);
+        }
+      }
+    }
+  }
+}
+
+// A block of 4-bit weights as one of X: its scales are in the numbers, and 1. What bfloat16 cannot hold is rounded.
 template <class X, int FORMAT> static const uint8_t *widen_halves(const uint8_t *block, int64_t depth, uint8_t *start) {
   uint8_t *out = start;
   for (int j = 0; j < PANEL; j += LANES) store((float *)out + j, splat(1.f));
-  const bf16 *scales = (const bf16 *)block;
-  block += GROUP_SCALES, out += PANEL * 4;
-  for (int64_t first = 0; first < depth; first += K_GROUP, scales += PANEL) {
-    int64_t end = depth - first < K_GROUP ? depth - first : (int64_t)K_GROUP;
-    vf scale[4 * PARTS];
-    for (int j = 0; j < 4 * PARTS; j++) scale[j] = load(scales + j * LANES);
-    for (int64_t k = 0; k < end; k += 2, block += PANEL, out += 128 * sizeof(X)) {
-      __builtin_prefetch(block + HALF_BLOCK, 0, 3);
+  const uint8_t *scales = block, *p = block + half_scales(FORMAT);
+  out += PANEL * 4;
+  for (int64_t first = 0; first < depth; first += K_GROUP, scales += PANEL * 2) {
+    int64_t n = depth - first < K_GROUP ? depth - first : (int64_t)K_GROUP;
+    HalfScale scale[4 * PARTS];
+    for (int j = 0; j < 4 * PARTS; j++) scale[j] = half_scale<FORMAT>(scales + 2 * LANES * j);
+    for (int64_t k = 0; k < n; k += 2, out += 128 * sizeof(X)) {
+      if (k % HALF_STEP == 0) __builtin_prefetch(p + half_scales(FORMAT) + K_BLOCK * PANEL / 2, 0, 3);
       for (int j = 0; j < 4 * PARTS; j++) {
-        typedef uint8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
-        vi both = __builtin_convertvector(*(const vb *)(block + j * LANES), vi);
-        vf even = half_value<FORMAT>(both & 15) * scale[j], odd = half_value<FORMAT>(both >> 4) * scale[j];
+        vi codes = (vi)(*(const vu *)(p + 4 * LANES * j) >> (int)(k % HALF_STEP * 2));
+        vf even = half_value<FORMAT>(codes) * scale[j].by, odd = half_value<FORMAT>((vi)((vu)codes >> 16)) * scale[j].by;
+        if (FORMAT == W_INT4_ZERO) even += scale[j].more, odd += scale[j].more;
         if (sizeof(X) == 4) {
           store((float *)out + LANES * j, even), store((float *)(out + 256) + LANES * j, odd);
         } else {
@@ -211,6 +289,7 @@ template <class X, int FORMAT> static const uint8_t *widen_halves(const uint8_t 
           *(vi *)(out + 4 * LANES * j) = low | high << 16;
         }
       }
+      if (k % HALF_STEP == HALF_STEP - 2 || k + 2 >= n) p += HALF_STEP_BYTES;
     }
   }
   return start;
@@ -219,13 +298,16 @@ template <class X, int FORMAT> static const uint8_t *widen_halves(const uint8_t 
 template <class X> struct Ops {
   enum { PLAIN = sizeof(X) == 4 ? F32 : BF16 };
   template <bool SCALED, int N> static constexpr TileFn wide() { return tile<X, PLAIN, SCALED, N>; }
-  template <int FORMAT, int N> static constexpr TileFn narrow() { return tile<X, FORMAT, true, N>; }
+  template <int FORMAT, int N> static constexpr TileFn narrow() {
+    if constexpr (FORMAT >= W_MXFP4) return half_tile<X, FORMAT, N>;
+    else return tile<X, FORMAT, true, N>;
+  }
+#define NARROW(F) {0, narrow<F, 1>(), narrow<F, 2>(), narrow<F, 3>(), narrow<F, 4>(), narrow<F, 5>(), narrow<F, 6>()}
   static constexpr ExpertOps table = {
       {0, wide<false, 1>(), wide<false, 2>(), wide<false, 3>(), wide<false, 4>(), wide<false, 5>(), wide<false, 6>()},
       {0, wide<true, 1>(), wide<true, 2>(), wide<true, 3>(), wide<true, 4>(), wide<true, 5>(), wide<true, 6>()},
-      {{0, narrow<W_FP8, 1>(), narrow<W_FP8, 2>(), narrow<W_FP8, 3>(), narrow<W_FP8, 4>(), narrow<W_FP8, 5>(), narrow<W_FP8, 6>()},
-       {0, narrow<W_INT8, 1>(), narrow<W_INT8, 2>(), narrow<W_INT8, 3>(), narrow<W_INT8, 4>(), narrow<W_INT8, 5>(), narrow<W_INT8, 6>()}},
-      {widen<X, W_FP8>, widen<X, W_INT8>, widen_halves<X, W_MXFP4>, widen_halves<X, W_INT4>},
+      {NARROW(W_FP8), NARROW(W_INT8), NARROW(W_MXFP4), NARROW(W_INT4), NARROW(W_INT4_ZERO)},
+      {widen<X, W_FP8>, widen<X, W_INT8>, widen_halves<X, W_MXFP4>, widen_halves<X, W_INT4>, widen_halves<X, W_INT4_ZERO>},
       gated_columns<X>,
       weigh_columns<X>,
       store_columns<X>,

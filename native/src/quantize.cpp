@@ -40,3 +40,18 @@ NATIVE_API void weights_quantize(int x_type, int format, const void *x, int64_t 
     }
   }
 }
+
+// codes [outputs, 16 * ceil(inputs / 32)]; scale [outputs, ceil(inputs / 32)] of 16 bits.
+NATIVE_API void weights_halves(int x_type, int mxfp4, const void *x, int64_t stride, int64_t outputs, int64_t inputs, uint8_t *codes,
+                               uint16_t *scale, int threads) {
+  const QuantizeOps *ops = ops_for(x_type);
+  int64_t item = x_type == 0 ? 4 : 2, groups = (inputs + HALF_INPUTS - 1) / HALF_INPUTS;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < outputs; row++)
+    for (int64_t g = 0; g < groups; g++) {
+      const uint8_t *from = (const uint8_t *)x + (row * stride + g * HALF_INPUTS) * item;
+      int64_t n = inputs - g * HALF_INPUTS < HALF_INPUTS ? inputs - g * HALF_INPUTS : (int64_t)HALF_INPUTS;
+      uint8_t *to = codes + (row * groups + g) * (HALF_INPUTS / 2);
+      scale[row * groups + g] = mxfp4 ? ops->to_mxfp4(from, n, to) : ops->to_int4(from, n, to);
+    }
+}

@@ -1,9 +1,11 @@
-// Weights as numbers of 8 bits with scales: what moe_kernels/matrix.py does in torch, to the bit, in two passes over rows that stay in
+// Weights as numbers of 8 or 4 bits with scales: what moe_kernels/matrix.py does in torch, to the bit (4 bits: but for
+// scales that are equally good), in passes over rows that stay in
 // the cache.
 #pragma once
 #include "native.h"
 
 enum { QUANTIZE_BLOCK = 128 };  // inputs that share a scale
+enum { HALF_INPUTS = 32 };       // of 4-bit numbers
 enum QuantizeFormat { QUANTIZE_FP8 = 1, QUANTIZE_INT8 = 2 };
 
 struct QuantizeOps {
@@ -12,6 +14,9 @@ struct QuantizeOps {
   // n numbers divided by the scale, as int8 and as e4m3.
   void (*to_int8)(const void *x, float scale, int64_t n, uint8_t *y);
   void (*to_fp8)(const void *x, float scale, int64_t n, uint8_t *y);
+  // Up to 32 numbers as codes of 4 bits, two in a byte, the rest of the 32 zeros; returns their scale: float16, or bfloat16.
+  uint16_t (*to_int4)(const void *x, int64_t n, uint8_t *codes);
+  uint16_t (*to_mxfp4)(const void *x, int64_t n, uint8_t *codes);
 };
 
 extern const QuantizeOps *const quantize_avx2[2], *const quantize_avx512[2];  // by type: float32, bfloat16

@@ -74,14 +74,21 @@ struct Matrix {
   void halves(int64_t outputs, int64_t inputs, int format) {
     const float e2m1[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
     int64_t padded = (inputs + K_GROUP - 1) / K_GROUP * K_GROUP;
+    std::vector<uint16_t> words;
     for (int64_t o = 0; o < outputs; o++)
       for (int64_t k = 0; k < padded; k++) {
-        if (k % K_GROUP == 0) scale.push_back(ldexpf(1, -4 - (int)((o + k / K_GROUP) % 3)));
-        int code = k < inputs ? (int)(fabsf(number()) * 1000) % 16 : format == W_INT4 ? 8 : 0;
+        int exponent = -4 - (int)((o + k / K_GROUP) % 3);  // scales are powers of two: bfloat16 or float16, 2 in a float
+        uint16_t bits = (uint16_t)(format == W_MXFP4 ? (127 + exponent) << 7 : (15 + exponent) << 10);
+        if (k % K_GROUP == 0) words.push_back(bits);
+        int code = k < inputs ? (int)(fabsf(number()) * 1000) % 16 : format == W_MXFP4 ? 0 : 8;
         if (k % 2) bytes.back() |= (uint8_t)(code << 4);
         else bytes.push_back((uint8_t)code);
-        if (k < inputs) value.push_back(scale.back() * (format == W_INT4 ? (float)(code - 8) : code < 8 ? e2m1[code] : -e2m1[code - 8]));
+        float numeral = format == W_MXFP4 ? (code < 8 ? e2m1[code] : -e2m1[code - 8]) : (float)(code - 8);
+        if (k < inputs) value.push_back(ldexpf(numeral - (format == W_INT4_ZERO ? 1.5f : 0), exponent));
       }
+    if (format == W_INT4_ZERO) words.resize(2 * words.size(), 0x3e00);  // 1.5
+    scale.resize((words.size() + 1) / 2);
+    memcpy(scale.data(), words.data(), words.size() * 2);
   }
 };
 
@@ -191,11 +198,11 @@ int main() {
     native_limit_isa(isa);
     count += test_layers(isa) + test_prompts() + test_indexes() + test_tapes() + test_deltas();
     for (int x_type : {X_F32, X_BF16})
-      for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4})
+      for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4, W_INT4_ZERO})
         for (auto &size : sizes)
           for (int64_t tokens : {0, 1, 5, 17, 60})
             for (int threads : {1, 2}) test(x_type, format, size[0], size[1], tokens, threads), count++;
-    for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4}) test(X_BF16, format, 300, 140, 230, 2), count++;  // several bands of rows
+    for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4, W_INT4_ZERO}) test(X_BF16, format, 300, 140, 230, 2), count++;  // several bands of rows
   }
   printf("%d cases, %d numbers wrong\n", count, failures);
   return failures != 0;

@@ -110,10 +110,13 @@ void test_linear(int64_t rows, int64_t inputs, int64_t outputs, int threads) {
 void test_linear_packed(int x_type, int format, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
   const int64_t blocks = (inputs + 127) / 128, scale_rows = format == W_INT8 ? 1 : 128;
   Rows x(x_type, rows, inputs, inputs), bias(x_type, 1, outputs, outputs), scale(X_F32, (outputs + scale_rows - 1) / scale_rows, blocks, blocks);
-  const int64_t item = x_type == X_F32 ? 4 : 2, column_bytes = format == W_PLAIN ? item * inputs : blocks * 4 + inputs;
-  std::vector<uint8_t> weight(outputs * inputs * (format == W_PLAIN ? item : 1), 3), y(rows * outputs * item);
-  std::vector<uint8_t> packed((outputs + 63) / 64 * 64 * column_bytes);
-  linear_packed_fill(x_type, format, packed.data(), weight.data(), (const float *)scale.bytes.data(), scale_rows, inputs, outputs, threads);
+  const int64_t item = x_type == X_F32 ? 4 : 2, groups = (inputs + K_GROUP - 1) / K_GROUP;
+  const bool halves = format >= W_MXFP4;
+  std::vector<uint8_t> weight(halves ? outputs * groups * K_GROUP / 2 : outputs * inputs * (format == W_PLAIN ? item : 1), 3), y(rows * outputs * item);
+  std::vector<uint8_t> packed((outputs + 63) / 64 * Multiplier{nullptr, nullptr, x_type, format, 0}.panel_bytes(inputs));
+  std::vector<uint16_t> words(outputs * groups * (format == W_INT4_ZERO ? 2 : 1), 0x3c00);
+  const float *scales = halves ? (const float *)words.data() : (const float *)scale.bytes.data();
+  linear_packed_fill(x_type, format, packed.data(), weight.data(), scales, scale_rows, inputs, outputs, threads);
   linear_packed(x_type, format, packed.data(), x.bytes.data(), inputs, bias.bytes.data(), y.data(), outputs, rows, inputs, outputs, threads);
 }
 
@@ -167,7 +170,7 @@ int test_layers(int isa) {
         for (int64_t dim : {1, 2, 7, 32, 66}) test_rows(x_type, rows, dim, threads), count++;
     }
     for (int x_type : {X_F32, X_BF16})
-      for (int format : {W_PLAIN, W_FP8, W_INT8})
+      for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4, W_INT4_ZERO})
         for (int64_t rows : {0, 1, 5, 13, 40, 100})
           for (int64_t inputs : {2, 130, 256})
             for (int64_t outputs : {1, 64, 150})

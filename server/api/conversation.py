@@ -33,6 +33,7 @@ def render_messages(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     kwargs: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The prompt's text. ApiError 400. chat_template: replaces the model's. add_generation_prompt: true unless said
     otherwise or the last message goes on."""
@@ -51,6 +52,7 @@ def render_messages(
             add_generation_prompt=either(add_generation_prompt, not goes_on),
             continue_final_message=goes_on,
             chat_template=chat_template,
+            tools=list(tools) or None,
             **kwargs,
         )
     except (ValueError, TypeError) as error:
@@ -86,6 +88,24 @@ def text_of(message: ChatMessage, index: int) -> str:
             return ""
         raise bad_request(f"{where} is missing", where, "invalid_value")
     return _joined(content, where)
+
+
+def conversation_cuts(messages: Sequence[ChatMessage]) -> list[int]:
+    """How many messages behind the instructions may be left out: none, or all before a user's."""
+    begin = _num_instructions(messages)
+    places = range(begin + 1, len(messages))
+    return [0, *(place - begin for place in places if messages[place].role == "user")]
+
+
+def without(messages: Sequence[ChatMessage], count: int) -> list[ChatMessage]:
+    """Without the first `count` behind the instructions."""
+    begin = _num_instructions(messages)
+    return [*messages[:begin], *messages[begin + count :]]
+
+
+def _num_instructions(messages: Sequence[ChatMessage]) -> int:
+    roles = [message.role in ("system", "developer") for message in messages]
+    return roles.index(False) if False in roles else len(roles)
 
 
 def predicted_text(prediction: Prediction) -> str:

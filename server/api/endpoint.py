@@ -7,22 +7,26 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from front.messages import SamplingParams
+from front.chat.format import OutputFormat
+from front.messages import SamplingParams, StructuredOutputsParams
 from server.api.generate import Job
+from server.api.messages import MessagesRequest
 from server.api.openai import GenerationRequest, Usage
 from server.api.params import either
-from server.errors import unavailable
-from server.intake import Prompts, unpack
+from server.api.responses import ResponsesRequest
+from server.errors import ApiError, unavailable
+from server.intake import GeneratingKind, Prompts, unpack
 from server.logs import Record
 from server.service import Service, record_of
 
 Body = TypeVar("Body", bound=GenerationRequest)
 LONG_PROMPT = 4096  # tokens
+DONE = b"data: [DONE]\n\n"
 
 encode = msgspec.json.Encoder().encode
 
@@ -37,13 +41,18 @@ class Taken(Generic[Body]):
     token_id_lists: list[list[int]]
     texts: list[str] | None
     prediction: list[int]
+    format: OutputFormat | None
+    named_tool: bool
+    structured_outputs: StructuredOutputsParams | None
+    source: ResponsesRequest | MessagesRequest | None  # what became this body
+    items: bytes
 
 
 async def take(
-    service: Service, request: Request, kind: Literal["completion", "chat"], form: type[Body]
+    service: Service, request: Request, kind: GeneratingKind, form: type[Body], earlier: bytes = b""
 ) -> Taken[Body]:
-    """form: that of the body. ApiError."""
-    found = await service.take(request, kind)
+    """form: that of the body. earlier: items of the conversation before it (/v1/responses). ApiError."""
+    found = await service.take(request, kind, earlier)
     assert isinstance(found, Prompts)
     record_of(request.scope).ignored = found.ignored
     service.require_ready()
@@ -57,7 +66,19 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
-    return Taken(body, found.model, name, token_id_lists, found.texts, unpack(found.prediction))
+    return Taken(
+        body=body,
+        model=found.model,
+        request_id=name,
+        token_id_lists=token_id_lists,
+        texts=found.texts,
+        prediction=unpack(found.prediction),
+        format=found.format,
+        named_tool=found.named_tool,
+        structured_outputs=found.structured_outputs,
+        source=found.responses or found.messages,
+        items=found.items,
+    )
 
 
 def make_job(
@@ -66,13 +87,15 @@ def make_job(
     """names: what fields are called in this request where the engine has another name. shown: other fields of Job.
     ApiError 400."""
     body = taken.body
+    if taken.structured_outputs is not None:
+        params = msgspec.structs.replace(params, structured_outputs=taken.structured_outputs)
     options = body.stream_options
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
     return Job(
         request_id=taken.request_id,
         model=taken.model,
         created=int(time.time()),
-        prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names),
+        prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names, taken.format),
         n=params.n,
         stream=either(body.stream, False),
         include_usage=options is not None and either(options.include_usage, False),
@@ -82,6 +105,7 @@ def make_job(
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=either(body.return_token_ids, False),
         tokens_as_ids=either(body.return_tokens_as_token_ids, False),
+        named_tool=taken.named_tool,
         **shown,
     )
 
@@ -111,5 +135,10 @@ class ChunkWriter:
             chunk["usage"] = None
         return b"data: %b\n\n" % encode(chunk)
 
-    def usage_frame(self, total: Usage) -> bytes:
-        return b"data: %b\n\n" % encode(self._common | {"choices": [], "usage": total})
+    def end(self, total: Usage, record: Record) -> bytes:
+        if not self._job.include_usage:
+            return DONE
+        return b"data: %b\n\n%b" % (encode(self._common | {"choices": [], "usage": total}), DONE)
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: %b\n\n%b" % (error.body(), DONE)

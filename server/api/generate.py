@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from front.async_llm import AsyncLLM, RequestStream
+from front.chat.events import Content, Event, Message
 from front.front import EngineBusy, EngineDraining, EngineFailed
 from front.outputs import Delta, PositionLogprobs, Prompt
 from server.api.openai import CompletionTokensDetails, Usage, usage
@@ -31,7 +32,6 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy that gathers tokens would undo streaming
 ]
-DONE = b"data: [DONE]\n\n"
 AT_ONCE = 16  # prompts of one request that are sent before others have their turn
 GOODBYE_SECONDS = 5.0  # how long the last words to a slow client may take
 
@@ -41,7 +41,8 @@ class Job:
     """What to generate and how to show it. Choices are prompt-major: choice // n is the prompt.
 
     echo: text that stands before the output of each prompt's choices; None: no echo. no_output: max_tokens was 0, so
-    the one token that the engine had to make is not shown. The writer reads the rest.
+    the one token that the engine had to make is not shown. reasoning: it is part of the answer. named_tool: the request
+    named the function that is called. The writer reads the rest.
     """
 
     request_id: str
@@ -60,6 +61,8 @@ class Job:
     no_output: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False
+    reasoning: bool = True
+    named_tool: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -71,7 +74,13 @@ class Writer(Protocol):
         """Server-sent events for what is new; empty when there is nothing to say."""
         ...
 
-    def usage_frame(self, total: Usage) -> bytes: ...
+    def end(self, total: Usage, record: Record) -> bytes:
+        """The last words of a stream."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last words of a stream that cannot go on."""
+        ...
 
     def whole(self, choices: list[Choice], prompts: list[PromptFacts], total: Usage) -> object:
         """The body of an answer that is not streamed."""
@@ -84,6 +93,7 @@ class Choice:
 
     index: int
     texts: list[str] = field(default_factory=list)
+    steps: list[tuple[list[Event], list[PositionLogprobs] | None]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -91,11 +101,27 @@ class Choice:
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
+        self.steps.append((events_of(delta), delta.logprobs))
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
             self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def message(self) -> Message:
+        """All events joined."""
+        joined = Message()
+        for events, _ in self.steps:
+            joined.add(events)
+        return joined
+
+
+def events_of(delta: Delta) -> list[Event]:
+    """What its text is."""
+    if delta.events is not None:
+        return delta.events
+    return [Content(delta.text)] if delta.text else []
 
 
 @dataclass(slots=True)
@@ -205,6 +231,7 @@ class Answer(Response):
         record.params, record.num_choices = job.prompts[0].params, job.num_choices
         record.prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
         flight = service.flights.open(job.request_id, job.num_choices)
+        flight.answer_id = job.answer_id
         flight.prompt_ids = [prompt.request_id for prompt in job.prompts]
         failure: ApiError | None = None
         body: object = None
@@ -214,18 +241,12 @@ class Answer(Response):
                 flight.stream_to(send, SSE_HEADERS)
                 await self._stream(flight, record, response_writer_of(scope))
             else:
-                body = await self._gather(record)
+                body = await self.gather(record)
         except asyncio.CancelledError:
             if flight.cause is None:
                 raise
-        except EngineDraining:
-            failure = unavailable("the server is shutting down", close=True)
-        except EngineBusy as error:
-            failure = unavailable(str(error))
-        except EngineFailed as error:
-            failure = ApiError(503, f"the engine has failed: {error}", code="engine_failed", headers=[RETRY_AFTER])
-        except ApiError as error:
-            failure = error
+        except (EngineDraining, EngineBusy, EngineFailed, ApiError) as error:
+            failure = as_api_error(error)
         finally:
             service.flights.close(flight)
         if flight.cause == "timeout":
@@ -239,7 +260,7 @@ class Answer(Response):
             if not flight.started:
                 raise failure
             record.status = failure.status
-            await self._last_words(flight, b"data: " + failure.body() + b"\n\n" + DONE)
+            await self._last_words(flight, self._writer.failed(failure))
         elif not job.stream:
             await json_response(body)(scope, receive, send)
 
@@ -279,11 +300,11 @@ class Answer(Response):
                         await flight.write(frames, now)
         finally:
             counter.report(self._service)
-        if job.include_usage:
-            last += writer.usage_frame(_usage(record))
-        await flight.write(last + DONE, time.monotonic(), more=False)
+        last += writer.end(_usage(record), record)
+        await flight.write(last, time.monotonic(), more=False)
 
-    async def _gather(self, record: Record) -> object:
+    async def gather(self, record: Record) -> object:
+        """The body of an answer that is not streamed."""
         job = self._job
         choices = [Choice(index) for index in range(job.num_choices)]
         prompts = [PromptFacts() for _ in job.prompts]
@@ -299,6 +320,18 @@ class Answer(Response):
         finally:
             counter.report(self._service)
         return self._writer.whole(choices, prompts, _usage(record))
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What the engine says to a request that cannot be served."""
+    if isinstance(error, EngineDraining):
+        return unavailable("the server is shutting down", close=True)
+    if isinstance(error, EngineBusy):
+        return unavailable(str(error))
+    if isinstance(error, EngineFailed):
+        return ApiError(503, f"the engine has failed: {error}", code="engine_failed", headers=[RETRY_AFTER])
+    assert isinstance(error, ApiError)
+    return error
 
 
 class _Counter:
@@ -331,6 +364,7 @@ class _Counter:
             record.output_tokens += len(delta.token_ids)
             record.accepted_drafts += delta.num_accepted
             record.rejected_drafts += delta.num_rejected
+            record.reasoning_tokens += delta.num_reasoning
             if delta.finish_reason is not None:
                 record.finish = delta.finish_reason
                 self.num_open -= 1
@@ -346,11 +380,11 @@ class _Counter:
 
 
 def _usage(record: Record) -> Usage:
-    drafts = CompletionTokensDetails(record.accepted_drafts, record.rejected_drafts)
-    return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens, drafts)
+    details = CompletionTokensDetails(record.accepted_drafts, record.rejected_drafts, record.reasoning_tokens)
+    return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens, details)
 
 
 def _hide(delta: Delta) -> None:
-    delta.text, delta.token_ids, delta.logprobs = "", [], None
+    delta.text, delta.token_ids, delta.logprobs, delta.events = "", [], None, None
     if delta.finish_reason == "stop":
         delta.finish_reason, delta.stop_reason = "length", None

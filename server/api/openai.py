@@ -112,9 +112,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     # Refused, as above.
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     chat_template: str | None = None
 
@@ -225,10 +227,27 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class AnsweredCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(msgspec.Struct, kw_only=True):
+    """reasoning is vLLM's name, reasoning_content that of DeepSeek's API and of older vLLMs: clients read one or the
+    other."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

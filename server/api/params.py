@@ -82,12 +82,8 @@ def check_completion(request: CompletionRequest) -> None:
 def check_chat(request: ChatRequest) -> None:
     if not request.messages:
         raise bad_request("messages must not be empty", "messages")
-    if request.tools is not None:
-        raise not_yet("tools")
     if request.functions is not None:
-        raise not_yet("functions")
-    if request.tool_choice is not None and request.tool_choice != "none":
-        raise not_yet("tool_choice")
+        raise not_yet("functions", "functions (tools have taken its place)")
     if request.chat_template is not None:
         raise not_yet("chat_template", "chat_template in a request")
     if request.top_logprobs is not None and not request.logprobs:

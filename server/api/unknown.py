@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from server.api.openai import GenerationRequest
 from server.errors import bad_request
 
 HEADER = b"x-ignored-fields"
@@ -22,6 +21,7 @@ HARMLESS = frozenset(
         "parallel_tool_calls", "modalities", "verbosity", "spaces_between_special_tokens", "rid", "session_id",
         "stream_interval", "include_reasoning", "separate_reasoning", "stream_reasoning", "mm_processor_kwargs",
         "media_io_kwargs", "guided_decoding_backend", "guided_whitespace_pattern",
+        "client_metadata", "betas", "context_management", "container", "mcp_servers", "cache_control", "inference_geo",
     }
 )  # fmt: skip
 # vLLM's, SGLang's, llama.cpp's and OpenAI's that change the answer.
@@ -43,7 +43,7 @@ REFUSED = frozenset(
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def check_unknown(body: bytes, form: type[GenerationRequest]) -> list[str]:
+def check_unknown(body: bytes, form: type[msgspec.Struct]) -> list[str]:
     """The names of unknown fields that are ignored, at most MAX_NAMED. body: has been decoded as `form`. ApiError
     400."""
     known = form.__struct_fields__

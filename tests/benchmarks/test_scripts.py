@@ -55,6 +55,10 @@ QUICK = {
     "trace_overhead.py": Small("", ("plain_us", "recorded_us", "extra_us")),
 }
 LONG = {
+    "bench_perplexity.py": Small(
+        "{model} --json --tokens 128 --window 64 --dtype float32 --formats plain int4",
+        ("format", "perplexity", "ratio", "tokens"),
+    ),
     "bench_speculation.py": Small(
         "--json --cases prediction --streams 1 --tokens 16 --repeats 1", ("method", "streams", "k_mean", "ratio")
     ),

@@ -65,7 +65,7 @@ def test_experts_stay_in_fp8_where_the_checkpoint_has_them() -> None:
     assert plan().expert_format == "plain"
     assert plan(replace(MOE, fp8_experts=True)).expert_format == "fp8"
     assert plan(quantization="fp8").expert_format == "fp8"
-    with pytest.raises(ValueError, match="INT8"):
+    with pytest.raises(ValueError, match="FP8 only"):
         plan(quantization="int8")
     dense = replace(MOE, num_experts=0, num_moe_layers=0, expert_bytes=0)
     for kind in ("fp8", "int8"):

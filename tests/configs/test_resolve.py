@@ -170,7 +170,7 @@ def test_whole_prompts_need_a_budget_as_long_as_the_context() -> None:
         ("enable_prefix_caching", 1, "enable_prefix_caching must be True or False, not 1"),
         ("served_model_name", "mine", "served_model_name must be a tuple, each a text, not 'mine'"),
         ("device", "tpu", "device must be one of auto, cpu, cuda, not 'tpu'"),
-        ("quantization", "q4", "quantization must be one of fp8, int8 or None, not 'q4'"),
+        ("quantization", "q4", "quantization must be one of fp8, int8, int4, mxfp4 or None, not 'q4'"),
         ("eplb", {}, "eplb must be of type EplbConfig"),
         ("exchange_timeout", 0.0, "exchange_timeout must be above 0"),
         ("exchange_timeout", math.nan, "exchange_timeout must be above 0 and at most 86400 seconds, not nan"),

@@ -184,6 +184,22 @@ class Survivors:
             bound -= 1
             assert bound, "no end in sight"
 
+    def lose_one(self, jobs: Sequence[Job], turns: int) -> None:
+        """All jobs, although rank 1 dies after so many turns of a step. It comes back, and the last job comes then."""
+        for request_id, job in enumerate(jobs[:-1]):
+            self.add(request_id, job)
+        self.rounds(4)
+        self.round(victim=1, turns=turns)
+        self.round()
+        self.tell_all()
+        self.replay()
+        self.rounds(3)
+        self.start(1)
+        self.round()
+        self.tell_all()
+        self.add(len(jobs) - 1, jobs[-1])
+        self.finish()
+
     def endure(self, jobs: Sequence[Job], data: st.DataObject) -> None:
         """Serve these while ranks die at any turn of a step, and lost ones come back or not. Every token is there then,
         and no block of the cache is lost."""

@@ -113,7 +113,7 @@ def same(prepared: PreparedStep, full: PreparedStep) -> None:
 
 
 def tensors(step: StepInput) -> list[torch.Tensor]:
-    state = [] if step.state is None else [*step.state]
+    state = [] if step.state is None else [step.state.reads_B, step.state.writes_B]
     return [step.block_table_BN, *(x for table in step.more_tables for x in table), *state]
 
 

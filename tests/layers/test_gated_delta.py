@@ -3,6 +3,8 @@ writes."""
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from layers import reference
 from layers.gated_delta import L2_EPS, DeltaInputs, DeltaShape, GatedDelta, GatedDeltaStep, chunk_rule
-from layers.step import StateInput, StepInput
+from layers.step import StateInput, StateRuns, StepInput
 from native import Isa, best_isa, limit_isa
 
 CPU = torch.device("cpu")
@@ -184,3 +186,58 @@ def test_strong_decays_overflow_nowhere(channels: int) -> None:
     expected, left = reference.gated_delta_rule(*turned, state)
     torch.testing.assert_close(out.transpose(0, 1), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(moved, left, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", TORCH_AND_ISAS)
+def test_drafts_that_come_and_go(level: Isa, dtype: torch.dtype) -> None:
+    """Two sequences, of which a step computes a known token and drafts: what was accepted is what the recurrence gives
+    for the tokens without drafts, and the record at its end too."""
+    limit_isa(level)
+    for shape in SHAPES:
+        for seed in range(3):
+            check_drafts(shape, dtype, seed)
+
+
+def check_drafts(shape: DeltaShape, dtype: torch.dtype, seed: int, most: int = 3, count: int = 12) -> None:
+    generator, chance = torch.Generator().manual_seed(seed), random.Random(seed)
+    delta = make_delta(shape, generator)
+    truth = [make_inputs(shape, count, dtype, generator) for _ in range(2)]
+    sizes = [(shape.taps - 1, shape.channels), (shape.num_heads, shape.key_dim, shape.value_dim)]
+    sizes += [(most, shape.channels), (most, shape.num_heads), (most, shape.decay_size)]
+    dtypes = [dtype, torch.float32, dtype, dtype, dtype]
+    cache = tuple(torch.randn(5, *size, generator=generator).to(kind) for size, kind in zip(sizes, dtypes, strict=True))
+    before = tuple(field.clone() for field in cache)
+    record, done, kept = [1, 3], [0, 0], [0, 0]
+    outs: list[list[Tensor]] = [[], []]
+    while min(done) < count:
+        rows, starts, members, accepted = [], [0], [], []
+        for sequence in (index for index in range(2) if done[index] < count):
+            first, guesses = done[sequence], chance.randint(0, min(most, count - done[sequence] - 1))
+            right = chance.randint(0, guesses)
+            lies = make_inputs(shape, guesses - right, dtype, generator)
+            rows.append(
+                [torch.cat([x[first : first + 1 + right], y]) for x, y in zip(truth[sequence], lies, strict=True)]
+            )
+            starts.append(starts[-1] + 1 + guesses)
+            read = record[sequence]
+            record[sequence] = written = read + 1 if read % 2 else read - 1
+            members.append((read, written, kept[sequence], guesses))
+            accepted.append((sequence, right))
+        pieces = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        total = starts[-1]
+        runs = StateRuns(torch.tensor(starts), *torch.tensor(members).T.contiguous().unbind())
+        step = step_of([1] * total, [0] * total, [0] * total)
+        assert step.state is not None
+        step = dataclasses.replace(step, state=step.state._replace(runs=runs))
+        out = GatedDeltaStep(step)(*pieces, delta, cache)
+        for index, (sequence, right) in enumerate(accepted):
+            outs[sequence].append(out[starts[index] : starts[index] + 1 + right])
+            done[sequence] += 1 + right
+            kept[sequence] = right
+    tolerance = {"rtol": 1e-3, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    for sequence in range(2):
+        first = 1 + 2 * sequence
+        expected, _, _ = wanted(truth[sequence], delta, before[0][first], before[1][first])
+        torch.testing.assert_close(torch.cat(outs[sequence]).float(), expected, **tolerance)
+    assert all(torch.equal(field[0], old[0]) for field, old in zip(cache, before, strict=True))

@@ -20,6 +20,7 @@ from hf_tiny import (
     make_ernie,
     make_glm4_moe,
     make_gpt_oss,
+    make_kimi_linear,
     make_llama,
     make_minimax_m2,
     make_mistral,
@@ -27,7 +28,9 @@ from hf_tiny import (
     make_qwen2,
     make_qwen2_moe,
     make_qwen3,
+    make_qwen3_5_moe,
     make_qwen3_moe,
+    make_qwen3_next,
     partial_rope,
     relative_error,
 )
@@ -140,7 +143,7 @@ def test_greedy_tokens_are_identical(pair: tuple[HfModel, CausalLM]) -> None:
     assert generate_greedy(ours, prompts, 32, num_blocks=128) == expected
 
 
-@pytest.mark.parametrize("make", [make_qwen3, make_qwen3_moe])
+@pytest.mark.parametrize("make", [make_qwen3, make_qwen3_moe, make_qwen3_next, make_qwen3_5_moe, make_kimi_linear])
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tmp_path: Path, make: Make) -> None:
     """By the median token: where two experts are nearly tied, rounding picks another, and that token is far off."""
     hf = make(tmp_path)

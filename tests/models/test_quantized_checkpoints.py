@@ -39,8 +39,9 @@ from hf_tiny import (
 from torch import Tensor
 
 from ep.experts import WeightFormat
+from layers.linear import Linear
 from layers.stored import BLOCK, E2M1
-from layers.weights import Checkpoint
+from layers.weights import Checkpoint, CheckpointError
 from models.fields import ConfigError
 from models.registry import read_config
 from native import Isa, isa
@@ -107,6 +108,75 @@ def packed_int4(key: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return stored, (number * scale.float()[..., None]).view(tensor.shape)
 
 
+def packed_int4_zero(key: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Groups of 64 or fewer inputs with zero points."""
+    code, scale, zero = asymmetric(tensor)
+    shape = torch.tensor(tensor.shape, dtype=torch.int32)
+    beside = {f"{key}_zero_point": words(zero.T).T.contiguous(), f"{key}_shape": shape}
+    return {f"{key}_packed": words(code), f"{key}_scale": scale, **beside}, meaning(code, scale, zero)
+
+
+def asymmetric(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [O, I], scales and zero points [O, G]."""
+    groups = tensor.view(tensor.shape[0], -1, GROUP)
+    least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = ((most - least) / 15).half()
+    zero = (-least / scale.float()).round().clamp(0, 15)
+    code = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
+    return code.flatten(1).long(), scale, zero.long()
+
+
+def meaning(code: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    return (code.view(*scale.shape, -1) - zero[..., None]).float().mul(scale.float()[..., None]).flatten(1)
+
+
+def words(code: Tensor) -> Tensor:
+    """int32 [..., N / 8], the first code in the lowest bits; N is filled up."""
+    filled = torch.nn.functional.pad(code, (0, -code.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    packed = (filled << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def gptq(key: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """With zero points; they are stored less one."""
+    code, scale, zero = asymmetric(tensor)
+    zero = zero.clamp(min=1)
+    base, order = key.removesuffix(".weight"), torch.arange(tensor.shape[1], dtype=torch.int32) // GROUP
+    stored = {
+        f"{base}.qweight": words(code).T.contiguous(), f"{base}.scales": scale.T.contiguous(),
+        f"{base}.qzeros": words(zero.T - 1), f"{base}.g_idx": order,
+    }  # fmt: skip
+    return stored, meaning(code, scale, zero)
+
+
+def gptq_symmetric(key: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    groups = tensor.view(tensor.shape[0], -1, GROUP)
+    scale = (groups.abs().amax(-1) / 7).half()
+    code = ((groups / scale.float()[..., None]).round().clamp(-8, 7) + 8).flatten(1).long()
+    zero = torch.full_like(scale, 8).long()
+    base = key.removesuffix(".weight")
+    qzeros = words(zero.T - 1)
+    stored = {
+        f"{base}.qweight": words(code).T.contiguous(),
+        f"{base}.scales": scale.T.contiguous(),
+        f"{base}.qzeros": qzeros,
+    }
+    return stored, meaning(code, scale, zero)
+
+
+def awq(key: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    code, scale, zero = asymmetric(tensor)
+    base, order = key.removesuffix(".weight"), [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def in_eights(values: Tensor) -> Tensor:
+        return words(values.unflatten(-1, (-1, 8))[..., order].flatten(-2))
+
+    stored = {
+        f"{base}.qweight": in_eights(code.T), f"{base}.scales": scale.T.contiguous(), f"{base}.qzeros": in_eights(zero.T),
+    }  # fmt: skip
+    return stored, meaning(code, scale, zero)
+
+
 def compressed(kind: str, num_bits: int, form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"type": kind, "num_bits": num_bits, "symmetric": True, **weights}}
     return {
@@ -131,6 +201,26 @@ FORMS: dict[str, tuple[Quantize, dict[str, Any], str]] = {
         "",
     ),
     "int4 experts": (packed_int4, INT4, ".experts."),
+    "int4 with zero points": (
+        packed_int4_zero,
+        compressed("int", 4, "pack-quantized", strategy="group", group_size=GROUP, symmetric=False),
+        ".experts.",
+    ),
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        ".experts.",
+    ),
+    "gptq": (
+        gptq,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
+        ".experts.",
+    ),
+    "gptq, symmetric": (
+        gptq_symmetric,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True},
+        ".experts.",
+    ),
 }
 
 
@@ -179,6 +269,27 @@ def test_experts_by_channel_stay_in_8_bits(tmp_path: Path) -> None:
     stored = Checkpoint(tmp_path)
     name = "model.layers.0.mlp.experts.3.gate_proj.weight"
     assert torch.equal(gate, stored.borrow(name, tuple(gate.shape)).widened())
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "gptq, symmetric", "int4 with zero points"])
+def test_linear_layers_stay_in_4_bits(tmp_path: Path, form: str) -> None:
+    hf = FAMILIES["LlamaForCausalLM"](tmp_path)
+    make_quantized(hf, *FORMS[form][:2], within="mlp")
+    model = load_ours(tmp_path)
+    if isa() > Isa.NONE:
+        forms = {module.packed.form for module in model.modules() if isinstance(module, Linear) and module.packed}
+        assert (WeightFormat.INT4 if "symmetric" in form else WeightFormat.INT4_ZERO) in forms
+
+
+def test_reordered_inputs_are_refused(tmp_path: Path) -> None:
+    def reordered(key: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        stored, meant = gptq(key, tensor)
+        return {name: part.flip(0) if name.endswith("g_idx") else part for name, part in stored.items()}, meant
+
+    hf = FAMILIES["LlamaForCausalLM"](tmp_path)
+    make_quantized(hf, reordered, {"quant_method": "gptq", "bits": 4}, within="mlp")
+    with pytest.raises(CheckpointError, match="act-order"):
+        load_ours(tmp_path)
 
 
 # ---- gpt-oss ----
@@ -245,7 +356,11 @@ def test_an_expert_of_gpt_oss_can_be_read_at_any_time(tmp_path: Path) -> None:
         ({**INT4, "quantization_status": "frozen"}, "quantization_status: expected"),
         ({**INT4, "format": "marlin-24"}, "format: expected"),
         ({"quant_method": "mxfp4"}, "MXFP4 is read of gpt-oss only"),
-        ({"quant_method": "gptq"}, r"quant_method: expected \"fp8\", \"compressed-tensors\" or"),
+        ({"quant_method": "hqq"}, r"quant_method: expected \"fp8\", \"compressed-tensors\", \"awq\""),
+        ({"quant_method": "gptq"}, "bits: expected"),
+        ({"quant_method": "gptq", "bits": 8}, "bits: expected 4"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act: expected"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: expected"),
     ],
 )
 def test_other_schemes_are_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:

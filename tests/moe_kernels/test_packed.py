@@ -23,7 +23,7 @@ from moe_kernels.matrix import HALVES, ScaledMatrix, dequantize, dequantize_halv
 from moe_kernels.packed import PackedExperts
 from moe_kernels.quant import dequantize_rows, quantize_rows
 from moe_kernels.weights import PlainExperts
-from native import Isa, best_isa, isa, limit_isa
+from native import Choice, Isa, best_isa, choose, isa, limit_isa
 
 DTYPES = [torch.float32, torch.bfloat16]
 PLAIN, FP8, INT8 = WeightFormat.PLAIN, WeightFormat.FP8, WeightFormat.INT8
@@ -42,6 +42,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[Isa]:
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     yield
+    choose(Choice())
     torch.set_num_threads(1)
 
 
@@ -55,10 +56,10 @@ def matrices(hidden: int, width: int, dtype: torch.dtype, seed: int) -> Matrices
     return gate.to(dtype), up.to(dtype), down.to(dtype)
 
 
-def rounded(matrix: Tensor, form: WeightFormat, dtype: torch.dtype) -> Tensor:
-    """What it is where it is kept so, float32. 4 bits are widened with their scales, to dtype."""
+def rounded(matrix: Tensor, form: WeightFormat) -> Tensor:
+    """What it is where it is kept so, float32."""
     if form in HALVES:
-        return dequantize_halves(quantize_halves(matrix, form), dtype).float()
+        return dequantize_halves(quantize_halves(matrix, form), torch.float32)
     return dequantize(quantize(matrix, form), torch.float32)
 
 
@@ -73,14 +74,17 @@ def packed(
         given = matrices(hidden, width, dtype, slot)
         ours.fill(slot, *given)
         if form is not PLAIN:
-            given = tuple(rounded(matrix, form, dtype) for matrix in given)  # type: ignore[assignment]
+            given = tuple(rounded(matrix, form) for matrix in given)  # type: ignore[assignment]
         exact.fill(slot, *given)
     return ours, exact
 
 
-def assert_rounding_only(y_RD: Tensor, batch: ExpertBatch, exact: PlainExperts) -> None:
+def assert_rounding_only(
+    y_RD: Tensor, batch: ExpertBatch, exact: PlainExperts, form: WeightFormat = WeightFormat.PLAIN
+) -> None:
     """Every number is as near to the exact one as its dtype allows: in bfloat16 what lies between the matrices is rounded
-    once, and the result once."""
+    once, and the result once; of 4-bit weights, whose scales are in them, each where there are many rows."""
+    weights = y_RD.dtype if form in HALVES else None
     start = 0
     for slot, count in enumerate(batch.rows_S.tolist()):
         place: tuple[int | slice, ...] = (slice(start, start + count),)
@@ -88,7 +92,7 @@ def assert_rounding_only(y_RD: Tensor, batch: ExpertBatch, exact: PlainExperts) 
             place = (slot, slice(count))
         x = batch.x[place].double()
         expected = reference.expert(x, exact.gate_up_S2FD[slot], exact.down_SDF[slot])
-        assert_within(y_RD[place], expected, expert_bound(x, *exact.read(slot), y_RD.dtype))
+        assert_within(y_RD[place], expected, expert_bound(x, *exact.read(slot), y_RD.dtype, weights=weights))
         start += count
 
 
@@ -111,7 +115,7 @@ def test_rows(level: Isa, dtype: torch.dtype, form: WeightFormat, hidden: int, w
         batch = ragged(rows, hidden, dtype)
         y_RD = ours.run_rows(batch)
         assert y_RD.dtype is dtype and y_RD.shape == batch.x.shape
-        assert_rounding_only(y_RD, batch, exact)
+        assert_rounding_only(y_RD, batch, exact, form)
 
 
 @pytest.mark.parametrize(("hidden", "width"), SIZES)
@@ -156,13 +160,13 @@ def test_padding_is_never_read(level: Isa, dtype: torch.dtype) -> None:
         batch = ExpertBatch(Layout.PADDED, x_SCD, torch.tensor(rows, dtype=torch.int32))
         y_SCD = ours.run_rows(batch)
         assert y_SCD.shape == x_SCD.shape
-        assert_rounding_only(y_SCD, batch, exact)
+        assert_rounding_only(y_SCD, batch, exact, form)
     no_room = ExpertBatch(Layout.PADDED, torch.empty(4, 0, 67, dtype=dtype), torch.zeros(4, dtype=torch.int32))
     assert ours.run_rows(no_room).shape == (4, 0, 67)
 
 
 def exact_sums(
-    exact: PlainExperts, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor, first_slot: int
+    exact: PlainExperts, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor, first_slot: int, form: WeightFormat
 ) -> tuple[Tensor, Tensor]:
     """(the sums, their bound), both float64 [T, D]."""
     out_TD, bound_TD = torch.zeros(2, *x_TD.shape, dtype=torch.float64)
@@ -171,7 +175,8 @@ def exact_sums(
         y_TD = reference.expert(x_TD.double(), exact.gate_up_S2FD[slot], exact.down_SDF[slot])
         out_TD += share_T1 * y_TD
         # What is added is rounded once itself.
-        one_TD = expert_bound(x_TD, *exact.read(slot), x_TD.dtype) + 2 * unit(x_TD.dtype) * y_TD.abs()
+        weights = x_TD.dtype if form in HALVES else None
+        one_TD = expert_bound(x_TD, *exact.read(slot), x_TD.dtype, weights=weights) + 2 * unit(x_TD.dtype) * y_TD.abs()
         bound_TD += share_T1.abs() * (one_TD + bound(exact.num_slots + 1, y_TD.abs()))
     return out_TD, bound_TD
 
@@ -197,7 +202,7 @@ def test_tokens(
     ours, exact = packed(num_slots, hidden, width, dtype, form)
     x_TD = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
     slot_TK, weight_TK = routing(num_tokens, top_k, num_slots + 5, num_tokens)
-    expected_TD, allowed_TD = exact_sums(exact, x_TD, slot_TK, weight_TK, first_slot)
+    expected_TD, allowed_TD = exact_sums(exact, x_TD, slot_TK, weight_TK, first_slot, form)
     for sum_dtype in {torch.float32, dtype}:
         y_TD = ours.run_tokens(TokenBatch(x_TD, slot_TK, weight_TK, first_slot, sum_dtype))
         assert y_TD.dtype is sum_dtype
@@ -212,7 +217,10 @@ def test_tokens(
 def test_a_row_does_not_depend_on_its_company_nor_on_threads(
     level: Isa, dtype: torch.dtype, form: WeightFormat
 ) -> None:
-    """Bit for bit: the numbers are added in the same order however many rows and threads there are."""
+    """Bit for bit: the numbers are added in the same order however many rows and threads there are. 4-bit weights: where
+    that is asked for."""
+    if form in HALVES:
+        choose(Choice(), fixed_order=True)
     ours, _ = packed(3, 200, 140, dtype, form)
     x_TD = torch.randn(75, 200, generator=torch.Generator().manual_seed(2)).to(dtype)
     slot_TK, weight_TK = routing(75, 2, 3, 5)
@@ -231,6 +239,8 @@ def test_a_row_does_not_depend_on_its_company_nor_on_threads(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_number_of_rows(level: Isa, dtype: torch.dtype, form: WeightFormat) -> None:
     """One tile, several, several bands; weights multiplied block after block or panel after panel: bit for bit the same."""
+    if form in HALVES:
+        choose(Choice(), fixed_order=True)
     ours, exact = packed(1, 330, 140, dtype, form)
     all_RD = ragged([210], 330, dtype).x
     result_RD = ours.run_rows(ExpertBatch(Layout.RAGGED, all_RD, torch.tensor([210], dtype=torch.int32)))
@@ -238,7 +248,7 @@ def test_any_number_of_rows(level: Isa, dtype: torch.dtype, form: WeightFormat) 
         batch = ExpertBatch(Layout.RAGGED, all_RD[:count], torch.tensor([count], dtype=torch.int32))
         y_RD = ours.run_rows(batch)
         assert torch.equal(y_RD, result_RD[:count]), count
-    assert_rounding_only(y_RD, batch, exact)
+    assert_rounding_only(y_RD, batch, exact, form)
 
 
 def test_rows_in_fp8(level: Isa) -> None:
@@ -266,10 +276,10 @@ def test_thousands_of_tokens(level: Isa, form: WeightFormat) -> None:
     x_TD = torch.randn(3000, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
     slot_TK, weight_TK = routing(3000, 4, 6, 6)
     batch, _ = permute_some(x_TD, slot_TK, weight_TK, 0, 6)
-    assert_rounding_only(ours.run_rows(batch), batch, exact)
+    assert_rounding_only(ours.run_rows(batch), batch, exact, form)
     torch.set_num_threads(2)
     y_TD = ours.run_tokens(TokenBatch(x_TD, slot_TK, weight_TK, 0, torch.float32))
-    expected_TD, allowed_TD = exact_sums(exact, x_TD, slot_TK, weight_TK, 0)
+    expected_TD, allowed_TD = exact_sums(exact, x_TD, slot_TK, weight_TK, 0, form)
     assert_within(y_TD, expected_TD, allowed_TD)
 
 
@@ -282,7 +292,7 @@ def test_what_is_packed_can_be_read_back(dtype: torch.dtype, hidden: int, width:
         ours.clear(0)
         ours.fill(1, *given)
         if form is not PLAIN:
-            given = tuple(rounded(matrix, form, dtype).to(dtype) for matrix in given)  # type: ignore[assignment]
+            given = tuple(rounded(matrix, form).to(dtype) for matrix in given)  # type: ignore[assignment]
         for slot, expected in enumerate(([torch.zeros_like(matrix) for matrix in given], given)):
             for read, matrix in zip(ours.read(slot), expected, strict=True):
                 assert torch.equal(read, matrix)

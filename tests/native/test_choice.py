@@ -40,6 +40,7 @@ def test_a_choice_is_told_as_text(choice: Choice) -> None:
 def test_what_is_measured_is_a_way_of_the_level(level: Isa) -> None:
     choice, said = measured(level)
     assert Isa.AVX512 <= choice.products <= level and 0 <= choice.narrow_rows <= 12
+    assert 0 <= choice.half_rows <= 12
     assert all(way.name.lower() in said for way in Isa if Isa.AVX512 <= way <= level)
     assert measured(level) == (choice, said)  # once per process
 

@@ -1,4 +1,4 @@
-"""Linear layers kept in 8 bits equal torch's with the weights that those bits stand for.
+"""Linear layers kept in 8 and 4 bits equal torch's with the weights that those bits stand for.
 
 Legend: T tokens, I input features, O output features.
 """
@@ -12,9 +12,19 @@ import torch
 import torch.nn.functional as F
 from isas import BF16_ISAS, EVERY_ISA, ISAS
 from rounding import assert_within, matmul_bound
+from torch import Tensor
 
-from moe_kernels.matrix import SCALE_ROWS, WeightFormat, dequantize, quantize
-from native import Isa, isa, limit_isa
+from moe_kernels.matrix import (
+    HALVES,
+    SCALE_ROWS,
+    HalfMatrix,
+    WeightFormat,
+    dequantize,
+    dequantize_halves,
+    quantize,
+    quantize_halves,
+)
+from native import Choice, Isa, choose, isa, limit_isa
 from native.packed_linear import PackedLinear, is_faster_packed
 
 ROWS = [0, 1, 2, 3, 4, 5, 9, 12, 13, 24, 31, 300]
@@ -28,6 +38,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[None]:
     limit_isa(request.param)
     yield
     limit_isa(before)
+    choose(Choice())
     torch.set_num_threads(1)
 
 
@@ -53,6 +64,38 @@ def test_equals_torch(
             ours = layer(x, b)
             wanted = F.linear(x.float(), weight, None if b is None else b.float())
             assert_within(ours, wanted, matmul_bound(x, weight, b))
+
+
+@pytest.mark.parametrize("half_rows", [0, 3, 12])
+@pytest.mark.parametrize("sizes", [(64, 64), (2, 1), (34, 7), (130, 200), (1000, 515)])
+@pytest.mark.parametrize("form", HALVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_4_bits_equal_torch(
+    level: None, sizes: tuple[int, int], form: WeightFormat, dtype: torch.dtype, half_rows: int
+) -> None:
+    """With few rows sums are scaled, with many weights are rounded once more."""
+    num_inputs, num_outputs = sizes
+    choose(Choice(half_rows=half_rows))
+    generator = torch.Generator().manual_seed(0)
+    halves = quantize_halves(torch.randn((num_outputs, num_inputs), generator=generator) + 0.3, form)
+    layer = PackedLinear(halves.codes, halves.words, form=form, num_inputs=num_inputs)
+    layer = PackedLinear.over(layer.packed_B, form, num_outputs, num_inputs)
+    weight = dequantize_halves(halves, torch.float32)
+    bias = torch.randn(num_outputs, generator=generator).to(dtype)
+    for rows in ROWS:
+        x = torch.full((rows, num_inputs + 5), torch.nan, dtype=dtype)[:, 2 : 2 + num_inputs]
+        x[:] = torch.randn((rows, num_inputs), generator=generator)
+        wanted = F.linear(x.float(), weight, bias.float())
+        # A zero point is subtracted from the number, or multiplied by the sum of the row.
+        larger = weight if halves.zero_OG is None else weight.abs() + halves_size(halves, num_inputs)
+        assert_within(layer(x, bias), wanted, matmul_bound(x, larger, bias, None if rows <= half_rows else dtype))
+
+
+def halves_size(halves: HalfMatrix, num_inputs: int) -> Tensor:
+    """What the zero points stand for, [O, I]."""
+    assert halves.zero_OG is not None
+    size = (halves.zero_OG.float() * halves.scale_OG.float()).abs()
+    return 2 * size.repeat_interleave(32, 1)[:, :num_inputs]
 
 
 @pytest.mark.parametrize("bf16_level", BF16_ISAS)

@@ -1,4 +1,4 @@
-"""Weights of 8 bits by the native kernel are those of torch, to the bit, on every instruction set that this CPU has."""
+"""Weights of 8 and 4 bits by the native kernel are those of torch, to the bit, on every instruction set that this CPU has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from isas import EVERY_ISA
 from torch import Tensor
 
-from moe_kernels.matrix import WeightFormat, quantize
+from moe_kernels.matrix import WeightFormat, dequantize_halves, quantize, quantize_halves
 from native import Isa, isa, limit_isa
 from native import quantize as native_quantize
 
@@ -75,3 +75,30 @@ def test_rows_that_lie_apart(level: Isa, form: WeightFormat) -> None:
     expected = by_torch(part, form)
     torch.set_num_threads(3)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(bits(part, form), expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", [WeightFormat.INT4, WeightFormat.MXFP4])
+def test_4_bits_are_those_of_torch(level: Isa, form: WeightFormat, dtype: torch.dtype) -> None:
+    """But for scales that lose the same, as nearly as the order of a sum matters."""
+    generator = torch.Generator().manual_seed(3)
+    for num_outputs, num_inputs in ((128, 256), (1, 1), (5, 130), (40, 127)):
+        for size in (1.0, 1e-3, 1e-6, 1e4):
+            weight = (torch.randn(num_outputs, num_inputs, generator=generator) * size).to(dtype)
+            weight[0, :32] = 0
+            found = quantize_halves(weight, form)
+            before = isa()
+            limit_isa(Isa.NONE)
+            expected = quantize_halves(weight, form)
+            limit_isa(before)
+            same_OG = found.scale_OG == expected.scale_OG
+            assert same_OG.float().mean() > 0.95 or num_outputs == 1
+            same_OI = same_OG.repeat_interleave(16, 1)
+            assert torch.equal(found.codes[same_OI], expected.codes[same_OI])
+            lost, least = (
+                (dequantize_halves(matrix, torch.float32) - weight.float()).square().sum().item()
+                for matrix in (found, expected)
+            )
+            assert lost <= least * (1 + 1e-4) + 1e-30
+            largest = weight.abs().max().item()
+            assert lost <= weight.numel() * (largest / 7) ** 2

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from cache.spec import state_groups
 from engine.rank import Rank
 from engine.request import Request
 from engine.speculation.speculation import Speculation
@@ -57,6 +58,23 @@ def poison_what_nobody_may_read(rank: Rank) -> None:
         (table,) = request.held.tables
         for position in range(request.num_computed):
             good[table[position // cache.block_size] * cache.block_size + position % cache.block_size] = True
-    for fields in cache.layers:
-        for field in fields:
-            field[~good] = POISON
+    for group in cache.spec:
+        for layer in group.layers:
+            for field in cache.layers[layer]:
+                if group.kind != "state":
+                    field[~good] = POISON
+                else:
+                    assert scheduler.kv._records is not None
+                    field[scheduler.kv._records._free] = POISON
+
+
+def poison_kept_inputs(rank: Rank) -> None:
+    """Of drafts that were refused."""
+    cache = rank._runner._kv
+    states = [request.held.state for request in rank._scheduler._running]
+    for group in state_groups(cache.spec):
+        for layer in group.layers:
+            for field in cache.layers[layer][2:]:
+                for state in filter(None, states):
+                    if state.current:
+                        field[state.current, state.num_kept :] = POISON

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import Oracle, poison_what_nobody_may_read, take_drafts
+from oracle import Oracle, poison_kept_inputs, poison_what_nobody_may_read, take_drafts
 from overlapped import OFTEN
 from rank_parts import Job, drive, mailbox_ranks, make_plan
 from survivors import Survivors, tight
@@ -35,9 +35,17 @@ JOBS = [
 MAX_DRAFTS = 4
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hf_tiny.make_qwen3_moe(tmp_path_factory.mktemp("drafts")).path
+# Attention only; and models that keep states, which nothing can be taken back from.
+MODELS = {
+    "attention": hf_tiny.make_qwen3_moe,
+    "delta-net": hf_tiny.make_qwen3_next,
+    "delta-attention": hf_tiny.make_kimi_linear,
+}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODELS[request.param](tmp_path_factory.mktemp("drafts")).path
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +126,7 @@ def test_rejected_rows_are_never_read(checkpoint: Path, expected: dict[int, list
         for output in rank.step():
             released[output.request_id] += output.new_token_ids
         poison_what_nobody_may_read(rank)
+        poison_kept_inputs(rank)
     assert released == expected
     rank.close()
 

@@ -90,21 +90,7 @@ def test_the_engine_really_does_those_things(toy: Path, expected: dict[int, list
 def after_a_kill(toy: Path, turns: int, **plan: Any) -> Survivors:
     """Three ranks that have finished all jobs although rank 1 died after so many turns of a step, and came back."""
     cluster = Survivors(toy, 3, slots_per_rank=4, **plan)
-    for index in range(5):
-        cluster.add(index, JOBS[index])
-    for _ in range(4):
-        cluster.round()
-    cluster.round(victim=1, turns=turns)
-    cluster.round()
-    cluster.tell_all()
-    cluster.replay()
-    for _ in range(3):
-        cluster.round()
-    cluster.start(1)
-    cluster.round()
-    cluster.tell_all()
-    cluster.add(5, JOBS[5])
-    cluster.finish()
+    cluster.lose_one(JOBS, turns)
     return cluster
 
 

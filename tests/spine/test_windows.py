@@ -86,21 +86,7 @@ def test_a_kill_at_many_turns(
     hf: hf_tiny.HfModel, expected: dict[int, list[int]], asynchronous: bool, turns: int
 ) -> None:
     cluster = Survivors(hf.path, 3, slots_per_rank=4, async_scheduling=asynchronous)
-    for index in range(5):
-        cluster.add(index, JOBS[index])
-    for _ in range(4):
-        cluster.round()
-    cluster.round(victim=1, turns=turns)
-    cluster.round()
-    cluster.tell_all()
-    cluster.replay()
-    for _ in range(3):
-        cluster.round()
-    cluster.start(1)
-    cluster.round()
-    cluster.tell_all()
-    cluster.add(5, JOBS[5])
-    cluster.finish()
+    cluster.lose_one(JOBS, turns)
     assert cluster.released == expected
     for rank in cluster.ranks.values():
         clean(rank)

@@ -29,11 +29,21 @@ END_ID, BOS_ID, USER_ID, ASSISTANT_ID = range(4)
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}{{ 'Tools:\\n' }}{% for tool in tools %}"
+    "{{ (tool['function'] if tool['function'] is defined else tool) | tojson + '\\n' }}{% endfor %}"
+    '{{ \'A call:\\n<tool_call>\\n{"name": NAME, "arguments": {...}}\\n</tool_call>\\n\' }}{% endif %}'
     "{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ message['content'] | trim }}"
     "{% elif message['role'] == 'user' %}{{ '<|user|>' + (message['content'] | trim) }}"
-    "{% elif message['role'] == 'assistant' %}"
-    "{{ '<|assistant|>' + (message['content'] | trim) + eos_token }}"
+    "{% elif message['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>\\n' + (message['content'] | trim) + '\\n</tool_response>' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' + (message['content'] | default('', true) | trim) }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\\n' if message['content'] or not loop.first else '' }}"
+    "{{ '<tool_call>\\n{\"name\": ' + (call['function']['name'] | tojson) + ', \"arguments\": ' }}"
+    "{{ call['function']['arguments'] if call['function']['arguments'] is string"
+    " else call['function']['arguments'] | tojson }}"
+    "{{ '}\\n</tool_call>' }}{% endfor %}{{ eos_token }}"
     "{% else %}{{ raise_exception('unsupported role: ' + message['role']) }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

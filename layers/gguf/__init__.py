@@ -1,0 +1,1 @@
+"""GGUF files: what llama.cpp runs."""

@@ -1,0 +1,26 @@
+"""In what form matrices are kept in panels (native/src/experts.h): their numbers, by name."""
+
+from __future__ import annotations
+
+import enum
+
+
+class WeightFormat(enum.Enum):
+    """How weights are kept in memory."""
+
+    PLAIN = "plain"  # in the dtype of the rows
+    FP8 = "fp8"  # e4m3, a scale for 128 x 128 weights
+    INT8 = "int8"  # a scale for 128 inputs of each output
+    MXFP4 = "mxfp4"  # e2m1, a scale (a power of two) for 32 inputs of each output
+    INT4 = "int4"  # numbers from -8 to 7, a float16 scale for 32 inputs of each output
+    INT4_ZERO = "int4_zero"  # the same, less a zero point (float16) before it is scaled
+
+    @property
+    def number(self) -> int:
+        """Its Format of experts.h."""
+        return _NUMBERS[self]
+
+
+_NUMBERS = {form: number for number, form in enumerate(WeightFormat)}
+HALVES = (WeightFormat.MXFP4, WeightFormat.INT4, WeightFormat.INT4_ZERO)  # kept by the native kernels only
+HALF_GROUP = 32  # inputs that share a scale of theirs

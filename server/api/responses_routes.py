@@ -1,0 +1,172 @@
+"""POST /v1/responses, and what is kept of it: GET, DELETE, cancel, the input items."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from front.front import EngineBusy, EngineDraining, EngineFailed
+from server.api.chat import chat_job
+from server.api.endpoint import take
+from server.api.generate import Answer, Job, as_api_error
+from server.api.openai import ChatRequest
+from server.api.responses import ResponsesRequest, renamed
+from server.api.responses_answer import ResponsesWriter
+from server.api.stored import ResponseStore, Stored
+from server.errors import ApiError, bad_request
+from server.logs import Record, log_request
+from server.service import Service, json_response, record_of
+
+NAMES = {
+    "logprobs": "top_logprobs",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "structured_outputs": "text.format",
+}
+Json = dict[str, Any]
+
+
+class _Previous(msgspec.Struct):
+    previous_response_id: str | None = None
+
+
+_previous = msgspec.json.Decoder(_Previous)
+
+
+class Responses:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        config = service.config
+        self._store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
+        self._running: dict[str, asyncio.Task[None]] = {}  # in the background, by the response's id
+
+    async def answer(self, request: Request) -> Response:
+        earlier = await self._earlier(request)
+        try:
+            taken = await take(self._service, request, "responses", ChatRequest, earlier)
+            job = chat_job(self._service, taken, f"resp_{uuid.uuid4().hex}", NAMES)
+        except ApiError as error:
+            raise renamed(error) from None
+        source = taken.source
+        assert isinstance(source, ResponsesRequest)
+        keeps = source.store is not False
+        items: list[Json] = msgspec.json.decode(taken.items) if keeps else []
+
+        def on_end(response: Json) -> None:
+            if keeps:
+                self._store.put(response, items)
+
+        writer = ResponsesWriter(job, source, on_end)
+        if source.background:
+            return await self._begin(job, writer, items, record_of(request.scope))
+        return Answer(self._service, job, writer)
+
+    async def retrieve(self, request: Request) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise bad_request("a response that is kept cannot be streamed", "stream", "unsupported_parameter")
+        return Response(self._kept(request).response, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        self._kept(request)
+        name = request.path_params["response_id"]
+        await self._stop(name)
+        self._store.drop(name)
+        return json_response({"id": name, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """Of one that runs in the background; one that has ended stays as it is."""
+        response = msgspec.json.decode(self._kept(request).response)
+        if not response["background"]:
+            raise bad_request("only a response made with background: true can be cancelled", "background")
+        await self._stop(response["id"])
+        return Response(self._kept(request).response, media_type="application/json")
+
+    async def input_items(self, request: Request) -> Response:
+        stored = self._kept(request)
+        items = msgspec.json.decode(stored.items)[: stored.num_input]
+        named = [{"id": f"in_{place}", **item} for place, item in enumerate(items)]
+        first, last = (named[0]["id"], named[-1]["id"]) if named else (None, None)
+        return json_response({"object": "list", "data": named, "first_id": first, "last_id": last, "has_more": False})
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    async def _earlier(self, request: Request) -> bytes:
+        """The items of the response that this one continues; b"": it begins. ApiError 404."""
+        body = await self._service.body(request)
+        name = None
+        if b'"previous_response_id"' in body:
+            with contextlib.suppress(
+                msgspec.DecodeError, RecursionError, UnicodeError
+            ):  # the intake says what is wrong
+                name = _previous.decode(body).previous_response_id
+        return b"" if name is None else self._found(name, "previous_response_id").items
+
+    def _kept(self, request: Request) -> Stored:
+        name = request.path_params["response_id"]
+        if not name.startswith("resp_"):
+            raise bad_request(f"{name!r:.80} is no id of a response: those begin with resp_", "response_id")
+        return self._found(name, "response_id")
+
+    def _found(self, name: str, field: str) -> Stored:
+        stored = self._store.get(name)
+        if stored is None:
+            code = "previous_response_not_found" if field == "previous_response_id" else "response_not_found"
+            raise ApiError(404, f"there is no response {name!r:.80}, or it is kept no longer", param=field, code=code)
+        return stored
+
+    async def _begin(self, job: Job, writer: ResponsesWriter, items: list[Json], record: Record) -> Response:
+        """Answers at once; a task goes on. ApiError 503 when too many wait."""
+        if not self._service.config.max_stored_responses:
+            raise bad_request("background needs a server that keeps responses", "background", "unsupported_parameter")
+        queued = writer.response("queued")
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._run(job, writer, items, record, admitted))
+        self._running[job.answer_id] = task
+        task.add_done_callback(lambda _: self._running.pop(job.answer_id, None))
+        await admitted
+        self._store.put(queued, items)
+        return json_response(queued)
+
+    async def _run(
+        self, job: Job, writer: ResponsesWriter, items: list[Json], outer: Record, admitted: asyncio.Future[None]
+    ) -> None:
+        flights = self._service.flights
+        try:
+            self._service.require_ready()
+            flight = flights.open(job.request_id, 1)
+        except ApiError as refused:
+            admitted.set_exception(refused)
+            return
+        admitted.set_result(None)
+        record = Record(outer.request_id, outer.method, "/v1/responses (background)", 200, model=job.model)
+        record.params, record.num_choices = job.prompts[0].params, 1
+        record.prompt_tokens = len(job.prompts[0].token_ids)
+        flight.answer_id = job.answer_id
+        flight.prompt_ids = [job.prompts[0].request_id]
+        status = "cancelled"
+        error: Json | None = None
+        try:
+            await Answer(self._service, job, writer).gather(record)
+            status = ""
+        except asyncio.CancelledError:
+            if flight.cause == "timeout":
+                status, error = "failed", {"code": "server_error", "message": "the request took too long"}
+        except (EngineDraining, EngineBusy, EngineFailed, ApiError) as failure:
+            status, error = "failed", {"code": "server_error", "message": as_api_error(failure).message}
+        finally:
+            flights.close(flight)
+            if status:
+                self._store.put(writer.response(status, error=error), items)
+            log_request(record)
+
+    async def _stop(self, name: str) -> None:
+        task = self._running.get(name)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])

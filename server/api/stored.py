@@ -1,0 +1,58 @@
+"""Responses that are kept for a while: for `previous_response_id`, and to be looked at again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+Json = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
+
+
+class Stored(msgspec.Struct):
+    """As JSON. items: of the conversation up to and with this response's output. num_input: those before its output."""
+
+    response: bytes
+    items: bytes
+    num_input: int
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.items)
+
+
+class ResponseStore:
+    """The newest, as far as both bounds allow."""
+
+    def __init__(self, max_count: int, max_bytes: int) -> None:
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, response: Json, items: list[Json]) -> None:
+        """In place of what is kept under its id. items: before its output."""
+        self.drop(response["id"])
+        stored = Stored(_encode(response), _encode([*items, *response["output"]]), len(items))
+        if not self._max_count or stored.size > self._max_bytes:
+            return
+        self._kept[response["id"]] = stored
+        self.num_bytes += stored.size
+        while len(self._kept) > self._max_count or self.num_bytes > self._max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.num_bytes -= oldest.size
+
+    def get(self, name: str) -> Stored | None:
+        return self._kept.get(name)
+
+    def drop(self, name: str) -> bool:
+        stored = self._kept.pop(name, None)
+        if stored is None:
+            return False
+        self.num_bytes -= stored.size
+        return True

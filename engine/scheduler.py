@@ -66,9 +66,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_length = min(max_model_len, self.kv.capacity + 1)  # the last token sampled needs no place in the cache
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.policy = policy
-        self.async_depth = async_depth
-
+        self.policy, self.async_depth = policy, async_depth
         self.speculation = speculation or Speculation()
         self.grammars = grammars or Grammars("", 0)
         self.refused: list[TokenOutput] = []  # last outputs of requests that had no step

@@ -42,6 +42,9 @@ class Hosts:
     def store_port(self) -> int:
         return self.port + _STORE
 
+    def bell_port(self, rank: int) -> int:
+        return self.port + _BELLS + rank
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:

@@ -49,7 +49,7 @@ def make_plan(
 ) -> Plan:
     """hosts: some of the ranks are on other machines. alone: as for `resolve`. Raises ValueError, one line that names
     the file or the field, for whatever cannot be served."""
-    path = Path(config.model) if config.model else CHECKPOINT
+    path = asked_path(config.model)
     if is_gguf(path):
         path = model_directory(path, read_env().cache_root / "gguf")
     if not path.is_dir():
@@ -86,6 +86,11 @@ def make_plan(
     plan = with_speculation(plan, config, speculation, why_drafts, read_env().cache_root)
     plan = _with_weights(_with_unserved(plan, facts), config)
     return with_memory(plan, read_env().cache_root)
+
+
+def asked_path(model: str | None) -> Path:
+    """None: the embedded model's."""
+    return Path(model) if model else CHECKPOINT
 
 
 def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
@@ -245,6 +250,12 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
         context_limit=facts.context_limit,
         context_reason=facts.context_reason,
     )
+
+
+def step_rows(plan: Plan) -> tuple[int, int]:
+    """What a decode step of a rank with all its sequences sends: bytes of their rows, once, and in how many layers."""
+    facts = read_config(Path(plan.model_path), plan.hf_overrides)
+    return plan.max_num_seqs * facts.hidden_size * (4 if plan.dtype == "float32" else 2), facts.num_moe_layers
 
 
 def _gguf_tensors(directory: Path, file: Path) -> Iterator[tuple[str, str, int]]:

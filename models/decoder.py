@@ -150,7 +150,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         ]
         layers: list[Part] = [Part(layer, partial(self.read_layer, at)) for at, layer in enumerate(self.decoders)]
         if self.mtp is not None:
-            layers.append(Part(self.mtp, partial(self._read_mtp, self.mtp)))
+            layers.append(Part(self.mtp, partial(self.read_mtp, self.mtp)))
         self.load_parts([*ends, *layers], source, self.config.num_experts, store)
         self.skip_rest(source)
 
@@ -158,7 +158,8 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         """Fill the last norm."""
         source.read("model.norm.weight", self.norm.weight)
 
-    def _read_mtp(self, mtp: MtpLayer[A], source: WeightSource) -> None:
+    def read_mtp(self, mtp: MtpLayer[A], source: WeightSource) -> None:
+        """Fill the layer that drafts."""
         mtp.read(source, self.config.tie_word_embeddings, self.config.vocab_size)
         self.read_layer(mtp.index, source)
 

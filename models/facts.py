@@ -65,9 +65,5 @@ def with_kept_drafts(facts: ModelFacts, most: int) -> ModelFacts:
 def with_drafts(facts: ModelFacts) -> ModelFacts:
     """The same model with its first MTP layer: one layer more with experts, and one more in the cache."""
     assert mtp_layers(facts)
-    if getattr(facts, "index", None) is not None:
-        raise ValueError(
-            f"speculative_config: the MTP layer of {facts.architecture} has an indexer, which cannot draft yet"
-        )
     with_layer: ModelFacts = dataclasses.replace(facts, drafts=True)  # type: ignore[type-var]  # all are dataclasses
     return with_layer

@@ -4,7 +4,7 @@ Face transformers. Free of torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,24 @@ MIXTRAL = KeyNames(
 )
 QWEN2_MOE = KeyNames(parts=(SHARED_EXPERT,))
 QWEN3_NEXT = KeyNames(  # Qwen3.5 has vision, and the language model inside it
-    parts=(("model.language_model.", "model."), SHARED_EXPERT), skipped=("mtp.", "model.visual.")
+    parts=(("model.language_model.", "model."), SHARED_EXPERT), skipped=("model.visual.",)
 )
+
+
+def with_mtp(names: KeyNames, num_layers: int, num_mtp_layers: int) -> KeyNames:
+    """Of checkpoints that have what drafts under `mtp.`: the first layer of it becomes the one behind the last."""
+    layer = f"model.layers.{num_layers}."
+    parts = (
+        ("mtp.layers.0.", layer),
+        ("mtp.fc.", f"{layer}eh_proj."),
+        ("mtp.pre_fc_norm_embedding.", f"{layer}enorm."),
+        ("mtp.pre_fc_norm_hidden.", f"{layer}hnorm."),
+        ("mtp.norm.", f"{layer}shared_head.norm."),
+    )
+    further = tuple(f"mtp.layers.{index}." for index in range(1, num_mtp_layers))
+    return replace(names, parts=(*names.parts, *parts), skipped=(*names.skipped, *further))
+
+
 GPT_OSS = KeyNames(parts=((".mlp.router.", ".mlp.gate."),))
 ERNIE = KeyNames(
     parts=((".mlp.moe_statics.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),

@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": ("moesaic.serve", "Serve a model over HTTP (OpenAI-compatible)."),
     "node": ("moesaic.node", "Keep `serve` running on one node of a launch."),
     "launch": ("moesaic.launch", "Start a server on several nodes by Slurm, Kubernetes, Ray, torchrun, ssh, ..."),
+    "doctor": ("moesaic.doctor", "Find what is wrong with a machine, or between those of a launch."),
     "generate": ("moesaic.generate", "Continue prompts on this machine and print the text."),
     "chat": ("moesaic.chat", "Talk to a running server in the terminal."),
     "ranks": ("moesaic.ranks", "Show the ranks of a running server; grow or shrink it."),

@@ -11,7 +11,7 @@ import click
 from configs.env import launcher_variables
 from configs.hosts import DEFAULT_PORT, Hosts, hosts_of, ranks_of, resolve
 from engine.process.console import say_text
-from launch.launchers.place import find_place
+from launch.launchers.place import Place, find_place
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 NAME_SECONDS = 60.0  # for a cluster to tell names of machines that have just come
@@ -63,9 +63,10 @@ def host_options(command: Command) -> Command:
     return command
 
 
-def take_hosts(options: dict[str, Any], default_ranks: int, patience: float) -> Hosts | None:
-    """This machine's part; None: all ranks are here. Removes the options' values from `options`, and writes the number
-    of ranks there. patience: seconds in which the name of the head, if this is it, must be known."""
+def take_hosts(options: dict[str, Any], default_ranks: int, patience: float | None) -> tuple[Hosts | None, Place]:
+    """This machine's part, None where all ranks are here, and which node it is. Removes the options' values from
+    `options`, and writes the number of ranks there. patience: seconds in which the name of the head, if this is it,
+    must be known; None: it is not asked for."""
     nodes, index = options.pop("nnodes"), options.pop("node_rank")
     counts = options.pop("data_parallel_size_local") or ()
     address, port = options.pop("data_parallel_address"), options.pop("data_parallel_rpc_port")
@@ -76,7 +77,7 @@ def take_hosts(options: dict[str, Any], default_ranks: int, patience: float) -> 
             raise ValueError(f"--data-parallel-size-local has {len(counts)} numbers: that needs --nnodes")
         size = options["data_parallel_size"] = default_ranks if size is None else size
         hosts = hosts_of(size, counts[0] if counts else None, address, port, first, headless)
-        return _found(hosts, patience)
+        return _found(hosts, patience), Place(1, 0, None)
     if headless or first is not None:
         raise ValueError("--headless and --data-parallel-start-rank follow from --nnodes and --node-rank; drop them")
     place = find_place(launcher_variables(), _given(nodes), _given(index), address)
@@ -84,17 +85,17 @@ def take_hosts(options: dict[str, Any], default_ranks: int, patience: float) -> 
     options["data_parallel_size"] = size
     if place.said:
         say_text(f"node {place.index} of {place.nodes} ({', '.join(place.said)}), ranks {first} to {first + local - 1}")
-    return _found(hosts_of(size, local, place.head, port, first or None, first > 0), patience)
+    return _found(hosts_of(size, local, place.head, port, first or None, first > 0), patience), place
 
 
 def _given(number: int | None) -> int | None:
     return None if number == -1 else number
 
 
-def _found(hosts: Hosts | None, patience: float) -> Hosts | None:
+def _found(hosts: Hosts | None, patience: float | None) -> Hosts | None:
     """Once the head's name is known here, if this is the head; other machines ask for it each time they look for it."""
-    deadline = time.monotonic() + min(patience, NAME_SECONDS)
-    while hosts is not None and not hosts.headless:
+    deadline = time.monotonic() + min(patience or 0.0, NAME_SECONDS)
+    while hosts is not None and not hosts.headless and patience is not None:
         try:
             resolve(hosts.head)
             break

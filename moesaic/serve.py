@@ -10,13 +10,17 @@ from typing import Any
 
 import click
 
-from configs.env import read_env
+from configs.engine import Plan
+from configs.env import interface_variables, read_env
 from configs.server import ServerConfig
 from engine.plan import make_plan
 from engine.process.console import guard_console, say_text
 from engine.process.orphan import die_with_parent
 from front.chat.families import REASONING_PARSERS, TOOL_PARSERS
+from launch.doctor.machine import Machine
+from launch.doctor.run import Doctor, refusal
 from launch.head import HeadSupervisor
+from launch.launchers.place import Place
 from launch.remote import RemoteSupervisor
 from launch.supervisor import Supervisor
 from moesaic.host_options import host_options, take_hosts
@@ -104,15 +108,16 @@ def command(**options: Any) -> None:
         die_with_parent(parent)
     env = read_env()
     startup_timeout = options.pop("startup_timeout")
-    server = _server_config(options, env.api_keys, env.admin_keys)
+    server = server_config(options, env.api_keys, env.admin_keys)
     given = options["model"] or options["model_option"]
-    hosts = take_hosts(options, 1 if given else EMBEDDED_RANKS, startup_timeout)
+    hosts, place = take_hosts(options, 1 if given else EMBEDDED_RANKS, startup_timeout)
     config = engine_config(options)
     plan = make_plan(config, hosts=hosts)
     say_text(
         f"{plan.served_model_names[0]} ({plan.architecture}), {plan.data_parallel_size} rank(s), {plan.dtype}, "
         f"experts over {plan.all2all_backend}"
     )
+    _refuse_early(plan, place)
     name = plan.served_model_names[0]
     if hosts is not None and hosts.headless:
         sys.exit(RemoteSupervisor(plan, hosts, env.runtime_root, startup_timeout).run())
@@ -125,7 +130,16 @@ def command(**options: Any) -> None:
     sys.exit(Supervisor(plan, server, env.runtime_root, startup_timeout, on_ready).run())
 
 
-def _server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin: tuple[str, ...]) -> ServerConfig:
+def _refuse_early(plan: Plan, place: Place) -> None:
+    """By the quick part of `moesaic doctor`: what would fail later, and say less."""
+    machine = Machine(place.index, plan, variables=interface_variables())
+    reason = refusal(Doctor(machine=machine, model=Path(plan.model_path)))
+    if reason:
+        raise ValueError(f"{reason}; moesaic doctor says more")
+
+
+def server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin: tuple[str, ...]) -> ServerConfig:
+    """Removes the options that it is made of."""
     template = options.pop("chat_template")
     record_dir, profile_dir = options.pop("eplb_record_dir"), options.pop("profile_dir")
     return ServerConfig(

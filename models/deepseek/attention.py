@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.topk, self.indexer = 0, None
         if config.index is not None:
             self.topk = config.index.topk
-            if layer in config.index.full_layers:
+            if config.has_indexer(layer):
                 self.indexer = Indexer(config.index, config.hidden_size, config.q_lora_rank, dtype, device)
         self.shape = shape = MlaShape(*config.mla_dims)
         query_size = shape.num_heads * shape.key_dim

@@ -101,8 +101,14 @@ class DeepseekConfig:
         fields = (latent,) if self.index is None else (latent, self._index_key(self.index, dtype, fp8))
         return (CacheGroup("paged", tuple(range(self.num_layers + self.drafts)), fields),)
 
+    def has_indexer(self, layer: int) -> bool:
+        """The layer that drafts has one of its own."""
+        return self.index is not None and (layer in self.index.full_layers or layer == self.num_layers)
+
     def _index_key(self, index: IndexConfig, dtype: str, fp8: bool) -> Field:
-        layers = None if len(index.full_layers) == self.num_layers else index.full_layers
+        layers = None
+        if len(index.full_layers) < self.num_layers:
+            layers = tuple(layer for layer in range(self.num_layers + self.drafts) if self.has_indexer(layer))
         if fp8:
             return Field("index_key", (index.key_bytes(),), "uint8", layers)
         return Field("index_key", (index.head_dim,), dtype, layers)

@@ -79,6 +79,7 @@ def parse(raw: dict[str, Any], source: str) -> KimiLinearConfig:
         "rope": RopeParameters(base.qk_rope_head_dim, base.rope.theta, "none"),
         "rope_interleave": False,
         "key_names": MIXTRAL,
+        "num_mtp_layers": 0,  # none is served
     }
     return KimiLinearConfig(
         **{field.name: getattr(base, field.name) for field in fields_of(deepseek.DeepseekConfig)} | own,

@@ -16,7 +16,7 @@ from models.fields import Fields
 from models.gqa import config as gqa
 from models.gqa.experts import qwen_experts
 from models.gqa.families import ASKED, Family
-from models.key_names import QWEN3_NEXT
+from models.key_names import QWEN3_NEXT, with_mtp
 
 _MOE = Family(qk_norm="head", qkv=ASKED, out=ASKED, head_dim=256, partial=0.25, experts=qwen_experts, names=QWEN3_NEXT)
 _DENSE = Family(qk_norm="head", qkv=ASKED, out=ASKED, head_dim=256, partial=0.25, names=QWEN3_NEXT)
@@ -50,7 +50,7 @@ class Qwen3NextConfig(gqa.GqaConfig):
         sizes = self.conv_taps, channels, state, self.linear_value_heads
         groups = (
             delta_group(linear_layers, *sizes, dtype, self.kept_drafts),
-            paged._replace(layers=self.full_layers),
+            paged._replace(layers=(*self.full_layers, *range(self.num_layers, self.num_layers + self.drafts))),
         )
         return tuple(group for group in groups if group.layers)
 
@@ -66,9 +66,14 @@ def parse(raw: dict[str, Any], source: str) -> Qwen3NextConfig:
     full_layers = _full_layers(fields, base.num_layers)
     if not full_layers:
         raise fields.error("layer_types", 'at least one "full_attention"')
+    num_mtp_layers = _num_mtp_layers(fields)
+    own = {
+        "output_gate": True,
+        "num_mtp_layers": num_mtp_layers,
+        "key_names": with_mtp(base.key_names, base.num_layers, num_mtp_layers),
+    }
     return Qwen3NextConfig(
-        **{field.name: getattr(base, field.name) for field in fields_of(gqa.GqaConfig) if field.name != "output_gate"},
-        output_gate=True,
+        **{field.name: getattr(base, field.name) for field in fields_of(gqa.GqaConfig)} | own,
         full_layers=full_layers,
         linear_key_heads=key_heads,
         linear_value_heads=value_heads,
@@ -77,6 +82,12 @@ def parse(raw: dict[str, Any], source: str) -> Qwen3NextConfig:
         conv_taps=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
         grouped_keys=architecture == NEXT,
     )
+
+
+def _num_mtp_layers(fields: Fields) -> int:
+    """A config.json of Qwen3-Next does not say that its checkpoint has one."""
+    qwen3_5 = fields.has("mtp_num_hidden_layers")
+    return fields.integer("mtp_num_hidden_layers" if qwen3_5 else "num_nextn_predict_layers", 1, minimum=0)
 
 
 def _full_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:

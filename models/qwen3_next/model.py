@@ -22,6 +22,8 @@ from models.decoder import Decoder
 from models.decoder_layer import LayerContext
 from models.gqa.model import Attention, make_mlps, read_feed_forward, read_mixer
 from models.graph_breaks import GraphBreaks, Operation
+from models.loading import skip_mtp
+from models.mtp import MtpLayer
 from models.qwen3_next import weights
 from models.qwen3_next.config import Qwen3NextConfig
 
@@ -62,7 +64,7 @@ class Qwen3NextForCausalLM(Decoder[Attention | GatedDeltaNet]):
 
     def __init__(self, config: Qwen3NextConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> None:
         def make_mixer(layer: int) -> Attention | GatedDeltaNet:
-            if layer in config.full_layers:
+            if layer in config.full_layers or layer == config.num_layers:  # what drafts attends to everything
                 return Attention(config, 0, dtype, device)
             return GatedDeltaNet(config, dtype, device)
 
@@ -79,7 +81,7 @@ class Qwen3NextForCausalLM(Decoder[Attention | GatedDeltaNet]):
         return partial(_attend, plan)
 
     def read_layer(self, index: int, source: WeightSource) -> None:
-        layer, prefix = self.decoders[index], f"model.layers.{index}."
+        layer, prefix = self.layer(index), f"model.layers.{index}."
         for name, norm in (("input_layernorm", layer.input_norm), ("post_attention_layernorm", layer.post_norm)):
             weights.read_centred(source, f"{prefix}{name}.weight", norm.weight)
         if isinstance(layer.mixer, Attention):
@@ -90,6 +92,18 @@ class Qwen3NextForCausalLM(Decoder[Attention | GatedDeltaNet]):
             weights.read_delta_net(source, f"{prefix}linear_attn.", self.config, layer.mixer.down, layer.mixer.delta)
             source.read(f"{prefix}linear_attn.out_proj.weight", layer.mixer.out.weight)
         read_feed_forward(source, f"{prefix}mlp.", layer.mlp)
+
+    def read_mtp(self, mtp: MtpLayer[Attention | GatedDeltaNet], source: WeightSource) -> None:
+        if not source.has(f"model.layers.{mtp.index}.eh_proj.weight"):
+            raise ValueError(
+                "speculative_config: method mtp needs an MTP layer in the checkpoint; it has no mtp.fc.weight"
+            )
+        super().read_mtp(mtp, source)
+        for norm in (mtp.embedding_norm, mtp.hidden_norm, mtp.norm):
+            norm.weight.add_(1)
+
+    def skip_rest(self, source: WeightSource) -> None:
+        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers, self.config.drafts)
 
     def read_norm(self, source: WeightSource) -> None:
         weights.read_centred(source, "model.norm.weight", self.norm.weight)

@@ -11,9 +11,13 @@ import hf_tiny
 import pytest
 import torch
 from hf_tiny import HfModel
-from rank_parts import Job, make_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_parts import Job, drive, mailbox_ranks, make_plan
+from survivors import Survivors, tight
 from torch import Tensor
-from transformers.modeling_layers import MtpModel
+from transformers.modeling_layers import MtpLayer, MtpModel
+from transformers.models.qwen3_next import modeling_qwen3_next as next_blocks
 
 from configs.engine import EngineConfig
 from configs.speculation import SpeculativeConfig
@@ -26,6 +30,8 @@ pytestmark = pytest.mark.speculation
 torch.set_num_threads(1)
 
 PROMPTS = [[3 + 7 * i % 80 for i in range(11)], [5, 6, 7], [2 + 11 * i % 90 for i in range(30)]]
+FULL_LAYER = 1  # of the small Qwen3-Next, which attends to everything
+LAST_LAYER = 2  # of the others: with experts, and an indexer
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=4, adaptive=False)
 
 
@@ -34,7 +40,11 @@ def with_mtp(hf: HfModel, own_head: bool = False) -> MtpModel:
     torch.manual_seed(5)
     mtp = MtpModel(hf.model, 1).float().eval()
     mtp.tie_with_main_model(hf.model)
-    layer = mtp.layers[0]
+    write_mtp(hf, mtp.layers[0], own_head)
+    return mtp
+
+
+def write_mtp(hf: HfModel, layer: torch.nn.Module, own_head: bool = False) -> None:
     hf_tiny.randomize(layer)
     prefix = f"model.layers.{hf.model.config.num_hidden_layers}."
     names = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
@@ -51,10 +61,77 @@ def with_mtp(hf: HfModel, own_head: bool = False) -> MtpModel:
         return {**tensors, **more}
 
     hf_tiny.rewrite(hf.path, change, num_nextn_predict_layers=1)
+
+
+class OwnMtp(torch.nn.Module):
+    """What transformers leaves out of a family, of its blocks there. layer(embedded, states, rope, mask): the layer
+    with its norms."""
+
+    def __init__(self, hf: HfModel) -> None:
+        super().__init__()
+        self._main = [hf.model]  # in a list, so that it is no part of this module
+
+    def layer(self, embedded: Tensor, states: Tensor, **more: Any) -> Tensor:
+        raise NotImplementedError
+
+    def forward_layer(self, _: int, states: Tensor, places: Tensor, cache: None, input_ids: Tensor) -> Tensor:
+        main, length = self._main[0].model, states.shape[1]
+        causal = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        more = {"position_embeddings": main.rotary_emb(states, places), "attention_mask": causal}
+        return self.layer(main.embed_tokens(input_ids), states, **more)
+
+    def shared_head(self, state: Tensor) -> Tensor:
+        logits: Tensor = self._main[0].lm_head(state)
+        return logits
+
+
+class NextMtp(OwnMtp):
+    def __init__(self, hf: HfModel) -> None:
+        super().__init__(hf)
+        config = hf.model.config
+        norms = [next_blocks.Qwen3NextRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)]
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norms
+        self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = torch.nn.ModuleList([next_blocks.Qwen3NextDecoderLayer(config, FULL_LAYER)])
+
+    def layer(self, embedded: Tensor, states: Tensor, **more: Any) -> Tensor:
+        x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)), -1))
+        out: Tensor = self.norm(self.layers[0](x, **more))
+        return out
+
+
+class SparseMtp(OwnMtp):
+    """Of DeepSeek-V3.2 and GLM-5: `layers` as MtpModel has them."""
+
+    def __init__(self, hf: HfModel) -> None:
+        super().__init__(hf)
+        config, like = hf.model.config, hf.model.model.layers[-1]
+        self.layers = torch.nn.ModuleList([MtpLayer(config, type(like), type(like.input_layernorm), LAST_LAYER)])
+        # GLM-5's also tells what it has chosen.
+        self.layers[0].mtp_block.register_forward_hook(lambda _, given, out: out[0] if isinstance(out, tuple) else out)
+
+    def layer(self, embedded: Tensor, states: Tensor, **more: Any) -> Tensor:
+        out: Tensor = self.layers[0](embedded, states, position_ids=None, past_key_values=None, **more)
+        return out
+
+
+def with_next_mtp(hf: HfModel) -> NextMtp:
+    """Random, and written to the checkpoint as Qwen has it."""
+    torch.manual_seed(5)
+    mtp = NextMtp(hf).float().eval()
+    hf_tiny.randomize(mtp)
+    stored = {f"mtp.{name}": tensor.clone() for name, tensor in mtp.state_dict().items()}
+    prefix = "mtp.layers.0.mlp.experts."
+    gate_up, down = stored.pop(f"{prefix}gate_up_proj"), stored.pop(f"{prefix}down_proj")
+    for expert in range(len(down)):
+        gate, up = gate_up[expert].chunk(2)
+        for name, tensor in (("gate", gate), ("up", up), ("down", down[expert])):
+            stored[f"{prefix}{expert}.{name}_proj.weight"] = tensor.clone()
+    hf_tiny.rewrite(hf.path, lambda tensors: {**tensors, **stored})
     return mtp
 
 
-def drafts_of(hf: HfModel, mtp: MtpModel, tokens: list[int], count: int) -> list[int]:
+def drafts_of(hf: HfModel, mtp: MtpModel | OwnMtp, tokens: list[int], count: int) -> list[int]:
     """By whole passes over the sequence: the layer's own states stand for the model's behind its end."""
     with torch.inference_mode():
         states = hf.model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state
@@ -128,3 +205,74 @@ def test_the_embedded_model_accepts_most_drafts() -> None:
 def test_explained() -> None:
     reasons: dict[str, Any] = plan_of(EngineConfig()).reasons
     assert "MTP" in reasons["speculation"]
+
+
+def test_drafts_of_qwen3_next(tmp_path: Path) -> None:
+    hf = hf_tiny.make_qwen3_next(tmp_path)
+    mtp = with_next_mtp(hf)
+    for prompt in PROMPTS:
+        rank = build_rank(make_plan(hf.path, speculation=MTP, max_num_batched_tokens=8))
+        rank.submit(Job(prompt, 24).message(0))
+        for tokens, drafts in drafted(rank, prompt):
+            assert drafts == drafts_of(hf, mtp, tokens[:-1], 4)
+        rank.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_streams_of_qwen3_next(tmp_path: Path, size: int) -> None:
+    """Those without drafts; some of its drafts are right, though it is random: the text repeats itself."""
+    hf = hf_tiny.make_qwen3_next(tmp_path)
+    with_next_mtp(hf)
+    jobs = [Job(prompt, 20 + 3 * index, arrive=index) for index, prompt in enumerate(PROMPTS)]
+    plain = build_rank(make_plan(hf.path, max_num_seqs=1))
+    expected = [got.tokens for got in drive([plain], jobs)]
+    ranks = mailbox_ranks(hf.path, size, speculation=MTP, max_num_batched_tokens=16, num_kv_blocks=40)
+    assert [got.tokens for got in drive(ranks, jobs)] == expected
+    assert sum(rank.stats.spec_drafts for rank in ranks) > 0
+    for rank in ranks:
+        rank._scheduler.kv.check([])
+        rank.close()
+
+
+def test_qwen3_next_without_the_layer(tmp_path: Path) -> None:
+    """Its config.json does not say whether there is one."""
+    hf = hf_tiny.make_qwen3_next(tmp_path)
+    with pytest.raises(ValueError, match=r"it has no mtp\.fc\.weight"):
+        build_rank(make_plan(hf.path, speculation=MTP))
+
+
+@pytest.mark.parametrize("make", [deepseek_tiny.make_v32, deepseek_tiny.make_glm5], ids=["deepseek_v32", "glm5"])
+def test_drafts_of_models_with_an_indexer(tmp_path: Path, make: Callable[..., HfModel]) -> None:
+    """Its layer that drafts has one too; of the longest prompt it chooses a part."""
+    hf = make(tmp_path)
+    torch.manual_seed(5)
+    mtp = SparseMtp(hf).float().eval()
+    write_mtp(hf, mtp.layers[0])
+    for prompt in PROMPTS:
+        rank = build_rank(make_plan(hf.path, speculation=MTP, max_num_batched_tokens=8))
+        rank.submit(Job(prompt, 24).message(0))
+        for tokens, drafts in drafted(rank, prompt):
+            assert drafts == drafts_of(hf, mtp, tokens[:-1], 4)
+        rank.close()
+
+
+@pytest.mark.parametrize("make", [hf_tiny.make_qwen3_next, deepseek_tiny.make_glm5], ids=["qwen3_next", "glm5"])
+def test_kills_at_any_moment(tmp_path_factory: pytest.TempPathFactory, make: Callable[..., HfModel]) -> None:
+    if make is hf_tiny.make_qwen3_next:
+        hf = make(tmp_path_factory.mktemp("mtp"))
+        with_next_mtp(hf)
+    else:
+        hf = make(tmp_path_factory.mktemp("mtp"), n_routed_experts=8)
+        write_mtp(hf, SparseMtp(hf).layers[0])
+    jobs = [Job(prompt[:14], 12 + index) for index, prompt in enumerate(PROMPTS)]
+    plain = build_rank(make_plan(hf.path, max_num_seqs=1))
+    expected = {index: got.tokens for index, got in enumerate(drive([plain], jobs))}
+
+    @settings(max_examples=8, deadline=None)
+    @given(st.data())
+    def endure(data: st.DataObject) -> None:
+        cluster = Survivors(hf.path, 3, slots_per_rank=8, max_model_len=36, speculation=MTP, **tight(data, 9))
+        cluster.endure(jobs, data)
+        assert cluster.released == expected
+
+    endure()

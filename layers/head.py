@@ -27,8 +27,12 @@ class LMHead(Linear):
         bias: bool = False,
     ) -> None:
         super().__init__(hidden_size, 0 if tied is not None else vocab_size, False, dtype, device)
-        self.tied = tied
+        self._tied = (tied,)  # no parameter of this layer: it is another's
         self.bias = parameter((vocab_size,), dtype, device) if bias else None
+
+    @property
+    def tied(self) -> Tensor | None:
+        return self._tied[0]
 
     @property
     def matrix(self) -> Tensor:

@@ -141,13 +141,23 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
         return self.head.greedy_tokens(hidden_PD, num_valid_tokens)
 
+    def _read_embedding(self, source: WeightSource) -> None:
+        source.read("model.embed_tokens.weight", self.embed.weight)
+
+    def _read_tied(self, source: WeightSource) -> None:
+        self._read_embedding(source)
+        read_head(source, self.head)
+
     def load(self, source: WeightSource, store: Store | None = None) -> None:
         """Fill every parameter, and the experts that this rank hosts."""
-        ends = [
-            Part(self.embed, lambda source: source.read("model.embed_tokens.weight", self.embed.weight)),
-            Part(self.norm, self.read_norm),
-            Part(self.head, lambda source: read_head(source, self.head)),
-        ]
+        ends = [Part(self.norm, self.read_norm)]
+        if self.head.tied is None:
+            ends += [
+                Part(self.embed, self._read_embedding),
+                Part(self.head, lambda source: read_head(source, self.head)),
+            ]
+        else:  # what the head is made of must have been read by the same rank
+            ends.append(Part(nn.ModuleList([self.embed, self.head]), self._read_tied))
         layers: list[Part] = [Part(layer, partial(self.read_layer, at)) for at, layer in enumerate(self.decoders)]
         if self.mtp is not None:
             layers.append(Part(self.mtp, partial(self.read_mtp, self.mtp)))

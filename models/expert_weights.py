@@ -98,13 +98,16 @@ def _halves(gate_up: StoredWeight) -> tuple[StoredWeight, StoredWeight]:
 
 
 def keep_scaled(source: WeightSource, prefix: str, experts: Experts) -> None:
-    """Experts that the checkpoint has in fewer bits stay so, unless a format was chosen for them."""
-    if experts.format is not WeightFormat.PLAIN:
+    """Experts that the checkpoint has in fewer bits stay so, unless a format was chosen for them; INT4 with zero points
+    is INT4 too."""
+    if experts.format not in (WeightFormat.PLAIN, WeightFormat.INT4):
         return
     fused = source.has(f"{prefix}gate_up_proj")
     names = [f"{prefix}{part}" for part in _FUSED] if fused else [f"{prefix}0.{part}.weight" for part in EXPERT_PARTS]
     forms = [source.form_of(name) for name in names if source.has(name)]
     kept = WeightFormat.FP8 if forms[:1] == [StoredForm.FP8] else common_format(forms or [StoredForm.PLAIN])
+    if experts.format is WeightFormat.INT4 and kept is not WeightFormat.INT4_ZERO:
+        return
     if kept is not WeightFormat.PLAIN:
         experts.keep_as(kept)
 

@@ -61,5 +61,5 @@ def read_head(source: WeightSource, head: LMHead) -> None:
         return
     if source.has("lm_head.weight"):
         source.skip("lm_head.weight")
-    if source.form_of(_EMBEDDING) in KEPT:
+    if head.keeps_stored and head.can_pack and source.form_of(_EMBEDDING) in KEPT:
         read_weight(source, _EMBEDDING, head)

@@ -18,7 +18,7 @@ BLOCK = 128  # inputs that share a scale
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FORMATS = {torch.float8_e4m3fn: 1, torch.int8: 2}
 _SCALE_ROWS = {torch.float8_e4m3fn: BLOCK, torch.int8: 1}
-_MOST_ZERO = 60000.0  # float16 has few zero points beyond
+MOST_ZERO = 60000.0  # float16 has few zero points beyond
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _halves = function("weights_halves", _INT, _INT, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _INT)
 _quantize = function("weights_quantize", _INT, _INT, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _INT)
@@ -68,7 +68,7 @@ def zero_points(scale_OG: Tensor, least_OG: Tensor) -> tuple[Tensor, Tensor, Ten
     """For codes from 0 to 15, each the number scale * code + least: (scale, zero point) float16, such that it is
     (code - 8 - zero) * scale; and where the least number is all that is left, as the scale is next to nothing beside
     it: codes are to be 0 there. float32 [O, G] each."""
-    alone = least_OG.abs() > _MOST_ZERO * scale_OG.abs()
+    alone = least_OG.abs() > MOST_ZERO * scale_OG.abs()
     scale = torch.where(alone, least_OG, scale_OG).half()
     zero = torch.where(alone, -9.0, -least_OG / scale.float() - 8)
     return scale, zero.nan_to_num(0.0, 0.0, 0.0).half(), alone

@@ -208,7 +208,7 @@ class Intake:
             prediction=_pack(prediction),
             format=format,
             named_tool=use.named,
-            structured_outputs=self._formats.forced(use, format) if use.forced and format is not None else None,
+            structured_outputs=self._formats.grammar(use, format, body),
         )
 
     def _responses(self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool) -> Prompts:

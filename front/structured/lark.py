@@ -59,7 +59,12 @@ def json_rule(schema: object, style: JsonStyle = PLAIN) -> str:
     if style.closed:
         schema = _closed(schema)
         assert isinstance(schema, Mapping)
-    options = {"whitespace_pattern": style.whitespace, "lenient": False, "coerce_one_of": False}
+    options = {
+        "whitespace_pattern": style.whitespace,
+        "lenient": False,  # what cannot be followed is refused
+        "coerce_one_of": False,
+        "json_allow_general_unicode_escapes": True,
+    }
     return "%json " + json.dumps({**schema, "x-guidance": options})
 
 

@@ -12,6 +12,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from front.messages import StructuredOutputsParams
 from front.structured.lark import TEXT, JsonStyle, Specials, json_rule, literal, regex_rule
 
 MAX_DEPTH = 32  # of formats
@@ -28,6 +31,28 @@ def structural_tag_grammar(tag: Mapping[str, Any], style: JsonStyle, tokenizer: 
     else:
         raise ValueError("a structural tag has a format, or structures and triggers")
     return "\n".join([f"start: {start}", *writer.rules])
+
+
+def either_of(tag: Mapping[str, Any], answer: StructuredOutputsParams) -> StructuredOutputsParams:
+    """What that structural tag says (of the form with a format), or what `answer` does. ValueError: the two do not go
+    together."""
+    if answer.json is not None:
+        schema = json.loads(answer.json) if isinstance(answer.json, str) else answer.json
+        form: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
+    elif answer.json_object:
+        form = {"type": "json_schema", "json_schema": {"type": "object"}}
+    elif answer.regex is not None:
+        form = {"type": "regex", "pattern": answer.regex}
+    elif answer.choice:
+        form = {"type": "or", "elements": [{"type": "const_string", "value": text} for text in answer.choice]}
+    elif answer.grammar is not None:
+        form = {"type": "grammar", "grammar": answer.grammar}
+    else:
+        raise ValueError("tools and structural tags do not go together")
+    whole = {"type": "structural_tag", "format": {"type": "or", "elements": [tag["format"], form]}}
+    return msgspec.structs.replace(
+        answer, json=None, json_object=None, regex=None, choice=None, grammar=None, structural_tag=whole
+    )
 
 
 class _Writer:

@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layers.gguf.header import KINDS
 from layers.stored import BLOCK, StoredForm
-from native.quantize import can_run, quantize, zero_points
+from native import gguf as native
+from native.quantize import zero_points
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FORMS = {
@@ -40,6 +42,9 @@ def convert(kind: str, rows_OB: Tensor) -> Converted:
     if kind in _PLAIN:
         return Converted(rows_OB.contiguous().view(_PLAIN[kind]))
     form = FORMS[kind]
+    if native.can_run(rows_OB):
+        numbers, num_bytes = KINDS[kind]
+        return Converted(*native.convert(kind, rows_OB, rows_OB.shape[1] // num_bytes * numbers))
     if form is StoredForm.INT8:
         return Converted(*_int8(widen(kind, rows_OB)))
     blocks, scale_OG, least_OG = _HALVES[kind](rows_OB)
@@ -73,8 +78,6 @@ def _pairs(bytes_: Tensor) -> Tensor:
 
 
 def _int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    if can_run(weight_OI):
-        return quantize(weight_OI, torch.int8)
     blocks = torch.zeros(weight_OI.shape[0], -(-weight_OI.shape[1] // BLOCK) * BLOCK)
     blocks[:, : weight_OI.shape[1]] = weight_OI
     blocks = blocks.view(blocks.shape[0], -1, BLOCK)

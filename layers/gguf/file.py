@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -35,6 +36,13 @@ class _Place(NamedTuple):
     what: str
 
 
+class _Last(threading.local):
+    """What was made last of blocks, by where they begin: its scales are asked for after its numbers. Of each thread."""
+
+    start = -1
+    made: Converted
+
+
 class GgufFile(SafetensorsFile):
     """entries: of a weight of fewer bits two or three, by its name and a suffix (`PACKED`; layers/weights.py). They are
     made of the file's blocks when they are asked for; `start` and `num_bytes` of the first are the blocks'."""
@@ -46,7 +54,7 @@ class GgufFile(SafetensorsFile):
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{index}: corrupt index: {error!r}") from None
         self._places: dict[str, _Place] = {}
-        self._last: tuple[str, Converted] | None = None
+        self._last = _Last()
         super().__init__(index.parent / file, known)
 
     def _parse(self, file: BinaryIO, size: int) -> dict[str, TensorEntry]:
@@ -86,8 +94,7 @@ class GgufFile(SafetensorsFile):
     def _made(self, name: str, read: bool) -> Tensor:
         tensor, part, heads, what = self._places[name]
         first = tensor.start if part is None else tensor.start + part * (tensor.num_bytes // tensor.shape[0])
-        key = f"{first}"
-        if self._last is None or self._last[0] != key:
+        if self._last.start != first:
             count = tensor.num_bytes if part is None else tensor.num_bytes // tensor.shape[0]
             shape = tensor.shape if part is None else tensor.shape[1:]
             if read:
@@ -96,8 +103,9 @@ class GgufFile(SafetensorsFile):
                 data = torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=first)
             rows = data.view(shape[0], -1) if len(shape) > 1 else data.view(1, -1)
             made = convert(tensor.kind, _in_halves(rows, heads) if heads else rows)
-            self._last = (key, made if len(shape) > 1 else Converted(made.weight.flatten()))
-        found: Tensor | None = getattr(self._last[1], what)
+            self._last.made = made if len(shape) > 1 else Converted(made.weight.flatten())
+            self._last.start = first
+        found: Tensor | None = getattr(self._last.made, what)
         assert found is not None
         return found
 

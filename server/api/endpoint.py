@@ -19,6 +19,7 @@ from server.api.messages import MessagesRequest
 from server.api.openai import GenerationRequest, Usage
 from server.api.params import either
 from server.api.responses import ResponsesRequest
+from server.api.structured import structured_outputs
 from server.errors import ApiError, unavailable
 from server.intake import GeneratingKind, Prompts, unpack
 from server.logs import Record
@@ -44,6 +45,7 @@ class Taken(Generic[Body]):
     format: OutputFormat | None
     named_tool: bool
     structured_outputs: StructuredOutputsParams | None
+    structured_field: str  # which says that
     source: ResponsesRequest | MessagesRequest | None  # what became this body
     items: bytes
 
@@ -66,6 +68,7 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
+    structured, field = await structured_outputs(body, found.structured_outputs, found.format, service.tokenizer)
     return Taken(
         body=body,
         model=found.model,
@@ -75,7 +78,8 @@ async def take(
         prediction=unpack(found.prediction),
         format=found.format,
         named_tool=found.named_tool,
-        structured_outputs=found.structured_outputs,
+        structured_outputs=structured,
+        structured_field=field,
         source=found.responses or found.messages,
         items=found.items,
     )
@@ -89,6 +93,7 @@ def make_job(
     body = taken.body
     if taken.structured_outputs is not None:
         params = msgspec.structs.replace(params, structured_outputs=taken.structured_outputs)
+        names = {**names, "structured_outputs": taken.structured_field}
     options = body.stream_options
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
     return Job(

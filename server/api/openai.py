@@ -17,8 +17,38 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """schema is followed whether `strict` or not."""
+
+    name: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct, kw_only=True):
+    """format, or structures and triggers: of a structural tag."""
+
     type: str
+    json_schema: JsonSchemaFormat | None = None
+    format: Any = None
+    structures: Any = None
+    triggers: Any = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's. What is not known is refused: ignoring it would change what the answer means."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    backend: str | None = msgspec.field(default=None, name="_backend")
+    disable_fallback: bool | None = None  # there is no other back end to fall back to
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -57,8 +87,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     # Refused with a clear message: ignoring them would change what the answer means.
-    structured_outputs: Any = None
     use_beam_search: bool | None = None
 
 

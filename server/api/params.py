@@ -51,10 +51,6 @@ def check_common(request: GenerationRequest, config: ServerConfig, priorities: b
         raise bad_request("priority needs a server started with --scheduling-policy priority", "priority")
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         raise bad_request(f"seed must fit in 64 bits, got {request.seed}", "seed")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise not_yet("response_format", "response_format other than text")
-    if request.structured_outputs is not None:
-        raise not_yet("structured_outputs")
     if request.use_beam_search:
         raise not_yet("use_beam_search")
 

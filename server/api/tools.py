@@ -9,14 +9,16 @@ from typing import Any, Literal
 import msgspec
 
 from configs.server import ServerConfig
-from front.chat.families import chosen_families
+from front.chat.families import HARMONY, chosen_families
 from front.chat.forced import can_trigger, forced_calls
 from front.chat.format import OutputFormat
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
+from front.structured.tags import either_of
 from front.text import Tokenizer
 from server.api.openai import ChatRequest
 from server.api.params import either
+from server.api.structured import after_reasoning, asked_for
 from server.errors import bad_request
 
 MAX_TOOLS = 1024
@@ -70,20 +72,39 @@ class OutputFormats:
             message = 'tool_choice "auto" needs a server started with --enable-auto-tool-choice'
             raise bad_request(message, "tool_choice", "unsupported_parameter")
 
-    def forced(self, use: ToolUse, format: OutputFormat) -> StructuredOutputsParams | None:
+    def grammar(self, use: ToolUse, format: OutputFormat | None, body: ChatRequest) -> StructuredOutputsParams | None:
+        """What holds the calls, and the answer that the request wants where the model calls nothing. None: it is not
+        needed, or the format has none. ApiError 400."""
+        answer = None if use.mode == "required" else asked_for(body)[0]
+        if format is None or not (use.forced or (use.mode == "auto" and answer is not None)):
+            return None
+        if answer is not None and format.calls == HARMONY:
+            return None  # what is wanted is said of the channel in which the model answers
+        return self._forced(use, format, answer)
+
+    def _forced(
+        self, use: ToolUse, format: OutputFormat, answer: StructuredOutputsParams | None
+    ) -> StructuredOutputsParams | None:
         """Arguments are what the schemas say. Where the grammar cannot hold all of them, those that are not strict are
         any objects. None: the model may choose, in a format whose calls have no grammar then. ApiError 400."""
-        if use.mode == "auto" and not use.limited and not can_trigger(format, self._tokenizer.special_tokens):
+        if (
+            answer is None
+            and use.mode == "auto"
+            and not use.limited
+            and not can_trigger(format, self._tokenizer.special_tokens)
+        ):
             return None
-        after: tuple[int, ...] = ()
-        if format.begins_reasoning or (format.begins_reasoning is None and format.assumes_reasoning):
-            after = tuple(self._tokenizer.encode(format.end_of_reasoning, add_special_tokens=False))
+        after = after_reasoning(format, self._tokenizer)
         loose = [function if function.get("strict") else {"name": function["name"]} for function in use.callable]
         message = ""
         for functions in (list(use.callable), loose):
             try:
-                tag = forced_calls(functions, format, self._tokenizer.special_tokens, required=use.mode == "required")
-                params = StructuredOutputsParams(structural_tag=tag, after_token_ids=after)
+                required = use.mode == "required" or answer is not None
+                tag = forced_calls(functions, format, self._tokenizer.special_tokens, required=required)
+                params = StructuredOutputsParams(structural_tag=tag)
+                if answer is not None:
+                    params = either_of(tag, answer)
+                params = msgspec.structs.replace(params, after_token_ids=after)
                 checked_grammar(params, self._tokenizer)
             except ValueError as error:
                 message = message or str(error)

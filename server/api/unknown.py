@@ -20,7 +20,7 @@ HARMLESS = frozenset(
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "parallel_tool_calls", "modalities", "verbosity", "spaces_between_special_tokens", "rid", "session_id",
         "stream_interval", "include_reasoning", "separate_reasoning", "stream_reasoning", "mm_processor_kwargs",
-        "media_io_kwargs", "guided_decoding_backend", "guided_whitespace_pattern",
+        "media_io_kwargs",
         "client_metadata", "betas", "context_management", "container", "mcp_servers", "cache_control", "inference_geo",
     }
 )  # fmt: skip
@@ -35,8 +35,7 @@ REFUSED = frozenset(
         "dry_allowed_length", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "n_predict",
         "repeat_penalty", "repeat_last_n", "penalty_alpha", "epsilon_cutoff", "eta_cutoff", "guidance_scale",
         "negative_prompt", "banned_tokens", "dynamic_temperature", "smoothing_factor", "min_new_tokens",
-        "max_new_tokens", "sampling_params", "image_data", "input_ids", "guided_json", "guided_regex", "guided_choice",
-        "guided_grammar",
+        "max_new_tokens", "sampling_params", "image_data", "input_ids",
     }
 )  # fmt: skip
 

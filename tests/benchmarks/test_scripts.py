@@ -48,6 +48,9 @@ class Small:
 QUICK = {
     "bench_draws.py": Small("--draws 500 --batch 1 --vocab 2048 --repeats 1", ()),
     "bench_duel.py": Small("ours --threads 1", ("median", "least"), asked='{"tokens": 1}\n'),
+    "bench_structured.py": Small(
+        "--json --streams 1 --tokens 4 --repeats 1", ("streams", "tpot_ms", "structured_tpot_ms", "cost_percent")
+    ),
     "bench_eplb_cli.py": Small("--json --records 2 --verbs plan", ("verb", "seconds", "exit")),
     "lines.py": Small("--json", ("product", "live", "tests", "benchmarks", "longest_file")),
     "tree.py": Small("", says="eplb"),

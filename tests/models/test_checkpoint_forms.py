@@ -31,6 +31,7 @@ from eplb.placement import linear_placement
 from layers.linear import Linear
 from layers.weights import Checkpoint, CheckpointError
 from models.base import CausalLM
+from models.parts import Part, kept_tensors
 from models.registry import build, read_config
 from moe_kernels.matrix import dequantize, quantize
 from native import Isa, isa
@@ -134,6 +135,20 @@ def test_linear_layers_can_be_kept_in_8_bits(tmp_path: Path, make: Callable[...,
     rewrite(hf.path, rounded, **({"tie_word_embeddings": False} if own_head else {}))
     expected_TV = chunked_logits(load_ours(hf.path), TOKENS, [20, 4])
     assert relative_error(chunked_logits(kept, TOKENS, [20, 4]), expected_TV) < 1e-4
+
+
+@pytest.mark.parametrize("form", [WeightFormat.PLAIN, WeightFormat.INT8])
+def test_a_tied_head_and_its_embedding_are_one_part(tmp_path: Path, form: WeightFormat) -> None:
+    """Ranks that fill a store together make parts of it: a head is made by the rank that has read the embedding."""
+    hf = make_llama(tmp_path, tie_word_embeddings=True)
+    model = load_kept(hf.path, form)
+    parts: list[Part] = []
+    model.load_parts = lambda found, *_: parts.extend(found)  # type: ignore[attr-defined]
+    model.load(Checkpoint(hf.path))
+    with_head = [part for part in parts if model.head in list(part.module.modules())]  # type: ignore[attr-defined]
+    assert len(with_head) == 1 and model.embed in list(with_head[0].module.modules())  # type: ignore[attr-defined]
+    kept = kept_tensors(with_head[0].module)
+    assert sum(tensor.numel() == VOCAB * 32 and tensor.is_floating_point() for tensor in kept.values()) == 1
 
 
 def load_kept(path: Path, form: WeightFormat) -> CausalLM:

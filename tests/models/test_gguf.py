@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_tiny import (
     make_qwen3,
     make_qwen3_moe,
     relative_error,
+    single_rank,
 )
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,8 +36,10 @@ from layers.gguf.header import KINDS, read_header
 from layers.identity import CheckpointError
 from layers.linear import Linear
 from layers.stored import StoredForm, StoredWeight
+from layers.weights import Checkpoint
 from models.fields import ConfigError
 from models.gguf.directory import model_directory
+from models.registry import build, read_config
 from models.tiny import CHECKPOINT
 from native import Isa, isa
 
@@ -283,3 +287,34 @@ def test_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.served_model_names == (str(path),) and "m.gguf" in plan.checkpoint
     with pytest.raises(ValueError, match="is not a directory, nor a"):
         make_plan(EngineConfig(model=str(tmp_path / "none.gguf")))
+
+
+def test_threads_read_at_once(tmp_path: Path) -> None:
+    """As those do that fill a store: each gets what it asked for."""
+    hf = MAKERS["llama"](tmp_path / "hf")
+    made = {"weights": lambda name, tensor: plain(tensor) if tensor.dim() == 1 else q4_0(tensor)[0]}
+    directory = model_directory(as_gguf(hf, "llama", tmp_path / "m.gguf", **made), tmp_path / "cache")
+    checkpoint = Checkpoint(directory)
+    names = [f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in range(2) for part in ("gate", "up", "down")]
+    shapes = {name: tuple(load_file(hf.path / "model.safetensors")[name].shape) for name in names}
+    alone = {name: checkpoint.borrow(name, shapes[name]).widened() for name in names}
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            together = pool.map(lambda name: checkpoint.borrow(name, shapes[name]).widened(), names)
+            assert all(torch.equal(found, alone[name]) for name, found in zip(names, together, strict=True))
+
+
+@pytest.mark.parametrize("form", [WeightFormat.INT8, WeightFormat.INT4, WeightFormat.MXFP4])
+def test_a_format_that_was_asked_for(tmp_path: Path, form: WeightFormat) -> None:
+    """Of a file in 4 bits whose head is its embedding."""
+    if isa() == Isa.NONE:
+        pytest.skip("needs the native kernels")
+    hf = MAKERS["llama"](tmp_path / "hf")
+    made = {"weights": lambda name, tensor: plain(tensor) if tensor.dim() == 1 else q8_0(tensor)[0]}
+    directory = model_directory(as_gguf(hf, "llama", tmp_path / "m.gguf", **made), tmp_path / "cache")
+    model = build(read_config(directory), single_rank(directory), torch.float32, torch.device("cpu"))
+    model.keep_linears(form)
+    model.load(Checkpoint(directory))
+    forms = {module.packed.form for module in model.modules() if isinstance(module, Linear) and module.packed}
+    assert forms == {form}
+    assert relative_error(chunked_logits(model, TOKENS, [20, 4]), hf.logits(TOKENS)) < 0.8

@@ -40,3 +40,19 @@ def test_answers_as_transformers_does(checkpoint: str) -> None:
                 0, len(prompt_ids) :
             ].tolist()
         assert theirs[: len(ours.outputs[0].token_ids)] == ours.outputs[0].token_ids
+
+
+def test_the_gguf_file_itself(checkpoint: str) -> None:
+    """Its weights stay in 4 bits; its tokens are those of transformers (which cuts spaces before digits in another way
+    than the original)."""
+    gguf = f"{checkpoint}.gguf"
+    texts = ["The three laws of thermodynamics are", "Gr\u00fc\u00dfe, \u4e16\u754c! it's\n\n\tfine"]
+    greedy = SamplingParams(max_tokens=24, temperature=0.0)
+    with LLM(gguf, max_model_len=512) as llm:
+        answer = llm.chat(QUESTION, greedy)[0]
+        ours = [llm.tokenizer.encode(text) for text in texts]
+    assert "Paris" in answer.outputs[0].text
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert ours == [tokenizer(text).input_ids for text in texts]
+    text = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    assert answer.prompt_token_ids == tokenizer(text, add_special_tokens=False).input_ids

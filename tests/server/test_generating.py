@@ -375,8 +375,8 @@ def test_what_is_ignored_is_named() -> None:
             assert streamed.headers["x-ignored-fields"] == "reasoning_format"
             large = {"prompt": "a " * 50, "max_tokens": 1, "user": "x" * 20_000, "mode": "fast"}
             assert (await s.post("/v1/completions", large)).headers["x-ignored-fields"] == "mode"
-            refused = await s.post("/v1/completions", {**large, "guided_json": {}})
-            assert refused.status_code == 400 and refused.json()["error"]["param"] == "guided_json"
+            refused = await s.post("/v1/completions", {**large, "json_schema": "{}"})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "json_schema"
             assert "x-ignored-fields" not in (await s.post("/v1/completions", {"prompt": "a", "user": "b"})).headers
 
     asyncio.run(run())

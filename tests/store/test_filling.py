@@ -63,7 +63,7 @@ def load(model: CausalLM, store: Store) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", [WeightFormat.PLAIN, WeightFormat.FP8, WeightFormat.INT8])
+@pytest.mark.parametrize("form", [WeightFormat.PLAIN, WeightFormat.FP8, WeightFormat.INT8, WeightFormat.INT4])
 def test_together_as_alone(path: Path, form: WeightFormat, dtype: torch.dtype) -> None:
     alone = new_model(form, dtype)
     source = Checkpoint(CHECKPOINT)
@@ -98,7 +98,7 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("form", [WeightFormat.PLAIN, WeightFormat.FP8, WeightFormat.INT8])
+@pytest.mark.parametrize("form", [WeightFormat.PLAIN, WeightFormat.FP8, WeightFormat.INT8, WeightFormat.INT4])
 def test_by_several_threads_as_by_one(path: Path, three_threads: None, form: WeightFormat) -> None:
     model, alone = new_model(form, torch.bfloat16), new_model(form, torch.bfloat16)
     alone.load(Checkpoint(CHECKPOINT))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -127,9 +127,14 @@ def build_rank(
         companions=[*balancing, make_gate(plan, scheduler.speculation, rank == 0), *_cadence(plan, scheduler)],
         overlap=_overlap(plan, model, times, exchange, runner, device),
         timeline=timeline,
-        preparation=kv.prefault(min(checkpoint.bytes_read if store is None else store.used // size, PREPARED_BYTES)),
+        preparation=_preparation(scheduler, kv, checkpoint.bytes_read if store is None else store.used // size),
         practice_tokens=_practice_tokens(plan, mapped),
     )
+
+
+def _preparation(scheduler: Scheduler, kv: CacheMemory, num_bytes: int) -> Iterator[int]:
+    scheduler.grammars.warm()
+    yield from kv.prefault(min(num_bytes, PREPARED_BYTES))
 
 
 def _planned_facts(plan: Plan) -> ModelFacts:

@@ -43,7 +43,7 @@ from launch.control import (
 from launch.identity import versions
 from launch.monitor import RankMonitor
 from launch.processes import Child, Children, RuntimeDir
-from launch.supervisor import LOOK_SECONDS, RANK_GRACE
+from launch.supervisor import LOOK_SECONDS, ONE_SIGNAL_SECONDS, RANK_GRACE
 
 EXIT_BAD_INPUT, EXIT_HEAD_LOST = 2, 3
 RETURN_SECONDS = 60.0  # how long a lost head is looked for
@@ -64,6 +64,7 @@ class RemoteSupervisor:
         self.signals = 0
         self.stopped_by = 0  # the first signal ...
         self.signalled = 0.0  # ... and when it came
+        self.hurried = False  # another one came later
         self.said = ""  # last, of what may be said again and again
         self.hello = Hello(
             versions=versions(),
@@ -97,6 +98,7 @@ class RemoteSupervisor:
         self.signals += 1
         self.stopped_by = self.stopped_by or number
         self.signalled = self.signalled or time.monotonic()
+        self.hurried = self.hurried or time.monotonic() - self.signalled > ONE_SIGNAL_SECONDS
 
     def stopped(self, when: str) -> int:
         """The exit code for a signal that came too early for anything to be drained."""
@@ -248,7 +250,7 @@ class _Session:
 
     def _may_drain(self) -> bool:
         """A system that ends all nodes tells all at once: the head's drain then has these ranks too."""
-        if self._owner.signals > 1 or not self._served:
+        if self._owner.hurried or not self._served:
             return False
         return self._drains or time.monotonic() - self._owner.signalled < DRAIN_WORD_SECONDS
 

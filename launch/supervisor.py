@@ -89,7 +89,8 @@ class Supervisor:
             self.stopped_by = self.stopped_by or number
             self._send(signal.SIGKILL, self.children.all)
         elif len(self.signals) == 1 and self.front is not None:
-            self._send(signal.SIGTERM, [self.front])
+            # The front may have got this one too, from a terminal or Slurm: the other one is no second signal to it.
+            self._send(signal.SIGINT if number == signal.SIGTERM else signal.SIGTERM, [self.front])
 
     def _send(self, number: int, children: Sequence[Child]) -> None:
         for child in children:

@@ -37,6 +37,7 @@ from front.model_defaults import model_defaults
 from front.text import Tokenizer
 from front.wire import Numbers, ZmqRanks
 from server import logs
+from server.api.tools import OutputFormats
 from server.app import build_app
 from server.http import bounded_protocol
 from server.service import Service
@@ -69,6 +70,7 @@ def main() -> None:
         logs.configure(config.log_format, config.log_requests, sys.stderr)
         listener = listen(config.host, config.port)
         tokenizer = Tokenizer(plan.model_path)
+        OutputFormats(tokenizer, config)  # said at once, where parsers do not go together
         defaults = model_defaults(plan.model_path) if config.use_generation_config else SamplingParams()
         places = Places(options.runtime_dir, options.memory)
         resizes, fences = (Numbers(places.file(name)) for name in ("resizes", "fences"))

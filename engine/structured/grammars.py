@@ -34,21 +34,19 @@ class Grammars:
     def __init__(self, model_path: str, vocab_size: int) -> None:
         self._model_path, self._vocab_size = model_path, vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")  # it has none before there is work
-        self._tokenizer: Future[llguidance.LLTokenizer] | None = None
+        self._tokenizer: llguidance.LLTokenizer | None = None  # made and used on the thread
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # used on the thread
         self.awaited: dict[int, tuple[Request, Future[Guide]]] = {}
 
     def warm(self) -> None:
-        """Begin to read the vocabulary."""
-        if self._tokenizer is None:
-            self._tokenizer = self._thread.submit(self._read_vocabulary)
+        """Begin to read the vocabulary, so that no request waits for it."""
+        self._thread.submit(self._vocabulary)
 
     def put(self, request: Request) -> bool:
         """Whether the request waits here until its grammar is compiled: it has one."""
         grammar = request.message.params.grammar
         if grammar is None:
             return False
-        self.warm()
         self.awaited[request.request_id] = request, self._thread.submit(self._guide, grammar)
         return True
 
@@ -73,16 +71,17 @@ class Grammars:
         return ready
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     # ---- on the thread ----
 
-    def _read_vocabulary(self) -> llguidance.LLTokenizer:
-        return grammar_tokenizer(Tokenizer(self._model_path), self._vocab_size)
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = grammar_tokenizer(Tokenizer(self._model_path), self._vocab_size)
+        return self._tokenizer
 
     def _guide(self, grammar: Grammar) -> Guide:
-        assert self._tokenizer is not None
-        tokenizer = self._tokenizer.result()  # the same thread has done that before
+        tokenizer = self._vocabulary()
         root = self._compiled.get(grammar.text)
         if root is None:
             root = llguidance.LLMatcher(tokenizer, grammar.text, log_level=0, limits=LIMITS)

@@ -62,9 +62,11 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, begins_reasoning=text.rfind(table.begin) > text.rfind(table.end))
 
     @property
-    def assumes_reasoning(self) -> bool:
-        """An output begins with reasoning unless its prompt says that it does not."""
-        return self.reasoning in REASONING and REASONING[self.reasoning].assumed
+    def starts_with_reasoning(self) -> bool:
+        """For certain."""
+        if self.reasoning not in REASONING:
+            return False
+        return REASONING[self.reasoning].assumed if self.begins_reasoning is None else self.begins_reasoning
 
     @property
     def end_of_reasoning(self) -> str:

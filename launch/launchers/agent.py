@@ -63,7 +63,9 @@ class Agent:
                 self._process = process
                 self._wait(process)
             code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-            if self.told() or code in (0, EXIT_BAD_INPUT):
+            if self.told():
+                return 128 + self._told if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) else code
+            if code in (0, EXIT_BAD_INPUT):
                 return code
             early = 0 if time.monotonic() - began > STEADY_SECONDS else early + 1
             pause = FIRST_PAUSE if early == 0 else min(2 * pause, LONGEST_PAUSE)
@@ -86,7 +88,8 @@ class Agent:
         while process.poll() is None:
             if self._told and not passed_on:
                 passed_on = True
-                process.send_signal(self._told)
+                # Slurm may have sent it to the server too; the other one of the two is not taken for a second one.
+                process.send_signal(signal.SIGINT if self._told == signal.SIGTERM else signal.SIGTERM)
             if self._told and time.monotonic() - self._told_at > self._drain + LEAVE_SECONDS:
                 process.kill()
             try:

@@ -40,7 +40,7 @@ set -u
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --label \\
     {shell(plan.command("node"), "        ")} &
 step=$!
-trap 'kill -TERM "$step" 2>/dev/null' TERM INT
+trap : TERM INT  # the tasks have got it too; to srun it would mean to kill them
 ended "$step"
 """
 

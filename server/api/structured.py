@@ -52,7 +52,7 @@ async def structured_outputs(
 
 def after_reasoning(format: OutputFormat, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens that end the reasoning with which the output begins; (): it begins with none."""
-    if format.begins_reasoning or (format.begins_reasoning is None and format.assumes_reasoning):
+    if format.starts_with_reasoning:
         return tuple(tokenizer.encode(format.end_of_reasoning, add_special_tokens=False))
     return ()
 

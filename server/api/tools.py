@@ -22,6 +22,7 @@ from server.api.structured import after_reasoning, asked_for
 from server.errors import bad_request
 
 MAX_TOOLS = 1024
+WHITESPACE = " ?"  # between the tokens of JSON in forced calls: what models write, and no room to go on with spaces
 NAME = re.compile(r"[^\s<>{}\"'`\\]{1,256}")
 
 
@@ -95,13 +96,13 @@ class OutputFormats:
         ):
             return None
         after = after_reasoning(format, self._tokenizer)
-        loose = [function if function.get("strict") else {"name": function["name"]} for function in use.callable]
+        loose = [function if function.get("strict") else _loose(function) for function in use.callable]
         message = ""
         for functions in (list(use.callable), loose):
             try:
                 required = use.mode == "required" or answer is not None
                 tag = forced_calls(functions, format, self._tokenizer.special_tokens, required=required)
-                params = StructuredOutputsParams(structural_tag=tag)
+                params = StructuredOutputsParams(structural_tag=tag, whitespace_pattern=WHITESPACE)
                 if answer is not None:
                     params = either_of(tag, answer)
                 params = msgspec.structs.replace(params, after_token_ids=after)
@@ -113,13 +114,16 @@ class OutputFormats:
         raise bad_request(f"tools: {message}", "tools", "invalid_value")
 
     def of(self, use: ToolUse, prompt: str, goes_on: str | None) -> OutputFormat | None:
-        """goes_on: the text of the message that the output goes on with."""
+        """goes_on: the text of the message that the output goes on with. A function that is named is called once."""
         calls, reasoning = self._families
         calls = calls if use.mode != "none" else ""
         if not (calls or reasoning):
             return None
         found = OutputFormat(
-            calls=calls, reasoning=reasoning, max_calls=0 if use.parallel else 1, tools=use.schemas if calls else {}
+            calls=calls,
+            reasoning=reasoning,
+            max_calls=1 if use.named or not use.parallel else 0,
+            tools=use.schemas if calls else {},
         )
         return found.after(prompt) if goes_on is None else found.going_on(goes_on)
 
@@ -167,6 +171,17 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         field = f"{where}.function.parameters"
         raise bad_request(f"{field} must be a JSON schema, which is an object", field, "invalid_value")
     return function
+
+
+def _loose(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The function with its parameters' names, of any type."""
+    schema = function.get("parameters") or {}
+    properties, required = schema.get("properties"), schema.get("required")
+    parameters: dict[str, Any] = {"type": "object"}
+    if isinstance(properties, Mapping):
+        parameters["properties"] = {key: {} for key in properties}
+        parameters["required"] = [key for key in required if key in properties] if isinstance(required, list) else []
+    return {"name": function["name"], "parameters": parameters}
 
 
 def _choice(choice: object, functions: Mapping[str, Any]) -> tuple[Literal["none", "auto", "required"], list[str]]:

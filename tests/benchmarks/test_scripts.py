@@ -82,6 +82,7 @@ LONG = {
     ),
     "bench_mla_prefill.py": Small("--heads 1 --threads 1", ("absorbed_cost",)),
     "bench_ops.py": Small("--json --only rows --tokens 1 --seconds 0.01 --threads 1", ("op", "ms", "limit_ms")),
+    "bench_parsers.py": Small("--repeats 1 --tokens 40 --json", ("us_per_token", "limit_us")),
     "bench_overhead.py": Small("--models {made} --repeats 1 --json", ("us_per_output_token",)),
     "bench_peers.py": Small(
         "--models {made} --only tiny-qwen3moe --repeats 1 --max-foreign 1000 --json", ("model", "case", "ours")

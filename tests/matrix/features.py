@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.eplb import EplbConfig
+from front.messages import Grammar
 from moesaic import AsyncLLM
 
 EVENT_SECONDS = 60.0  # bounds what an event waits for
@@ -97,6 +98,7 @@ FEATURES: dict[str, Feature] = {
     "logprobs": Feature(params={"logprobs": 3}, own=True),
     "stop strings": Feature(params={"stop": ("the ", "and")}, own=True),
     "penalties": Feature(params=PENALTIES, own=True),
+    "a grammar": Feature(params={"grammar": Grammar("start: /([a-z]+ ){60}/")}, own=True),
     "priorities": Feature({"scheduling_policy": "priority"}, priorities=True),
     "aborts": Feature(aborts=True, seen=lambda seen: seen.aborted > 0),
     "a kill": Feature(ranks=2, event=_kill, losses=1, seen=lambda seen: seen.replayed > 0),

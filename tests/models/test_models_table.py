@@ -9,6 +9,7 @@ import pytest
 import test_quantized_checkpoints as quantized
 import test_varied_configs as varied
 
+from front.chat.families import REASONING_PARSERS, TOOL_PARSERS
 from models.gqa.families import ARCHITECTURES
 from models.gqa.windows import no_windows
 from models.registry import FAMILIES, WRAPPERS
@@ -73,3 +74,13 @@ def test_a_row_says_what_is_tested(architecture: str) -> None:
     family = ARCHITECTURES.get(architecture)
     slides = family is not None and family.windows is not no_windows
     assert said["windows"] == ("yes" if slides else "-"), "models/gqa/families.py"
+
+
+@pytest.mark.parametrize("architecture", sorted(TABLE))
+def test_parsers_are_those_that_there_are(architecture: str) -> None:
+    cell = TABLE[architecture][-1]
+    if cell == "chat template only":
+        return
+    calls, _, reasoning = cell.partition(";")
+    assert set(re.findall(r"`(\w+)`", calls)) <= set(TOOL_PARSERS) and "`" in calls
+    assert set(re.findall(r"`(\w+)`", reasoning)) <= set(REASONING_PARSERS)

@@ -256,6 +256,7 @@ def test_drafts_of_models_with_an_indexer(tmp_path: Path, make: Callable[..., Hf
         rank.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [hf_tiny.make_qwen3_next, deepseek_tiny.make_glm5], ids=["qwen3_next", "glm5"])
 def test_kills_at_any_moment(tmp_path_factory: pytest.TempPathFactory, make: Callable[..., HfModel]) -> None:
     if make is hf_tiny.make_qwen3_next:

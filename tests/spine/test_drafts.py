@@ -48,6 +48,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return MODELS[request.param](tmp_path_factory.mktemp("drafts")).path
 
 
+# For tests that take many examples.
+SOME_SLOW = pytest.mark.parametrize(
+    "checkpoint",
+    [name if name == "attention" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+    indirect=True,
+)
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[int, list[int]]:
     rank = build_rank(make_plan(checkpoint, enable_prefix_caching=False, max_num_seqs=1))
@@ -58,6 +66,7 @@ def answers(expected: dict[int, list[int]]) -> dict[int, tuple[list[int], list[i
     return {index: (job.prompt, expected[index]) for index, job in enumerate(JOBS)}
 
 
+@SOME_SLOW
 @settings(max_examples=25, deadline=None)
 @given(
     choices=st.fixed_dictionaries(
@@ -144,6 +153,7 @@ class DraftingSurvivors(Survivors):
         take_drafts(self.ranks[rank], Oracle(answers(self.known), self.right, self.started), MAX_DRAFTS)
 
 
+@SOME_SLOW
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_kills_at_any_moment(checkpoint: Path, expected: dict[int, list[int]], data: st.DataObject) -> None:

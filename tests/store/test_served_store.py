@@ -145,6 +145,7 @@ def test_a_rank_killed_while_it_fills(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in children.values()) and not mappings(inode)
 
 
+@pytest.mark.slow
 def test_the_supervisor_killed_while_its_store_is_filled(tmp_path: Path) -> None:
     """The first part stays claimed by this test, so ranks fill all the others and wait for it."""
     with starting(tmp_path, "-dp", "2") as server:

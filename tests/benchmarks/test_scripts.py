@@ -58,6 +58,7 @@ QUICK = {
     "trace_overhead.py": Small("", ("plain_us", "recorded_us", "extra_us")),
 }
 LONG = {
+    "bench_streams.py": Small("--json --tokens 8 --ranks 1,2", ("ranks", "request", "first_s", "tokens_per_s")),
     "bench_perplexity.py": Small(
         "{model} --json --tokens 128 --window 64 --dtype float32 --formats plain int4",
         ("format", "perplexity", "ratio", "tokens"),

@@ -26,6 +26,7 @@ PATIENCE = 300.0
 
 pytestmark = [
     pytest.mark.clients,
+    pytest.mark.slow,
     pytest.mark.skipif(not (CLIENTS / "bin" / "python").exists(), reason="the clients are installed by: make clients"),
 ]
 

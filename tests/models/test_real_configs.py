@@ -14,8 +14,6 @@ import transformers
 
 from models.registry import parse_config, read_config
 
-KIMI = {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840,
-        "routed_scaling_factor": 2.827, "first_k_dense_replace": 1}  # fmt: skip
 DOTS = {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
 FP8 = {
     "quant_method": "fp8",
@@ -24,6 +22,8 @@ FP8 = {
     "activation_scheme": "dynamic",
     "scale_fmt": "ue8m0",
 }
+KIMI = {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840,
+        "routed_scaling_factor": 2.827, "first_k_dense_replace": 1, "quantization_config": FP8}  # fmt: skip
 GLM5 = {"index_topk_freq": 4, "quantization_config": FP8}
 # Class of the config, architecture, fields that are not defaults, billions of parameters in routed experts.
 MODELS: dict[str, tuple[str, str, dict[str, Any], float]] = {

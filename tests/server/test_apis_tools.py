@@ -66,7 +66,7 @@ def test_items_of_a_response() -> None:
     asyncio.run(run())
 
 
-def test_forced_calls() -> None:
+def test_forced_calls_and_formats() -> None:
     async def run() -> None:
         async with serving(CALL) as s:
             body = await respond(s, tools=[FUNCTION], tool_choice="required")
@@ -76,6 +76,22 @@ def test_forced_calls() -> None:
             allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
             await respond(s, tools=[FUNCTION, CUSTOM], tool_choice=allowed)
             assert '"g"' not in grammar_of(s)
+            form = {"type": "json_schema", "name": "n", "schema": PARAMETERS}
+            assert (await respond(s, text={"format": form}))["text"]["format"] == form
+            assert grammar_of(s)
+            bad = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nothing"}}}
+            refused = await s.post("/v1/responses", {"input": "x", "text": bad})
+            assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("text.format")
+        async with serving("12") as s:
+            custom = {**CUSTOM, "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}}
+            fields = {"tools": [custom], "tool_choice": {"type": "custom", "name": "g"}}
+            for output in (
+                (await respond(s, **fields))["output"],
+                (await stream(s, **fields))[-1]["response"]["output"],
+            ):
+                (item,) = output
+                assert item["type"] == "custom_tool_call" and item["name"] == "g" and item["input"] == "12"
+            assert grammar_of(s)
 
     asyncio.run(run())
 
@@ -110,6 +126,9 @@ def test_blocks_of_a_message() -> None:
         async with serving(CALL) as s:
             body = await message(s, tools=tools, tool_choice={"type": "any"})
             assert body["stop_reason"] == "tool_use" and grammar_of(s)
+            form = {"format": {"type": "json_schema", "schema": PARAMETERS}}
+            await message(s, output_config=form)
+            assert grammar_of(s)
             bad = {"model": MODEL, "max_tokens": 9, "messages": turns[:1], "tools": [{"name": "a b"}]}
             assert (await s.post("/v1/messages", bad)).status_code == 400
 

@@ -139,7 +139,7 @@ def command(directory: Path, decided: Plan, config: ServerConfig) -> list[str]:
 
 def answers(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health", timeout=1.0).status_code == 200
+        return httpx.get(f"{url}/live", timeout=1.0).status_code == 200
     return False
 
 

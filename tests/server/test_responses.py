@@ -286,7 +286,8 @@ def test_tools_and_formats() -> None:
     assert 'start: "a"' in request.tools[1]["function"]["description"]
     named = {"type": "custom", "name": "g"}
     forced = chat(tools=tools, tool_choice=named)
-    assert forced.structured_outputs == {"grammar": 'start: "a"'} and forced.tool_choice == "none"
+    assert forced.structured_outputs is not None and forced.structured_outputs.grammar == 'start: "a"'
+    assert forced.tool_choice == "none"
     assert ResponsesRequest(tools=tools, tool_choice=named).forced_custom == "g"
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
     assert len(chat(tools=tools, tool_choice=allowed).tools or ()) == 2  # they stay in the prompt

@@ -29,7 +29,9 @@ class FakeTokenizer:
     eos_token_ids = (EOS,)
     vocab_size = VOCABULARY
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> Characters:
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, shown: frozenset[int] = frozenset()
+    ) -> Characters:
         return Characters()
 
     def token_bytes(self, token_id: int) -> bytes:

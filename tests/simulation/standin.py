@@ -188,11 +188,19 @@ class StandIn:
         return values
 
 
+class _NoTable:
+    """Nothing is sampled by parameters."""
+
+    def forget_step(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class StandInRunner(Runner):
     """Keeps rows and cache as engine/step_buffers.py and cache/memory.py do, in lists."""
 
     def __init__(self, model: StandIn, num_blocks: int, block_size: int) -> None:
-        super().__init__(cast(Any, model), cast(Any, None), cast(Any, None), cast(Any, None))
+        super().__init__(cast(Any, model), cast(Any, None), cast(Any, None), cast(Any, _NoTable()))
         self._stand_in = model
         self._block_size = block_size
         self._cache: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)

@@ -30,12 +30,12 @@ def weather(city: Literal["Paris", "Rome"]) -> str:
 
 for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
     model = kind(model=MODEL, openai_client=client)
-    settings = ModelSettings(max_tokens=100, tool_choice="required", parallel_tool_calls=False)
+    settings = ModelSettings(max_tokens=400, tool_choice="required", parallel_tool_calls=False)
     agent = Agent(
         name="a", model=model, tools=[weather], model_settings=settings, tool_use_behavior="stop_on_first_tool"
     )
     asked.clear()
     result = Runner.run_sync(agent, QUESTION)
     assert asked and result.final_output == f"It is warm in {asked[0]}.", result
-    formed = Agent(name="b", model=model, output_type=Weather, model_settings=ModelSettings(max_tokens=100))
+    formed = Agent(name="b", model=model, output_type=Weather, model_settings=ModelSettings(max_tokens=400))
     assert isinstance(Runner.run_sync(formed, QUESTION).final_output, Weather)

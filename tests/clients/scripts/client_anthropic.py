@@ -11,7 +11,7 @@ from forms import MODEL, PARAMETERS, QUESTION, URL, Weather
 client = Anthropic(base_url=URL, auth_token="none")
 messages: Any = [{"role": "user", "content": QUESTION}]
 tools: Any = [{"name": "weather", "description": "The weather.", "input_schema": PARAMETERS}]
-given: Any = {"model": MODEL, "max_tokens": 100, "messages": messages}
+given: Any = {"model": MODEL, "max_tokens": 400, "messages": messages}
 assert client.messages.count_tokens(model=MODEL, messages=messages).input_tokens > 0
 one: Any = {"type": "any", "disable_parallel_tool_use": True}
 with client.messages.stream(**given, tools=tools, tool_choice=one) as stream:

@@ -12,7 +12,7 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         model=MODEL,
         messages=[{"role": "user", "content": QUESTION}],
         response_model=Weather,
-        max_tokens=100,
+        max_tokens=400,
         max_retries=0,
     )
     assert isinstance(answer, Weather)

@@ -12,7 +12,7 @@ given: Any = {
     "api_base": f"{URL}/v1",
     "api_key": "none",
     "messages": [{"role": "user", "content": QUESTION}],
-    "max_tokens": 100,
+    "max_tokens": 400,
 }
 tools = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 called: Any = litellm.completion(**given, tools=tools, tool_choice="required")

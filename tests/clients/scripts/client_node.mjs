@@ -15,18 +15,18 @@ const check = (text) => assert.ok(["Paris", "Rome"].includes(JSON.parse(text).ci
 
 const tools = [{ type: "function", function: { name: "weather", parameters } }];
 const called = await client.chat.completions
-  .stream({ model, messages, tools, tool_choice: "required", max_tokens: 100 })
+  .stream({ model, messages, tools, tool_choice: "required", max_tokens: 400 })
   .finalChatCompletion();
 check(called.choices[0].message.tool_calls[0].function.arguments);
 const schema = { name: "weather", schema: parameters, strict: true };
 const formed = await client.chat.completions.create({
-  model, messages, max_tokens: 100, response_format: { type: "json_schema", json_schema: schema },
+  model, messages, max_tokens: 400, response_format: { type: "json_schema", json_schema: schema },
 });
 check(formed.choices[0].message.content);
 
 const kinds = [];
 const stream = client.responses.stream({
-  model, input: "Is it warm in Rome?", max_output_tokens: 100, tool_choice: "required",
+  model, input: "Is it warm in Rome?", max_output_tokens: 400, tool_choice: "required",
   tools: [{ type: "function", name: "weather", parameters, strict: true }],
 });
 stream.on("event", (event) => kinds.push(event.type));
@@ -34,6 +34,6 @@ const response = await stream.finalResponse();
 assert.equal(kinds.at(-1), "response.completed");
 check(response.output.find((item) => item.type === "function_call").arguments);
 const text = await client.responses.create({
-  model, input: "Is it warm in Rome?", max_output_tokens: 100, text: { format: { type: "json_schema", ...schema } },
+  model, input: "Is it warm in Rome?", max_output_tokens: 400, text: { format: { type: "json_schema", ...schema } },
 });
 check(text.output_text);

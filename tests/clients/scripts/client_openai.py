@@ -16,18 +16,18 @@ chat = client.chat.completions.parse(
     tools=[pydantic_function_tool(Weather)],
     tool_choice="required",
     parallel_tool_calls=False,
-    max_tokens=100,
+    max_tokens=400,
 )
 (call,) = chat.choices[0].message.tool_calls or ()
 assert isinstance(call.function.parsed_arguments, Weather), chat
 answered = [*messages, chat.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "yes"}]
 assert client.chat.completions.create(model=MODEL, messages=answered, max_tokens=5).choices[0].message.content
-parsed = client.chat.completions.parse(model=MODEL, messages=messages, response_format=Weather, max_tokens=100)
+parsed = client.chat.completions.parse(model=MODEL, messages=messages, response_format=Weather, max_tokens=400)
 assert isinstance(parsed.choices[0].message.parsed, Weather)
 
 tools: Any = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}]
 with client.responses.stream(
-    model=MODEL, input=QUESTION, tools=tools, tool_choice="required", parallel_tool_calls=False, max_output_tokens=100
+    model=MODEL, input=QUESTION, tools=tools, tool_choice="required", parallel_tool_calls=False, max_output_tokens=400
 ) as stream:
     kinds = [event.type for event in stream]
     response = stream.get_final_response()
@@ -43,7 +43,7 @@ again = client.responses.create(
 )
 assert again.status == "incomplete" and again.output_text
 assert client.responses.retrieve(again.id).output_text == again.output_text
-formed = client.responses.parse(model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=100)
+formed = client.responses.parse(model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=400)
 assert isinstance(formed.output_parsed, Weather)
 custom: Any = [
     {"type": "custom", "name": "sum", "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]{3}"}}

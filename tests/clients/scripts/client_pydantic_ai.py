@@ -9,5 +9,5 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="none"))
 for output in (ToolOutput(Weather), NativeOutput(Weather)):
-    result = Agent(model, output_type=output, model_settings={"max_tokens": 100}).run_sync(QUESTION)
+    result = Agent(model, output_type=output, model_settings={"max_tokens": 400}).run_sync(QUESTION)
     assert isinstance(result.output, Weather)

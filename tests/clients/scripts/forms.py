@@ -12,7 +12,7 @@ URL, MODEL = sys.argv[1:3]
 QUESTION = "Is it warm in Rome?"
 
 
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):  # else the model may go on with properties of its own
     """The weather of a city."""
 
     city: Literal["Paris", "Rome"]

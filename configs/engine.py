@@ -49,6 +49,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     scheduling_policy: Policy = "fcfs"
     async_scheduling: bool | None = None
+    prefill_cadence: Literal["auto", "on", "off"] = "auto"  # prompts are let in on all ranks in the same steps
     data_parallel_size: int = 1
     all2all_backend: str = "auto"  # or two as a+b: for steps with many tokens and for those with few
     dispatch_dtype: Literal["auto", "bf16", "fp8"] = "auto"  # of rows on their way to the experts; bf16: as they are
@@ -97,6 +98,7 @@ class Plan:
     enable_chunked_prefill: bool
     scheduling_policy: Policy
     async_scheduling: bool
+    prefill_cadence: bool = False  # prompts are let in on all ranks in the same steps
     data_parallel_size: int
     all2all_backend: str  # a name of ep/table.py
     num_experts: int  # of each MoE layer; 0 for a dense model

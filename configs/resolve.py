@@ -79,6 +79,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         max_num_batched_tokens=_batched_tokens(config, max_model_len, why),
         block_size=block_size,
         num_kv_blocks=num_blocks,
+        prefill_cadence=_prefill_cadence(config, model, machine, threads, why),
         async_scheduling=_async_scheduling(config, model, machine, threads, why),
         data_parallel_size=ranks,
         all2all_backend=_backend(config, model, machine, why),
@@ -118,6 +119,26 @@ def _max_ranks(config: EngineConfig, machine: Machine, why: dict[str, str]) -> i
 
 def _item_size(dtype: Dtype) -> int:
     return 4 if dtype == "float32" else 2
+
+
+def _prefill_cadence(
+    config: EngineConfig, model: ModelNumbers, machine: Machine, threads: int, why: dict[str, str]
+) -> bool:
+    if config.prefill_cadence != "auto":
+        why["prefill_cadence"] = "as asked"
+        return config.prefill_cadence == "on"
+    ranks = config.data_parallel_size
+    own = machine.gpu is not None or ranks * threads <= machine.cores
+    several = ranks > 1 and model.num_experts > 0
+    reason = "a step takes as long as its slowest rank: prompts come to all ranks in the same steps"
+    if not several:
+        reason = "no rank waits for the prompts of others"
+    elif not own:
+        reason = (
+            f"{ranks} ranks of {threads} thread(s) share {machine.cores} core(s): prompts at once take turns anyway"
+        )
+    why["prefill_cadence"] = reason
+    return several and own
 
 
 def _choose(why: dict[str, str], name: str, asked: int | None, default: int, reason: str) -> int:

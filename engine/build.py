@@ -21,6 +21,7 @@ from dbo.steps import Steps
 from engine.capture import MANY, Capture, GraphPolicy
 from engine.device import AtOnce, check_room, graph_library, make_readback, open_device
 from engine.doorbell import Doorbell, SharedDoorbell
+from engine.overlap.cadence import Cadence
 from engine.overlap.measure import Measure
 from engine.overlap.policy import Overlap
 from engine.rank import Rank
@@ -123,7 +124,7 @@ def build_rank(
         bell or SharedDoorbell(),
         ready,
         plan.exchange_timeout,
-        companions=[*balancing, make_gate(plan, scheduler.speculation, rank == 0)],
+        companions=[*balancing, make_gate(plan, scheduler.speculation, rank == 0), *_cadence(plan, scheduler)],
         overlap=_overlap(plan, model, times, exchange, runner, device),
         timeline=timeline,
         preparation=_preparation(scheduler, kv, checkpoint.bytes_read if store is None else store.used // size),
@@ -190,6 +191,10 @@ def _balance(plan: Plan, team: Team, model: CausalLM, device: torch.device) -> B
         return None
     name = next(iter(plan.served_model_names), "")
     return Balance(team, model, plan.eplb, name, device, threaded=plan.all2all_backend != "mailbox")
+
+
+def _cadence(plan: Plan, scheduler: Scheduler) -> list[Cadence]:
+    return [Cadence(scheduler)] if plan.prefill_cadence else []
 
 
 def _overlap(

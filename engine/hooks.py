@@ -13,7 +13,7 @@ from dbo.steps import Steps
 from engine.agreement import StepPlan
 from engine.schedule import Schedule
 from ep.recorder import Kind
-from front.messages import FrontToRank, RankToFront
+from front.messages import FrontToRank, RankStats, RankToFront
 
 LOOK_SECONDS = 0.005  # how soon a rank that sleeps looks again what a busy companion has done
 
@@ -83,6 +83,10 @@ class StepCompanion:
     def take(self, message: FrontToRank) -> bool:
         """Whether the message was for this one."""
         return False
+
+    def add_to(self, stats: RankStats) -> RankStats:
+        """With what it counts."""
+        return stats
 
     def take_events(self) -> Sequence[RankToFront]:
         """What is to be told to the front."""

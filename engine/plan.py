@@ -80,7 +80,10 @@ def make_plan(
         why = {"all2all_backend": "ranks of several machines", "data_parallel_size_local": "as asked"}
         reasons = {**plan.reasons, **why}
         plan = _with_weights(plan, config)
+        cadence = config.prefill_cadence != "off" and facts.num_experts > 0  # however many cores each machine has
+        reasons |= {"prefill_cadence": "ranks of several machines"} if config.prefill_cadence == "auto" else {}
         plan = replace(plan, data_parallel_size_local=hosts.local, checkpoint=files, reasons=reasons)
+        plan = replace(plan, prefill_cadence=cadence)
         plan = with_speculation(plan, config, speculation, why_drafts, read_env().cache_root)
         return with_memory(_with_unserved(plan, facts), read_env().cache_root)
     if machine.gpu is not None and config.data_parallel_size > machine.gpu.count:

@@ -127,7 +127,9 @@ class Rank:
     @property
     def stats(self) -> RankStats:
         stats = self._scheduler.stats()
-        return stats if self._overlap is None else self._overlap.add_to(stats)
+        for companion in self._companions.members:
+            stats = companion.add_to(stats)
+        return stats
 
     @property
     def forming(self) -> bool:

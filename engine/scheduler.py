@@ -66,15 +66,14 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_length = min(max_model_len, self.kv.capacity + 1)  # the last token sampled needs no place in the cache
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.policy = policy
-        self.async_depth = async_depth
-
+        self.policy, self.async_depth = policy, async_depth
         self.speculation = speculation or Speculation()
         self.grammars = grammars or Grammars("", 0)
         self.refused: list[TokenOutput] = []  # last outputs of requests that had no step
         self._requests: dict[int, Request] = {}  # all unfinished
         self._running: list[Request] = []  # sorted by order
-        self._waiting: list[Request] = []  # sorted by order; the preempted too
+        self.holds_prompts = False  # steps compute none until it is taken back (engine/overlap/cadence.py)
+        self.waiting: list[Request] = []  # sorted by order; the preempted too
         self._in_flight: deque[tuple[Schedule, list[Request]]] = deque()
         self.rows = BatchRows(max_num_seqs)
         self._restates = False  # after a rollback: the next schedule tells the batch everything anew
@@ -110,7 +109,7 @@ class Scheduler:
             return TokenOutput(message.request_id, [], "length")
         self._requests[request.request_id] = request
         if not self.grammars.put(request):
-            insort(self._waiting, request)
+            insort(self.waiting, request)
         return None
 
     def abort(self, request_ids: list[int]) -> None:
@@ -131,7 +130,7 @@ class Scheduler:
 
     def stats(self) -> RankStats:
         kv, used, counts = self.kv, self.kv.num_blocks - self.kv.num_free_blocks, self._counts
-        requests = len(self._running), len(self._waiting)
+        requests = len(self._running), len(self.waiting)
         blocks = used, kv.num_blocks, kv.num_queries, kv.num_hits
         return RankStats(*requests, *blocks, **(counts.fields | self.speculation.counts))
 
@@ -147,7 +146,7 @@ class Scheduler:
         self._next_step += 1
         self._schedule_decodes(draft)
         self._schedule_partial(draft)
-        if self._waiting and not draft.preempted:
+        if self.waiting and not draft.preempted and not self.holds_prompts:
             self._admit(draft)
         if not draft.ones and not draft.chunks:
             return Schedule(draft.step_id)  # freed rows are kept for a schedule that is applied
@@ -161,8 +160,8 @@ class Scheduler:
 
     def _take_guided(self) -> None:
         """Requests whose grammars have been compiled wait with the others."""
-        for request in self.grammars.take_ready(patient=not (self._running or self._waiting or self._in_flight)):
-            insort(self._waiting, request)
+        for request in self.grammars.take_ready(patient=not (self._running or self.waiting or self._in_flight)):
+            insort(self.waiting, request)
             if request.guide is None:
                 self.refused.append(failure(request))
                 self._finish(request)
@@ -203,6 +202,8 @@ class Scheduler:
                 continue  # preempted a moment ago
             if request.length - request.num_computed == 1:
                 self._schedule_drafts(request, draft)
+                continue
+            if self.holds_prompts:
                 continue
             start, left = request.num_computed, request.length - request.num_computed
             count = self.kv.chunk(start, min(left, draft.budget), request.length)
@@ -245,7 +246,7 @@ class Scheduler:
         victim.num_computed = 0
         victim.num_preemptions += 1
         victim.status = Status.PREEMPTED
-        insort(self._waiting, victim)
+        insort(self.waiting, victim)
         self._counts.preemptions += 1
         draft.preempted = True
 
@@ -257,7 +258,7 @@ class Scheduler:
         """
         kv = self.kv
         num_admitted = 0
-        for request in self._waiting:
+        for request in self.waiting:
             if not draft.budget or not self.rows.any_free or request.num_pending:
                 break
             prefix = kv.nothing if request.prompt_logprobs is not None else kv.find_prefix(request)
@@ -276,9 +277,9 @@ class Scheduler:
             draft.new_blocks.append((request.row, [table.copy() for table in request.held.tables]))
             draft.add(request, count)
             num_admitted += 1
-        for request in self._waiting[:num_admitted]:
+        for request in self.waiting[:num_admitted]:
             insort(self._running, request)
-        del self._waiting[:num_admitted]
+        del self.waiting[:num_admitted]
 
     def _take_row(self, request: Request, num_cached: int, draft: Draft) -> None:
         request.row = self.rows.take()
@@ -383,7 +384,7 @@ class Scheduler:
         if request.status is _RUNNING:
             self._release(request)
         elif not self.grammars.remove(request):
-            del self._waiting[bisect_left(self._waiting, request)]
+            del self.waiting[bisect_left(self.waiting, request)]
         request.status = _FINISHED
         self.speculation.forget(request)
         del self._requests[request.request_id]

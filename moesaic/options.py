@@ -157,6 +157,7 @@ OPTIONS = [
     _of("enable_chunked_prefill"),
     _of("scheduling_policy"),
     _of("async_scheduling", "Schedule while the step computes."),
+    _of("prefill_cadence", "Compute prompts on all ranks in the same steps; auto: with several ranks of experts."),
     _of("data_parallel_size", "Ranks; experts are spread over them.", "-dp", default=None, show_default=False),
     click.option(
         "--enable-expert-parallel", is_flag=True, help="Accepted for vLLM scripts: experts are always spread."

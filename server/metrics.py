@@ -41,9 +41,19 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RankStats], int]], ...] = (
         lambda stats: stats.spec_accepted_tokens,
     ),
     ("moesaic:steps", "Steps of the engine.", lambda stats: stats.steps),
+    (
+        "moesaic:prefill_held_steps",
+        "Steps in which prompts waited for a step that all ranks have prompts in.",
+        lambda stats: stats.prefill_held_steps,
+    ),
     ("moesaic:dbo_steps", "Steps that were split in parts, to overlap.", lambda stats: stats.dbo_steps),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[RankStats], float]], ...] = (
+    (
+        "moesaic:prefill_interval_steps",
+        "Steps from one that lets prompts in to the next.",
+        lambda stats: stats.prefill_interval,
+    ),
     ("vllm:num_requests_running", "Sequences that are being computed.", lambda stats: stats.running),
     ("vllm:num_requests_waiting", "Sequences that wait.", lambda stats: stats.waiting),
     (

@@ -25,7 +25,7 @@ import dbo.alive as alive
 from ep.protocol import PeerLost, Pending, Ready
 from ep.transport.joining import LOOPBACK, connect
 
-LARGE_BYTES = 1 << 15  # of the longest message of an exchange (GlooGroup.all_to_all)
+LARGE_BYTES = 1 << 18  # of the longest message of an exchange (GlooGroup.all_to_all)
 _MAX_TAG = 1 << 30
 _NAP_SECONDS = 0.25  # of a wait: then the waiter shows that it lives
 
@@ -98,6 +98,8 @@ class GlooGroup:
         self.track = track
         self.size = size
         self.over_network = over_network  # ranks are on several machines
+        # Told before each exchange whether what carries it is to leave the core to the thread that computes.
+        self.background: Callable[[bool], None] | None = None
         self._tag = 0  # of the last exchange with receives posted first
         self._transport: Transport | None = transport
         self._open: set[_Exchange] = set()
@@ -120,6 +122,8 @@ class GlooGroup:
         transport = self._transport  # another thread may close the group meanwhile
         if transport is None:
             raise PeerLost((), f"rank {self.rank} has left its group")
+        if self.background is not None:
+            self.background(large)
         try:
             if large and self.over_network:
                 works, waiter = self._post(transport, out, rows, room, sent), self._waiter

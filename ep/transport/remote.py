@@ -52,7 +52,7 @@ def remote_groups(
     try:
         experts = join_gloo(meeting, rank, size, timeout, "experts", epoch, address, stop)
         watch_connections()
-        progress_in_the_background()
+        experts.background = Progress().background
     except BaseException:
         agreement.close()
         raise
@@ -68,17 +68,31 @@ def watch_connections() -> None:
                 _watch(socket.socket(fileno=os.dup(int(name))))
 
 
-def progress_in_the_background() -> None:
-    """Have gloo's threads not interrupt a thread that computes: the kernel's buffers hold what comes meanwhile.
+class Progress:
+    """gloo's threads of this process, which carry bytes beside the thread that computes.
 
-    They would do so for every 64 KiB that arrive. On a core shared with the computing thread a split step took 1.19
-    times the ideal with that, and 1.10 times without (benchmarks/bench_dbo.py --mbit 1600). While the rank waits they
-    run at once.
+    In the background they do not interrupt it: the kernel's buffers hold what comes meanwhile. They would do so for
+    every 64 KiB that arrives. On a core shared with the computing thread a split step of prompts took 1.19 times the
+    ideal without that, and 1.10 times with it (benchmarks/bench_dbo.py --mbit 1600). For the short exchanges of decodes
+    it is wrong: nothing is computed meanwhile, and each would wait for a tick (benchmarks/bench_cluster.py).
     """
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            if "gloo" in (Path("/proc/self/task") / task / "comm").read_text():
-                os.sched_setscheduler(int(task), os.SCHED_BATCH, os.sched_param(0))
+
+    def __init__(self) -> None:
+        self._tasks = []
+        self._background = False
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                if "gloo" in (Path("/proc/self/task") / task / "comm").read_text():
+                    self._tasks.append(int(task))
+
+    def background(self, on: bool) -> None:
+        """From now on. Costs nothing where nothing changes."""
+        if on == self._background:
+            return
+        self._background = on
+        for task in self._tasks:
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(task, os.SCHED_BATCH if on else os.SCHED_OTHER, os.sched_param(0))
 
 
 def _watch(connection: socket.socket) -> None:

@@ -148,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler = self.engine.scheduler
         scheduler.kv.check([request.held for request in scheduler._running])
-        assert not any(any(request.held.tables) for request in scheduler._waiting)
+        assert not any(any(request.held.tables) for request in scheduler.waiting)
         assert scheduler._running == sorted(scheduler._running)
         assert set(scheduler._requests) == set(self.live)
         assert len(self.live) == scheduler.stats().running + scheduler.stats().waiting

@@ -82,6 +82,7 @@ FEATURES: dict[str, Feature] = {
     "preemption": Feature({"num_kv_blocks": 16, "max_model_len": 128}, seen=lambda seen: seen.preemptions > 0),
     "asynchronous scheduling": Feature({"async_scheduling": True}, seen=lambda seen: seen.llm.plan.async_scheduling),
     "graphs": Feature({"cudagraph_mode": "auto"}, seen=lambda seen: seen.llm.plan.cudagraph_mode != "none"),
+    "prefill cadence": Feature({"prefill_cadence": "on"}, ranks=2, seen=lambda seen: seen.llm.plan.prefill_cadence),
     "DBO": Feature(DBO, ranks=2, seen=lambda seen: seen.split_steps > 0),
     "rebalancing": Feature(
         {"enable_eplb": True, "eplb": OFTEN, "num_redundant_experts": 16}, ranks=2, seen=lambda seen: seen.reweights > 0

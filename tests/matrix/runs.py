@@ -20,7 +20,7 @@ STEM = "Once upon a time there was a small fox who lived in a green forest with 
 PLAIN = {
     "dtype": "bfloat16", "max_model_len": 256, "block_size": 8, "num_kv_blocks": 400,
     "max_num_seqs": 8, "max_num_batched_tokens": 512, "enable_prefix_caching": False, "async_scheduling": False,
-    "cudagraph_mode": "none", "enable_dbo": "off", "threads_per_rank": 1,
+    "cudagraph_mode": "none", "enable_dbo": "off", "prefill_cadence": "off", "threads_per_rank": 1,
     "speculative_config": {"method": "none"},
 }  # fmt: skip
 

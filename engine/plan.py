@@ -100,7 +100,7 @@ def is_for_gpus(config: EngineConfig) -> bool:
     """Whether what is asked for exists on GPUs only, or is a well-known model that is not here."""
     parts = split_pair(config.all2all_backend)
     known = preset_of(config.model) is not None and not Path(config.model or "").is_dir()
-    return config.device == "cuda" or any(part in DEVICE_NAMES for part in parts) or known
+    return any(part in DEVICE_NAMES for part in parts) or known
 
 
 def asked_path(model: str | None) -> Path:

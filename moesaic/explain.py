@@ -47,7 +47,8 @@ def command(as_json: bool, gpu: str | None, world: int | None, installed: str | 
     for parameter in OF_SERVE:  # how the server answers and where its ranks are changes nothing in a plan
         options.pop(str(parameter.name))
     config = engine_config(options, embedded_ranks=EMBEDDED_RANKS)
-    if gpu is None and is_for_gpus(config) and find_gpus(read_env().visible_gpus)[0] is None:
+    for_gpus = config.device == "cuda" or is_for_gpus(config)
+    if gpu is None and for_gpus and find_gpus(read_env().visible_gpus)[0] is None:
         gpu = DEFAULT_CHIP
     if gpu is not None:
         _explain_cluster(config, gpu, installed, as_json)

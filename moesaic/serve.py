@@ -127,11 +127,11 @@ def command(**options: Any) -> None:
     hosts, place = take_hosts(options, 1 if given else EMBEDDED_RANKS, startup_timeout)
     config = engine_config(options)
     plan = make_plan(config, hosts=hosts)
+    _refuse_early(plan, place)
     say_text(
         f"{plan.served_model_names[0]} ({plan.architecture}), {plan.data_parallel_size} rank(s), {plan.dtype}, "
         f"experts over {plan.all2all_backend}"
     )
-    _refuse_early(plan, place)
     name = plan.served_model_names[0]
     if hosts is not None and hosts.headless:
         sys.exit(RemoteSupervisor(plan, hosts, env.runtime_root, startup_timeout).run())

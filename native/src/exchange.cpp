@@ -60,6 +60,7 @@ NATIVE_API void exchange_put(const ExchangeLane *lane, const void *x, const void
 // Whether the words of all peers have reached `number`, looking for spin_ns at most and giving the core away in between:
 // values[size]. The values beside them: values[peer].
 NATIVE_API void exchange_await(const ExchangeLane *lane, int combine, int64_t number, int64_t spin_ns, int64_t *values) {
+  tape_refuse("exchange_await");
   int64_t end = 0;
   values[lane->size] = 1;
   for (int64_t peer = 0; peer < lane->size; peer++) {
@@ -82,6 +83,7 @@ NATIVE_API void exchange_await(const ExchangeLane *lane, int combine, int64_t nu
 // The tokens of all ranks, counts[peer] of each, one after another; rows[peer]: how many choices of them are of slots here.
 NATIVE_API void exchange_join(const ExchangeLane *lane, const void *x, const int64_t *slot, const float *weight, int64_t k, const int64_t *counts, uint8_t *all_x,
                               int64_t *all_slot, float *all_weight, int64_t *rows) {
+  tape_refuse("exchange_join");
   uint64_t first = lane->rank * lane->slots;
   for (int64_t peer = 0; peer < lane->size; peer++) {
     const uint8_t *from = lane->peers[peer].arriving;
@@ -98,6 +100,7 @@ NATIVE_API void exchange_join(const ExchangeLane *lane, const void *x, const int
 
 // y: the rows of the choices that are here, of all ranks' tokens in order.
 NATIVE_API void exchange_give_back(const ExchangeLane *lane, const uint8_t *y, const int64_t *rows, int64_t number) {
+  tape_refuse("exchange_give_back");
   for (int64_t peer = 0; peer < lane->size; peer++) {
     const ExchangePeer *at = lane->peers + peer;
     if (peer != lane->rank) {
@@ -110,6 +113,7 @@ NATIVE_API void exchange_give_back(const ExchangeLane *lane, const uint8_t *y, c
 
 // out [tokens, dim]: the weighted sums of what has come back; own: the rows of this rank's choices that are here.
 NATIVE_API void exchange_sum(const ExchangeLane *lane, const int64_t *slot, const float *weight, int64_t tokens, int64_t k, const void *own, void *out, int threads) {
+  tape_refuse("exchange_sum");
   const void *parts[64];
   for (int64_t peer = 0; peer < lane->size; peer++) parts[peer] = peer == lane->rank ? own : lane->peers[peer].coming;
   rows_weigh((int)lane->x_type, slot, weight, lane->slots, parts, lane->size, out, tokens, k, lane->dim, threads);

@@ -1,5 +1,6 @@
 // Blocks of GGUF's kinds as weights of 4 and 8 bits: what layers/gguf/blocks.py does in torch, to the bit, row after row.
 #include "native.h"
+#include "tape.h"
 #include "quantize.h"
 #include "scratch.h"
 
@@ -136,6 +137,7 @@ void widen_block(int kind, const uint8_t *block, float *y) {
 // int8 [outputs, inputs], scale [outputs, ceil(inputs / 128)].
 NATIVE_API void gguf_convert(int kind, const uint8_t *rows, int64_t outputs, int64_t inputs, float most_zero, uint8_t *weight, float *scale,
                              float *zero, int threads) {
+  tape_refuse("gguf_convert");
   const Size size = size_of(kind);
   const int64_t blocks = inputs / size.numbers, groups = inputs / GROUP, each = size.numbers / GROUP;
   const bool halves = kind == Q4_0 || kind == Q4_1 || kind == Q4_K;

@@ -180,6 +180,8 @@ def test_a_stopped_rank_is_fenced(expected: dict[int, list[int]], start: type[Fr
     front.begin()
     beat = front.directory / "beat-1"
     front.processes[1].send_signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{front.processes[1].pid}/stat")
+    front.wait_for(lambda _: stat.read_text().rpartition(")")[2].split()[0] == "T")
     before = beat.read_bytes()
     other = (front.directory / "beat-0").read_bytes()
     front.wait_for(lambda _: (front.directory / "beat-0").read_bytes() != other)

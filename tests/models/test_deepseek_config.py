@@ -127,7 +127,7 @@ def test_dense_model() -> None:
         (V3, "num_key_value_heads", 8),
         (V3, "attention_bias", "no"),
         (V3, "rope_interleave", 1),
-        (V3, "quantization_config.quant_method", "awq"),
+        (V3, "quantization_config.quant_method", "bitnet"),
         (V3, "quantization_config.weight_block_size", [64, 64]),
         (V3, "rope_scaling.type", "su"),
         (V3, "rope_scaling.factor", -1),

@@ -134,7 +134,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: expected a number, it is missing"),
     ({"rope_scaling": 3}, "rope_scaling: expected an object"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected"),
-    ({"quantization_config": {"quant_method": "awq"}}, 'quantization_config.quant_method: expected "fp8"'),
+    ({"quantization_config": {"quant_method": "bitnet"}}, 'quantization_config.quant_method: expected "fp8"'),
     (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
         r"quantization_config.weight_block_size: expected \[128, 128\]",

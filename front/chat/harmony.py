@@ -20,7 +20,7 @@ _HEADER_TAGS = Tags(["<|message|>", "<|end|>", "<|return|>", "<|call|>"])
 _BODY_TAGS = Tags(["<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>"])
 _BEGINS = ("<|start|>", "<|channel|>", "<|message|>", "to=", "assistant")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_RECIPIENT = re.compile(r"\bto=(?!functions\.(?:[\s<]|$))(?:functions\.)?([^\s<]+)")
 
 
 class HarmonyParser:
@@ -82,7 +82,7 @@ class HarmonyParser:
         self._in_body = True
         self.reasoning = recipient is None and self._thinks and channel is not None and channel[1] == "analysis"
         if recipient is not None:
-            index, name = self._num_calls, recipient.group(1).removeprefix("functions.")
+            index, name = self._num_calls, recipient.group(1)
             self._events.append(CallBegin(index, self._call_id(index), name))
             self._num_calls, self._in_call = index + 1, True
         return True

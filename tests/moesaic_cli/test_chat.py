@@ -129,10 +129,16 @@ def test_one_message_and_out(echo: ChatServer) -> None:
     assert done.returncode == 2 and "no ranks" in done.stderr
 
 
+def hear_ctrl_c() -> None:
+    """What a shell starts in the background ignores it, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_stops_the_answer_and_no_more(echo: ChatServer) -> None:
     process = subprocess.Popen(
-        command(echo), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        command(echo), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=hear_ctrl_c,
+    )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("forever\n")
     process.stdin.flush()

@@ -53,6 +53,14 @@ class ApiError(Exception):
         self.code = code
         self.headers = list(headers)
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same about a request in which fields have other names: name here -> name there, which may have dots."""
+        field, dot, rest = (self.param or "").partition(".")
+        if field in names:
+            self.param = names[field] + dot + rest
+            self.message = self.message.replace(field, names[field], 1)
+        return self
+
     def body(self, shape: Literal["openai", "anthropic"] = "openai", request_id: str | None = None) -> bytes:
         """The JSON body. The message is bounded; `code` is a string or null, never the status number."""
         message = self.message

@@ -8,12 +8,16 @@ from typing import Any, Literal
 import msgspec
 
 from server.api.openai import ChatRequest
-from server.errors import ApiError, bad_request
+from server.errors import bad_request
 
 Json = dict[str, Any]
 UNSTABLE = "x-anthropic-"  # clients put a line that begins so, and changes, in front of the system text
 MIN_BUDGET = 1024
-_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format"}
+CHAT_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+}
 _SAMPLING = ("temperature", "top_p", "top_k", "stream", "seed", "min_p", "cache_salt", "priority", "ignore_eos")
 
 
@@ -95,16 +99,6 @@ def to_chat(body: MessagesRequest, counts: bool = False) -> ChatRequest:
         return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
     except msgspec.ValidationError as error:
         raise bad_request(str(error), None, "invalid_value") from None
-
-
-def renamed(error: ApiError) -> ApiError:
-    """An error about the chat request, in the words of the one that came."""
-    for name, own in _NAMES.items():
-        if error.param is not None and error.param.partition(".")[0] == name:
-            error.param = own + error.param.removeprefix(name)
-            error.message = error.message.replace(name, own, 1)
-            break
-    return error
 
 
 def _thinks(body: MessagesRequest) -> bool:

@@ -15,7 +15,7 @@ from front.outputs import Delta
 from server.api.chat import chat_job
 from server.api.endpoint import encode, take
 from server.api.generate import Answer, Choice, Job, PromptFacts, events_of
-from server.api.messages import renamed
+from server.api.messages import CHAT_NAMES
 from server.api.openai import ChatRequest, Usage
 from server.errors import ApiError
 from server.intake import Answered
@@ -36,7 +36,7 @@ class Messages:
             taken = await take(self._service, request, "messages", ChatRequest)
             job = chat_job(self._service, taken, f"msg_{uuid.uuid4().hex}", NAMES)
         except ApiError as error:
-            raise renamed(error) from None
+            raise error.renamed(CHAT_NAMES) from None
         return Answer(self._service, job, MessagesWriter(job))
 
     async def count_tokens(self, request: Request) -> Response:

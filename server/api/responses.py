@@ -13,12 +13,12 @@ from typing import Any, Literal
 import msgspec
 
 from server.api.openai import ChatRequest, GenerationRequest
-from server.errors import ApiError, bad_request
+from server.errors import bad_request
 
 SEALED = "moesaic:"  # encrypted_content of ours begins so
 Json = dict[str, Any]
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+CHAT_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 _CUSTOM_PARAMETER = "input"
 
 
@@ -110,16 +110,6 @@ def to_chat(body: ResponsesRequest, earlier: Sequence[Json]) -> tuple[ChatReques
         if value is not None and name not in fields:
             setattr(chat, name, value)
     return chat, items
-
-
-def renamed(error: ApiError) -> ApiError:
-    """An error about the chat request, in the words of the one that came."""
-    for name, own in _NAMES.items():
-        if error.param is not None and error.param.partition(".")[0] == name:
-            error.param = own + error.param.removeprefix(name)
-            error.message = error.message.replace(name, own, 1)
-            break
-    return error
 
 
 def _check(body: ResponsesRequest) -> None:

@@ -16,7 +16,7 @@ from server.api.chat import chat_job
 from server.api.endpoint import take
 from server.api.generate import Answer, Job, as_api_error
 from server.api.openai import ChatRequest
-from server.api.responses import ResponsesRequest, renamed
+from server.api.responses import CHAT_NAMES, ResponsesRequest
 from server.api.responses_answer import ResponsesWriter
 from server.api.stored import ResponseStore, Stored
 from server.errors import ApiError, bad_request
@@ -52,7 +52,7 @@ class Responses:
             taken = await take(self._service, request, "responses", ChatRequest, earlier)
             job = chat_job(self._service, taken, f"resp_{uuid.uuid4().hex}", NAMES)
         except ApiError as error:
-            raise renamed(error) from None
+            raise error.renamed(CHAT_NAMES) from None
         source = taken.source
         assert isinstance(source, ResponsesRequest)
         keeps = source.store is not False

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import tokenizers
+from pydantic import TypeAdapter
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from configs.engine import Plan
@@ -352,3 +353,21 @@ async def until(condition: Any, what: str, timeout: float = 5.0) -> Any:
             return value
         await asyncio.sleep(0.005)
     raise AssertionError(f"not within {timeout} s: {what}")
+
+
+def last_prompt(s: Server) -> str:
+    """The text of the last request that went to a rank."""
+    sent = [message for message in s.ranks.sent if isinstance(message, AddRequest)]
+    return small_tokenizer().decode(sent[-1].token_ids)
+
+
+def named_events(answer: httpx.Response, schema: TypeAdapter[Any]) -> list[dict[str, Any]]:
+    """Of a stream in which each event says its name twice, as the client's own types have them."""
+    events = []
+    for block in answer.text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        schema.validate_python(event, strict=True)
+        events.append(event)
+    return events

@@ -8,10 +8,10 @@ import json
 from typing import Any
 
 import pytest
-from server_parts import MODEL, FakeRanks, Server, server, small_tokenizer
+from server_parts import MODEL, FakeRanks, Server, last_prompt, server, small_tokenizer
 from test_messages import message
 from test_messages import stream as stream_message
-from test_responses import prompt_of, respond, stream
+from test_responses import respond, stream
 
 from configs.server import ServerConfig
 from front.messages import AddRequest
@@ -59,9 +59,9 @@ def test_items_of_a_response() -> None:
             # what came back is understood, with and without the server's memory of it
             output = {"type": "function_call_output", "call_id": call["call_id"], "output": "six"}
             await respond(s, input=[output], previous_response_id=body["id"], **fields)
-            kept = prompt_of(s)
+            kept = last_prompt(s)
             await respond(s, input=[{"role": "user", "content": "Hello"}, *body["output"], output], **fields)
-            assert prompt_of(s) == kept and kept.endswith("tool: six\nassistant:")
+            assert last_prompt(s) == kept and kept.endswith("tool: six\nassistant:")
 
     asyncio.run(run())
 
@@ -122,7 +122,7 @@ def test_blocks_of_a_message() -> None:
             result = [{"type": "tool_result", "tool_use_id": call["id"], "content": "six"}]
             turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": body["content"]}]
             await message(s, tools=tools, messages=[*turns, {"role": "user", "content": result}])
-            assert prompt_of(s).endswith("tool: six\nassistant:")
+            assert last_prompt(s).endswith("tool: six\nassistant:")
         async with serving(CALL) as s:
             body = await message(s, tools=tools, tool_choice={"type": "any"})
             assert body["stop_reason"] == "tool_use" and grammar_of(s)

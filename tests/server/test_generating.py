@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from server_parts import MODEL, STORY, Server, server, small_tokenizer, story_tokens
+from server_parts import MODEL, STORY, last_prompt, server, small_tokenizer, story_tokens
 
 from front.messages import AddRequest
 
@@ -309,11 +309,6 @@ def test_unknown_fields_are_ignored_and_null_is_absent() -> None:
             assert (await s.complete(model="fox/alias", max_tokens=1))["model"] == "fox/alias"
 
     asyncio.run(run())
-
-
-def last_prompt(s: Server) -> str:
-    sent = [message for message in s.ranks.sent if isinstance(message, AddRequest)]
-    return small_tokenizer().decode(sent[-1].token_ids)
 
 
 def test_messages() -> None:

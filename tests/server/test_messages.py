@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import msgspec
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
-from server_parts import MODEL, STORY, Server, server, small_tokenizer, story_tokens
+from server_parts import MODEL, STORY, Server, last_prompt, named_events, server, small_tokenizer, story_tokens
 
 from configs.server import ServerConfig
-from front.messages import AddRequest
 from server.api.messages import MessagesRequest, to_chat
 from server.api.openai import ChatRequest
 from server.middleware import digest
@@ -34,19 +32,7 @@ async def stream(s: Server, **fields: Any) -> list[dict[str, Any]]:
     body = {"model": MODEL, "max_tokens": 200, "messages": HELLO, "stream": True, **fields}
     answer = await s.post("/v1/messages?beta=true", body)
     assert answer.status_code == 200, answer.text
-    events = []
-    for block in answer.text.split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        EVENTS.validate_python(event, strict=True)
-        events.append(event)
-    return events
-
-
-def prompt_of(s: Server) -> str:
-    sent = [message for message in s.ranks.sent if isinstance(message, AddRequest)]
-    return small_tokenizer().decode(sent[-1].token_ids)
+    return named_events(answer, EVENTS)
 
 
 def test_a_message() -> None:
@@ -57,7 +43,7 @@ def test_a_message() -> None:
             assert body["content"] == [{"type": "text", "text": STORY}]
             assert body["stop_reason"] == "end_turn" and body["stop_sequence"] is None
             prompt = "system: Be brief.\nuser: Hello\nassistant:"
-            assert prompt_of(s) == prompt
+            assert last_prompt(s) == prompt
             assert body["usage"] == {
                 "input_tokens": len(small_tokenizer().encode(prompt, False)) - 4,
                 "cache_creation_input_tokens": 0,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from server_parts import MODEL, STORY, Server, server, small_tokenizer, story_tokens, until
+from server_parts import MODEL, STORY, Server, last_prompt, named_events, server, small_tokenizer, story_tokens, until
 
 from configs.server import ServerConfig
-from front.messages import AddRequest
 from server.api.openai import ChatRequest
 from server.api.responses import ResponsesRequest, custom_input, opened, sealed, to_chat
 from server.api.stored import ResponseStore
@@ -32,20 +30,9 @@ async def respond(s: Server, **fields: Any) -> dict[str, Any]:
 async def stream(s: Server, **fields: Any) -> list[dict[str, Any]]:
     answer = await s.post("/v1/responses", {"model": MODEL, "input": "Hello", "stream": True, **fields})
     assert answer.status_code == 200, answer.text
-    events = []
-    for block in answer.text.split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        EVENTS.validate_python(event, strict=True)
-        events.append(event)
+    events = named_events(answer, EVENTS)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
-
-
-def prompt_of(s: Server) -> str:
-    sent = [message for message in s.ranks.sent if isinstance(message, AddRequest)]
-    return small_tokenizer().decode(sent[-1].token_ids)
 
 
 def test_a_response() -> None:
@@ -58,7 +45,7 @@ def test_a_response() -> None:
             assert item["content"] == [{"type": "output_text", "text": STORY, "annotations": [], "logprobs": []}]
             assert body["instructions"] == "Be brief." and body["metadata"] == {"a": "b"} and body["temperature"] == 0.5
             prompt = "system: Be brief.\nuser: Hello\nassistant:"
-            assert prompt_of(s) == prompt
+            assert last_prompt(s) == prompt
             count, output = len(small_tokenizer().encode(prompt, False)), len(story_tokens())
             assert body["usage"] == {
                 "input_tokens": count,
@@ -128,7 +115,7 @@ def test_what_is_kept() -> None:
             assert (await s.http.get(f"/v1/responses/{name}")).json() == first
             second = await respond(s, input="And then?", previous_response_id=name, max_output_tokens=2)
             said = first["output"][0]["content"][0]["text"]
-            assert prompt_of(s) == f"user: Hello\nassistant: {said}\nuser: And then?\nassistant:"
+            assert last_prompt(s) == f"user: Hello\nassistant: {said}\nuser: And then?\nassistant:"
             items = (await s.http.get(f"/v1/responses/{second['id']}/input_items")).json()["data"]
             assert [item["type"] for item in items] == ["message", "message", "message"]
             reference = [{"type": "item_reference", "id": first["output"][0]["id"]}, {"role": "user", "content": "Go"}]
@@ -230,7 +217,7 @@ def test_a_long_conversation_loses_its_oldest_turns_where_that_is_asked_for() ->
             refused = await s.post("/v1/responses", {"input": items})
             assert refused.json()["error"]["code"] == "context_length_exceeded"
             await respond(s, input=items, truncation="auto", max_output_tokens=1)
-            prompt = prompt_of(s)
+            prompt = last_prompt(s)
             assert prompt.startswith("system: Be brief.\nuser: ") and prompt.endswith("user: And?\nassistant:")
             assert "user: 11 " in prompt and "user: 0 " not in prompt
 

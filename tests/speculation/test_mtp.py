@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,16 @@ def write_mtp(hf: HfModel, layer: torch.nn.Module, own_head: bool = False) -> No
     hf_tiny.rewrite(hf.path, change, num_nextn_predict_layers=1)
 
 
-class OwnMtp(torch.nn.Module):
-    """What transformers leaves out of a family, of its blocks there. layer(embedded, states, rope, mask): the layer
-    with its norms."""
+class OwnMtp(torch.nn.Module, ABC):
+    """What transformers leaves out of a family, of its blocks there."""
 
     def __init__(self, hf: HfModel) -> None:
         super().__init__()
         self._main = [hf.model]  # in a list, so that it is no part of this module
 
+    @abstractmethod
     def layer(self, embedded: Tensor, states: Tensor, **more: Any) -> Tensor:
-        raise NotImplementedError
+        """The layer with its norms. more: rope and mask, as transformers names them."""
 
     def forward_layer(self, _: int, states: Tensor, places: Tensor, cache: None, input_ids: Tensor) -> Tensor:
         main, length = self._main[0].model, states.shape[1]
@@ -146,16 +147,20 @@ def drafts_of(hf: HfModel, mtp: MtpModel | OwnMtp, tokens: list[int], count: int
     return found
 
 
-@pytest.mark.parametrize("make", [deepseek_tiny.make_v3, hf_tiny.make_glm4_moe], ids=["deepseek_v3", "glm4_moe"])
-def test_drafts_are_those_of_transformers(tmp_path: Path, make: Callable[..., HfModel]) -> None:
-    hf = make(tmp_path, num_mtp_layers=1)
-    mtp = with_mtp(hf)
+def check_drafts(hf: HfModel, mtp: MtpModel | OwnMtp) -> None:
     for prompt in PROMPTS:
         rank = build_rank(make_plan(hf.path, speculation=MTP, max_num_batched_tokens=8))
         rank.submit(Job(prompt, 24).message(0))
         for tokens, drafts in drafted(rank, prompt):
             assert drafts == drafts_of(hf, mtp, tokens[:-1], 4)
         rank.close()
+
+
+@pytest.mark.parametrize("make", [deepseek_tiny.make_v3, hf_tiny.make_glm4_moe], ids=["deepseek_v3", "glm4_moe"])
+def test_drafts_are_those_of_transformers(tmp_path: Path, make: Callable[..., HfModel]) -> None:
+    hf = make(tmp_path, num_mtp_layers=1)
+    mtp = with_mtp(hf)
+    check_drafts(hf, mtp)
 
 
 def drafted(rank: Rank, prompt: list[int]) -> list[tuple[list[int], list[int]]]:
@@ -210,12 +215,7 @@ def test_explained() -> None:
 def test_drafts_of_qwen3_next(tmp_path: Path) -> None:
     hf = hf_tiny.make_qwen3_next(tmp_path)
     mtp = with_next_mtp(hf)
-    for prompt in PROMPTS:
-        rank = build_rank(make_plan(hf.path, speculation=MTP, max_num_batched_tokens=8))
-        rank.submit(Job(prompt, 24).message(0))
-        for tokens, drafts in drafted(rank, prompt):
-            assert drafts == drafts_of(hf, mtp, tokens[:-1], 4)
-        rank.close()
+    check_drafts(hf, mtp)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -248,12 +248,7 @@ def test_drafts_of_models_with_an_indexer(tmp_path: Path, make: Callable[..., Hf
     torch.manual_seed(5)
     mtp = SparseMtp(hf).float().eval()
     write_mtp(hf, mtp.layers[0])
-    for prompt in PROMPTS:
-        rank = build_rank(make_plan(hf.path, speculation=MTP, max_num_batched_tokens=8))
-        rank.submit(Job(prompt, 24).message(0))
-        for tokens, drafts in drafted(rank, prompt):
-            assert drafts == drafts_of(hf, mtp, tokens[:-1], 4)
-        rank.close()
+    check_drafts(hf, mtp)
 
 
 @pytest.mark.slow

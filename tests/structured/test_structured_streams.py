@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import METHODS, check_streams, drafting_choices, foretold, undrafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapped import OFTEN
-from rank_parts import Job, drive, mailbox_ranks, make_plan
+from rank_parts import Job, drive, make_plan
 from structured_parts import accepts
 from survivors import Survivors, tight
 
-from configs.speculation import SpeculativeConfig
 from engine.build import build_rank
 from engine.rank import Rank
 from front.messages import Grammar, StructuredOutputsParams
@@ -48,14 +47,6 @@ ASKED = [
 ]
 STEM = [1, 300, 412, 250, 611, 300, 412, 250, 611, 300, 412]
 SIZES: dict[str, Any] = {"max_model_len": 36}
-METHODS = st.builds(
-    SpeculativeConfig,
-    method=st.sampled_from(["prediction", "ngram", "suffix", "mtp"]),
-    num_speculative_tokens=st.integers(1, 5),
-    prompt_lookup_min=st.just(1),
-    prompt_lookup_max=st.just(3),
-    adaptive=st.booleans(),
-)
 
 
 def grammar(index: int) -> Grammar | None:
@@ -75,20 +66,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def expected() -> dict[int, list[int]]:
-    rank = build_rank(make_plan(CHECKPOINT, enable_prefix_caching=False, max_num_seqs=1, **SIZES))
-    found = {index: got.tokens for index, got in enumerate(drive([rank], JOBS))}
-    rank.close()
-    return found
-
-
-def foretold(expected: dict[int, list[int]]) -> list[Job]:
-    """Every second request brings a prediction, with a mistake in it."""
-    jobs = []
-    for index, job in enumerate(JOBS):
-        text = expected[index]
-        more = {"prediction_token_ids": (*text[:5], 3, *text[6:])} if index % 2 else {}
-        jobs.append(Job(job.prompt, job.max_tokens, params={**job.params, **more}))
-    return jobs
+    return undrafted(JOBS, **SIZES)
 
 
 def close(rank: Rank) -> None:
@@ -110,17 +88,7 @@ def test_every_token_is_one_that_the_grammar_allows(expected: dict[int, list[int
 
 @settings(max_examples=30, deadline=None)
 @given(
-    choices=st.fixed_dictionaries(
-        {
-            "speculation": st.none() | METHODS,
-            "num_kv_blocks": st.integers(9, 30),
-            "max_num_seqs": st.integers(1, 5),
-            "max_num_batched_tokens": st.sampled_from([2, 7, 16, 64]),
-            "enable_prefix_caching": st.booleans(),
-            "async_scheduling": st.booleans(),
-            "dbo": st.sampled_from(OFTEN),
-        }
-    ),
+    choices=drafting_choices(st.none() | METHODS),
     arrivals=st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
     aborted=st.sets(st.integers(0, len(JOBS) - 1), max_size=2),
     size=st.sampled_from([1, 2]),
@@ -128,18 +96,7 @@ def test_every_token_is_one_that_the_grammar_allows(expected: dict[int, list[int
 def test_whatever_the_engine_does(
     expected: dict[int, list[int]], choices: dict[str, Any], arrivals: list[int], aborted: set[int], size: int
 ) -> None:
-    jobs = foretold(expected)
-    for index, (job, at) in enumerate(zip(jobs, arrivals, strict=True)):
-        job.arrive, job.abort = at, at + 5 if index in aborted else None
-    if size == 1:
-        ranks = [build_rank(make_plan(CHECKPOINT, **SIZES, **{**choices, "dbo": None}))]
-    else:
-        ranks = mailbox_ranks(CHECKPOINT, size, **SIZES, **choices)
-    for index, got in enumerate(drive(ranks, jobs)):
-        whole = expected[index]
-        assert got.tokens == whole if index not in aborted else got.tokens == whole[: len(got.tokens)]
-    for rank in ranks:
-        close(rank)
+    check_streams(JOBS, expected, arrivals, aborted, size, close, **SIZES, **choices)
 
 
 @settings(max_examples=12, deadline=None)
@@ -148,7 +105,7 @@ def test_kills_at_any_moment(expected: dict[int, list[int]], data: st.DataObject
     """A request goes on elsewhere: its matcher is made again from the tokens that are out."""
     plan = {"speculation": data.draw(st.none() | METHODS), **tight(data, 9), **SIZES}
     cluster = Survivors(CHECKPOINT, 3, slots_per_rank=16, **plan)
-    cluster.endure(foretold(expected), data)
+    cluster.endure(foretold(JOBS, expected), data)
     assert cluster.released == expected
     for rank in cluster.ranks.values():
         close(rank)

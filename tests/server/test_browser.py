@@ -98,6 +98,7 @@ def browser() -> Iterator[Any]:
 
 
 def test_a_conversation(browser: Any, served: Any, tmp_path: Path) -> None:
+    expect = importlib.import_module("playwright.sync_api").expect
     page = browser.new_page(viewport={"width": 1100, "height": 760}, color_scheme="light")
     requests: list[str] = []
     problems: list[str] = []
@@ -106,13 +107,13 @@ def test_a_conversation(browser: Any, served: Any, tmp_path: Path) -> None:
     page.on("pageerror", lambda error: problems.append(str(error)))
     base = f"http://127.0.0.1:{served.server_port}"
     page.goto(base)
-    page.wait_for_function("document.querySelector('#state').textContent === 'ready'")
+    expect(page.locator("#state")).to_have_text("ready")
     page.fill("#system", "Be brief.")
     page.fill("#temperature", "0.5")
     page.fill("#max_tokens", "40")
     page.fill("#text", "hello")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.querySelector('#figures').textContent.startsWith('3 tokens in, 4 out')")
+    expect(page.locator("#figures")).to_contain_text("3 tokens in, 4 out")
     assert page.inner_text("#log li.assistant .content") == "You said hello."
     asked = served.asked[-1]
     assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("fox", 0.5, 40) and "top_p" not in asked
@@ -144,7 +145,7 @@ def test_a_conversation(browser: Any, served: Any, tmp_path: Path) -> None:
     page.click("#send")
     page.wait_for_selector("text=on on on")
     page.keyboard.press("Escape")
-    page.wait_for_function("document.querySelector('#state').textContent === 'stopped'")
+    expect(page.locator("#state")).to_have_text("stopped")
     assert served.left.wait(30), "the server is told"
     page.wait_for_selector("#send:visible")
     page.fill("#text", "again")

@@ -292,7 +292,8 @@ def _runner(
     if plan.speculation is not None and plan.speculation.method == "mtp":
         passes = MtpPasses(model, kv, buffers, facts.vocab_size)
         if plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes:
-            passes.capture = Capture(passes.forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
+            graphs = CpuGraphs(exchange.wait_late)
+            passes.capture = Capture(passes.forward, graphs, policy, buffers, exchange, lambda: timeline.on)
     return Runner(
         model,
         kv,
@@ -325,7 +326,7 @@ def _capture(
         return model.steps(step, kv, lane, breaks)
 
     if not plan.cudagraph_capture_sizes:  # they do not see what a profile wants to see of the layers
-        return Capture(forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
+        return Capture(forward, CpuGraphs(exchange.wait_late), policy, buffers, exchange, lambda: timeline.on)
     return Capture(forward, graph_library(kv.device), policy, buffers, exchange)
 
 
@@ -340,7 +341,9 @@ def graph_policy(plan: Plan) -> GraphPolicy:
     num_parts, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_parts, plan.eplb is not None
     if not rows:
         exact = 0 if mode == "none" else min(plan.max_num_seqs + _most_drafts(plan), MAX_EXACT)
-        return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges)
+        # Exchanges of steps that may be split are timed as they go.
+        together = plan.dbo is None
+        return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges, together=together)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)
     return GraphPolicy(

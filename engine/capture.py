@@ -108,7 +108,7 @@ class Capture:
         self._watched = watched
         self._break_exchanges = True
         exact = range(1, policy.exact + 1)
-        self._sizes = {
+        self._sizes: dict[bool, list[GraphSize | None]] = {
             False: [None, *(GraphSize(True, rows) for rows in exact)],
             True: [GraphSize(True, rows, True) for rows in (0, *exact)],
         }

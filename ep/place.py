@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from eplb.placement import Placement
-from native import Isa, isa
-from native.exchange import SpreadSlots
+from native.exchange import SpreadSlots, can_spread
 
 Ints = npt.NDArray[np.int64]
 
@@ -80,7 +79,7 @@ class SlotTable:
         self._cursor = np.array([(rank * 7919 + layer * 104729) % _HASHES])
         self._native: SpreadSlots | None = None
         if device is None or torch.device(device).type == "cpu":
-            self._native = SpreadSlots(rows.cut_EB, rows.slot_EB2, self._cursor) if isa() > Isa.NONE else None
+            self._native = SpreadSlots(rows.cut_EB, rows.slot_EB2, self._cursor) if can_spread() else None
 
     def __call__(self, expert_TK: Tensor) -> Tensor:
         """int64 [T, K] logical experts -> int64 [T, K] slots. The input itself where both numbers are the same."""

@@ -53,7 +53,7 @@ class TokenBatch:
     x [T, D]; slot int64 [T, K], slots first_slot to first_slot + S - 1 are this rank's, others count nothing; weight
     float32 [T, K]. sum_dtype: of the sum; float32 or x's. rows_PD: the results of the P choices whose slots are here
     are wanted before they are weighted and summed, in x's dtype and in the order of tokens and choices; they may be put
-    there (memory that is not new with every step has its pages already). None: the sum is wanted. memory: where all that
+    there (memory that is not new with every step has its pages already). None: the sum is wanted. memory: where it all
     lies when the experts run again from a graph; None: they cannot.
     """
 

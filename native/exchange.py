@@ -92,6 +92,11 @@ def can_run(dtype: torch.dtype, size: int) -> bool:
     return dtype in _X_TYPES and size <= MAX_RANKS and isa() > Isa.NONE
 
 
+def can_spread() -> bool:
+    """Whether SpreadSlots runs here."""
+    return isa() > Isa.NONE
+
+
 class FewTokens:
     """The stages of one lane's exchanges in which no rank has more than `most` tokens, of at most `top_k` experts each.
 

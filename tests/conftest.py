@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from configs.env import read_env
 from native import Isa, limit_isa
@@ -42,6 +43,7 @@ LONG = (
     "models/test_triton_models.py",
     "launch/test_spawned.py",
 )  # relative to tests/; each takes ten seconds or more
+FEW = 34  # of 100 examples, in `make test` (amounts.py)
 OUTCOMES = ("passed", "failed", "error", "skipped", "deselected")
 
 
@@ -79,6 +81,9 @@ class OfWorker:
 
 def pytest_configure(config: pytest.Config) -> None:
     limit_isa(Isa[read_env().isa.upper() or max(Isa).name])  # MOESAIC_ISA=avx2 make test: a lesser machine
+    if "not slow" in config.option.markexpr:
+        settings.register_profile("few", settings.default, max_examples=FEW)
+        settings.load_profile("few")
     cache = tempfile.TemporaryDirectory(prefix="moesaic-cache-")  # not the user's own
     os.environ["MOESAIC_CACHE_DIR"] = cache.name
     config.add_cleanup(cache.cleanup)

@@ -123,13 +123,13 @@ def test_nothing_is_left_of_a_killed_supervisor(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_is_one_that_waited(tmp_path: Path) -> None:
-    """It holds no weights until then, and its own end costs nothing."""
+    """It holds no weights until then, and its own end costs nothing. (Its imports have a low priority.)"""
     with served(tmp_path, "-dp", "2") as server:
         expected = asyncio.run(wave(server))
         inode = store_of(server)
-        first = until(lambda: waiting(tmp_path), 60, "a process waits to become a rank")
+        first = until(lambda: waiting(tmp_path), 180, "a process waits to become a rank")
         os.kill(first, signal.SIGKILL)
-        second = until(lambda: waiting(tmp_path) not in (0, first) and waiting(tmp_path), 60, "another one waits")
+        second = until(lambda: waiting(tmp_path) not in (0, first) and waiting(tmp_path), 180, "another one waits")
         assert second not in mappings(inode)
         lost = ranks_of(server)["rank 1"]
         assert asyncio.run(wave(server, lambda: os.kill(lost, signal.SIGKILL))) == expected

@@ -162,7 +162,7 @@ class Runner:
         self._failure: BaseException | None = None
 
     def launch(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_ubatches: int = 1) -> StepHandle:
-        """Start a step (zero tokens are fine: this rank then only serves the others' exchanges). num_ubatches: all ranks
+        """Start a step (zero tokens are fine: it then only serves the others' exchanges). num_ubatches: all ranks
         compute it in so many parts, which take turns."""
         if self._threads is None:
             return _Inline(schedule, self, hooks, num_ubatches)

@@ -61,7 +61,7 @@ _Runs = Generator[_Run, _Taken, None]  # asks for runs, and is sent what they ha
 class Overlap(StepCompanion):
     """One rank's. Used by the rank's thread.
 
-    `times` are of the model's lanes. num_ubatches: of a step that is split; crossover: given, not measured; where it has
+    `times` are of the lanes. num_ubatches: of a step that is split; crossover: given, not measured; where it has
     a None, that is measured. measure: makes what measures (it takes memory). memory: file to remember in; None:
     nowhere.
     """

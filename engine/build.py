@@ -341,9 +341,7 @@ def graph_policy(plan: Plan) -> GraphPolicy:
     num_ubatches, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_ubatches, plan.eplb is not None
     if not rows:
         exact = 0 if mode == "none" else min(plan.max_num_seqs + _most_drafts(plan), MAX_EXACT)
-        # Exchanges of steps that may be split are timed as they go.
-        together = plan.dbo is None
-        return GraphPolicy(exact=exact, num_ubatches=num_ubatches, break_exchanges=break_exchanges, together=together)
+        return GraphPolicy(exact=exact, num_ubatches=num_ubatches, break_exchanges=break_exchanges)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)
     return GraphPolicy(

@@ -22,6 +22,9 @@ class Machine:
     free_memory: int
     fast_bfloat16: bool
     shared_memory: bool  # its ranks can exchange through it (ep/transport/shm_futex.py)
+    # On how many machines like this one the ranks are, each with memory that its own ranks share; cores and memory are
+    # then those of all.
+    machines: int = 1
     native_kernels: str = "none"  # the instruction set that the CPU kernels may use
     native_reason: str = "native kernels have not been looked for"
     native_choice: str = ""  # which of their ways are taken (native/choice.py)

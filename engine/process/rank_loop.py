@@ -25,10 +25,11 @@ from configs.hosts import Network
 from dbo.alive import mark
 from engine.build import build_rank
 from engine.device import own_device, use_device
-from engine.process.console import say_line
+from engine.process.console import say, say_line
 from engine.process.cores import Cores
 from engine.process.heartbeat import Heartbeat, LoopBeat, beat_once
 from engine.process.orphan import life_of
+from engine.process.phases import Phases
 from engine.process.places import Places, store_names
 from engine.process.progress import LoadProgress
 from engine.process.warm_up import practise, warm_up
@@ -61,8 +62,24 @@ def prepare(architecture: str) -> None:
     model_class(architecture)
 
 
-def run(options: argparse.Namespace) -> int:
-    """The exit code. options: as engine/process/rank_process.py reads them."""
+def rehearse(options: argparse.Namespace) -> Store | None:
+    """Practise as a rank with these options would, and keep nothing of it but the store of weights, mapped. None: there
+    is no full one. options: as engine/process/rank_process.py reads them."""
+    plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
+    if plan.store_nodes:  # which of them it maps depends on its cores, and those on its number
+        return None
+    store = _store(plan, Places(options.runtime_dir, options.memory))
+    if store is None or not store.complete:
+        return None
+    store.map_ahead()
+    rank = build_rank(plan, options.rank, join=True, store=store)
+    practise(rank, alone=True)
+    rank.close()
+    return store
+
+
+def run(options: argparse.Namespace, rehearsed: Store | None = None) -> int:
+    """The exit code. options: as engine/process/rank_process.py reads them; rehearsed: what `rehearse` gave."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {options.rank}: %(message)s")
     code = 0
     network = None
@@ -72,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     socket = RankSocket(options.front or places.socket("front.ipc"), options.rank)
     try:
         plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
-        start = Start(plan, options.rank, places, network, bool(options.front), options.join)
+        start = Start(plan, options.rank, places, network, bool(options.front), options.join, rehearsed)
         _serve(start, socket)
     except CheckpointError as error:
         code = _report(socket, options.rank, error, EXIT_WEIGHTS if options.join else EXIT_ERROR)
@@ -86,7 +103,8 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a rank's process was started with. remote: on another machine than the front."""
+    """What a rank's process was started with. remote: on another machine than the front. rehearsed: the store that it
+    has mapped, and practised in, before it was this rank."""
 
     plan: Plan
     rank: int
@@ -94,6 +112,7 @@ class Start:
     network: Network | None
     remote: bool
     join: bool
+    rehearsed: Store | None = None
 
     def bells(self, alive: Sequence[bool]) -> list[str]:
         """Where the live ranks hear the doorbell."""
@@ -105,6 +124,7 @@ class Start:
 
 def _serve(start: Start, socket: RankSocket) -> None:
     plan, rank_id, places, network = start.plan, start.rank, start.places, start.network
+    phases = Phases()
     loading = Heartbeat(places.file(f"loading-{rank_id}"))
     cores = None
     if plan.pin_ranks:
@@ -116,23 +136,30 @@ def _serve(start: Start, socket: RankSocket) -> None:
         sys.setswitchinterval(THINKING_SECONDS)
     # One bar is enough; every rank says in the end what it has read.
     progress = LoadProgress(f"rank {rank_id}", sys.stderr, leads=rank_id == 0)
-    store = _store(plan, places)
-    if start.join and plan.checkpoint and not (store is not None and store.complete):
+    store = start.rehearsed or _store(plan, places)
+    mapped = store is not None and store.complete
+    if start.join and plan.checkpoint and not mapped:
         await_checkpoint(plan.model_path, plan.checkpoint, WEIGHTS_SECONDS, partial(_say_waiting, socket, rank_id))
+    phases.end("open")
     meet = _meet_in(plan, rank_id, places.meetings) if network is None else _meet_at(plan, network, rank_id)
-    rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store)
+    rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store, network)
     progress.finish(rank.ready.bytes_read)
-    if start.join or network is not None:
+    phases.end("build", {"load": rank.ready.load_seconds})
+    alone = start.join or network is not None or mapped
+    if alone and start.rehearsed is None:
         practise(rank, alone=True)
-    else:
-        warm_up(rank, places, rank_id, plan.data_parallel_size)
+    if not start.join and network is None:
+        warm_up(rank, places, rank_id, plan.data_parallel_size, practised=alone)
+    phases.end("practice")
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
-    if store is not None:
+    if store is not None and start.rehearsed is None:
         threading.Thread(target=_map_ahead, args=(store,), name="mapping", daemon=True).start()
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
     socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
+    phases.end("rest")
+    say("rank_ready", rank=rank_id, pid=os.getpid(), **phases.seconds)
     was_idle, living = True, plan.data_parallel_size
     while not rank.done:
         mark()

@@ -22,9 +22,6 @@ class Machine:
     free_memory: int
     fast_bfloat16: bool
     shared_memory: bool  # its ranks can exchange through it (ep/transport/shm_futex.py)
-    # On how many machines like this one the ranks are, each with memory that its own ranks share; cores and memory are
-    # then those of all.
-    machines: int = 1
     native_kernels: str = "none"  # the instruction set that the CPU kernels may use
     native_reason: str = "native kernels have not been looked for"
     native_choice: str = ""  # which of their ways are taken (native/choice.py)
@@ -33,6 +30,9 @@ class Machine:
     gpu: Gpu | None = None  # with device "cuda"; free_memory is then that of the GPUs of all ranks
     exchange: Exchange | None = None  # between them
     device_reason: str = "a GPU has not been looked for"
+    # On how many machines like this one the ranks are, each with memory that its own ranks share; cores and memory are
+    # then those of all.
+    machines: int = 1
 
     @property
     def reasons(self) -> dict[str, str]:

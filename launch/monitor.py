@@ -197,7 +197,7 @@ class RankMonitor:
                     self._add(place)
                 else:
                     self._restart(place, now)
-        if self._standby is not None and self.restarts and self._calm(now):
+        if self._standby is not None and self.restarts and all(place.serves for place in self._places if place.wanted):
             self._standby.keep(self._words(self._places[-1]), now)
         return lost
 
@@ -367,10 +367,6 @@ class RankMonitor:
         self._start(place)
         assert place.child is not None
         say("rank_restarted", rank=place.rank, pid=place.child.process.pid, restart=place.tries + 1)
-
-    def _calm(self, now: float) -> bool:
-        """All ranks that are wanted have served for a moment: none is just about to join the others."""
-        return all(place.serves and now - place.served_since > SERVED_SECONDS for place in self._places if place.wanted)
 
     @property
     def _recovered(self) -> bool:

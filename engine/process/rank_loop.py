@@ -71,10 +71,10 @@ def rehearse(options: argparse.Namespace) -> Store | None:
     store = _store(plan, Places(options.runtime_dir, options.memory))
     if store is None or not store.complete:
         return None
-    store.map_ahead()
     rank = build_rank(plan, options.rank, join=True, store=store)
     practise(rank, alone=True)
     rank.close()
+    _start_mapping(store)
     return store
 
 
@@ -154,7 +154,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
     if store is not None and start.rehearsed is None:
-        threading.Thread(target=_map_ahead, args=(store,), name="mapping", daemon=True).start()
+        _start_mapping(store)
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
     socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
@@ -190,9 +190,12 @@ def _serve(start: Start, socket: RankSocket) -> None:
     bell.close()
 
 
-def _map_ahead(store: Store) -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # on Linux of this thread
-    store.map_ahead()
+def _start_mapping(store: Store) -> None:
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # on Linux of this thread
+        store.map_ahead()
+
+    threading.Thread(target=run, name="mapping", daemon=True).start()
 
 
 def _store(plan: Plan, places: Places) -> Store | None:

@@ -87,7 +87,8 @@ def waiting(folder: Path) -> int:
 
 
 def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
-    """All of them, twice; and one is enough for every expert."""
+    """All of them, twice; and one is enough for every expert. The first that comes back is the process that waited, which held
+    no weights until then."""
     weights = copied(tmp_path)
     with served(tmp_path, "-dp", "3", "--enable-dbo", "off", "--model", str(tmp_path / "model")) as server:
         expected = asyncio.run(wave(server))
@@ -96,6 +97,8 @@ def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
         assert 'weight_store_mappings{model_name="moesaic-tiny",store="0"} 3.0' in server.get("/metrics").replace(
             str(tmp_path / "model"), "moesaic-tiny"
         )
+        waited = until(lambda: waiting(tmp_path), 60, "a process waits to become a rank")
+        assert mappings(inode)[waited] == {"r--s"}
         weights.unlink()
 
         def all_but_one() -> None:
@@ -105,6 +108,7 @@ def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
             all_serve(server)
 
         assert asyncio.run(wave(server, all_but_one)) == expected
+        assert waited in ranks_of(server).values()
         assert asyncio.run(wave(server, lambda: kill_all(server))) == expected
         all_serve(server)
         assert maps_of_ranks(server, inode) == [{"r--s"}] * 3
@@ -124,14 +128,15 @@ def test_nothing_is_left_of_a_killed_supervisor(tmp_path: Path) -> None:
         assert not mappings(inode)
 
 
+@pytest.mark.slow
 def test_a_rank_is_one_that_waited(tmp_path: Path) -> None:
-    """It has rehearsed in the store until then, and its own end costs nothing."""
+    """It has rehearsed in the store until then, and its own end costs nothing. (It gets ready with a low priority.)"""
     with served(tmp_path, "-dp", "2") as server:
         expected = asyncio.run(wave(server))
         inode = store_of(server)
-        first = until(lambda: waiting(tmp_path), 60, "a process waits to become a rank")
+        first = until(lambda: waiting(tmp_path), 180, "a process waits to become a rank")
         os.kill(first, signal.SIGKILL)
-        second = until(lambda: waiting(tmp_path) not in (0, first) and waiting(tmp_path), 60, "another one waits")
+        second = until(lambda: waiting(tmp_path) not in (0, first) and waiting(tmp_path), 180, "another one waits")
         assert mappings(inode)[second] == {"r--s"}
         lost = ranks_of(server)["rank 1"]
         assert asyncio.run(wave(server, lambda: os.kill(lost, signal.SIGKILL))) == expected
@@ -188,6 +193,7 @@ def test_two_servers_do_not_meet(tmp_path: Path) -> None:
         assert maps_of_ranks(one, inodes[0]) == maps_of_ranks(other, inodes[1]) == [{"r--s"}] * 2
 
 
+@pytest.mark.slow  # tests/engine/test_balance.py has it of ranks in one process
 def test_the_balancer_moves_work_and_no_weights(tmp_path: Path) -> None:
     words = ["-dp", "2", "--dtype", "float32", "--enable-eplb", "--eplb-config", json.dumps(RESTLESS)]
     with served(tmp_path, *words, "--admin-api-key", "boss") as server:

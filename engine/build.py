@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from msgspec import structs
 from torch import Tensor
 
 from cache.manager import CacheManager
@@ -88,8 +87,9 @@ def build_rank(
     load.
 
     meet: opens the groups of an epoch; None: there are no others. progress(bytes_done, bytes_total). join: the others
-    are at work already, so a Membership is waited for instead of epoch 0. store: where the ranks of this machine have their weights. network: the machines that ranks are on; None: this one.
-    Raises ValueError, one line, for a checkpoint or a plan that cannot run.
+    are at work already, so a Membership is waited for instead of epoch 0. store: where the ranks of this machine have
+    their weights. network: the machines of the ranks; None: this one. Raises ValueError, one line, for a checkpoint or
+    a plan that cannot run.
     """
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
@@ -115,8 +115,7 @@ def build_rank(
     model.load(checkpoint, store)
     checkpoint.finish()
     scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size)
-    ready = _ready(plan, rank, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
-    ready = ready if network is None else structs.replace(ready, part=network.parts[rank])
+    ready = _ready(plan, rank, network, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
     timeline = Timeline(rank, model)
     kv = _cache(plan, model, device)
     runner = _runner(plan, model, kv, facts, device, exchange, timeline)
@@ -172,6 +171,7 @@ def _practice_tokens(plan: Plan, mapped: bool) -> int:
 def _ready(
     plan: Plan,
     rank: int,
+    network: Network | None,
     scheduler: Scheduler,
     facts: ModelFacts,
     load_seconds: float,
@@ -187,6 +187,7 @@ def _ready(
         load_seconds=load_seconds,
         bytes_read=bytes_read,
         mapped_bytes=0 if store is None else store.used,
+        part=0 if network is None else network.parts[rank],
         reasons=plan.reasons,
     )
 

@@ -33,6 +33,7 @@ from engine.process.phases import Phases
 from engine.process.places import Places, store_names
 from engine.process.progress import LoadProgress
 from engine.process.warm_up import practise, warm_up
+from engine.rank import Rank
 from engine.reading import await_checkpoint
 from engine.team import Groups, Meet, Opening, OpeningThread
 from ep.protocol import PeerLost
@@ -126,11 +127,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
     plan, rank_id, places, network = start.plan, start.rank, start.places, start.network
     phases = Phases()
     loading = Heartbeat(places.file(f"loading-{rank_id}"))
-    cores = None
-    if plan.pin_ranks:
-        ranks = plan.data_parallel_size_local or plan.data_parallel_size
-        cores = Cores(rank_id if network is None else network.place(rank_id), plan.threads_per_rank, ranks)
-        cores.share(ranks)
+    cores = _cores(start)
     bell = ZmqDoorbell(start.bells([True] * plan.data_parallel_size), rank_id)
     if plan.eplb is not None:
         sys.setswitchinterval(THINKING_SECONDS)
@@ -145,15 +142,11 @@ def _serve(start: Start, socket: RankSocket) -> None:
     rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store, network)
     progress.finish(rank.ready.bytes_read)
     phases.end("build", {"load": rank.ready.load_seconds})
-    alone = start.join or network is not None or mapped
-    if alone and start.rehearsed is None:
-        practise(rank, alone=True)
-    if not start.join and network is None:
-        warm_up(rank, places, rank_id, plan.data_parallel_size, practised=alone)
+    _warm_up(start, rank, mapped)
     phases.end("practice")
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
-    if store is not None and start.rehearsed is None:
+    if store is not None:
         _start_mapping(store)
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
@@ -188,6 +181,26 @@ def _serve(start: Start, socket: RankSocket) -> None:
     rank.close()
     heartbeat.close()
     bell.close()
+
+
+def _cores(start: Start) -> Cores | None:
+    """Those that this process has taken; None: any."""
+    plan, network = start.plan, start.network
+    if not plan.pin_ranks:
+        return None
+    ranks = plan.data_parallel_size_local or plan.data_parallel_size
+    cores = Cores(start.rank if network is None else network.place(start.rank), plan.threads_per_rank, ranks)
+    cores.share(ranks)
+    return cores
+
+
+def _warm_up(start: Start, rank: Rank, mapped: bool) -> None:
+    """mapped: it has found a full store."""
+    alone = start.join or start.network is not None or mapped
+    if alone and start.rehearsed is None:
+        practise(rank, alone=True)
+    if not start.join and start.network is None:
+        warm_up(rank, start.places, start.rank, start.plan.data_parallel_size, practised=alone)
 
 
 def _start_mapping(store: Store) -> None:

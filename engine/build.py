@@ -116,8 +116,7 @@ def build_rank(
     checkpoint.finish()
     scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size)
     ready = _ready(plan, rank, network, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
-    timeline = Timeline(rank, model)
-    kv = _cache(plan, model, device)
+    timeline, kv = Timeline(rank, model), _cache(plan, model, device)
     runner = _runner(plan, model, kv, facts, device, exchange, timeline)
     balance = _balance(plan, team, model, device)
     balancing = [] if balance is None else [balance, balance.counter]

@@ -50,8 +50,8 @@ def warm_up(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """own, size: this rank and the number of all, in the first epoch. practised: it has done so alone. A peer that is lost is dealt with as at any other
-    time: the rank is then without an epoch, and waits to be told of one."""
+    """own, size: this rank and the number of all, in the first epoch. practised: it has done so alone. A peer that is
+    lost is dealt with as at any other time: the rank is then without an epoch, and waits to be told of one."""
     beat_once(places.file(f"loaded-{own}"))
     last_sign = clock()
     missing = set(range(size)) - {own}

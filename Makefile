@@ -47,12 +47,14 @@ real: $(DEV)
 	$(BIN)/python benchmarks/real_weights.py --out $(REAL)
 	$(BIN)/python -m pytest tests/real --real-weights $(REAL)
 
-# Clients from the registries, once, in an environment of their own (1 GB); then a round trip of each.
+# Clients from the registries (1 GB), once; then a round trip of each. Each has a directory of its own, as they do not
+# agree on what they need.
 clients: $(DEV)
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])')
-	for package in $(PROGRAMS); do command -v npm > /dev/null || break; \
+	for wanted in $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])'); do \
+	  name=$${wanted%%[>[]*}; test -d $(CLIENTS)/$$name || $(CLIENTS)/bin/python -m pip install --quiet \
+	    --disable-pip-version-check --target $(CLIENTS)/$$name "$$wanted" || echo "$$wanted: not installed"; done
+	for package in $(PROGRAMS); do command -v npm > /dev/null || break; test -d $(CLIENTS)/node/node_modules/$$package || \
 	  npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/node $$package || echo "$$package: not installed"; done
 	$(BIN)/python -m pytest tests/clients
 

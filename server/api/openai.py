@@ -76,6 +76,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None

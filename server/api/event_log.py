@@ -58,22 +58,22 @@ class Followed(Response):
         self._begin = begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        log, sent, flights = self._log, self._begin, self._service.flights
-        flight = flights.open(record_of(scope).request_id, 0)
-        flight.deadline = None  # the response has one of its own
+        log, sent, in_flight = self._log, self._begin, self._service.in_flight
+        current = in_flight.open(record_of(scope).request_id, 0)
+        current.deadline = None  # the response has one of its own
         try:
-            flight.watch(receive)
-            flight.stream_to(send, SSE_HEADERS)
+            current.watch(receive)
+            current.stream_to(send, SSE_HEADERS)
             while True:
                 events = await log.after(sent)
                 sent += len(events)
                 ended = log.ended and sent >= len(log)
-                await flight.write(b"".join(events), time.monotonic(), more=not ended)
+                await current.write(b"".join(events), time.monotonic(), more=not ended)
                 if ended:
                     return
         except asyncio.CancelledError:
-            if flight.cause is None:
+            if current.cause is None:
                 raise
-            record_of(scope).status, record_of(scope).finish = 499, flight.cause
+            record_of(scope).status, record_of(scope).finish = 499, current.cause
         finally:
-            flights.close(flight)
+            in_flight.close(current)

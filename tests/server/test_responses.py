@@ -180,10 +180,10 @@ def test_in_the_background() -> None:
             assert (await s.http.post(f"/v1/responses/{name}/cancel")).json()["status"] == "completed"
             s.ranks.paused = True
             name = (await respond(s, background=True))["id"]
-            assert len(s.service.flights) == 1
+            assert len(s.service.in_flight) == 1
             cancelled = (await s.http.post(f"/v1/responses/{name}/cancel")).json()
             assert cancelled["status"] == "cancelled" and (await now())["status"] == "cancelled"
-            await until(lambda: not len(s.service.flights), "nothing in flight")
+            await until(lambda: not len(s.service.in_flight), "nothing in flight")
             assert s.ranks.aborted()
 
     asyncio.run(run())
@@ -197,7 +197,7 @@ def test_streams_of_the_background_can_be_left_and_taken_up() -> None:
             first = asyncio.create_task(s.post("/v1/responses", body))
             await until(lambda: s.ranks.paused, "in the middle of the story")
             first.cancel()
-            [name] = [flight.answer_id for flight in s.service.flights._flights if flight.answer_id]
+            [name] = [one.answer_id for one in s.service.in_flight._in_flight if one.answer_id]
             kept = await s.http.get(f"/v1/responses/{name}")
             assert kept.json()["status"] == "queued"
             second = asyncio.create_task(s.http.get(f"/v1/responses/{name}?stream=true"))
@@ -218,8 +218,8 @@ def test_streams_of_the_background_can_be_left_and_taken_up() -> None:
             error_of(await s.http.get(f"/v1/responses/{plain}?stream=true"), 400)
             s.ranks.paused = True
             third = asyncio.create_task(s.post("/v1/responses", body))
-            await until(lambda: len(s.service.flights) == 2, "it runs, and is followed")
-            [name] = [flight.answer_id for flight in s.service.flights._flights if flight.answer_id]
+            await until(lambda: len(s.service.in_flight) == 2, "it runs, and is followed")
+            [name] = [one.answer_id for one in s.service.in_flight._in_flight if one.answer_id]
             assert (await s.http.post(f"/v1/responses/{name}/cancel")).json()["status"] == "cancelled"
             last = named_events(await third, EVENTS)[-1]
             assert last["type"] == "response.failed" and last["response"]["status"] == "cancelled"

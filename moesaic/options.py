@@ -242,8 +242,8 @@ GROUPS = {
     "Ranks and experts": [
         "data_parallel_size", "enable_expert_parallel", "all2all_backend", "dispatch_dtype", "num_redundant_experts",
         "enable_eplb", "eplb_config", "enable_dbo", "dbo_decode_token_threshold", "dbo_prefill_token_threshold",
-        "ubatch_size", "exchange_timeout", "wait_warning_seconds", "nnodes", "node_rank", "data_parallel_size_local", "data_parallel_address",
-        "data_parallel_rpc_port", "data_parallel_start_rank", "headless",
+        "ubatch_size", "exchange_timeout", "wait_warning_seconds", "nnodes", "node_rank", "data_parallel_size_local",
+        "data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "headless",
     ],
     "How it computes": [
         "optimization_level", "enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes", "compilation_config",

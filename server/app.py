@@ -83,16 +83,10 @@ def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
         "/eplb/load": eplb.load,
     }
     completions, chat = Completions(service), ChatCompletions(service)
-
-    async def invocations(request: Request) -> Response:
-        """By what the body has."""
-        has_messages = _MESSAGES.search(await service.body(request)) is not None
-        return await (chat if has_messages else completions).answer(request)
-
     post: dict[str, Handler] = {
         "/v1/completions": completions.answer,
         "/v1/chat/completions": chat.answer,
-        "/invocations": invocations,
+        "/invocations": Invocations(service, chat, completions).answer,
         "/v1/responses": responses.answer,
         "/v1/responses/input_tokens": responses.input_tokens,
         "/v1/responses/{response_id}/cancel": responses.cancel,
@@ -115,6 +109,19 @@ def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
     delete: dict[str, Handler] = {"/v1/responses/{response_id}": responses.delete}
     tables = {"POST": post, "GET": get, "DELETE": delete}
     return [(method, path, handler) for method, table in tables.items() for path, handler in table.items()]
+
+
+class Invocations:
+    """SageMaker's route: a chat or a completion, by what the body has."""
+
+    def __init__(self, service: Service, chat: ChatCompletions, completions: Completions) -> None:
+        self._service = service
+        self._chat = chat
+        self._completions = completions
+
+    async def answer(self, request: Request) -> Response:
+        has_messages = _MESSAGES.search(await self._service.body(request)) is not None
+        return await (self._chat if has_messages else self._completions).answer(request)
 
 
 class Endpoint:

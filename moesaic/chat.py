@@ -45,7 +45,7 @@ def command(message: str | None, **options: Any) -> None:
     except ConnectionRefusedError:
         raise ValueError(f"{url}: no server listens there; `moesaic serve` starts one") from None
     except ssl.SSLCertVerificationError as error:
-        reason = f"{error.verify_message}; SSL_CERT_FILE=FILE names a certificate to trust"
+        reason = f"certificate verify failed: {error.verify_message}; SSL_CERT_FILE=FILE names a certificate to trust"
         raise ValueError(f"{url}: {reason}") from None
     except (OSError, HttpError) as error:
         raise ValueError(f"{url}: {error}") from None

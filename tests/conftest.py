@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -94,6 +95,16 @@ def pytest_configure(config: pytest.Config) -> None:
         # Read when a worker starts: its threads must not spin on a core that another worker has.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         config.pluginmanager.register(LastLine(), "last-line")
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # what is collected lives to the end
+
+
+def pytest_collection_finish() -> None:
+    """No collection looks again at thousands of tests and at libraries."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

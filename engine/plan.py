@@ -286,7 +286,7 @@ def expert_choices(plan: Plan) -> tuple[int, int, int, int, int]:
     facts = read_config(Path(plan.model_path), plan.hf_overrides)
     numbers = model_numbers(Path(plan.model_path), plan.model_path, facts)
     item, held = 4 if plan.dtype == "float32" else 2, 4 if numbers.dtype == "float32" else 2
-    each = item
+    each: float = item
     if plan.expert_format != "plain":
         each = HALF_BYTES if plan.expert_format in ("mxfp4", "int4") else QUANTIZED_BYTES
     experts = int(numbers.expert_bytes / held * each)

@@ -72,8 +72,8 @@ class Sharing:
         whole = self.expert_bytes + self.other_bytes
         if whole > self.memory:
             return (
-                f"Share the experts: the weights take {whole >> 20} MiB, and {self.memory >> 20} MiB are free here, so a "
-                "replica does not fit."
+                f"Share the experts: the weights take {whole >> 20} MiB, and {self.memory >> 20} MiB are free here, so "
+                "a replica does not fit."
             )
         better = [row for row in self.rows() if row.saved_ms > 0]
         if not better:

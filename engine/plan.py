@@ -281,8 +281,8 @@ def step_rows(plan: Plan) -> tuple[int, int]:
 
 
 def expert_choices(plan: Plan) -> tuple[int, int, int, int, int]:
-    """Of a model with experts: bytes of all of them as they are kept, of all other weights, experts per token, layers with
-    experts, hidden size."""
+    """Of a model with experts: bytes of all of them as they are kept, of all other weights, experts per token, layers
+    with experts, hidden size."""
     facts = read_config(Path(plan.model_path), plan.hf_overrides)
     numbers = model_numbers(Path(plan.model_path), plan.model_path, facts)
     item, held = 4 if plan.dtype == "float32" else 2, 4 if numbers.dtype == "float32" else 2

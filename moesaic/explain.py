@@ -123,7 +123,8 @@ def _sharing(plan: Plan, nodes: int, link: float, round_trip: float) -> Sharing 
 
 def _show_sharing(sharing: Sharing) -> None:
     table = Table(
-        "streams of a machine", "replica reads experts, ms", "shared: reads, ms", "exchanges, ms", "a step is shorter by, ms",
+        "streams of a machine", "replica reads experts, ms", "shared: reads, ms", "exchanges, ms",
+        "a step is shorter by, ms",
         title=f"Experts over {sharing.nodes} machines, or a replica on each", title_justify="left",
     )  # fmt: skip
     for row in sharing.rows():
@@ -132,9 +133,10 @@ def _show_sharing(sharing: Sharing) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"A token sends {sharing.bytes_per_token:.0f} bytes to other machines over links of {8e-6 * sharing.link:g} Mbit/s; "
-        f"round trips of {1000 * sharing.round_trip:g} ms take {1000 * sharing.round_trips:.1f} ms of each step; memory is "
-        f"read at {1e-9 * sharing.reads:.1f} GB/s (measured). The rest of a step is the same."
+        f"A token sends {sharing.bytes_per_token:.0f} bytes to other machines over links of "
+        f"{8e-6 * sharing.link:g} Mbit/s; round trips of {1000 * sharing.round_trip:g} ms take "
+        f"{1000 * sharing.round_trips:.1f} ms of each step; memory is read at {1e-9 * sharing.reads:.1f} GB/s (measured). "
+        "The rest of a step is the same."
     )
     console.print(sharing.advice)
 

@@ -135,8 +135,8 @@ def _show_sharing(sharing: Sharing) -> None:
     console.print(
         f"A token sends {sharing.bytes_per_token:.0f} bytes to other machines over links of "
         f"{8e-6 * sharing.link:g} Mbit/s; round trips of {1000 * sharing.round_trip:g} ms take "
-        f"{1000 * sharing.round_trips:.1f} ms of each step; memory is read at {1e-9 * sharing.reads:.1f} GB/s (measured). "
-        "The rest of a step is the same."
+        f"{1000 * sharing.round_trips:.1f} ms of each step; memory is read at {1e-9 * sharing.reads:.1f} GB/s "
+        "(measured). The rest of a step is the same."
     )
     console.print(sharing.advice)
 

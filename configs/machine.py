@@ -30,6 +30,9 @@ class Machine:
     gpu: Gpu | None = None  # with device "cuda"; free_memory is then that of the GPUs of all ranks
     exchange: Exchange | None = None  # between them
     device_reason: str = "a GPU has not been looked for"
+    # On how many machines like this one the ranks are, each with memory that its own ranks share; cores and memory are
+    # then those of all.
+    machines: int = 1
 
     @property
     def reasons(self) -> dict[str, str]:

@@ -305,6 +305,22 @@ def step_rows(plan: Plan) -> tuple[int, int]:
     return plan.max_num_seqs * facts.hidden_size * (4 if plan.dtype == "float32" else 2), facts.num_moe_layers
 
 
+def expert_choices(plan: Plan) -> tuple[int, int, int, int, int]:
+    """Of a model with experts: bytes of all of them as they are kept, of all other weights, experts per token, layers
+    with experts, hidden size."""
+    facts = read_config(Path(plan.model_path), plan.hf_overrides)
+    numbers = model_numbers(Path(plan.model_path), plan.model_path, facts)
+    item, held = 4 if plan.dtype == "float32" else 2, 4 if numbers.dtype == "float32" else 2
+    each: float = item
+    if plan.expert_format != "plain":
+        each = HALF_BYTES if plan.expert_format in ("mxfp4", "int4") else QUANTIZED_BYTES
+    experts = int(numbers.expert_bytes / held * each)
+    others = (numbers.weight_bytes - numbers.expert_bytes) * item // held
+    router = getattr(facts, "router", None)  # every family with experts has one
+    assert router is not None, facts.architecture
+    return experts, others, router.experts_per_token, facts.num_moe_layers, facts.hidden_size
+
+
 def _gguf_tensors(directory: Path, file: Path) -> Iterator[tuple[str, str, int]]:
     """The same of a GGUF file: weights of fewer bits as they are kept in memory (layers/gguf/blocks.py), but for the
     embedding, which is widened."""

@@ -220,7 +220,8 @@ class RankReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     vocab_size: int
     load_seconds: float
     bytes_read: int
-    mapped_bytes: int = 0  # of weights that it shares with other ranks
+    mapped_bytes: int = 0  # of weights that it shares with other ranks ...
+    part: int = 0  # ... of this part of the server
     reasons: dict[str, str] = {}
     process: int = msgspec.field(default_factory=os.getpid)
 

@@ -54,6 +54,7 @@ class SamplingBatch:
     top_p_P: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     min_p_P: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     num_logprobs_P: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    named_logprobs: list[tuple[int, Tensor]] = field(default_factory=list)  # (p, token ids), in the place of the best
     masks: tuple[Ints, Words] | None = None  # [P]: of each row the one that it has, -1: none; [N, V / 32], as bits
     allowed: list[tuple[int, Tensor]] = field(default_factory=list)  # (p, token ids)
     forbidden: Pairs | None = None
@@ -122,6 +123,7 @@ class SamplingTable:
         self._min_p = np.zeros(max_rows, np.float32)
         self._seed_keys = np.zeros(max_rows, np.uint64)
         self._num_logprobs = np.zeros(max_rows, np.int64)
+        self._named_logprobs: dict[int, Tensor] = {}
         self._new_row: dict[int, NewRow] = {}  # rows with edits
         self._stops: dict[int, list[int]] = {}
         self._allowed: dict[int, Tensor] = {}
@@ -150,6 +152,10 @@ class SamplingTable:
         if params.logprobs is not None:
             needs |= LOGPROBS
             self._num_logprobs[row] = size if params.logprobs < 0 else min(params.logprobs, size)
+            named = [token for token in params.logprob_token_ids if 0 <= token < size]
+            if named:
+                self._num_logprobs[row] = len(named)
+                (self._named_logprobs[row],) = to_device([np.array(named, np.int64)], self.device)
         self._needs[row] = needs
         self._num_needy += needs != 0
 
@@ -192,6 +198,7 @@ class SamplingTable:
         needs = int(self._needs[row])
         self._num_needy -= needs != 0
         self._needs[row] = 0
+        self._named_logprobs.pop(row, None)
         if needs & EDITS:
             for table in (self._new_row, self._stops, self._allowed, self._bias, self._history, self._guides):
                 table.pop(row, None)
@@ -224,6 +231,8 @@ class SamplingTable:
             batch.min_p_P = self._min_p[rows_P]
         if needs & LOGPROBS:
             batch.num_logprobs_P = self._num_logprobs[rows_P]
+            named = self._named_logprobs
+            batch.named_logprobs = [(p, named[row]) for p, row in enumerate(rows) if row in named] if named else []
         if needs & EDITS:
             self._gather_edits(batch, rows, positions, drafts)
         return batch

@@ -26,7 +26,7 @@ MODES = ("off", "on", "auto")
 def make_command(report: Callable[[dict[str, Any]], None]) -> click.Command:
     """report: prints a row."""
 
-    @click.command("dbo", cls=VllmCommand)
+    @click.command("dbo", cls=VllmCommand, short_help="What splitting a step hides.")
     @click.option("--tokens", type=int, default=512, show_default=True, help="Of each rank's step: prompts, as chunks.")
     @click.option(
         "--steps", type=int, default=6, show_default=True, help="Full steps of each rank, per mode and round."

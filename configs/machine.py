@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +49,7 @@ class ModelNumbers:
     """What a choice needs to know of a model. cache_spec(dtype, fp8): as models/facts.py has it."""
 
     path: str
+    tokenizer_path: str = field(default="", kw_only=True)  # of another tokenizer; "": the model's own
     name: str  # what the server calls it unless told otherwise
     architecture: str
     max_position_embeddings: int

@@ -71,6 +71,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     spin, why["spin_threads"] = spin_threads(ranks, threads, machine.cores)
     plan = Plan(
         model_path=model.path,
+        tokenizer_path=model.tokenizer_path,
         hf_overrides=config.hf_overrides,
         served_model_names=config.served_model_name or (model.name,),
         architecture=model.architecture,

@@ -258,7 +258,7 @@ def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int) -> Scheduler:
         policy=plan.scheduling_policy,
         async_depth=int(plan.async_scheduling),
         speculation=make_speculation(plan),
-        grammars=Grammars(plan.model_path, vocab_size),
+        grammars=Grammars(plan.model_path, plan.tokenizer_path, vocab_size),
     )
 
 

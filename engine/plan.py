@@ -325,7 +325,7 @@ def _gguf_tensors(directory: Path, file: Path) -> Iterator[tuple[str, str, int]]
     """The same of a GGUF file: weights of fewer bits as they are kept in memory (layers/gguf/blocks.py), but for the
     embedding, which is widened."""
     header = read_header(file)
-    names = json.loads((directory / GGUF_INDEX).read_text(encoding="utf-8"))["tensors"]
+    names = json.loads((directory / GGUF_INDEX).read_text(encoding="utf-8"))["files"][file.name]
     for name, (key, part, _) in names.items():
         tensor = header.tensors[key]
         numbers = math.prod(tensor.shape if part is None else tensor.shape[1:])

@@ -18,7 +18,7 @@ from configs.cache import num_checkpoints, planned_sizes
 from configs.engine import Plan
 from dbo.split import context_cost
 from dbo.steps import Steps
-from engine.capture import MANY, Capture, GraphPolicy
+from engine.capture import MANY, Capture, Forward, GraphPolicy
 from engine.device import AtOnce, check_room, graph_library, make_readback, open_device
 from engine.doorbell import Doorbell, SharedDoorbell
 from engine.overlap.cadence import Cadence
@@ -148,6 +148,9 @@ def _model(plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.devi
     model = build(facts, parallel, DTYPES[plan.dtype], device, *kernels)
     model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
     model.keep_linears(WeightFormat(plan.linear_format))
+    plain = plan.expert_format == plan.linear_format == "plain"
+    if plan.speculation is not None and plan.speculation.whole and plain and isa() > Isa.NONE:
+        model.keep_drafts(WeightFormat.INT8)
     return model
 
 
@@ -290,9 +293,13 @@ def _runner(
     buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
     passes = None
     if plan.speculation is not None and plan.speculation.method == "mtp":
-        passes = MtpPasses(model, kv, buffers, facts.vocab_size)
-        if plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes:
-            passes.capture = Capture(passes.forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
+        captured, graphs = plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes, CpuGraphs()
+
+        def make_capture(forward: Forward) -> Capture:
+            return Capture(forward, graphs, policy, buffers, watched=lambda: timeline.on)
+
+        most = plan.speculation.num_speculative_tokens
+        passes = MtpPasses(model, kv, buffers, facts.vocab_size, most, make_capture if captured else None)
     return Runner(
         model,
         kv,

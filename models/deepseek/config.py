@@ -61,6 +61,7 @@ class DeepseekConfig:
     index: IndexConfig | None = None
     key_names: KeyNames = PLAIN
     drafts: bool = False
+    whole_drafts: bool = False
 
     @property
     def context_limit(self) -> int:
@@ -72,7 +73,8 @@ class DeepseekConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return self.num_layers + self.drafts - self.first_moe_layer if self.num_experts else 0
+        spread = self.drafts and not self.whole_drafts
+        return self.num_layers + spread - self.first_moe_layer if self.num_experts else 0
 
     @property
     def mla_dims(self) -> tuple[int, int, int, int, int]:

@@ -81,7 +81,7 @@ def make_mlps(
 ) -> list[GatedMLP | MoE]:
     """The feed-forward layer of each decoder layer."""
     sizes = config.hidden_size, config.intermediate_size
-    num_dense = config.num_layers + config.drafts - config.num_moe_layers
+    num_dense = config.first_moe_layer if config.num_experts else config.num_layers + config.drafts
     dense = [GatedMLP(*sizes, dtype, device) for _ in range(num_dense)]
     return [*dense, *_moe_layers(config, parallel, dtype, device)]
 
@@ -94,8 +94,9 @@ def _moe_layers(config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, 
     shared_width = config.num_shared_experts * config.moe_intermediate_size
     made = []
     assert config.router is not None
-    for _ in range(config.num_moe_layers):
+    for number in range(config.num_layers + config.drafts - config.first_moe_layer):
         shared = GatedMLP(config.hidden_size, shared_width, dtype, device) if shared_width else None
         router = make_router(config.router, config.hidden_size, config.num_experts, dtype, device)
-        made.append(layers.make(router, config.moe_intermediate_size, shared))
+        make = layers.make if number < config.num_moe_layers else layers.make_whole
+        made.append(make(router, config.moe_intermediate_size, shared))
     return made

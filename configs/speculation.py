@@ -26,7 +26,7 @@ class SpeculativeConfig:
     num_speculative_tokens: most of a request in a step; fewer where that is measured to be faster, if adaptive.
     prompt_lookup_min, _max: tokens that have to occur again ("ngram"). suffix_decoding_*: see
     engine/speculation/suffix.py. memory: file of the times that were measured; "": they are not kept. whole: every
-    rank has all experts of the layer that drafts (method "mtp"), in 8 bits. The last two are decided, not asked for.
+    rank has all experts of the layer that drafts (method "mtp"). The last two are decided, not asked for.
     """
 
     method: Method

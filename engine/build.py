@@ -148,9 +148,6 @@ def _model(plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.devi
     model = build(facts, parallel, DTYPES[plan.dtype], device, *kernels)
     model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
     model.keep_linears(WeightFormat(plan.linear_format))
-    plain = plan.expert_format == plan.linear_format == "plain"
-    if plan.speculation is not None and plan.speculation.whole and plain and isa() > Isa.NONE:
-        model.keep_drafts(WeightFormat.INT8)
     return model
 
 

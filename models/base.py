@@ -51,19 +51,16 @@ class CausalLM(Protocol):
     ) -> Steps[Tensor]:
         """A pass of the layer that drafts, where the facts have one (`drafts`). step: as of `steps`, but with each
         token replaced by the one that follows it; hidden_TD: what `steps` gave, or an earlier pass of this kind. Its
-        value, [T, D], is what `draft_tokens` makes drafts of, and the hidden_TD of one token further."""
-        ...
-
-    def draft_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, drafts_P: Tensor) -> None:
-        """int64 [P]: becomes what `greedy_tokens` gives, or nearly: what is drafted bears on nothing else."""
+        value, [T, D], is what `greedy_tokens` makes drafts of, and the hidden_TD of one token further."""
         ...
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
         """[P, D] -> [P, V], in the model's dtype."""
         ...
 
-    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
-        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
+    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
+        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
+        one."""
         ...
 
     def keep_experts(self, form: WeightFormat, backend: str = "auto") -> None:
@@ -72,10 +69,6 @@ class CausalLM(Protocol):
 
     def keep_linears(self, form: WeightFormat) -> None:
         """How the matrices outside the experts are kept in memory; before `load`."""
-        ...
-
-    def keep_drafts(self, form: WeightFormat) -> None:
-        """The same of what drafts, where all ranks have all of it (`with_drafts`); before `load`."""
         ...
 
     def load(self, source: WeightSource, store: Store | None = None) -> None:

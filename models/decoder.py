@@ -18,12 +18,9 @@ from cache.memory import CacheMemory
 from cache.spec import CacheSpec
 from dbo.alive import mark
 from dbo.steps import Steps
-from ep.experts import WeightFormat
 from ep.parallel import Parallel
 from layers.embed import Embedding
-from layers.greedy import greedy
 from layers.head import LMHead
-from layers.linear import Linear
 from layers.norm import RMSNorm
 from layers.rope import Rope
 from layers.rope_parameters import RopeParameters
@@ -126,12 +123,6 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
         return (yield from self.mtp.steps(self.embed(step.token_ids_T), hidden_TD, context, cache))
 
-    def keep_drafts(self, form: WeightFormat) -> None:
-        """Also the head, which is then there twice, and has a quarter or half of the bytes here."""
-        super().keep_drafts(form)
-        if self.mtp is not None and not self.mtp.layer.mlp.exchanges and self.head.bias is None:
-            self.mtp.head = Linear(self.config.hidden_size, self.config.vocab_size, False, self.dtype, self._device)
-
     def _idle_steps(self, layers: Sequence[DecoderLayer[A]], lane: int) -> Steps[Tensor]:
         """A rank without tokens: its experts serve the tokens of others, and nothing else is to be computed."""
         none_TD = torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.norm.weight.device)
@@ -146,18 +137,10 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         values_PV: Tensor = self.head(hidden_PD)
         return values_PV
 
-    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
-        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
-        return self.head.greedy_tokens(hidden_PD, num_valid_tokens)
-
-    def draft_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, drafts_P: Tensor) -> None:
-        """int64 [P]: becomes what `greedy_tokens` gives, or nearly, where the head of what drafts is kept in fewer
-        bits."""
-        own = None if self.mtp is None else self.mtp.head
-        if own is None:
-            self.head.greedy_tokens(hidden_PD, num_valid_tokens, drafts_P)
-        else:
-            greedy(own(hidden_PD)[:, :num_valid_tokens], drafts_P)
+    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
+        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
+        one."""
+        return self.head.greedy_tokens(hidden_PD, num_valid_tokens, out_P)
 
     def _read_embedding(self, source: WeightSource) -> None:
         source.read("model.embed_tokens.weight", self.embed.weight)

@@ -16,7 +16,6 @@ from layers.weights import Key
 from models.base import ExpertSource, Observer, WeightSource
 from models.expert_weights import expert_keys, read_expert, read_experts
 from models.fewer_bits import pack_linear
-from models.mtp import MtpLayer
 from models.parts import Part, expert_units, whole
 from store.filling import Piece, take_all
 from store.memory import Store
@@ -31,7 +30,6 @@ class ExpertParallelMixin(nn.Module):
         self._hidden_size = hidden_size
         self._device = device
         self._linear_form = WeightFormat.PLAIN
-        self._draft_form: WeightFormat | None = None
         self._moe_layer_ids: tuple[int, ...] = ()
         self._hosts: list[tuple[str, MoE]] = []  # the keys of a layer's experts begin with the first
         self._whole: list[tuple[str, MoE]] = []  # the same of layers that do not exchange
@@ -60,19 +58,11 @@ class ExpertParallelMixin(nn.Module):
             if isinstance(module, Linear):
                 module.keeps_stored = form is WeightFormat.PLAIN
 
-    def keep_drafts(self, form: WeightFormat) -> None:
-        """How what drafts is kept in memory, experts and matrices, where all ranks have all of it; before it is loaded.
-        What it gives bears on nothing but drafts."""
-        for _, moe in self._whole:
-            moe.experts.keep_as(form)
-            self._draft_form = form
-
     def pack_linears(self, part: nn.Module) -> None:
         """Bring the linear layers of a loaded part into the form in which they are kept."""
-        form = self._draft_form if isinstance(part, MtpLayer) and self._draft_form else self._linear_form
         for module in part.modules():
             if isinstance(module, Linear):
-                pack_linear(module, form)
+                pack_linear(module, self._linear_form)
 
     def load_parts(self, parts: Sequence[Part], source: WeightSource, num_experts: int, store: Store | None) -> None:
         """Fill them and the experts of this rank: from `source` alone, or together with the other ranks of a store,

@@ -33,7 +33,7 @@ _SHARED = {
 
 class MtpLayer(nn.Module, Generic[A]):
     """eh_proj, a product with [embedding; state], is kept as its two halves, so that nothing is brought together
-    first. head: the main model's in a form of its own; None: the main model's is used."""
+    first."""
 
     def __init__(
         self, layer: DecoderLayer[A], index: int, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
@@ -41,7 +41,6 @@ class MtpLayer(nn.Module, Generic[A]):
         """index: the number of the layer, which comes behind the main model's."""
         super().__init__()
         self.index = index
-        self.head: Linear | None = None
         self.embedding_norm = RMSNorm(hidden_size, eps, dtype, device)
         self.hidden_norm = RMSNorm(hidden_size, eps, dtype, device)
         self.from_embedding = Linear(hidden_size, hidden_size, False, dtype, device)
@@ -73,8 +72,6 @@ class MtpLayer(nn.Module, Generic[A]):
         source.read(f"{prefix}enorm.weight", self.embedding_norm.weight)
         source.read(f"{prefix}hnorm.weight", self.hidden_norm.weight)
         source.read(f"{prefix}shared_head.norm.weight", self.norm.weight)
-        if self.head is not None:
-            source.read(_SHARED["shared_head.head.weight"][tied], self.head.weight)
         for name, mains in _SHARED.items():
             if source.has(prefix + name):
                 _check_equal(source, prefix + name, mains[tied], (vocab_size, size))

@@ -88,14 +88,14 @@ class MtpPasses:
         if num:
             assert self._last_SD is not None
             hidden_SD = self._last_SD[:num]
-            self._model.draft_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[0])
+            self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[0])
         for number, one in enumerate(following, 1):
             if breaks is not EAGER:
                 one = self._buffers.widened(one, FURTHER)
             one = replace(one, token_ids_T=drafts_PS[number - 1])
             hidden_SD = yield from self._model.draft_steps(one, hidden_SD, self._kv, 0, breaks)
             if num:
-                self._model.draft_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[number])
+                self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[number])
         return drafts_PS.T
 
     def steps(

@@ -12,7 +12,7 @@ from dbo.memory import file_of
 from engine.speculation.times import StepTimes
 from models.facts import ModelFacts, mtp_layers, takes_drafts, with_drafts, with_kept_drafts
 
-WHOLE_BYTES = 1 << 30  # experts and head of the layer that drafts, in 8 bits, where every rank has all of it
+WHOLE_BYTES = 1 << 30  # of the experts of the layer that drafts in float32, where every rank has all of them
 
 
 def default_method(model: str | None, facts: ModelFacts) -> Method:
@@ -54,7 +54,7 @@ def with_whole_layer(speculation: SpeculativeConfig | None, facts: ModelFacts) -
     """On CPUs: a layer that drafts without asking other ranks for their experts, where that takes little memory."""
     if speculation is None or speculation.method != "mtp":
         return speculation
-    num_bytes = facts.hidden_size * (3 * facts.num_experts * facts.moe_intermediate_size + facts.vocab_size)
+    num_bytes = 3 * 4 * facts.num_experts * facts.moe_intermediate_size * facts.hidden_size
     return replace(speculation, whole=facts.num_moe_layers > 0 and num_bytes <= WHOLE_BYTES)
 
 
@@ -65,7 +65,7 @@ def with_speculation(
     if speculation is not None and plan.ranks_per_machine and config.speculative_config is None:
         speculation, reason = None, "on a GPU only if asked for: a step would wait for the tokens of the last one"
     if speculation is not None and speculation.whole:
-        reason += ", in 8 bits, all of which is on every rank"
+        reason += ", whose experts are all on every rank"
     more = {"speculation": reason}
     if speculation is not None and speculation.method != "prediction" and plan.async_scheduling:
         if config.async_scheduling is None:

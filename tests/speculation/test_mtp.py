@@ -210,7 +210,7 @@ def test_the_embedded_model_accepts_most_drafts() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_whole_layer_on_every_rank(size: int) -> None:
-    """In 8 bits, and without exchanges: the stream is the same, and nearly as many drafts are right."""
+    """Without exchanges: the stream is the same, and so are the drafts."""
     jobs = [Job([1, 300, 412, 250], 60, params={"ignore_eos": True}), Job([1, 9, 700], 40, params={"ignore_eos": True})]
     found = []
     for whole in (False, True):
@@ -222,8 +222,7 @@ def test_the_whole_layer_on_every_rank(size: int) -> None:
             assert rank._team.placement is not None and len(rank._team.placement.slot_to_expert) == 4 - whole
             rank._scheduler.kv.check([])
             rank.close()
-    assert found[0][0] == found[1][0]
-    assert found[1][1] > 0.8 * found[0][1] > 0
+    assert found[0] == found[1] and found[0][1] > 0
 
 
 def test_explained() -> None:

@@ -209,7 +209,7 @@ def _overlap(
         return Measure(model, times, exchange, device, *sizes, context_cost(model.config.hidden_size))
 
     memory = Path(dbo.memory) if dbo.memory else None
-    return Overlap(runner, times, dbo.num_parts, dbo.decode_tokens, dbo.prefill_tokens, measure, memory)
+    return Overlap(runner, times, dbo.num_ubatches, dbo.decode_tokens, dbo.prefill_tokens, measure, memory)
 
 
 def _lanes(
@@ -220,7 +220,7 @@ def _lanes(
     name = "auto" if plan.all2all_backend == "local" else plan.all2all_backend  # it began alone, and has grown
     many, few = plan.max_num_batched_tokens, _few_tokens(plan)
     sizes, dtype, rows = (num_slots, hidden_size), DTYPES[plan.dtype], plan.dispatch_rows
-    num_lanes = 1 if plan.dbo is None else plan.dbo.num_parts
+    num_lanes = 1 if plan.dbo is None else plan.dbo.num_ubatches
     made = make_lanes(name, group, *sizes, dtype, num_lanes, rows=rows, max_tokens=many, few_tokens=few, state=exchange)
     return made if plan.dbo is None else times.timed(made)
 
@@ -341,17 +341,17 @@ def _few_tokens(plan: Plan) -> int:
 def graph_policy(plan: Plan) -> GraphPolicy:
     """What the plan wants captured. A rank whose experts are balanced counts their tokens as the layers go."""
     rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
-    num_parts, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_parts, plan.eplb is not None
+    num_ubatches, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_ubatches, plan.eplb is not None
     if not rows:
         exact = 0 if mode == "none" else min(plan.max_num_seqs + _most_drafts(plan), MAX_EXACT)
-        return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges)
+        return GraphPolicy(exact=exact, num_ubatches=num_ubatches, break_exchanges=break_exchanges)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)
     return GraphPolicy(
         full=sorted({min(size, most) for size in rows}) if "full" in mode else (),
         piecewise=rows if "piecewise" in mode else (),
         few_tokens=MANY if alone else most,
-        num_parts=num_parts,
+        num_ubatches=num_ubatches,
         break_exchanges=break_exchanges,
         together=not alone,  # alone: the plan has not asked whether an exchange could be captured
     )

@@ -193,7 +193,7 @@ def _exchange(
         hidden_size=facts.hidden_size,
         max_tokens=config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
         rows="fp8" if config.dispatch_dtype == "fp8" else "plain",
-        num_parts=1 if config.enable_dbo == "off" else config.ubatch_size,
+        num_ubatches=1 if config.enable_dbo == "off" else config.ubatch_size,
         no_rdma=no_rdma,
         no_ibgda=no_ibgda,
         installed=installed,

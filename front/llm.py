@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from front.collector import Collector
 from front.driver import Driver
-from front.front import EngineFailed, Work
+from front.front import EngineFailed, FrontOutput
 from front.messages import BalanceStatus, SamplingParams
 from front.outputs import Delta, Prompt, RequestOutput
 from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
@@ -273,7 +273,7 @@ class LLM(Driver[Ranks]):
             if time.monotonic() > deadline:
                 raise EngineFailed(f"no rank has sent anything for {self._silence_timeout:g} s")
 
-    def _do(self, work: Work) -> None:
+    def _do(self, work: FrontOutput) -> None:
         for request_id, delta in work.deltas:
             collector = self._collectors.get(request_id)
             if collector is not None:

@@ -34,7 +34,7 @@ _abort_decoder = msgspec.json.Decoder(AbortRequest)
 
 
 def build_app(service: Service) -> ASGIApp:
-    """Its runner also runs `service.flights.clock()` beside it."""
+    """Its runner also runs `service.in_flight.clock()` beside it."""
     pages = Pages(service)
     handlers = _handlers(service, pages)
     pages.routes = [(method, path) for method, path, _ in handlers if path not in FILES]
@@ -186,7 +186,7 @@ class Pages:
 
     async def load(self, request: Request) -> Response:
         """server_load: generating requests in flight; beside it what the ranks say."""
-        return json_response({"server_load": len(self._service.flights), **self._service.metrics.load()})
+        return json_response({"server_load": len(self._service.in_flight), **self._service.metrics.load()})
 
     async def openapi(self, request: Request) -> Response:
         return json_response(document(self.routes, self._version))
@@ -200,7 +200,7 @@ class Pages:
         """Aborted requests answer with what they have and finish_reason "abort"."""
         service = self._service
         body = await service.read(request, _abort_decoder)
-        aborted = [service.engine.abort(name) for name in service.flights.prompt_ids(body.request_ids)]
+        aborted = [service.engine.abort(name) for name in service.in_flight.prompt_ids(body.request_ids)]
         return json_response({"aborted": sum(aborted)})
 
     async def reset_prefix_cache(self, request: Request) -> Response:

@@ -180,7 +180,7 @@ class FrontProcess:
         )
         http = HttpServer(self._uvicorn_config(service))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
-        clock = asyncio.create_task(service.flights.clock())
+        clock = asyncio.create_task(service.in_flight.clock())
         try:
             code = await self._watch(engine, serving, clock)
             await self._end(service, http, serving)
@@ -250,7 +250,7 @@ class FrontProcess:
     async def _end(self, service: Service, http: HttpServer, serving: asyncio.Task[None]) -> None:
         """Let the last answers out, then let the ranks and the connections go."""
         deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while len(service.flights) and time.monotonic() < deadline:
+        while len(service.in_flight) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_SECONDS)
         for rank in range(self._ranks.size):
             with contextlib.suppress(ConnectionError):

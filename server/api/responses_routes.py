@@ -136,10 +136,10 @@ class Responses:
     async def _run(
         self, job: Job, writer: ResponsesWriter, items: list[Json], outer: Record, admitted: asyncio.Future[None]
     ) -> None:
-        flights = self._service.flights
+        in_flight = self._service.in_flight
         try:
             self._service.require_ready()
-            flight = flights.open(job.request_id, 1)
+            current = in_flight.open(job.request_id, 1)
         except ApiError as refused:
             admitted.set_exception(refused)
             return
@@ -147,20 +147,20 @@ class Responses:
         record = Record(outer.request_id, outer.method, "/v1/responses (background)", 200, model=job.model)
         record.params, record.num_choices = job.prompts[0].params, 1
         record.prompt_tokens = len(job.prompts[0].token_ids)
-        flight.answer_id = job.answer_id
-        flight.prompt_ids = [job.prompts[0].request_id]
+        current.answer_id = job.answer_id
+        current.prompt_ids = [job.prompts[0].request_id]
         status = "cancelled"
         error: Json | None = None
         try:
             await Answer(self._service, job, writer).gather(record)
             status = ""
         except asyncio.CancelledError:
-            if flight.cause == "timeout":
+            if current.cause == "timeout":
                 status, error = "failed", {"code": "server_error", "message": "the request took too long"}
         except (EngineDraining, EngineBusy, EngineFailed, ApiError) as failure:
             status, error = "failed", {"code": "server_error", "message": as_api_error(failure).message}
         finally:
-            flights.close(flight)
+            in_flight.close(current)
             if status:
                 self._store.put(writer.response(status, error=error), items)
             log_request(record)

@@ -288,7 +288,8 @@ def make_fp8(hf: HfModel) -> None:
 
 Quantize = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]  # what is stored, and what that stands for
 PROJECTIONS = (
-    "_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight", ".wq_b.weight", ".wk.weight"
+    "_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight", ".wq_b.weight", ".wk.weight",
+    ".in_proj_qkvz.weight", ".in_proj_qkv.weight", ".in_proj_z.weight",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import examples
 from drive import generate_on_ranks, mailbox_models, prompts_of
 from hf_tiny import (
     VOCAB,
@@ -97,7 +98,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(shapes(), st.sampled_from([make_qwen3_next, make_qwen3_5_moe, make_qwen3_5]), st.integers(1, 69))
 def test_whatever_the_shape(shape: dict[str, Any], make: Make, cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +109,7 @@ def test_whatever_the_shape(shape: dict[str, Any], make: Make, cut: int) -> None
             assert relative_error(chunked_logits(ours, tokens, chunks), expected) < 1e-4
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=examples(15), deadline=None, derandomize=True)
 @given(
     kinds=st.lists(st.sampled_from(["linear_attention", "full_attention"]), min_size=2, max_size=2),
     heads=st.integers(1, 4),

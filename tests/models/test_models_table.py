@@ -37,18 +37,24 @@ def rows() -> dict[str, list[str]]:
 
 
 TABLE = rows()
-# Families with tests of their own (test_linear_parity.py, test_sparse_parity.py): varied, ranks, fewer bits.
-LINEAR = ("yes", "1, 2, 4", "not tested")
+# Families with tests of their own (test_linear_parity.py, test_linear_quantized.py, test_sparse_parity.py): varied, ranks, fewer bits.
+LINEAR = ("yes", "1, 2, 4", EVERY_FORM)
 ELSEWHERE = {
     "DeepseekV32ForCausalLM": ("yes", "1, 2, 4", SOME_FORMS),
     "GlmMoeDsaForCausalLM": ("yes", "1, 2, 4", SOME_FORMS),
     "Qwen3NextForCausalLM": LINEAR,
     "Qwen3_5MoeForCausalLM": LINEAR,
     "Qwen3_5MoeForConditionalGeneration": LINEAR,
-    "Qwen3_5ForCausalLM": ("yes", "dense", "not tested"),
-    "Qwen3_5ForConditionalGeneration": ("yes", "dense", "not tested"),
+    "Qwen3_5ForCausalLM": ("yes", "dense", SOME_FORMS),
+    "Qwen3_5ForConditionalGeneration": ("yes", "dense", SOME_FORMS),
     "KimiLinearForCausalLM": LINEAR,
 }
+# Whose own layer drafts, as tests/speculation/test_mtp.py compares with transformers.
+MTP = {
+    "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM",
+    "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+}  # fmt: skip
 
 
 def test_every_architecture_has_a_row() -> None:
@@ -60,6 +66,7 @@ def test_every_architecture_has_a_row() -> None:
 @pytest.mark.parametrize("architecture", sorted(TABLE))
 def test_a_row_says_what_is_tested(architecture: str) -> None:
     said = dict(zip(COLUMNS[1:], TABLE[architecture], strict=True))
+    assert ("`mtp`" in said["drafts"]) == (architecture in MTP), "tests/speculation/test_mtp.py"
     if architecture in ELSEWHERE:
         assert (said["varied configurations"], said["ranks"], said["fewer bits"]) == ELSEWHERE[architecture]
         return

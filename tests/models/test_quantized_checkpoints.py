@@ -23,6 +23,7 @@ from hf_tiny import (
     make_fp8,
     make_glm4_moe,
     make_gpt_oss,
+    make_kimi_linear,
     make_llama,
     make_minimax_m2,
     make_mistral,
@@ -31,7 +32,10 @@ from hf_tiny import (
     make_qwen2,
     make_qwen2_moe,
     make_qwen3,
+    make_qwen3_5,
+    make_qwen3_5_moe,
     make_qwen3_moe,
+    make_qwen3_next,
     quantize_fp8,
     relative_error,
     rewrite,
@@ -52,6 +56,8 @@ TOKENS = [(7 * i) % VOCAB for i in range(24)]
 GROUP = 32
 WIDE: dict[str, Any] = {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 2}
 DENSE: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 2}
+LAYERS: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+STATES = {**WIDE, **LAYERS, "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 20}
 # By architecture, which is how docs/models.md names them (test_models_table.py).
 FAMILIES: dict[str, Callable[[Path], HfModel]] = {
     "Qwen3MoeForCausalLM": lambda path: make_qwen3_moe(path, **WIDE),
@@ -60,6 +66,9 @@ FAMILIES: dict[str, Callable[[Path], HfModel]] = {
     "DeepseekV3ForCausalLM": lambda path: make_v3(path, **WIDE),
     "KimiK2ForCausalLM": lambda path: make_v3(path, n_group=1, topk_group=1, **WIDE),
     "LlamaForCausalLM": lambda path: make_llama(path, **DENSE),
+    "Qwen3NextForCausalLM": lambda path: make_qwen3_next(path, **STATES),
+    "Qwen3_5MoeForCausalLM": lambda path: make_qwen3_5_moe(path, **STATES),
+    "KimiLinearForCausalLM": lambda path: make_kimi_linear(path, **WIDE, **LAYERS, mlp_layer_types=["dense", "sparse"]),
 }
 # Their weights are read in the same way; one form shows that their names fit.
 MORE: dict[str, Callable[[Path], HfModel]] = {
@@ -72,6 +81,7 @@ MORE: dict[str, Callable[[Path], HfModel]] = {
     "Qwen3ForCausalLM": lambda path: make_qwen3(path, **DENSE),
     "Qwen2ForCausalLM": lambda path: make_qwen2(path, **DENSE),
     "MistralForCausalLM": lambda path: make_mistral(path, **DENSE),
+    "Qwen3_5ForCausalLM": lambda path: make_qwen3_5(path, **DENSE, **LAYERS),
 }
 
 

@@ -331,7 +331,7 @@ async def server(
     traces = Traces(endpoint, "moesaic") if endpoint else None
     service = Service(engine, small_tokenizer(), decided, config, SamplingParams(), 1_700_000_000, traces)
     app = build_app(service)
-    clock = asyncio.create_task(service.flights.clock())
+    clock = asyncio.create_task(service.in_flight.clock())
     transport = httpx.ASGITransport(app=app)
     async with (
         asyncio.timeout(TEST_SECONDS),

@@ -164,10 +164,10 @@ def test_in_the_background() -> None:
             assert (await s.http.post(f"/v1/responses/{name}/cancel")).json()["status"] == "completed"
             s.ranks.paused = True
             name = (await respond(s, background=True))["id"]
-            assert len(s.service.flights) == 1
+            assert len(s.service.in_flight) == 1
             cancelled = (await s.http.post(f"/v1/responses/{name}/cancel")).json()
             assert cancelled["status"] == "cancelled" and (await now())["status"] == "cancelled"
-            await until(lambda: not len(s.service.flights), "nothing in flight")
+            await until(lambda: not len(s.service.in_flight), "nothing in flight")
             assert s.ranks.aborted()
 
     asyncio.run(run())

@@ -12,6 +12,7 @@ import deepseek_tiny
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from hf_tiny import HfModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,9 @@ from rank_parts import Job, drive, mailbox_ranks, make_plan
 from survivors import Survivors, tight
 from torch import Tensor
 from transformers.modeling_layers import MtpLayer, MtpModel
-from transformers.models.qwen3_next import modeling_qwen3_next as next_blocks
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from configs.engine import EngineConfig
 from configs.speculation import SpeculativeConfig
@@ -87,14 +90,28 @@ class OwnMtp(torch.nn.Module, ABC):
         return logits
 
 
+# By model_type: where transformers has the blocks, and how their names begin.
+NEXT_BLOCKS = {
+    "qwen3_next": (modeling_qwen3_next, "Qwen3Next"),
+    "qwen3_5_moe_text": (modeling_qwen3_5_moe, "Qwen3_5Moe"),
+    "qwen3_5_text": (modeling_qwen3_5, "Qwen3_5"),
+}
+NEXT = [hf_tiny.make_qwen3_next, hf_tiny.make_qwen3_5_moe, hf_tiny.make_qwen3_5]
+NEXT_IDS = ["qwen3_next", "qwen3_5_moe", "qwen3_5"]
+
+
 class NextMtp(OwnMtp):
+    """Of Qwen3-Next and Qwen3.5."""
+
     def __init__(self, hf: HfModel) -> None:
         super().__init__(hf)
         config = hf.model.config
-        norms = [next_blocks.Qwen3NextRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)]
+        blocks, name = NEXT_BLOCKS[config.model_type]
+        norm, layer = getattr(blocks, f"{name}RMSNorm"), getattr(blocks, f"{name}DecoderLayer")
+        norms = [norm(config.hidden_size, config.rms_norm_eps) for _ in range(3)]
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norms
         self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = torch.nn.ModuleList([next_blocks.Qwen3NextDecoderLayer(config, FULL_LAYER)])
+        self.layers = torch.nn.ModuleList([layer(config, FULL_LAYER)])
 
     def layer(self, embedded: Tensor, states: Tensor, **more: Any) -> Tensor:
         x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)), -1))
@@ -117,20 +134,25 @@ class SparseMtp(OwnMtp):
         return out
 
 
-def with_next_mtp(hf: HfModel) -> NextMtp:
-    """Random, and written to the checkpoint as Qwen has it."""
+def with_next_mtp(hf: HfModel, fused: bool = False) -> NextMtp:
+    """Random, and written to the checkpoint as Qwen has it: a key for each expert, or (fused) one for all."""
     torch.manual_seed(5)
     mtp = NextMtp(hf).float().eval()
     hf_tiny.randomize(mtp)
     stored = {f"mtp.{name}": tensor.clone() for name, tensor in mtp.state_dict().items()}
     prefix = "mtp.layers.0.mlp.experts."
+    if f"{prefix}down_proj" in stored and not fused:
+        split_experts(stored, prefix)
+    hf_tiny.rewrite(hf.path, lambda tensors: {**tensors, **stored})
+    return mtp
+
+
+def split_experts(stored: dict[str, Tensor], prefix: str) -> None:
     gate_up, down = stored.pop(f"{prefix}gate_up_proj"), stored.pop(f"{prefix}down_proj")
     for expert in range(len(down)):
         gate, up = gate_up[expert].chunk(2)
         for name, tensor in (("gate", gate), ("up", up), ("down", down[expert])):
             stored[f"{prefix}{expert}.{name}_proj.weight"] = tensor.clone()
-    hf_tiny.rewrite(hf.path, lambda tensors: {**tensors, **stored})
-    return mtp
 
 
 def drafts_of(hf: HfModel, mtp: MtpModel | OwnMtp, tokens: list[int], count: int) -> list[int]:
@@ -230,16 +252,24 @@ def test_explained() -> None:
     assert "MTP" in reasons["speculation"]
 
 
-def test_drafts_of_qwen3_next(tmp_path: Path) -> None:
-    hf = hf_tiny.make_qwen3_next(tmp_path)
+@pytest.mark.parametrize("make", NEXT, ids=NEXT_IDS)
+def test_drafts_of_models_with_states(tmp_path: Path, make: Callable[..., HfModel]) -> None:
+    hf = make(tmp_path)
     mtp = with_next_mtp(hf)
     check_drafts(hf, mtp)
 
 
+def test_experts_of_the_layer_in_one_key(tmp_path: Path) -> None:
+    hf = hf_tiny.make_qwen3_5_moe(tmp_path)
+    mtp = with_next_mtp(hf, fused=True)
+    check_drafts(hf, mtp)
+
+
 @pytest.mark.parametrize("size", [1, 2])
-def test_streams_of_qwen3_next(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("make", NEXT[:2], ids=NEXT_IDS[:2])
+def test_streams_of_models_with_states(tmp_path: Path, make: Callable[..., HfModel], size: int) -> None:
     """Those without drafts; some of its drafts are right, though it is random: the text repeats itself."""
-    hf = hf_tiny.make_qwen3_next(tmp_path)
+    hf = make(tmp_path)
     with_next_mtp(hf)
     jobs = [Job(prompt, 20 + 3 * index, arrive=index) for index, prompt in enumerate(PROMPTS)]
     plain = build_rank(make_plan(hf.path, max_num_seqs=1))
@@ -270,9 +300,9 @@ def test_drafts_of_models_with_an_indexer(tmp_path: Path, make: Callable[..., Hf
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [hf_tiny.make_qwen3_next, deepseek_tiny.make_glm5], ids=["qwen3_next", "glm5"])
+@pytest.mark.parametrize("make", [*NEXT[:2], deepseek_tiny.make_glm5], ids=[*NEXT_IDS[:2], "glm5"])
 def test_kills_at_any_moment(tmp_path_factory: pytest.TempPathFactory, make: Callable[..., HfModel]) -> None:
-    if make is hf_tiny.make_qwen3_next:
+    if make in NEXT:
         hf = make(tmp_path_factory.mktemp("mtp"))
         with_next_mtp(hf)
     else:
@@ -282,7 +312,7 @@ def test_kills_at_any_moment(tmp_path_factory: pytest.TempPathFactory, make: Cal
     plain = build_rank(make_plan(hf.path, max_num_seqs=1))
     expected = {index: got.tokens for index, got in enumerate(drive([plain], jobs))}
 
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=examples(8), deadline=None)
     @given(st.data())
     def endure(data: st.DataObject) -> None:
         cluster = Survivors(hf.path, 3, slots_per_rank=8, max_model_len=36, speculation=MTP, **tight(data, 9))

@@ -80,7 +80,8 @@ def waiting(folder: Path) -> int:
 
 
 def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
-    """All of them, twice; and one is enough for every expert."""
+    """All of them, twice; and one is enough for every expert. The first that comes back is the process that waited, which held
+    no weights until then."""
     weights = copied(tmp_path)
     with served(tmp_path, "-dp", "3", "--enable-dbo", "off", "--model", str(tmp_path / "model")) as server:
         expected = asyncio.run(wave(server))
@@ -89,6 +90,8 @@ def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
         assert 'weight_store_mappings{model_name="moesaic-tiny"} 3.0' in server.get("/metrics").replace(
             str(tmp_path / "model"), "moesaic-tiny"
         )
+        waited = until(lambda: waiting(tmp_path), 60, "a process waits to become a rank")
+        assert waited not in mappings(inode)
         weights.unlink()
 
         def all_but_one() -> None:
@@ -98,6 +101,7 @@ def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
             all_serve(server)
 
         assert asyncio.run(wave(server, all_but_one)) == expected
+        assert waited in ranks_of(server).values()
         assert asyncio.run(wave(server, lambda: kill_all(server))) == expected
         all_serve(server)
         assert mappings(inode) == {pid: {"r--s"} for pid in ranks_of(server).values()}
@@ -117,14 +121,15 @@ def test_nothing_is_left_of_a_killed_supervisor(tmp_path: Path) -> None:
         assert not mappings(inode)
 
 
+@pytest.mark.slow
 def test_a_rank_is_one_that_waited(tmp_path: Path) -> None:
-    """It holds no weights until then, and its own end costs nothing."""
+    """It holds no weights until then, and its own end costs nothing. (Its imports have a low priority.)"""
     with served(tmp_path, "-dp", "2") as server:
         expected = asyncio.run(wave(server))
         inode = store_of(server)
-        first = until(lambda: waiting(tmp_path), 60, "a process waits to become a rank")
+        first = until(lambda: waiting(tmp_path), 180, "a process waits to become a rank")
         os.kill(first, signal.SIGKILL)
-        second = until(lambda: waiting(tmp_path) not in (0, first) and waiting(tmp_path), 60, "another one waits")
+        second = until(lambda: waiting(tmp_path) not in (0, first) and waiting(tmp_path), 180, "another one waits")
         assert second not in mappings(inode)
         lost = ranks_of(server)["rank 1"]
         assert asyncio.run(wave(server, lambda: os.kill(lost, signal.SIGKILL))) == expected
@@ -182,6 +187,7 @@ def test_two_servers_do_not_meet(tmp_path: Path) -> None:
         assert set(mappings(inodes[1])) == set(ranks_of(other).values())
 
 
+@pytest.mark.slow  # tests/engine/test_balance.py has it of ranks in one process
 def test_the_balancer_moves_work_and_no_weights(tmp_path: Path) -> None:
     words = ["-dp", "2", "--dtype", "float32", "--enable-eplb", "--eplb-config", json.dumps(RESTLESS)]
     with served(tmp_path, *words, "--admin-api-key", "boss") as server:

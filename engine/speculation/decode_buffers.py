@@ -30,6 +30,7 @@ class DecodeBuffers:
         self._block_size = limits.block_size
         self._rows = BatchTable(limits.max_num_seqs, limits.max_model_len, limits.columns, limits.num_tables)
         self._lanes: dict[int, StepMemory] = {}
+        self._every_row = torch.arange(limits.max_decodes, device=device)
 
     def lane(self, index: int) -> StepMemory:
         """What the parts of that number are read from."""
@@ -107,7 +108,7 @@ class DecodeBuffers:
             positions += range(start, start + count)
         rows_T, positions_T = np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64)
         known = token_ids[rows_T, positions_T]
-        step = self.decodes(0, rows_T, positions_T, known, torch.arange(num, device=self.device))
+        step = self.decodes(0, rows_T, positions_T, known, self._every_row[:num])
         drafts_of = {entry: drafts for entry, drafts in enumerate(schedule.drafts) if drafts}
         return PreparedStep(
             (step,), graphs, step.logits_rows_P, len(schedule.rows), entries, rows_T, positions_T + 1, (), None,

@@ -74,6 +74,8 @@ class Landing:
         """The rows of the batch that have sampled, and the new tokens of each. Raises PeerLost."""
         self._confirm()
         prepared, tokens = self.prepared, self.arrival.take()[0].tolist()
+        if prepared.drafts is None:
+            return prepared.rows_S.tolist(), [[token] for token in tokens]
         parts = [(first, new[: num_new(new, drafts)]) for first, new, drafts in runs(prepared, tokens)]
         return prepared.rows_S[[first for first, _ in parts]].tolist(), [new for _, new in parts]
 
@@ -202,7 +204,6 @@ class Runner:
             self._capture.forget()
         if self._passes is not None:
             self._passes.forget()
-        self._table.forget_step()
         self._unnoted = None
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, PeerLost):
@@ -212,7 +213,6 @@ class Runner:
         """Waits for the steps launched."""
         if self._threads is not None:
             self._threads.shutdown(wait=True)
-        self._table.close()
 
     def _run(self, schedule: Schedule, hooks: Sequence[StepHook], num_ubatches: int) -> Landing:
         if self._failure is not None:
@@ -237,8 +237,6 @@ class Runner:
             self._table.clear(row)
         for new in schedule.new_rows:
             self._table.set(new.row, new)
-        if self._unnoted is None:
-            self._table.begin(schedule)
         self._exchange.begin(schedule.most_tokens)
         capture = self._capture
         prepared = self._buffers.fill(schedule, num_ubatches, None if capture is None else capture.choose)

@@ -68,7 +68,7 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy, self.async_depth = policy, async_depth
         self.speculation = speculation or Speculation()
-        self.grammars = grammars or Grammars("", 0)
+        self.grammars = grammars or Grammars("", "", 0)
         self.refused: list[TokenOutput] = []  # last outputs of requests that had no step
         self._requests: dict[int, Request] = {}  # all unfinished
         self._running: list[Request] = []  # sorted by order

@@ -83,6 +83,10 @@ class RuntimeDir:
         """A descriptor of this process that the others find under this name; closed with the rest."""
         self._files[name] = file
 
+    def kept(self, name: str) -> int | None:
+        """The descriptor under this name, if there is one."""
+        return self._files.get(name)
+
     def clear(self, name: str) -> None:
         """A file of fixed size with nothing but zeros."""
         os.pwrite(self._file(name), bytes(FILE_BYTES), 0)

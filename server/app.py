@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from importlib import metadata
 
@@ -28,6 +29,7 @@ from server.profile import Profiles
 from server.service import Service, json_response
 from server.web import FILES, Web
 
+_MESSAGES = re.compile(rb'"messages"\s*:')
 Handler = Callable[[Request], Awaitable[Response]]
 
 _abort_decoder = msgspec.json.Decoder(AbortRequest)
@@ -80,10 +82,13 @@ def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
         "/eplb/placement": eplb.placement,
         "/eplb/load": eplb.load,
     }
+    completions, chat = Completions(service), ChatCompletions(service)
     post: dict[str, Handler] = {
-        "/v1/completions": Completions(service).answer,
-        "/v1/chat/completions": ChatCompletions(service).answer,
+        "/v1/completions": completions.answer,
+        "/v1/chat/completions": chat.answer,
+        "/invocations": Invocations(service, chat, completions).answer,
         "/v1/responses": responses.answer,
+        "/v1/responses/input_tokens": responses.input_tokens,
         "/v1/responses/{response_id}/cancel": responses.cancel,
         "/v1/messages": messages.answer,
         "/v1/messages/count_tokens": messages.count_tokens,
@@ -104,6 +109,19 @@ def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
     delete: dict[str, Handler] = {"/v1/responses/{response_id}": responses.delete}
     tables = {"POST": post, "GET": get, "DELETE": delete}
     return [(method, path, handler) for method, table in tables.items() for path, handler in table.items()]
+
+
+class Invocations:
+    """SageMaker's route: a chat or a completion, by what the body has."""
+
+    def __init__(self, service: Service, chat: ChatCompletions, completions: Completions) -> None:
+        self._service = service
+        self._chat = chat
+        self._completions = completions
+
+    async def answer(self, request: Request) -> Response:
+        has_messages = _MESSAGES.search(await self._service.body(request)) is not None
+        return await (self._chat if has_messages else self._completions).answer(request)
 
 
 class Endpoint:

@@ -184,12 +184,15 @@ class Metrics(Collector):
         """The weights that ranks share (docs/memory.md)."""
         members = self._engine.members
         serving = [rank for rank, state in enumerate(members.states[: members.count]) if state is State.UP]
-        sizes = [ready.mapped_bytes for rank in serving if (ready := members.ready.get(rank)) is not None]
-        for metric, text, value in (
-            ("moesaic:weight_store_bytes", "Weights that the ranks of the machine share.", max(sizes, default=0)),
-            ("moesaic:weight_store_mappings", "Ranks that map them.", sum(size > 0 for size in sizes)),
-        ):
-            yield gauge(metric, text, ["model_name"], [([name], value)])
+        stores: dict[int, list[int]] = {0: []}
+        for ready in map(members.ready.get, serving):
+            if ready is not None and ready.mapped_bytes:
+                stores.setdefault(ready.part, []).append(ready.mapped_bytes)
+        labels, texts = ["model_name", "store"], ("Weights that the ranks of a machine share.", "Ranks that map them.")
+        sizes = [((name, str(store)), max(mapped, default=0)) for store, mapped in stores.items()]
+        yield gauge("moesaic:weight_store_bytes", texts[0], labels, sizes)
+        counts = [((name, str(store)), len(mapped)) for store, mapped in stores.items()]
+        yield gauge("moesaic:weight_store_mappings", texts[1], labels, counts)
 
     def _surviving(self, name: str, labels: list[str]) -> Iterator[Metric]:
         members = self._engine.members

@@ -69,7 +69,7 @@ def main() -> None:
         config = _load(options.server, ServerConfig)
         logs.configure(config.log_format, config.log_requests, sys.stderr)
         listener = listen(config.host, config.port)
-        tokenizer = Tokenizer(plan.model_path)
+        tokenizer = Tokenizer(plan.model_path, plan.tokenizer_path)
         OutputFormats(tokenizer, config)  # said at once, where parsers do not go together
         defaults = model_defaults(plan.model_path) if config.use_generation_config else SamplingParams()
         defaults = msgspec.structs.replace(defaults, **config.generation)

@@ -76,7 +76,7 @@ class Service:
         )
         self.metrics = Metrics(engine, plan, self.in_flight)
         self._intake = Intake(tokenizer, plan, config)
-        self._large = IntakeProcess(tokenizer.directory, plan, config)
+        self._large = IntakeProcess(tokenizer, plan, config)
         self._serial = itertools.count()
 
     def close(self) -> None:

@@ -106,7 +106,8 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
     if keep_logits:
         values_RV = reported_values(logits_PV[rows_R], logprobs_mode)
     num_logprobs_R = batch.num_logprobs_P[asked_R]
-    picked = pick_logprobs(values_RV, token_ids_P[rows_R], int(num_logprobs_R.max()))
+    named = [(int(np.searchsorted(asked_R, p)), ids) for p, ids in batch.named_logprobs]
+    picked = pick_logprobs(values_RV, token_ids_P[rows_R], int(num_logprobs_R.max()), named)
     return Sampled(token_ids_P, LogprobsTensors(asked_R, num_logprobs_R, picked))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from front.chat.events import Content, Event, Message
 from front.front import EngineBusy, EngineDraining, EngineFailed
 from front.outputs import Delta, PositionLogprobs, Prompt
 from server.api.openai import CompletionTokensDetails, Usage, usage
-from server.errors import RETRY_AFTER, ApiError, unavailable
+from server.errors import ApiError, as_api_error
 from server.http import ResponseWriter, response_writer_of
 from server.in_flight import InFlightRequest
 from server.logs import Record
@@ -303,6 +303,18 @@ class Answer(Response):
         last += writer.end(_usage(record), record)
         await current.write(last, time.monotonic(), more=False)
 
+    async def tell(self, record: Record, put: Callable[[bytes], None]) -> None:
+        """The events of a streamed answer, as they come."""
+        counter = _Counter(self._job, record)
+        try:
+            async with aclosing(deltas_of(self._service.engine, self._job)) as source:
+                async for deltas in source:
+                    counter.count(deltas)
+                    put(self._writer.frames(deltas, record))
+        finally:
+            counter.report(self._service)
+        put(self._writer.end(_usage(record), record))
+
     async def gather(self, record: Record) -> object:
         """The body of an answer that is not streamed."""
         job = self._job
@@ -320,18 +332,6 @@ class Answer(Response):
         finally:
             counter.report(self._service)
         return self._writer.whole(choices, prompts, _usage(record))
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """What the engine says to a request that cannot be served."""
-    if isinstance(error, EngineDraining):
-        return unavailable("the server is shutting down", close=True)
-    if isinstance(error, EngineBusy):
-        return unavailable(str(error))
-    if isinstance(error, EngineFailed):
-        return ApiError(503, f"the engine has failed: {error}", code="engine_failed", headers=[RETRY_AFTER])
-    assert isinstance(error, ApiError)
-    return error
 
 
 class _Counter:

@@ -138,7 +138,9 @@ def test_bench_prints_json() -> None:
     ("arguments", "message"),
     [
         (["generate", "--prompt", "x", "--top-p", "2"], "top_p"),
-        (["chat", "--url", "http://127.0.0.1:9", "hello"], "127.0.0.1:9"),
+        (["chat", "--url", "http://127.0.0.1:9", "hello"], "127.0.0.1:9: no server listens there"),
+        (["sevre"], "No such command 'sevre'. Did you mean 'serve'?"),
+        (["nothing-like-it"], "No such command 'nothing-like-it'."),
         (["explain", "--kv-cache-memory-bytes", "lots"], "not a number of bytes"),
         (["serve", "--max-request-bytes", "0"], "'0' is not a number of bytes"),
         (["serve", "--request-timeout", "nan"], "'nan' is not a number"),

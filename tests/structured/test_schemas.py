@@ -25,7 +25,7 @@ pytestmark = pytest.mark.structured
 
 
 VOCABULARIES = ("tiny", "bytes", "pieces")
-QUICK, MANY = 40, 300
+QUICK, MANY = 12, 300
 
 
 @cache

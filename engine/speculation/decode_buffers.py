@@ -70,7 +70,7 @@ class DecodeBuffers:
         num = len(rows_S)
         positions_T = (positions_S + np.arange(count)[:, None]).ravel()
         whole = self.decodes(lane, np.tile(rows_S, count), positions_T, 0)
-        starts, table_BN = tuple(range(num + 1)), whole.block_table_BN[:num]
+        starts, table_BN, state = tuple(range(num + 1)), whole.block_table_BN[:num], whole.state
         return [
             StepInput(
                 whole.token_ids_T[first : first + num],
@@ -86,7 +86,7 @@ class DecodeBuffers:
                 tuple(
                     TableInput(one.slots_T[first : first + num], one.block_table_BN[:num]) for one in whole.more_tables
                 ),
-                None if whole.state is None else StateInput(*(x[first : first + num] for x in whole.state[:2])),
+                None if state is None else StateInput(state.reads_B[first:][:num], state.writes_B[first:][:num]),
             )
             for first in range(0, num * count, num or 1)
         ] or [whole] * count
@@ -107,7 +107,7 @@ class DecodeBuffers:
             entries += [entry] * count
             positions += range(start, start + count)
         rows_T, positions_T = np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64)
-        known = token_ids[rows_T, positions_T]
+        known = token_ids[rows_T, positions_T].astype(np.int64)
         step = self.decodes(0, rows_T, positions_T, known, self._every_row[:num])
         drafts_of = {entry: drafts for entry, drafts in enumerate(schedule.drafts) if drafts}
         return PreparedStep(

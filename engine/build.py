@@ -299,11 +299,12 @@ def _runner(
     buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
     passes = None
     if plan.speculation is not None and plan.speculation.method == "mtp":
-        captured, graphs = plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes, CpuGraphs()
+        graphs = CpuGraphs(exchange.wait_late)
 
         def make_capture(forward: Forward) -> Capture:
-            return Capture(forward, graphs, policy, buffers, watched=lambda: timeline.on)
+            return Capture(forward, graphs, policy, buffers, exchange, lambda: timeline.on)
 
+        captured = plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes
         most = plan.speculation.num_speculative_tokens
         passes = MtpPasses(model, kv, buffers, facts.vocab_size, most, make_capture if captured else None)
     return Runner(
@@ -338,7 +339,7 @@ def _capture(
         return model.steps(step, kv, lane, breaks)
 
     if not plan.cudagraph_capture_sizes:  # they do not see what a profile wants to see of the layers
-        return Capture(forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
+        return Capture(forward, CpuGraphs(exchange.wait_late), policy, buffers, exchange, lambda: timeline.on)
     return Capture(forward, graph_library(kv.device), policy, buffers, exchange)
 
 

@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 CLIENTS := $(VENV)/clients
+# From npm, where there is one: a client, and two programs that work by themselves.
+PROGRAMS := openai @openai/codex @anthropic-ai/claude-code
 REAL   := $(VENV)/real-weights
 # One for each core, whole files at a time: what a file's tests share is made once. The order is that of tests/conftest.py.
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder
@@ -45,13 +47,16 @@ real: $(DEV)
 	$(BIN)/python benchmarks/real_weights.py --out $(REAL)
 	$(BIN)/python -m pytest tests/real --real-weights $(REAL)
 
-# Clients from the registries, once, in an environment of their own; then a round trip of each.
+# Clients from the registries (1 GB), once; then a round trip of each. Each has a directory of its own, as they do not
+# agree on what they need.
 clients: $(DEV)
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])')
-	command -v npm > /dev/null && npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/node openai || true
-	$(BIN)/python -m pytest -m clients
+	for wanted in $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])'); do \
+	  name=$${wanted%%[>[]*}; test -d $(CLIENTS)/$$name || $(CLIENTS)/bin/python -m pip install --quiet \
+	    --disable-pip-version-check --target $(CLIENTS)/$$name "$$wanted" || echo "$$wanted: not installed"; done
+	for package in $(PROGRAMS); do command -v npm > /dev/null || break; test -d $(CLIENTS)/node/node_modules/$$package || \
+	  npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/node $$package || echo "$$package: not installed"; done
+	$(BIN)/python -m pytest tests/clients
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

@@ -1,14 +1,20 @@
 """How decoding scales from one host to several, a rank with one thread on a core of its own on each.
 
-    .venv/bin/python benchmarks/bench_cluster.py --hosts 2 --mbit 1000,10000 [--streams 64] [--steps 24] [--rows plain] [--json]
+    .venv/bin/python benchmarks/bench_cluster.py --hosts 2 --mbit 1000,10000 [--streams 64] [--steps 12] [--rounds 3] [--rows plain] [--json]
 
 The same streams on one host, and spread over --hosts hosts (network namespaces with a bandwidth limit, benchmarks/hosts.py; needs
 root) whose ranks share the experts. Every rank decodes its part of the streams in lockstep with the others: agreement, schedule,
-exchanges and sampling are included. A row per bandwidth, medians of the steps:
+exchanges and sampling are included. Hosts of one machine share its memory and its clock, so "one host" is measured while each of the
+others does the same work for itself, without a network. All are loaded at once and take turns, --rounds times. A row per bandwidth,
+medians of all steps, in milliseconds:
 
-    one_ms, step_ms          a step on one host, and on all (of the slowest rank)
-    exchange_ms              of it, what the slowest rank waited for exchanges (0 where the transport hides all)
-    scaling, of_ideal        tokens per second over those of one host, and that over the number of hosts
+    alone_ms                 a step with all streams on one host, the others idle
+    one_ms                   the same while the other hosts work too: what scaling is told against
+    replicas_ms              a step with a part of the streams on each host, each for itself: servers behind a router
+    step_ms, wait_ms         a step of hosts that share the experts (of the slowest rank), and what it waits for exchanges
+    scaling, of_ideal        tokens per second over those of one host (one_ms), and that over the number of hosts
+    over_replicas            tokens per second over those of replicas
+    low, high                of_ideal of the worst and of the best round
     bytes_per_token          of a stream that left a host (all interfaces of its namespace), both directions of an exchange
 """
 
@@ -42,7 +48,8 @@ def main() -> None:
     parser.add_argument("--mbit", default="1000,10000", help="megabits per second of a host, separated by commas")
     parser.add_argument("--model", help=f"folder; else {MODEL} is made once, which takes a minute")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=12, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
     parser.add_argument("--rows", choices=("plain", "fp8"), default="plain", help="how rows travel to their experts")
     parser.add_argument("--dbo", choices=("off", "on"), default="off")
     parser.add_argument("--json", action="store_true")
@@ -55,55 +62,98 @@ def main() -> None:
         make = [sys.executable, str(Path(__file__).with_name("make_models.py")), "--out", str(MODELS), "--only", MODEL]
         subprocess.run(make, check=True, stdout=sys.stderr, timeout=ANSWER_SECONDS)
         options.model = str(MODELS / MODEL)
-    one = measure(options, 1, None)
-    for mbit in map(float, options.mbit.split(",")):
-        many = measure(options, options.hosts, mbit)
-        scaling = one["step_ms"] / many["step_ms"]
-        row = {
-            "hosts": options.hosts,
-            "mbit": mbit,
-            "streams": options.streams,
-            "rows": options.rows,
-            "dbo": options.dbo,
-        }
-        row |= {"one_ms": one["step_ms"], **many, "scaling": scaling, "of_ideal": scaling / options.hosts}
-        row = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
-        print(json.dumps(row) if options.json else row, flush=True)
+    measure(options)
 
 
-def measure(options: argparse.Namespace, size: int, mbit: float | None) -> Row:
-    with ranks(options, size, mbit) as workers:
-        answers = ask(workers, "decode")
-    steps = [max(of_rank["steps"][index] for of_rank in answers) for index in range(options.steps)]
-    tokens = options.streams * (options.steps + WARM_STEPS)
+def measure(options: argparse.Namespace) -> None:
+    """Prints the rows."""
+    size, streams = options.hosts, options.streams
+    with contextlib.ExitStack() as stack:
+        singles = [stack.enter_context(ranks(options, 1, core)) for core in range(size)]
+        hosts, many = stack.enter_context(cluster(options))
+        on_all = [worker for single in singles for worker in single]
+        for mbit in map(float, options.mbit.split(",")):
+            hosts.limit(mbit)
+            runs: dict[str, list[Row]] = {"alone": [], "one": [], "replicas": [], "many": []}
+            for _ in range(options.rounds):
+                runs["alone"].append(decode(singles[0], streams))
+                runs["one"].append(decode(on_all, streams))
+                runs["replicas"].append(decode(on_all, streams // size))
+                runs["many"].append(decode(many, streams // size, together=True))
+            row: Row = {"hosts": size, "mbit": mbit, "streams": streams, "rows": options.rows, "dbo": options.dbo}
+            row |= figures(runs, size, streams)
+            row = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+            print(json.dumps(row) if options.json else row, flush=True)
+
+
+def decode(workers: list[subprocess.Popen[str]], streams: int, together: bool = False) -> Row:
+    """steps: seconds of each, of the slowest rank where they step together."""
+    answers = ask(workers, f"decode {streams}")
+    times = [of_rank["steps"] for of_rank in answers]
+    count = len(times[0])
+    steps = (
+        [max(of_step) for of_step in zip(*times, strict=True)]
+        if together
+        else [one for of_rank in times for one in of_rank]
+    )
+    wait = max(of_rank["wait"] for of_rank in answers) / count
+    tokens = streams * len(workers) * (count + WARM_STEPS)
+    return {"steps": steps, "wait": wait, "bytes": sum(of_rank["sent"] for of_rank in answers) / tokens}
+
+
+def figures(runs: dict[str, list[Row]], size: int, streams: int) -> Row:
+    ms = {
+        name: 1000 * statistics.median([step for run in found for step in run["steps"]]) for name, found in runs.items()
+    }
+    rounds = [
+        statistics.median(one["steps"]) / statistics.median(many["steps"]) / size
+        for one, many in zip(runs["one"], runs["many"], strict=True)
+    ]
     return {
-        "step_ms": 1000 * statistics.median(steps),
-        "wait_ms": 1000 * max(of_rank["wait"] for of_rank in answers) / options.steps,
-        "bytes_per_token": sum(of_rank["sent"] for of_rank in answers) / tokens,
-        "tokens_per_s": options.streams / statistics.median(steps),
+        "alone_ms": ms["alone"],
+        "one_ms": ms["one"],
+        "replicas_ms": ms["replicas"],
+        "step_ms": ms["many"],
+        "wait_ms": 1000 * statistics.median(run["wait"] for run in runs["many"]),
+        "scaling": ms["one"] / ms["many"],
+        "of_ideal": ms["one"] / ms["many"] / size,
+        "low": min(rounds),
+        "high": max(rounds),
+        "over_replicas": ms["replicas"] / ms["many"],
+        "tokens_per_s": 1000 * streams / ms["many"],
+        "bytes_per_token": runs["many"][-1]["bytes"],
     }
 
 
 @contextlib.contextmanager
-def ranks(options: argparse.Namespace, size: int, mbit: float | None) -> Iterator[list[subprocess.Popen[str]]]:
-    """Started, loaded and met."""
+def cluster(options: argparse.Namespace) -> Iterator[tuple[Any, list[subprocess.Popen[str]]]]:
+    """Hosts with a rank on each."""
     from hosts import Hosts
 
+    with Hosts(options.hosts, 10000) as hosts, ranks(options, options.hosts, 0, hosts) as workers:
+        yield hosts, workers
+
+
+@contextlib.contextmanager
+def ranks(
+    options: argparse.Namespace, size: int, core: int, hosts: Any = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Started, loaded and met. core: of the first; hosts: where they are; None: here."""
     folder = tempfile.mkdtemp(prefix="moe-cluster-")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        hosts = stack.enter_context(Hosts(size, mbit)) if size > 1 else None
         plan = Path(folder) / "plan.json"
         plan.write_text(plan_text(options, size))
-        part: Row = {"plan": str(plan), "size": size, "streams": options.streams // size, "steps": options.steps}
+        part: Row = {"plan": str(plan), "size": size, "steps": options.steps}
         part |= {"addresses": hosts.addresses if hosts else []}
         if hosts is not None:
             store = ["-m", "engine.process.store_process", "--host", hosts.addresses[0], "--port", str(PORT)]
             hosts.start(0, [sys.executable, *store], env=environment)  # ends with its host
         workers = []
         for rank in range(size):
-            command = ["taskset", "-c", str(rank % (os.cpu_count() or 1)), sys.executable, __file__, "--worker"]
+            cores = os.cpu_count() or 1
+            command = ["taskset", "-c", str((core + rank) % cores), sys.executable, __file__, "--worker"]
             command.append(json.dumps({**part, "rank": rank}))
             pipes: Row = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
             workers.append(subprocess.Popen(command, **pipes) if hosts is None else hosts.start(rank, command, **pipes))
@@ -142,8 +192,9 @@ def work(part: Row) -> None:
     print(json.dumps({"ready": True}), flush=True)
     with torch.inference_mode():
         for line in sys.stdin:
-            if line.strip() == "decode":
-                print(json.dumps(bench.decode()), flush=True)
+            what, *number = line.split()
+            if what == "decode":
+                print(json.dumps(bench.decode(int(number[0]))), flush=True)
 
 
 def sent_bytes() -> int:
@@ -177,7 +228,7 @@ class RankBench:
             time.sleep(0.001)
         assert self.rank.serving, "the ranks have not met"
 
-    def decode(self) -> Row:
+    def decode(self, streams: int) -> Row:
         from wait_clock import WaitClock
 
         from front.messages import AddRequest, SamplingParams
@@ -185,7 +236,7 @@ class RankBench:
         part = self.part
         num_tokens = part["steps"] + WARM_STEPS + 2
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        for number in range(part["streams"]):
+        for number in range(streams):
             ids = [(7919 * (number + 31 * part["rank"]) + 13 * i * i) % 1000 + 10 for i in range(PROMPT_TOKENS)]
             self.rank.submit(
                 AddRequest(request_id=number, token_ids=ids, prompt_len=PROMPT_TOKENS, params=params, seed=0)
@@ -200,7 +251,7 @@ class RankBench:
             began = time.perf_counter()
             outputs = self.rank.step()
             steps.append(time.perf_counter() - began)
-            assert len(outputs) == part["streams"], f"{len(outputs)} streams got on"
+            assert len(outputs) == streams, f"{len(outputs)} streams got on"
         sent = sent_bytes() - before
         wait = 0.0 if clock is None else clock.seconds
         if clock is not None:

@@ -289,7 +289,7 @@ class RankBench:
         assert self.rank._team.working, "the ranks have not met"
         self.gates = {
             "off": Threshold(1, Crossover(NEVER, NEVER)),
-            "on": Threshold(plan.dbo.num_parts if plan.dbo else 1, Crossover(1, 1)),
+            "on": Threshold(plan.dbo.num_ubatches if plan.dbo else 1, Crossover(1, 1)),
             "auto": self.rank._overlap._threshold,
         }
         self.serial = 0
@@ -298,9 +298,9 @@ class RankBench:
         self.parts = 1
         launch = self.rank._runner.launch
 
-        def noting(schedule: Any, hooks: Any = (), num_parts: int = 1) -> Any:
-            self.parts = num_parts
-            return launch(schedule, hooks, num_parts)
+        def noting(schedule: Any, hooks: Any = (), num_ubatches: int = 1) -> Any:
+            self.parts = num_ubatches
+            return launch(schedule, hooks, num_ubatches)
 
         self.rank._runner.launch = noting  # type: ignore[method-assign]
 

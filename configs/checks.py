@@ -83,7 +83,7 @@ def fitting(plan: Plan, config: EngineConfig, machine: Machine) -> Plan:
     """The same. ValueError where the ranks' caches, as they were asked for, and their processes have no room on a
     CPU's machine."""
     ranks = plan.data_parallel_size
-    needed = ranks * (plan.rank_bytes + STANDBY_BYTES) + plan.store_bytes
+    needed = ranks * (plan.rank_bytes + STANDBY_BYTES) + machine.machines * plan.store_bytes
     if machine.gpu is not None or needed <= machine.free_memory:
         return plan
     asked = f"data_parallel_size {ranks}"

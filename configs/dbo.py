@@ -15,11 +15,11 @@ DECODE_TOKENS, PREFILL_TOKENS = 32, 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DboPlan:
-    """Steps may be split in `num_parts`. From how many tokens of a rank on that pays: decode_tokens in a step of
+    """Steps may be split in `num_ubatches`. From how many tokens of a rank on that pays: decode_tokens in a step of
     decodes alone, prefill_tokens in any other; None: it is measured when no rank has work, and remembered in
     `memory`."""
 
-    num_parts: int = 2
+    num_ubatches: int = 2
     decode_tokens: int | None = None
     prefill_tokens: int | None = None
     memory: str = ""
@@ -27,7 +27,7 @@ class DboPlan:
 
 def plan_dbo(
     mode: DboMode,
-    num_parts: int,
+    num_ubatches: int,
     decode_tokens: int | None,
     prefill_tokens: int | None,
     num_experts: int,
@@ -38,8 +38,8 @@ def plan_dbo(
 
     A wish that has no meaning for this model is no error: launch scripts carry it from one to the next.
     """
-    if not 2 <= num_parts <= MAX_PARTS:
-        raise ValueError(f"ubatch_size must be 2 to {MAX_PARTS}, not {num_parts}")
+    if not 2 <= num_ubatches <= MAX_PARTS:
+        raise ValueError(f"ubatch_size must be 2 to {MAX_PARTS}, not {num_ubatches}")
     for name, value in (
         ("dbo_decode_token_threshold", decode_tokens),
         ("dbo_prefill_token_threshold", prefill_tokens),
@@ -56,10 +56,10 @@ def plan_dbo(
         why["dbo"] = "as asked"
         decode_tokens = DECODE_TOKENS if decode_tokens is None else decode_tokens
         prefill_tokens = PREFILL_TOKENS if prefill_tokens is None else prefill_tokens
-        return DboPlan(num_parts=num_parts, decode_tokens=decode_tokens, prefill_tokens=prefill_tokens)
+        return DboPlan(num_ubatches=num_ubatches, decode_tokens=decode_tokens, prefill_tokens=prefill_tokens)
     if num_ranks == 1:
         why["dbo"] = "one rank exchanges nothing"
         return None
     measured = decode_tokens is None or prefill_tokens is None
     why["dbo"] = "where it pays, as measured when no rank has work" if measured else "from as many tokens as asked"
-    return DboPlan(num_parts=num_parts, decode_tokens=decode_tokens, prefill_tokens=prefill_tokens)
+    return DboPlan(num_ubatches=num_ubatches, decode_tokens=decode_tokens, prefill_tokens=prefill_tokens)

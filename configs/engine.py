@@ -32,6 +32,8 @@ class EngineConfig:
 
     model: str | None = None  # a Hugging Face directory, or a name (models/hub.py); None: the embedded model
     revision: str | None = None  # of a name: branch, tag or commit
+    tokenizer: str | None = None  # the same of its tokenizer; None: the model's own
+    tokenizer_revision: str | None = None
     download_dir: str | None = None  # of a name: where the cache of downloads is; None: the library's place
     optimization_level: int = 3  # -O: 0 eager, 1 graphs, 2 split steps and drafts where they pay, 3 measured kernels
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # fields in the place of those of config.json
@@ -85,6 +87,7 @@ class Plan:
     """Every choice made. Sent to the ranks as JSON."""
 
     model_path: str
+    tokenizer_path: str = ""  # the directory of another tokenizer; "": the model's own
     served_model_names: tuple[str, ...]
     architecture: str
     device: Literal["cpu", "cuda"]

@@ -131,7 +131,7 @@ def with_graphs(plan: Plan, config: EngineConfig, exchange: Exchange | None) -> 
     mode, why = graph_mode(config.cudagraph_mode, exchange, plan.eplb is not None, planned)
     if plan.dbo is not None and mode != "none":
         split = "those of decodes alone, as one graph" if "full" in mode else "none is captured"
-        why += f"; of steps that are split in {plan.dbo.num_parts}, {split}"
+        why += f"; of steps that are split in {plan.dbo.num_ubatches}, {split}"
     sizes = capture_sizes(mode, config.cudagraph_capture_sizes, plan.max_num_seqs, plan.max_num_batched_tokens)
     reasons = {**plan.reasons, "cudagraph_mode": why}
     if sizes:

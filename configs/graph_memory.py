@@ -33,7 +33,7 @@ def graph_bytes(plan: Plan, model: ModelNumbers, exchange: Exchange | None) -> i
     rows = ROW_VECTORS * vector * max(sizes)
     if exchange is not None and "full" in plan.cudagraph_mode:
         tokens = min(exchange.padded_tokens, plan.max_num_seqs)
-        parts = 1 if plan.dbo is None else plan.dbo.num_parts  # each has rows of its own under way
+        parts = 1 if plan.dbo is None else plan.dbo.num_ubatches  # each has rows of its own under way
         rows += parts * PADDED_VECTORS * vector * plan.slots_per_rank * plan.data_parallel_size * tokens
     return kernels * KERNEL_BYTES + rows
 

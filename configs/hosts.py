@@ -48,11 +48,13 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """addresses: for each rank that of its machine. Sent to the ranks as JSON."""
+    """addresses: for each rank that of its machine; parts: which of the server's parts it is in, each of which has a
+    supervisor, and a store of weights if there is to be one. Sent to the ranks as JSON."""
 
     head: str
     port: int
     addresses: tuple[str, ...]
+    parts: tuple[int, ...]
 
     @property
     def store(self) -> tuple[str, int]:
@@ -60,6 +62,12 @@ class Network:
 
     def bell(self, rank: int) -> str:
         return endpoint(self.addresses[rank], self.port + _BELLS + rank)
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """For each rank the number of its machine, from 0."""
+        numbers = {address: number for number, address in enumerate(dict.fromkeys(self.addresses))}
+        return tuple(numbers[address] for address in self.addresses)
 
     def place(self, rank: int) -> int:
         """The how manyth rank of its machine it is, from 0."""
@@ -142,12 +150,13 @@ def hosts_of(
 
 def as_one(machine: Machine, hosts: Hosts) -> Machine:
     """The machine that all would be together if the others are like this one: what is decided for a rank is then right
-    for those that are here. They share no memory."""
+    for those that are here. They share no memory beyond a machine's own."""
     return dataclasses.replace(
         machine,
         cores=machine.cores * hosts.size // hosts.local,
         free_memory=machine.free_memory * hosts.size // hosts.local,
         shared_memory=False,
+        machines=-(-hosts.size // hosts.local) if machine.shared_memory else 1,
     )
 
 

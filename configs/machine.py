@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +30,9 @@ class Machine:
     gpu: Gpu | None = None  # with device "cuda"; free_memory is then that of the GPUs of all ranks
     exchange: Exchange | None = None  # between them
     device_reason: str = "a GPU has not been looked for"
+    # On how many machines like this one the ranks are, each with memory that its own ranks share; cores and memory are
+    # then those of all.
+    machines: int = 1
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -46,6 +49,7 @@ class ModelNumbers:
     """What a choice needs to know of a model. cache_spec(dtype, fp8): as models/facts.py has it."""
 
     path: str
+    tokenizer_path: str = field(default="", kw_only=True)  # of another tokenizer; "": the model's own
     name: str  # what the server calls it unless told otherwise
     architecture: str
     max_position_embeddings: int

@@ -59,8 +59,10 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
-    slots = _slots(config, model, machine, dtype, store := plan_store(config, model, machine, alone, why), why)
-    max_num_seqs = _num_seqs(config, spec, room := _room(config, model, machine, dtype, slots, store), why)
+    once, most = _weights(model, dtype, 1, 0, 1), _weights_room(config, machine)
+    stores = plan_store(config, model, machine, alone, once, most, why)
+    slots = _slots(config, model, machine, dtype, stores, why)
+    max_num_seqs = _num_seqs(config, spec, room := _room(config, model, machine, dtype, slots, stores), why)
     max_model_len, num_blocks = _cache(config, model, spec, block_size, max_num_seqs, room, why)
     threads = _threads(config, model, machine, alone and dtype == "bfloat16", why)
     dbo = config.enable_dbo, config.ubatch_size, config.dbo_decode_token_threshold, config.dbo_prefill_token_threshold
@@ -69,6 +71,7 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     spin, why["spin_threads"] = spin_threads(ranks, threads, machine.cores)
     plan = Plan(
         model_path=model.path,
+        tokenizer_path=model.tokenizer_path,
         hf_overrides=config.hf_overrides,
         served_model_names=config.served_model_name or (model.name,),
         architecture=model.architecture,
@@ -99,8 +102,8 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         **{name: getattr(config, name) for name in _AS_ASKED},
         reasons=why,
     )
-    weights = _weights(model, dtype, ranks, slots, store)
-    plan = fitting(with_bytes(plan, store, weights, sum(cache_bytes(plan, spec).values())), config, machine)
+    weights = _weights(model, dtype, ranks, slots, stores)
+    plan = fitting(with_bytes(plan, stores, weights, sum(cache_bytes(plan, spec).values())), config, machine)
     return with_graph_memory(with_graphs(with_dispatch(plan, config), config, machine.exchange), config, model, machine)
 
 
@@ -206,13 +209,13 @@ def _as_kept(model: ModelNumbers, dtype: Dtype, expert_format: ExpertFormat) -> 
 
 
 def _room(
-    config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: Dtype, slots: int, store: bool
+    config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: Dtype, slots: int, stores: int
 ) -> tuple[int, str]:
     """Bytes that a rank's cache may take, and what says so."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, f"{config.kv_cache_memory_bytes} bytes as asked"
     part = config.gpu_memory_utilization or _memory_part(machine)
-    weights = _weights(model, dtype, config.data_parallel_size, slots, store)
+    weights = _weights(model, dtype, config.data_parallel_size, slots, stores)
     source = (
         f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of weights, over "
         f"{config.data_parallel_size} rank(s)"
@@ -323,17 +326,22 @@ def _backend(config: EngineConfig, model: ModelNumbers, machine: Machine, why: d
     return "gloo"
 
 
-def _weights(model: ModelNumbers, dtype: Dtype, ranks: int, slots: int, store: bool) -> int:
-    """Bytes of the weights of all ranks together."""
+def _weights(model: ModelNumbers, dtype: Dtype, ranks: int, slots: int, stores: int) -> int:
+    """Bytes of the weights of all ranks together. stores: on so many machines; 0: each rank has its own."""
     scale = _item_size(dtype) / _item_size(model.dtype)
-    if store:
-        return int(model.weight_bytes * scale)
+    if stores:
+        return stores * int(model.weight_bytes * scale)
     copies = ranks * slots / model.num_experts if model.num_experts else 1.0
     return int(((model.weight_bytes - model.expert_bytes) * ranks + model.expert_bytes * copies) * scale)
 
 
+def _weights_room(config: EngineConfig, machine: Machine) -> int:
+    """Bytes that weights may take where there is a choice, so that the cache has room."""
+    return int(machine.free_memory * (config.gpu_memory_utilization or _memory_part(machine)) * WEIGHTS_PART)
+
+
 def _slots(
-    config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: Dtype, store: bool, why: dict[str, str]
+    config: EngineConfig, model: ModelNumbers, machine: Machine, dtype: Dtype, stores: int, why: dict[str, str]
 ) -> int:
     """Enough that the ranks which are left can hold every expert when one is lost, unless told otherwise."""
     if not model.num_experts:
@@ -341,7 +349,7 @@ def _slots(
         return 0
     ranks, experts = config.data_parallel_size, model.num_experts
     fewest = -(-experts // ranks)
-    if store:
+    if stores:
         why["slots_per_rank"] = "a slot is a mapping of the store: every rank has every expert at hand"
         return experts
     if config.num_redundant_experts is not None:
@@ -351,14 +359,14 @@ def _slots(
         why["slots_per_rank"] = "one rank holds every expert"
         return fewest
     spare = -(-experts // (ranks - 1))
-    needed = _weights(model, dtype, ranks, spare, store)
-    room = int(machine.free_memory * (config.gpu_memory_utilization or _memory_part(machine)) * WEIGHTS_PART)
+    needed = _weights(model, dtype, ranks, spare, stores)
+    room = _weights_room(config, machine)
     if needed > room:
         why["slots_per_rank"] = (
             f"{experts} experts over {ranks} ranks; that one rank may be lost would take {spare} slots and "
             f"{needed // MEBI} MiB of weights, more than the {room // MEBI} MiB that leave room for the cache"
         )
-        if config.enable_eplb and _weights(model, dtype, ranks, fewest + 1, store) <= room:
+        if config.enable_eplb and _weights(model, dtype, ranks, fewest + 1, stores) <= room:
             why["slots_per_rank"] += "; one spare slot per rank, so that the load of hot experts can be shared"
             return fewest + 1
         return fewest

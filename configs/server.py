@@ -25,6 +25,9 @@ class ServerConfig:
     )
     reasoning_parser: str | None = None  # the same
     enable_auto_tool_choice: bool = True  # false: calls only where a request requires them
+    exclude_tools_when_tool_choice_none: bool = False  # the template is not told of tools that may not be called
+    enable_force_include_usage: bool = False  # streams end with the usage whether a request asks for it or not
+    return_tokens_as_token_ids: bool = False  # tokens of logprobs as "token_id:N", unless a request says otherwise
     use_generation_config: bool = True  # defaults of sampling from the model's generation_config.json
     max_body_bytes: int = 8 << 20
     max_inflight_bytes: int = 256 << 20  # bodies of all requests in flight together; beyond it: 503 with Retry-After

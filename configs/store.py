@@ -14,21 +14,36 @@ OFF = "off"
 STANDBY_BYTES = 180 << 20
 
 
-def plan_store(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: bool, why: dict[str, str]) -> bool:
-    """Whether weights lie in one store of the machine."""
+def plan_store(
+    config: EngineConfig,
+    model: ModelNumbers,
+    machine: Machine,
+    alone: bool,
+    needed: int,
+    room: int,
+    why: dict[str, str],
+) -> int:
+    """On how many machines weights lie in a store; 0: each rank has its own. needed: bytes that a store takes; room:
+    what all machines have for weights."""
     why["store_bytes"] = "each rank has weights of its own"
-    if machine.device != "cpu" or not machine.shared_memory:
+    stores = machine.machines
+    if machine.device != "cpu" or not (machine.shared_memory or stores > 1):
         why["weight_store"] = "only ranks of one machine without a GPU share weights"
     elif alone:
         why["weight_store"] = "there is one process"
     elif model.num_experts and config.num_redundant_experts is not None:
         why["weight_store"] = "num_redundant_experts asks for experts of each rank's own"
+    elif stores > 1 and stores * needed > room:
+        why["weight_store"] = (
+            f"{stores} machines with all weights each would take {stores * needed >> 20} MiB, more than the "
+            f"{room >> 20} MiB that leave room for the cache"
+        )
     else:
         why["weight_store"] = "filled once by all ranks of the machine, and mapped by each"
-        why["store_bytes"] = "all weights, once"
+        why["store_bytes"] = "all weights, once" if stores == 1 else "all weights, once on each machine"
         why["rank_bytes"] = "its cache; its weights are the store's"
-        return True
-    return False
+        return stores
+    return 0
 
 
 def with_cache(plan: Plan, asked: str | None, folder: Path) -> Plan:
@@ -47,8 +62,8 @@ def with_cache(plan: Plan, asked: str | None, folder: Path) -> Plan:
     return replace(plan, weight_cache=cache, reasons={**plan.reasons, "weight_cache": reason})
 
 
-def with_bytes(plan: Plan, store: bool, weights: int, cache: int) -> Plan:
+def with_bytes(plan: Plan, stores: int, weights: int, cache: int) -> Plan:
     """The plan with what its memory is for. weights: bytes of all ranks' together; cache: of one rank's cache."""
-    if store:
-        return replace(plan, weight_store=True, store_bytes=weights, rank_bytes=cache)
+    if stores:
+        return replace(plan, weight_store=True, store_bytes=weights // stores, rank_bytes=cache)
     return replace(plan, rank_bytes=weights // plan.data_parallel_size + cache)

@@ -35,20 +35,20 @@ def work(start: int, count: int, per_context: float) -> float:
     return count * (1 + per_context * (start + (count - 1) / 2))
 
 
-def cut(starts: Sequence[int], counts: Sequence[int], num_parts: int, per_context: float = 0.0) -> list[Cut]:
-    """num_parts - 1 cuts, in order; parts may be empty.
+def cut(starts: Sequence[int], counts: Sequence[int], num_ubatches: int, per_context: float = 0.0) -> list[Cut]:
+    """num_ubatches - 1 cuts, in order; parts may be empty.
 
     starts, counts: of the entries. per_context: `context_cost`. The work of each part differs from an equal share by at
     most that of one token.
     """
-    if num_parts == 1:
+    if num_ubatches == 1:
         return []
     ends = list(accumulate([work(*entry, per_context) for entry in zip(starts, counts, strict=True)]))
     if not ends:
-        return [Cut(0, 0)] * (num_parts - 1)
+        return [Cut(0, 0)] * (num_ubatches - 1)
     cuts = []
-    for part in range(1, num_parts):
-        target = ends[-1] * part / num_parts
+    for part in range(1, num_ubatches):
+        target = ends[-1] * part / num_ubatches
         entry = min(bisect_left(ends, target), len(ends) - 1)
         before = ends[entry - 1] if entry else 0.0
         tokens = _tokens_of(target - before, starts[entry], counts[entry], per_context)

@@ -83,8 +83,8 @@ class Threshold:
     so that steps of about that size do not go to and fro.
     """
 
-    def __init__(self, num_parts: int, crossover: Crossover, slack: float = 0.0) -> None:
-        self.num_parts = num_parts
+    def __init__(self, num_ubatches: int, crossover: Crossover, slack: float = 0.0) -> None:
+        self.num_ubatches = num_ubatches
         self._enter = crossover
         self._stay = Crossover(*(round(tokens * (1 - slack)) for tokens in crossover))
         self._bounds = [crossover.decode, crossover.prefill]  # now, of both kinds of steps
@@ -93,7 +93,7 @@ class Threshold:
         """In how many parts this rank would compute such a step; called once per step."""
         splits = num_tokens >= self._bounds[has_prefill]
         self._bounds[has_prefill] = (self._stay if splits else self._enter)[has_prefill]
-        return self.num_parts if splits else 1
+        return self.num_ubatches if splits else 1
 
 
 def agree(num_tokens: Sequence[int], proposed: Sequence[int]) -> int:

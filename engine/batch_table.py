@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.prepared import Asked, Ints, Work
+from engine.prepared import Ints, PromptTargets, ScheduledTokens
 from engine.schedule import NewRow, Schedule
 
 
@@ -62,12 +62,12 @@ class BatchTable:
         if new.params.prompt_logprobs is not None:
             self._asking[new.row] = (new.prompt_len, new.params.prompt_logprobs)
 
-    def ask(self, work: Work, query_ends_B: Ints, last_S: Ints) -> tuple[list[Asked], Ints]:
+    def ask(self, work: ScheduledTokens, query_ends_B: Ints, last_S: Ints) -> tuple[list[PromptTargets], Ints]:
         """The prompts whose logits are wanted, and all rows of the hidden state to make logits of, int64 [P]: first
         last_S."""
         if not self._asking:
             return [], last_S
-        asked: list[Asked] = []
+        asked: list[PromptTargets] = []
         pieces = [last_S]
         for index, row in enumerate(work.rows_B.tolist()):
             if row not in self._asking:
@@ -79,6 +79,6 @@ class BatchTable:
                 continue
             first_T = int(query_ends_B[index]) - length
             targets = self.token_ids[row, start + 1 : start + 1 + count].tolist()
-            asked.append(Asked(int(work.entry_B[index]), num_logprobs, targets))
+            asked.append(PromptTargets(int(work.entry_B[index]), num_logprobs, targets))
             pieces.append(np.arange(first_T, first_T + count, dtype=np.int64))
         return asked, np.concatenate(pieces)

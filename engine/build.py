@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from cache.memory import CacheMemory
 from cache.spec import CacheSpec, check_spec, state_groups, token_groups
 from configs.cache import num_checkpoints, planned_sizes
 from configs.engine import Plan
+from configs.hosts import Network
 from dbo.split import context_cost
 from dbo.steps import Steps
 from engine.capture import MANY, Capture, GraphPolicy
@@ -79,13 +81,15 @@ def build_rank(
     progress: Callable[[int, int], None] | None = None,
     join: bool = False,
     store: Store | None = None,
+    network: Network | None = None,
 ) -> Rank:
     """Read the config, build and load the model, allocate the cache; the ranks of epoch 0 begin to meet before they
     load.
 
     meet: opens the groups of an epoch; None: there are no others. progress(bytes_done, bytes_total). join: the others
-    are at work already, so a Membership is waited for instead of epoch 0. store: where all ranks have their weights.
-    Raises ValueError, one line, for a checkpoint or a plan that cannot run.
+    are at work already, so a Membership is waited for instead of epoch 0. store: where the ranks of this machine have
+    their weights. network: the machines of the ranks; None: this one. Raises ValueError, one line, for a checkpoint or
+    a plan that cannot run.
     """
     began = time.monotonic()
     torch.set_num_threads(plan.threads_per_rank)
@@ -98,7 +102,7 @@ def build_rank(
         check(plan.model_path, plan.checkpoint)
     facts = _planned_facts(plan)
     size = plan.data_parallel_size
-    placement = _placement(plan, facts, join) if facts.num_moe_layers else None
+    placement = _placement(plan, facts, join, network) if facts.num_moe_layers else None
     parallel = Parallel(rank, size, placement, _no_lanes)
     model = _model(plan, facts, parallel, device)
     exchange, times = StepState(), ExchangeTimes()
@@ -111,9 +115,8 @@ def build_rank(
     model.load(checkpoint, store)
     checkpoint.finish()
     scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size)
-    ready = _ready(plan, rank, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
-    timeline = Timeline(rank, model)
-    kv = _cache(plan, model, device)
+    ready = _ready(plan, rank, network, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
+    timeline, kv = Timeline(rank, model), _cache(plan, model, device)
     runner = _runner(plan, model, kv, facts, device, exchange, timeline)
     balance = _balance(plan, team, model, device)
     balancing = [] if balance is None else [balance, balance.counter]
@@ -167,6 +170,7 @@ def _practice_tokens(plan: Plan, mapped: bool) -> int:
 def _ready(
     plan: Plan,
     rank: int,
+    network: Network | None,
     scheduler: Scheduler,
     facts: ModelFacts,
     load_seconds: float,
@@ -182,6 +186,7 @@ def _ready(
         load_seconds=load_seconds,
         bytes_read=bytes_read,
         mapped_bytes=0 if store is None else store.used,
+        part=0 if network is None else network.parts[rank],
         reasons=plan.reasons,
     )
 
@@ -209,7 +214,7 @@ def _overlap(
         return Measure(model, times, exchange, device, *sizes, context_cost(model.config.hidden_size))
 
     memory = Path(dbo.memory) if dbo.memory else None
-    return Overlap(runner, times, dbo.num_parts, dbo.decode_tokens, dbo.prefill_tokens, measure, memory)
+    return Overlap(runner, times, dbo.num_ubatches, dbo.decode_tokens, dbo.prefill_tokens, measure, memory)
 
 
 def _lanes(
@@ -220,18 +225,22 @@ def _lanes(
     name = "auto" if plan.all2all_backend == "local" else plan.all2all_backend  # it began alone, and has grown
     many, few = plan.max_num_batched_tokens, _few_tokens(plan)
     sizes, dtype, rows = (num_slots, hidden_size), DTYPES[plan.dtype], plan.dispatch_rows
-    num_lanes = 1 if plan.dbo is None else plan.dbo.num_parts
+    num_lanes = 1 if plan.dbo is None else plan.dbo.num_ubatches
     made = make_lanes(name, group, *sizes, dtype, num_lanes, rows=rows, max_tokens=many, few_tokens=few, state=exchange)
     return made if plan.dbo is None else times.timed(made)
 
 
-def _placement(plan: Plan, facts: ModelFacts, join: bool) -> Placement:
+def _placement(plan: Plan, facts: ModelFacts, join: bool, network: Network | None) -> Placement:
     """Which experts a rank begins with: an operator's file, or the linear placement, which is what one that joins the
     others gets from them (eplb/repair.py)."""
+    ranks, slots = plan.data_parallel_size, plan.slots_per_rank
+    machines, parts = ((), (0,) * ranks) if network is None else (network.machines, network.parts)
+    stores = parts if plan.weight_store and not plan.store_nodes else ()  # of nodes of memory none knows the others'
     if join or plan.eplb is None or plan.eplb.placement is None:
-        return linear_placement(facts.num_moe_layers, facts.num_experts, plan.data_parallel_size, plan.slots_per_rank)
-    shape = (facts.num_moe_layers, plan.data_parallel_size, plan.slots_per_rank)
-    return start_placement(plan.eplb.placement, facts.num_experts, shape)
+        return linear_placement(facts.num_moe_layers, facts.num_experts, ranks, slots, machines, stores)
+    shape = (facts.num_moe_layers, ranks, slots)
+    found = start_placement(plan.eplb.placement, facts.num_experts, shape)
+    return replace(found, failure_domains=machines or found.failure_domains, stores=stores)
 
 
 def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int) -> Scheduler:
@@ -249,7 +258,7 @@ def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int) -> Scheduler:
         policy=plan.scheduling_policy,
         async_depth=int(plan.async_scheduling),
         speculation=make_speculation(plan),
-        grammars=Grammars(plan.model_path, vocab_size),
+        grammars=Grammars(plan.model_path, plan.tokenizer_path, vocab_size),
     )
 
 
@@ -337,17 +346,17 @@ def _few_tokens(plan: Plan) -> int:
 def graph_policy(plan: Plan) -> GraphPolicy:
     """What the plan wants captured. A rank whose experts are balanced counts their tokens as the layers go."""
     rows, mode = plan.cudagraph_capture_sizes, plan.cudagraph_mode
-    num_parts, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_parts, plan.eplb is not None
+    num_ubatches, break_exchanges = 1 if plan.dbo is None else plan.dbo.num_ubatches, plan.eplb is not None
     if not rows:
         exact = 0 if mode == "none" else min(plan.max_num_seqs + _most_drafts(plan), MAX_EXACT)
-        return GraphPolicy(exact=exact, num_parts=num_parts, break_exchanges=break_exchanges)
+        return GraphPolicy(exact=exact, num_ubatches=num_ubatches, break_exchanges=break_exchanges)
     alone = plan.all2all_backend == "local"
     most = plan.max_num_seqs if alone else _few_tokens(plan)
     return GraphPolicy(
         full=sorted({min(size, most) for size in rows}) if "full" in mode else (),
         piecewise=rows if "piecewise" in mode else (),
         few_tokens=MANY if alone else most,
-        num_parts=num_parts,
+        num_ubatches=num_ubatches,
         break_exchanges=break_exchanges,
         together=not alone,  # alone: the plan has not asked whether an exchange could be captured
     )

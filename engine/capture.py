@@ -73,7 +73,7 @@ class GraphLibrary(Protocol):
 class GraphPolicy:
     """Which steps have graphs. full, piecewise: ascending numbers of rows that are captured ahead, of the sequences of
     decode steps and of the tokens of any step. exact: decode steps of at most so many sequences are captured when the
-    first one comes. few_tokens: full graphs are for steps in which no rank has more. num_parts: of a step that is
+    first one comes. few_tokens: full graphs are for steps in which no rank has more. num_ubatches: of a step that is
     split; full graphs are captured of those too, with a lane for each part. break_exchanges: piecewise and exact graphs
     leave out exchanges, though this rank is alone. together: full graphs can hold exchanges with other ranks."""
 
@@ -81,7 +81,7 @@ class GraphPolicy:
     piecewise: Sequence[int] = ()
     exact: int = 0
     few_tokens: int = MANY
-    num_parts: int = 1
+    num_ubatches: int = 1
     break_exchanges: bool = False
     together: bool = True
 
@@ -147,8 +147,8 @@ class Capture:
                 for size in sorted(full, reverse=True):
                     if self._exchange is not None:
                         self._exchange.begin(size)
-                    for num_parts in sorted({policy.num_parts, 1}, reverse=True):
-                        self._passes[num_parts, GraphSize(True, size)] = self._ahead(True, size, num_parts)
+                    for num_ubatches in sorted({policy.num_ubatches, 1}, reverse=True):
+                        self._passes[num_ubatches, GraphSize(True, size)] = self._ahead(True, size, num_ubatches)
                 for size in sorted(policy.piecewise, reverse=True):
                     self._passes[1, GraphSize(False, size)] = self._ahead(False, size, 1)
             if self._exchange is not None:
@@ -163,18 +163,18 @@ class Capture:
 
     def choose(self, counts: Sequence[int], decodes: Sequence[bool]) -> Graphs:
         """Implements engine.prepared.Chooser, for a step that the exchange has been told of."""
-        num_parts, none = len(counts), [None] * len(counts)
+        num_ubatches, none = len(counts), [None] * len(counts)
         if not any(counts) or self._watched():
             return none
         if self._policy.exact:
-            return none if num_parts > 1 and not self._break_exchanges else self._exact(counts, decodes)
+            return none if num_ubatches > 1 and not self._break_exchanges else self._exact(counts, decodes)
         few = self._exchange is None or self._exchange.largest <= self._policy.few_tokens
         if few and all(decodes):
             size = GraphSize(True, _round_up(self._policy.full, max(counts)))
-            if (num_parts, size) in self._passes:
-                return [size] * num_parts
+            if (num_ubatches, size) in self._passes:
+                return [size] * num_ubatches
         size = GraphSize(False, _round_up(self._policy.piecewise, max(counts)))
-        return [size] if num_parts == 1 and (1, size) in self._passes else none
+        return [size] if num_ubatches == 1 and (1, size) in self._passes else none
 
     def _exact(self, counts: Sequence[int], decodes: Sequence[bool], first_lane: int = 0) -> Graphs:
         """Parts have to take turns after every exchange, because one may read what another has written, so those of a
@@ -234,9 +234,9 @@ class Capture:
             self._passes[lane, size] = _Pass(recorder.parts, [], [hidden_TD])
         return hidden_TD
 
-    def _ahead(self, full: bool, size: int, num_parts: int) -> _Pass:
+    def _ahead(self, full: bool, size: int, num_ubatches: int) -> _Pass:
         """It runs once before, with exchanges that a graph breaks at left out: no other rank takes part."""
-        inputs = [self._buffers.scratch_step(lane, size, full) for lane in range(num_parts)]
+        inputs = [self._buffers.scratch_step(lane, size, full) for lane in range(num_ubatches)]
         for new in (_Nothing, self._library.series(0).new):
             recorder = _Recorder(new, not full, not full and self._break_exchanges)
             recorder.begin()

@@ -139,7 +139,7 @@ def _exchanges(plan: Plan, facts: ModelFacts, gpu: Gpu, installed: Callable[[str
         gpu.count,
         dtype=plan.dtype,
         hidden_size=facts.hidden_size,
-        num_parts=1 if plan.dbo is None else plan.dbo.num_parts,
+        num_ubatches=1 if plan.dbo is None else plan.dbo.num_ubatches,
         installed=installed,
     )
     verdicts = {name: refusal(name, situation) or missing(name, situation) or "ok" for name in DEVICE_NAMES}

@@ -31,11 +31,12 @@ from ep.requirements import (
     refusal,
     split_pair,
 )
+from front.text import Tokenizer
 from layers.gguf.header import read_header
 from layers.identity import GGUF_INDEX, MAX_HEADER_BYTES, identify
 from models.facts import ModelFacts
 from models.gguf.directory import SUFFIX, is_gguf, model_directory
-from models.hub import located
+from models.hub import HUB_NAME, located
 from models.registry import read_config
 from models.tiny import CHECKPOINT
 from native import Isa, best_isa, measured, why_absent
@@ -71,7 +72,7 @@ def make_plan(
     speculation, why_drafts = plan_speculation(config.speculative_config, facts, default_method(config.model, facts))
     facts = speculating(facts, speculation)
     machine = machine or machine_for(config, facts)
-    numbers = model_numbers(path, name, facts)
+    numbers = replace(model_numbers(path, name, facts), tokenizer_path=_tokenizer_path(config, path, facts))
     if hosts is not None:
         if config.all2all_backend not in ("auto", "gloo"):
             raise ValueError(f"all2all_backend {config.all2all_backend!r} does not reach other machines; gloo does")
@@ -103,9 +104,33 @@ def is_for_gpus(config: EngineConfig) -> bool:
     return any(part in DEVICE_NAMES for part in parts) or known
 
 
+def _tokenizer_path(config: EngineConfig, path: Path, facts: ModelFacts) -> str:
+    """ "": the model's own. ValueError: it has tokens that the model does not know."""
+    revision = config.tokenizer_revision
+    if config.tokenizer is None or config.tokenizer == config.model:
+        if revision not in (None, config.revision):
+            raise ValueError(f"tokenizer_revision {revision!r} is not that of the model; give tokenizer as well")
+        return ""
+    found = located(config.tokenizer, revision, config.download_dir, what="tokenizer")
+    size = Tokenizer(path, found).vocab_size
+    if size > facts.vocab_size:
+        raise ValueError(
+            f"tokenizer {config.tokenizer}: it has {size} tokens, the model's vocabulary only {facts.vocab_size}"
+        )
+    return str(found)
+
+
 def asked_path(model: str | None) -> Path:
     """None: the embedded model's."""
     return Path(model) if model else CHECKPOINT
+
+
+def downloaded(model: str | None, revision: str | None, download_dir: str | None) -> Path:
+    """Where the checkpoint is, without downloading anything. ValueError: of a name, it is not in the cache."""
+    path = asked_path(model)
+    if model is None or path.exists() or not HUB_NAME.fullmatch(model):
+        return path
+    return located(model, revision, download_dir, downloads=False)
 
 
 def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
@@ -189,7 +214,7 @@ def _exchange(
         hidden_size=facts.hidden_size,
         max_tokens=config.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
         rows="fp8" if config.dispatch_dtype == "fp8" else "plain",
-        num_parts=1 if config.enable_dbo == "off" else config.ubatch_size,
+        num_ubatches=1 if config.enable_dbo == "off" else config.ubatch_size,
         no_rdma=no_rdma,
         no_ibgda=no_ibgda,
         installed=installed,
@@ -278,6 +303,22 @@ def step_rows(plan: Plan) -> tuple[int, int]:
     """What a decode step of a rank with all its sequences sends: bytes of their rows, once, and in how many layers."""
     facts = read_config(Path(plan.model_path), plan.hf_overrides)
     return plan.max_num_seqs * facts.hidden_size * (4 if plan.dtype == "float32" else 2), facts.num_moe_layers
+
+
+def expert_choices(plan: Plan) -> tuple[int, int, int, int, int]:
+    """Of a model with experts: bytes of all of them as they are kept, of all other weights, experts per token, layers
+    with experts, hidden size."""
+    facts = read_config(Path(plan.model_path), plan.hf_overrides)
+    numbers = model_numbers(Path(plan.model_path), plan.model_path, facts)
+    item, held = 4 if plan.dtype == "float32" else 2, 4 if numbers.dtype == "float32" else 2
+    each: float = item
+    if plan.expert_format != "plain":
+        each = HALF_BYTES if plan.expert_format in ("mxfp4", "int4") else QUANTIZED_BYTES
+    experts = int(numbers.expert_bytes / held * each)
+    others = (numbers.weight_bytes - numbers.expert_bytes) * item // held
+    router = getattr(facts, "router", None)  # every family with experts has one
+    assert router is not None, facts.architecture
+    return experts, others, router.experts_per_token, facts.num_moe_layers, facts.hidden_size
 
 
 def _gguf_tensors(directory: Path, file: Path) -> Iterator[tuple[str, str, int]]:

@@ -22,7 +22,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ScheduledTokens:
     """Entries of a schedule, or pieces of them; entry_B: which. begins_B: whether it is the first piece of its
     entry."""
 
@@ -33,7 +33,7 @@ class Work:
     samples_B: Bools
     begins_B: Bools
 
-    def between(self, first: Cut, last: Cut) -> Work:
+    def between(self, first: Cut, last: Cut) -> ScheduledTokens:
         """A part of it."""
         chosen = slice(first.entry, last.entry + (last.tokens > 0))
         starts_B, counts_B, samples_B = (
@@ -50,11 +50,11 @@ class Work:
         begins_B = self.begins_B[chosen].copy()
         if first.tokens and len(begins_B):
             begins_B[0] = False
-        part = Work(self.entry_B[chosen], self.rows_B[chosen], starts_B, counts_B, samples_B, begins_B)
+        part = ScheduledTokens(self.entry_B[chosen], self.rows_B[chosen], starts_B, counts_B, samples_B, begins_B)
         filled_B = counts_B > 0
         return part if filled_B.all() else part.take(filled_B)
 
-    def ordered(self) -> tuple[Work, int]:
+    def ordered(self) -> tuple[ScheduledTokens, int]:
         """Entries of one token first, and how many those are."""
         one_B = self.counts_B == 1
         num_decodes = int(np.count_nonzero(one_B))
@@ -62,7 +62,7 @@ class Work:
             return self, num_decodes
         return self.take(np.argsort(~one_B, kind="stable")), num_decodes
 
-    def verified(self, drafts_E: Ints) -> Work:
+    def verified(self, drafts_E: Ints) -> ScheduledTokens:
         """An entry with drafts is decoded in pieces of one token, each of which reads what those before it have
         written: so what decodes also verifies, with the arithmetic of a step without drafts. drafts_E: how many each
         entry of the schedule has; empty: none has any."""
@@ -73,13 +73,13 @@ class Work:
         place_B = np.arange(len(which_B)) - np.repeat(np.cumsum(pieces_B) - pieces_B, pieces_B)
         work = self.take(which_B)
         counts_B = np.where(pieces_B[which_B] > 1, 1, work.counts_B)
-        return Work(
+        return ScheduledTokens(
             work.entry_B, work.rows_B, work.starts_B + place_B, counts_B, work.samples_B, work.begins_B & (place_B == 0)
         )
 
-    def take(self, which_B: Ints | Bools) -> Work:
+    def take(self, which_B: Ints | Bools) -> ScheduledTokens:
         """These entries, in this order."""
-        return Work(
+        return ScheduledTokens(
             self.entry_B[which_B],
             self.rows_B[which_B],
             self.starts_B[which_B],
@@ -89,7 +89,7 @@ class Work:
         )
 
 
-class Asked(NamedTuple):
+class PromptTargets(NamedTuple):
     """A piece of a prompt whose logits are wanted."""
 
     entry: int
@@ -97,7 +97,7 @@ class Asked(NamedTuple):
     target_ids: list[int]
 
 
-def spread(work: Work, num_decodes: int) -> tuple[Ints, Ints, Ints]:
+def spread(work: ScheduledTokens, num_decodes: int) -> tuple[Ints, Ints, Ints]:
     """For every token of the step its row and its position; and where each sequence ends on the token axis."""
     if num_decodes == len(work.rows_B):
         return work.rows_B, work.starts_B, np.arange(1, num_decodes + 1, dtype=np.int64)
@@ -121,7 +121,7 @@ class PromptPart:
     target_ids: list[int]  # the prompt tokens themselves
 
 
-def prompt_parts(asked: Sequence[Asked], num_sampled: int) -> tuple[PromptPart, ...]:
+def prompt_parts(asked: Sequence[PromptTargets], num_sampled: int) -> tuple[PromptPart, ...]:
     """Their logits come one after another, behind the sampled ones."""
     parts = []
     for entry, num_logprobs, targets in asked:

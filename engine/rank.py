@@ -25,7 +25,7 @@ from engine.doorbell import Doorbell
 from engine.hooks import LOOK_SECONDS, Companions, StepCompanion
 from engine.overlap.policy import Overlap
 from engine.rebalance.follower import refuse
-from engine.runner import Flight, Runner
+from engine.runner import Runner, StepHandle
 from engine.schedule import Schedule
 from engine.scheduler import Scheduler
 from engine.team import Team
@@ -94,7 +94,7 @@ class Rank:
         self._companions = Companions([*companions, self._timeline, *([] if overlap is None else [overlap])])
         self._preparation = iter(()) if preparation is None else preparation
         self._pipelined = scheduler.async_depth > 0
-        self._flight: Flight | None = None  # the step that runs while the next one is scheduled (pipelined only)
+        self._in_flight: StepHandle | None = None  # the step that runs while the next one is scheduled (pipelined only)
         self._inference = torch.inference_mode()
         self._early: list[TokenOutput] = []  # outputs that need no step
         self._shutdown = False  # told to leave
@@ -121,7 +121,7 @@ class Rank:
 
     @property
     def has_work(self) -> bool:
-        own = self._scheduler.has_unfinished or self._flight is not None or self._shutdown
+        own = self._scheduler.has_unfinished or self._in_flight is not None or self._shutdown
         return own or self._companions.has_work
 
     @property
@@ -152,7 +152,7 @@ class Rank:
         yield
         self._overlap, self._companions.muted = overlap, False
         if alone:
-            self._team.working, self._idle, self._flight = False, True, None
+            self._team.working, self._idle, self._in_flight = False, True, None
             self._runner.reset()
             self._scheduler.rollback()
         self._scheduler.reset_prefix_cache()
@@ -274,7 +274,7 @@ class Rank:
             return self._take_early() + outputs
         elif plan.busy:
             return (yield from self._compute(schedule, plan))
-        elif self._overlap is not None and self._overlap.unsettled:
+        elif self._overlap is not None and self._overlap.to_be_measured:
             yield from self._overlap.measure(self._team.experts_group)
         else:
             self._idle = True
@@ -321,7 +321,7 @@ class Rank:
         self._runner.warm_up()
         if self._overlap is not None:
             yield from self._overlap.begin(self._team.experts_group)
-            self._idle = self._idle and not self._overlap.unsettled
+            self._idle = self._idle and not self._overlap.to_be_measured
         for companion in self._companions.members:
             companion.formed()
         if joined.epoch > 0:
@@ -347,7 +347,7 @@ class Rank:
     def _drop_steps(self) -> None:
         """Leave the others, and forget every step whose tokens are not out: it is computed again in the next epoch."""
         self._team.close()  # the device thread learns of it too
-        self._flight = None
+        self._in_flight = None
         self._runner.reset()
         self._scheduler.rollback()
         for companion in self._companions.members:
@@ -355,7 +355,7 @@ class Rank:
 
     def _leave(self) -> None:
         self._done = True
-        self._flight = None  # its tokens are dropped with the requests
+        self._in_flight = None  # its tokens are dropped with the requests
 
     # ---- one step ----
 
@@ -364,23 +364,23 @@ class Rank:
         schedule.most_tokens, schedule.agreed_step = max(plan.num_tokens), plan.step
         runs = plan.runs or any(hook.needed for hook in hooks)
         self._team.agreement.passes += runs
-        flight = self._runner.launch(schedule, hooks, plan.parts) if runs else None
+        handle = self._runner.launch(schedule, hooks, plan.parts) if runs else None
         if self._pipelined:
-            flight, self._flight = self._flight, flight
-        outputs = [] if flight is None else (yield from self._result(flight))
+            handle, self._in_flight = self._in_flight, handle
+        outputs = [] if handle is None else (yield from self._result(handle))
         return self._take_early() + outputs
 
     def _land(self) -> Steps[list[TokenOutput]]:
         """What the step that still runs brings."""
-        flight, self._flight = self._flight, None
-        return [] if flight is None else (yield from self._result(flight))
+        handle, self._in_flight = self._in_flight, None
+        return [] if handle is None else (yield from self._result(handle))
 
-    def _result(self, flight: Flight) -> Steps[list[TokenOutput]]:
-        result = yield from flight.steps()
-        if not flight.schedule.rows:
+    def _result(self, handle: StepHandle) -> Steps[list[TokenOutput]]:
+        result = yield from handle.steps()
+        if not handle.schedule.rows:
             return []
         prompts, drafts = result.prompt_logprobs, result.drafts
-        return self._scheduler.update(flight.schedule, result.token_ids, result.logprobs, prompts, drafts)
+        return self._scheduler.update(handle.schedule, result.token_ids, result.logprobs, prompts, drafts)
 
     def _take_early(self) -> list[TokenOutput]:
         outputs, self._early = self._early + self._scheduler.refused, []

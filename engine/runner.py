@@ -74,6 +74,8 @@ class Landing:
         """The rows of the batch that have sampled, and the new tokens of each. Raises PeerLost."""
         self._confirm()
         prepared, tokens = self.prepared, self.arrival.take()[0].tolist()
+        if prepared.drafts is None:
+            return prepared.rows_S.tolist(), [[token] for token in tokens]
         parts = [(first, new[: num_new(new, drafts)]) for first, new, drafts in runs(prepared, tokens)]
         return prepared.rows_S[[first for first, _ in parts]].tolist(), [new for _, new in parts]
 
@@ -110,7 +112,7 @@ class Landing:
         return StepResult(token_ids, logprobs, self._prompt_logprobs, self.drafts)
 
 
-class Flight(Protocol):
+class StepHandle(Protocol):
     """A step on its way."""
 
     @property
@@ -161,16 +163,16 @@ class Runner:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="device", initializer=begin)
         self._failure: BaseException | None = None
 
-    def launch(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_parts: int = 1) -> Flight:
-        """Start a step (zero tokens are fine: this rank then only serves the others' exchanges). num_parts: all ranks
+    def launch(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_ubatches: int = 1) -> StepHandle:
+        """Start a step (zero tokens are fine: it then only serves the others' exchanges). num_ubatches: all ranks
         compute it in so many parts, which take turns."""
         if self._threads is None:
-            return _Inline(schedule, self, hooks, num_parts)
-        return _Threaded(schedule, self._threads.submit(self._run, schedule, hooks, num_parts))
+            return _Inline(schedule, self, hooks, num_ubatches)
+        return _Threaded(schedule, self._threads.submit(self._run, schedule, hooks, num_ubatches))
 
-    def steps(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_parts: int = 1) -> Steps[StepResult]:
+    def steps(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_ubatches: int = 1) -> Steps[StepResult]:
         """The step itself. May be resumed from any thread, but by one at a time."""
-        steps = self._steps(schedule, hooks, num_parts)
+        steps = self._steps(schedule, hooks, num_ubatches)
         landing = yield from (steps if torch.is_inference_mode_enabled() else _in_inference_mode(steps))
         return landing.result()
 
@@ -202,7 +204,6 @@ class Runner:
             self._capture.forget()
         if self._passes is not None and self._passes.capture is not None:
             self._passes.capture.forget()
-        self._table.forget_step()
         self._unnoted = None
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, PeerLost):
@@ -212,14 +213,13 @@ class Runner:
         """Waits for the steps launched."""
         if self._threads is not None:
             self._threads.shutdown(wait=True)
-        self._table.close()
 
-    def _run(self, schedule: Schedule, hooks: Sequence[StepHook], num_parts: int) -> Landing:
+    def _run(self, schedule: Schedule, hooks: Sequence[StepHook], num_ubatches: int) -> Landing:
         if self._failure is not None:
             raise RuntimeError("an earlier step failed") from self._failure
         try:
             with torch.inference_mode():
-                landing = drain(_in_inference_mode(self._steps(schedule, hooks, num_parts)))
+                landing = drain(_in_inference_mode(self._steps(schedule, hooks, num_ubatches)))
                 if not self._readback.late:
                     landing.result()
                 return landing
@@ -227,7 +227,7 @@ class Runner:
             self._failure = error
             raise
 
-    def _steps(self, schedule: Schedule, hooks: Sequence[StepHook], num_parts: int) -> Steps[Landing]:
+    def _steps(self, schedule: Schedule, hooks: Sequence[StepHook], num_ubatches: int) -> Steps[Landing]:
         alive.place(alive.COMPUTING, schedule.agreed_step, _PREPARING)
         for hook in hooks:
             hook.begin(schedule)
@@ -237,11 +237,9 @@ class Runner:
             self._table.clear(row)
         for new in schedule.new_rows:
             self._table.set(new.row, new)
-        if self._unnoted is None:
-            self._table.begin(schedule)
         self._exchange.begin(schedule.most_tokens)
         capture = self._capture
-        prepared = self._buffers.fill(schedule, num_parts, None if capture is None else capture.choose)
+        prepared = self._buffers.fill(schedule, num_ubatches, None if capture is None else capture.choose)
         for hook in hooks:
             hook.before()
         _ended(hooks, Kind.PREPARING, schedule.num_tokens)
@@ -341,14 +339,14 @@ def _nothing() -> None:
 
 
 class _Inline:
-    def __init__(self, schedule: Schedule, runner: Runner, hooks: Sequence[StepHook], num_parts: int) -> None:
+    def __init__(self, schedule: Schedule, runner: Runner, hooks: Sequence[StepHook], num_ubatches: int) -> None:
         self.schedule = schedule
         self._runner = runner
         self._hooks = hooks
-        self._num_parts = num_parts
+        self._num_ubatches = num_ubatches
 
     def steps(self) -> Steps[StepResult]:
-        return self._runner.steps(self.schedule, self._hooks, self._num_parts)
+        return self._runner.steps(self.schedule, self._hooks, self._num_ubatches)
 
 
 class _Threaded:

@@ -68,7 +68,7 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy, self.async_depth = policy, async_depth
         self.speculation = speculation or Speculation()
-        self.grammars = grammars or Grammars("", 0)
+        self.grammars = grammars or Grammars("", "", 0)
         self.refused: list[TokenOutput] = []  # last outputs of requests that had no step
         self._requests: dict[int, Request] = {}  # all unfinished
         self._running: list[Request] = []  # sorted by order
@@ -315,7 +315,7 @@ class Scheduler:
         if prompt_logprobs is not None:
             for request, start, chunk in zip(requests, step.starts, prompt_logprobs, strict=True):
                 request.keep_prompt_logprobs(start, chunk)
-        self.speculation.settle(step, requests, token_ids, next_drafts)
+        self.speculation.offer(step, requests, token_ids, next_drafts)
         outputs: list[TokenOutput] = []
         block_size, stateful, num_finished, num_tokens = self.kv.block_size, self.kv.has_state, 0, 0
         entries = zip(requests, step.starts, step.counts, token_ids, strict=True)

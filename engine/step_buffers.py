@@ -36,7 +36,7 @@ from engine.prepared import (
     GraphSize,
     Ints,
     PreparedStep,
-    Work,
+    ScheduledTokens,
     prompt_parts,
     runs,
     spread,
@@ -72,7 +72,7 @@ class StepBuffers:
     @property
     def rows(self) -> BatchTable:
         """Up to date."""
-        self._settle()
+        self._flush()
         return self._rows
 
     def lane(self, index: int) -> StepMemory:
@@ -87,23 +87,23 @@ class StepBuffers:
 
     # ---- steps ----
 
-    def fill(self, schedule: Schedule, num_parts: int = 1, choose: Chooser | None = None) -> PreparedStep:
+    def fill(self, schedule: Schedule, num_ubatches: int = 1, choose: Chooser | None = None) -> PreparedStep:
         """Take over the schedule's rows and blocks, and lay its work out, in so many parts (zero tokens are fine). What
         it returns may be read until the next call. choose: says which graphs parts are laid out for."""
         run = self._run
-        if run is not None and num_parts == 1 and self._goes_on(run, schedule):
+        if run is not None and num_ubatches == 1 and self._goes_on(run, schedule):
             graphs = _chosen(choose, [len(run.rows)], [True])
             if graphs == run.prepared.graphs:
                 return self._advance(run, schedule)
-        self._settle()
+        self._flush()
         self._run = None
         self._rows.take_over(schedule)
-        if not schedule.rows and num_parts == 1:
+        if not schedule.rows and num_ubatches == 1:
             self._fed.clear()
             self._nothing = self._nothing or self._lay_out(schedule, 1, choose)
             return self._nothing
-        prepared = self._lay_out(schedule, num_parts, choose)
-        for index in range(num_parts):
+        prepared = self._lay_out(schedule, num_ubatches, choose)
+        for index in range(num_ubatches):
             self.lane(index).send()
         self._feed()
         return prepared
@@ -147,7 +147,7 @@ class StepBuffers:
         if schedule.new_blocks:
             self._rows.take_blocks(schedule.new_blocks)
         if run.left < 0:
-            self._settle()
+            self._flush()
             self._enter_blocks(run)
         # Blocks may have come long before the first of their tokens.
         if schedule.new_blocks or run.tables[0].shape[1] * self._block_size < max(run.ends):
@@ -166,7 +166,7 @@ class StepBuffers:
         )
         return run.prepared
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Bring the table of the batch up to date. It lies further off than what the next step reads."""
         run = self._run
         if run is not None and run.num_written:
@@ -234,9 +234,9 @@ class StepBuffers:
 
     # ---- a step in full ----
 
-    def _lay_out(self, schedule: Schedule, num_parts: int, choose: Chooser | None) -> PreparedStep:
+    def _lay_out(self, schedule: Schedule, num_ubatches: int, choose: Chooser | None) -> PreparedStep:
         num_entries = len(schedule.rows)
-        whole = Work(
+        whole = ScheduledTokens(
             np.arange(num_entries),
             np.array(schedule.rows, dtype=np.int64),
             np.array(schedule.starts, dtype=np.int64),
@@ -252,8 +252,8 @@ class StepBuffers:
         self._records_3E = np.array(records, dtype=np.int64)
         self._has_runs = self.limits.has_state and (bool(schedule.drafts) or bool(self._records_3E[2].any()))
         works = [whole]
-        if num_parts > 1:
-            cuts = cut(schedule.starts, schedule.counts, num_parts, self._context_cost)
+        if num_ubatches > 1:
+            cuts = cut(schedule.starts, schedule.counts, num_ubatches, self._context_cost)
             if schedule.drafts:  # they are sampled together
                 cuts = [Cut(one.entry, 0) if one.tokens and schedule.drafts[one.entry] else one for one in cuts]
             bounds = [Cut(0, 0), *cuts, Cut(num_entries, 0)]
@@ -298,7 +298,7 @@ class StepBuffers:
             tuple(part.rows_B for part in parts),
         )
 
-    def _part(self, memory: StepMemory, work: Work, graph: GraphSize | None) -> StepPart:
+    def _part(self, memory: StepMemory, work: ScheduledTokens, graph: GraphSize | None) -> StepPart:
         work, num_decodes = work.ordered()
         rows_B, starts_B = work.rows_B, work.starts_B
         ends_B = starts_B + work.counts_B

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.prepared import Asked, Ints, PreparedStep, Work
+from engine.prepared import Ints, PreparedStep, PromptTargets, ScheduledTokens
 from engine.step_memory import Place
 from layers.step import StateRuns, StepInput
 
@@ -29,7 +29,7 @@ class StepPart(NamedTuple):
     rows_S: Ints
     positions_S: Ints
     logits_P: Ints
-    asked: list[Asked]
+    asked: list[PromptTargets]
     tables: Sequence[Tensor]
     rows_B: Ints
 
@@ -58,7 +58,7 @@ class Run:
             self.sampled.append(tokens_B.copy())
 
 
-def state_runs(work: Work, query_ends_B: Ints, records_3E: Ints, drafts_E: Ints) -> StateRuns:
+def state_runs(work: ScheduledTokens, query_ends_B: Ints, records_3E: Ints, drafts_E: Ints) -> StateRuns:
     """Of a part of a step. query_ends_B: where its pieces end on the token axis; records_3E: of each entry of the
     schedule the record that is read, the one that is written, and how many inputs come first; drafts_E: how many drafts
     it has; empty: none has any."""

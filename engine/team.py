@@ -37,6 +37,7 @@ log = logging.getLogger("moesaic.team")
 FILL_SECONDS = 0.05  # for experts that have been read; then the rank looks up
 # How soon `form` is to be called again.
 LOOK_SECONDS = 0.002
+STAND_INS = 8  # experts of a layer that stand in for all
 TROUBLED_LOOK_SECONDS = 0.05  # while experts cannot be read
 
 
@@ -234,10 +235,14 @@ class Team:
             self._opening = self._meet(epoch, self.live.index(self.rank), size)
 
     def work_alone(self) -> None:
-        """Work without having met the others: this rank's experts stand in for all. What comes out is of no use, but
+        """Work without having met the others: this rank's experts stand in for all; a few of them, where it has every
+        expert, as to read them all would take the memory's time from ranks that serve. What comes out is of no use, but
         whatever is slow at its first time is over then (engine/process/warm_up.py). An epoch that is about to begin
         stays so."""
         self._update_group(self._placement, LocalGroup())
+        if self._placement is not None and self._placement.everywhere:
+            tables = [moe.table.folded(STAND_INS) for _, moe in self._model.moe_layers if moe.table is not None]
+            self._model.update_expert_map(self._model.parallel, tables)
         self.agreement = Agreement(LocalGroup(), self.epoch, 0)
         self.working = True
 

@@ -46,17 +46,16 @@ class _Part(NamedTuple):
 
 
 def plan_moves(current: Placement, target: Placement) -> list[Move]:
-    """For every slot whose expert changes where it comes from: its own rank, else the holder of its failure domain,
-    else the one that sends least so far. Ordered by layer, rank and slot."""
+    """For every slot whose expert changes where it comes from: its own rank, else the nearest holder (Distance), of
+    equally near ones that which sends least so far. Ordered by layer, rank and slot."""
     old, new = current.slot_to_expert, target.slot_to_expert
-    domains = current.failure_domains or tuple(range(current.num_ranks))
     sent = [0] * current.num_ranks
     moves = []
     for layer, rank, slot in np.argwhere((old != new) & (new >= 0)).tolist():
         holders = np.argwhere(old[layer] == new[layer, rank, slot]).tolist()
         source, source_slot = min(
             (holder for holder in holders if current.alive[holder[0]]),
-            key=lambda holder: (holder[0] != rank, domains[holder[0]] != domains[rank], sent[holder[0]], holder),
+            key=lambda holder: (holder[0] != rank, current.distance(rank, holder[0]), sent[holder[0]], holder),
         )
         sent[source] += source != rank
         moves.append(Move(layer, rank, slot, source, source_slot))

@@ -6,6 +6,7 @@ P slots of a layer, U used slots, N pairs of layer and expert, R those with repl
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -89,6 +90,15 @@ class SlotTable:
         place_TK = torch.add(bucket_T1, expert_TK, alpha=self._num_buckets)
         other_TK = rest_T1 >= self._cuts.take(place_TK)
         return self._slots.take(torch.add(other_TK, place_TK, alpha=2))
+
+    def folded(self, num_slots: int) -> SlotTable:
+        """The same with the first `num_slots` slots in the place of all: expert after expert takes the next of them."""
+        folded = copy.copy(self)
+        folded._is_identity = False
+        folded._slots = self._slots % num_slots
+        if self._first_E is not None:
+            folded._first_E = self._first_E % num_slots
+        return folded
 
     def follow(self, before: SlotTable) -> None:
         """Go on in the stream of tokens where another table of this layer has come to. One that began anew every few

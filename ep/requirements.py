@@ -85,7 +85,7 @@ class Situation:
     top_k: int = 0
     max_tokens: int = 0  # of a rank in one exchange
     rows: str = "plain"  # how they travel to the experts (ep/rows.py)
-    num_parts: int = 0  # of a step that is split
+    num_ubatches: int = 0  # of a step that is split
     one_process: bool = False  # ranks take turns in one thread
     no_rdma: str = ""  # why the machine has no InfiniBand (configs/gpu.py)
     no_ibgda: str = ""  # why its GPUs cannot write to InfiniBand's queues themselves
@@ -216,9 +216,9 @@ def _refusal_low_latency(s: Situation) -> str:
         return f"it serves fewer than {LOW_LATENCY_RANKS} ranks or a multiple of them; there are {s.ranks}"
     if s.no_rdma or s.no_ibgda:
         return f"its kernels use InfiniBand's queues, also on one node (IBGDA): {s.no_rdma or s.no_ibgda}"
-    if s.num_parts > LOW_LATENCY_PARTS:
+    if s.num_ubatches > LOW_LATENCY_PARTS:
         return (
-            f"its buffer holds {LOW_LATENCY_PARTS} results at a time, and each of {s.num_parts} parts of "
+            f"its buffer holds {LOW_LATENCY_PARTS} results at a time, and each of {s.num_ubatches} parts of "
             "a step has one under way"
         )
     if s.max_tokens > LOW_LATENCY_TOKENS:

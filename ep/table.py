@@ -150,7 +150,7 @@ def _on_devices(name: str, group: DeviceGroup, order: _Order, others_need: int) 
             hidden_size=hidden_size,
             max_tokens=max_tokens,
             rows=order.rows,
-            num_parts=order.num_lanes,
+            num_ubatches=order.num_lanes,
         ),
     )
     if reason:

@@ -8,7 +8,7 @@ Legend: L MoE layers, E logical experts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -173,7 +173,5 @@ class Balancer:
     def _reweight(self) -> Decision:
         old = self.placement
         share = reweight(old.slot_to_expert, self.load_LE, old.alive)
-        self.placement = Placement(
-            old.epoch, old.num_experts, old.slot_to_expert, share, old.alive, old.failure_domains
-        )
+        self.placement = replace(old, share=share)
         return Decision(self.placement, (), "new shares")

@@ -5,6 +5,8 @@ Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -63,7 +65,7 @@ def improve(
     if not moved:
         return None
     share = reweight(ids, load if share_load_LE is None else share_load_LE, placement.alive)
-    return Placement(placement.epoch, placement.num_experts, ids, share, placement.alive, placement.failure_domains)
+    return replace(placement, slot_to_expert=ids, share=share)
 
 
 def _moves(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +17,25 @@ _SHARE_TOLERANCE = 1e-3
 _HEADER = 6  # the integers that `to_bytes` begins with
 
 
+class Distance(IntEnum):
+    """How far the weights of a rank are from another one: what they share is not brought, but mapped."""
+
+    SAME_STORE = 0
+    SAME_MACHINE = 1
+    OTHER_MACHINE = 2
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     """slot_to_expert: int32 [L, G, S], -1 for an unused slot; share: float32 [L, G, S], the part of its expert's tokens
     that a slot receives (the shares of an expert over all its slots sum to 1; 0 on unused slots).
 
-    alive: which ranks take part; failure_domains: a label per rank (ranks of one node share it), or nothing.
+    alive: which ranks take part; failure_domains: a label per rank (ranks of one node share it), or nothing; stores:
+    the same for ranks that map one store of weights (docs/memory.md), or nothing: each has weights of its own.
     The arrays are copied and made read-only. Two placements are compared by `checksum()`.
     Raises ValueError when a shape does not fit, an id is out of range, an expert has no slot on a live rank, a dead
-    rank or an unused slot holds a share, a share is negative, or the shares of an expert do not sum to 1.
+    rank or an unused slot holds a share, a share is negative, the shares of an expert do not sum to 1, or ranks of two
+    failure domains have one store.
     """
 
     epoch: int
@@ -33,6 +44,7 @@ class Placement:
     share: npt.NDArray[np.float32]
     alive: tuple[bool, ...]
     failure_domains: tuple[int, ...] = field(default=())
+    stores: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
         # Copies: a caller that goes on writing to its array must not change a value that was already checked.
@@ -44,6 +56,7 @@ class Placement:
         object.__setattr__(self, "share", share)
         object.__setattr__(self, "alive", tuple(bool(a) for a in self.alive))
         object.__setattr__(self, "failure_domains", tuple(int(d) for d in self.failure_domains))
+        object.__setattr__(self, "stores", tuple(int(label) for label in self.stores))
         self._check_shapes()
         self._check_coverage()
 
@@ -62,9 +75,16 @@ class Placement:
                 f"placement: share has shape {list(self.share.shape)}; "
                 f"slot_to_expert has {list(self.slot_to_expert.shape)} and they must be equal"
             )
-        for name, values in (("alive", self.alive), ("failure_domains", self.failure_domains)):
-            if len(values) != self.num_ranks and not (name == "failure_domains" and not values):
+        for name, values in (("failure_domains", self.failure_domains), ("stores", self.stores), ("alive", self.alive)):
+            if len(values) != self.num_ranks and (values or name == "alive"):
                 raise ValueError(f"placement: {name} has {len(values)} entries for {self.num_ranks} ranks")
+        if self.stores and self.failure_domains:
+            for store in set(self.stores):
+                labels = {
+                    label for label, other in zip(self.failure_domains, self.stores, strict=True) if other == store
+                }
+                if len(labels) > 1:
+                    raise ValueError(f"placement: stores: store {store} is in failure domains {sorted(labels)}")
 
     def _check_coverage(self) -> None:
         ids, share = self.slot_to_expert, self.share
@@ -119,6 +139,14 @@ class Placement:
         live = self.slot_to_expert[:, np.array(self.alive, dtype=bool)]
         return self.slots_per_rank == self.num_experts and bool((live == np.arange(self.num_experts)).all())
 
+    def distance(self, rank: int, other: int) -> Distance:
+        """Between two ranks. Without failure domains all are on one machine."""
+        if rank == other or (self.stores and self.stores[rank] == self.stores[other]):
+            return Distance.SAME_STORE
+        if not self.failure_domains or self.failure_domains[rank] == self.failure_domains[other]:
+            return Distance.SAME_MACHINE
+        return Distance.OTHER_MACHINE
+
     def experts_of(self, layer: int, rank: int) -> tuple[int, ...]:
         """The logical expert in each slot of `rank` (-1 unused)."""
         return tuple(int(e) for e in self.slot_to_expert[layer, rank])
@@ -138,7 +166,8 @@ class Placement:
         return tuple(tuple(pairs) for pairs in slots)
 
     def checksum(self) -> int:
-        """A hash of everything but the epoch, equal on every machine; 0 <= checksum < 2**63, so it fits a record."""
+        """A hash of everything but the epoch and the stores, equal on every machine; 0 <= checksum < 2**63, so it fits
+        a record."""
         digest = hashlib.blake2b(digest_size=8)
         shape = (self.num_experts, *self.slot_to_expert.shape)
         digest.update(repr((shape, self.alive, self.failure_domains)).encode())
@@ -149,13 +178,15 @@ class Placement:
     @property
     def num_bytes(self) -> int:
         """Of `to_bytes`: it depends on the numbers of layers, ranks and slots only."""
-        return 4 * (_HEADER + 2 * self.num_ranks) + self.slot_to_expert.nbytes + self.share.nbytes
+        return 4 * (_HEADER + 3 * self.num_ranks) + self.slot_to_expert.nbytes + self.share.nbytes
 
     def to_bytes(self) -> bytes:
-        """Little-endian: int32 numbers, who is alive and the failure domains, int32 ids, float32 shares."""
-        domains = self.failure_domains or (0,) * self.num_ranks
-        numbers = (self.epoch, self.num_experts, *self.slot_to_expert.shape, bool(self.failure_domains))
-        head = np.array((*numbers, *self.alive, *domains), dtype="<i4")
+        """Little-endian: int32 numbers, who is alive, the failure domains and the stores, int32 ids, float32 shares."""
+        none = (0,) * self.num_ranks
+        labels = *(self.failure_domains or none), *(self.stores or none)
+        labelled = bool(self.failure_domains) + 2 * bool(self.stores)
+        numbers = (self.epoch, self.num_experts, *self.slot_to_expert.shape, labelled)
+        head = np.array((*numbers, *self.alive, *labels), dtype="<i4")
         return head.tobytes() + self.slot_to_expert.astype("<i4").tobytes() + self.share.astype("<f4").tobytes()
 
     @classmethod
@@ -164,14 +195,14 @@ class Placement:
         words = np.frombuffer(data, dtype="<i4")
         if words.size < _HEADER:
             raise ValueError(f"placement: {len(data)} bytes are no placement; its numbers alone take {4 * _HEADER}")
-        epoch, num_experts, num_layers, num_ranks, num_slots, has_domains = words[:_HEADER].tolist()
+        epoch, num_experts, num_layers, num_ranks, num_slots, labelled = words[:_HEADER].tolist()
         size = num_layers * num_ranks * num_slots
-        if words.size != _HEADER + 2 * num_ranks + 2 * size or min(num_layers, num_ranks, num_slots) < 0:
+        if words.size != _HEADER + 3 * num_ranks + 2 * size or min(num_layers, num_ranks, num_slots) < 0:
             raise ValueError(
                 f"placement: {len(data)} bytes are not those of {num_layers} layers, {num_ranks} ranks and "
                 f"{num_slots} slots of a rank"
             )
-        alive_G, domains_G, ids, share = np.split(words[_HEADER:], np.cumsum([num_ranks, num_ranks, size]))
+        alive_G, domains_G, stores_G, ids, share = np.split(words[_HEADER:], np.cumsum([*[num_ranks] * 3, size]))
         shape = (num_layers, num_ranks, num_slots)
         return cls(
             epoch=epoch,
@@ -179,7 +210,8 @@ class Placement:
             slot_to_expert=ids.reshape(shape),
             share=share.view("<f4").reshape(shape),
             alive=tuple(alive_G.tolist()),
-            failure_domains=tuple(domains_G.tolist()) if has_domains else (),
+            failure_domains=tuple(domains_G.tolist()) if labelled & 1 else (),
+            stores=tuple(stores_G.tolist()) if labelled & 2 else (),
         )
 
 
@@ -203,6 +235,7 @@ def linear_placement(
     num_ranks: int,
     slots_per_rank: int | None = None,
     failure_domains: Sequence[int] = (),
+    stores: Sequence[int] = (),
 ) -> Placement:
     """Rank 0 has the first experts, rank 1 the next ones and so on, the same in every layer; all ranks alive, epoch 0.
 
@@ -237,6 +270,7 @@ def linear_placement(
         share=np.broadcast_to(share, (num_layers, *share.shape)),
         alive=(True,) * num_ranks,
         failure_domains=tuple(failure_domains),
+        stores=tuple(stores),
     )
 
 

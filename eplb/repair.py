@@ -7,6 +7,7 @@ Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -68,25 +69,20 @@ def repair(placement: Placement, alive: Sequence[bool], epoch: int) -> Placement
             placement.num_ranks,
             placement.slots_per_rank,
             placement.failure_domains,
+            placement.stores,
         )
         ids[:, back] = home.slot_to_expert[:, back]
     live = [rank for rank, lives in enumerate(alive) if lives]
     reads_G = np.zeros(ids.shape[1], dtype=np.int64)
     for layer_GS, share_GS in zip(ids, placement.share, strict=True):
         _cover(layer_GS, share_GS, live, placement.num_experts, reads_G)
-    return Placement(
-        epoch=epoch,
-        num_experts=placement.num_experts,
-        slot_to_expert=ids,
-        share=owner_shares(ids, placement.num_experts),
-        alive=tuple(alive),
-        failure_domains=placement.failure_domains,
-    )
+    share = owner_shares(ids, placement.num_experts)
+    return replace(placement, epoch=epoch, slot_to_expert=ids, share=share, alive=tuple(alive))
 
 
 def widen(placement: Placement, num_ranks: int) -> Placement:
     """The same for at least `num_ranks` ranks: those that it did not know are dead, have no expert, and each is a
-    failure domain of its own."""
+    failure domain and has a store of its own; unless there is one store for all, as ranks are added on one machine."""
     num_new = num_ranks - placement.num_ranks
     if num_new <= 0:
         return placement
@@ -94,13 +90,18 @@ def widen(placement: Placement, num_ranks: int) -> Placement:
     domains = placement.failure_domains
     if domains:
         domains += tuple(range(max(domains) + 1, max(domains) + 1 + num_new))
-    return Placement(
-        epoch=placement.epoch,
-        num_experts=placement.num_experts,
+    stores = placement.stores
+    if len(set(stores)) == 1 and not domains:
+        stores += stores[:1] * num_new
+    elif stores:
+        stores += tuple(range(max(stores) + 1, max(stores) + 1 + num_new))
+    return replace(
+        placement,
         slot_to_expert=np.pad(placement.slot_to_expert, room, constant_values=-1),
         share=np.pad(placement.share, room),
         alive=placement.alive + (False,) * num_new,
         failure_domains=domains,
+        stores=stores,
     )
 
 

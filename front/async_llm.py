@@ -20,7 +20,7 @@ from typing import Protocol, Self
 from front.balancing import Balancing
 from front.collector import Collector
 from front.driver import Driver, log
-from front.front import EngineBusy, EngineDraining, EngineFailed, Work
+from front.front import EngineBusy, EngineDraining, EngineFailed, FrontOutput
 from front.members import Members, Recovery, State
 from front.messages import (
     EpochLost,
@@ -329,7 +329,7 @@ class AsyncLLM(Driver[AsyncRanks]):
         self._timer = self._loop.call_later(delay, self._look_again)
         self._read()
 
-    def _do(self, work: Work) -> None:
+    def _do(self, work: FrontOutput) -> None:
         woken = set()
         for request_id, delta in work.deltas:
             stream = self._streams.get(request_id)

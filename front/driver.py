@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from front.front import Front, Work, losses_last
+from front.front import Front, FrontOutput, losses_last
 from front.messages import FrontToRank, Outputs, RankLost, RankToFront
 from front.profiling import EVENTS_PER_RANK
 from front.text import Tokenizer
@@ -31,7 +31,7 @@ class Driver(ABC, Generic[R]):
         self._closed = False
 
     @abstractmethod
-    def _do(self, work: Work) -> None:
+    def _do(self, work: FrontOutput) -> None:
         """Give the requests what they got, and `_send` the messages."""
 
     def _on_event(self, message: RankToFront) -> None:

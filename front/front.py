@@ -3,7 +3,7 @@ loop.
 
 A *request* (a Prompt) has params.n *sequences*, one per choice, all on one rank so that they share the prompt's KV.
 Ranks know sequences by an integer that this module gives out. What to send and what to tell the callers comes back as
-`Work`. Which ranks there are is in front/members.py.
+`FrontOutput`. Which ranks there are is in front/members.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def losses_last(messages: list[RankToFront]) -> list[RankToFront]:
     return sorted(messages, key=lambda message: isinstance(message, RankLost))
 
 
-class Work(NamedTuple):
+class FrontOutput(NamedTuple):
     """deltas: (request id, what it got). messages: (rank, what to send to it)."""
 
     deltas: list[tuple[str, Delta]]
@@ -178,20 +178,20 @@ class Front:
         self.router.loads[sequence.request.rank] -= sequence.cost
         sequence.cost = sequence.pending = 0
 
-    def abort(self, request_id: str) -> Work:
+    def abort(self, request_id: str) -> FrontOutput:
         """End a request: its open choices get a final delta with finish_reason "abort". Nothing if it is not live."""
         request = self._requests.get(request_id)
         if request is None:
-            return Work([], [])
+            return FrontOutput([], [])
         now = self._clock()
         deltas = []
         running = [item.sequence_id for item in request.sequences if item.sequence_id in self._sequences]
         for sequence in list(request.sequences):
             deltas.append((request_id, sequence.last_delta("abort")))
             self._close_sequence(sequence, "abort", now)
-        return Work(deltas, [(request.rank, Abort(running))] if running else [])
+        return FrontOutput(deltas, [(request.rank, Abort(running))] if running else [])
 
-    def resize(self, count: int) -> Work:
+    def resize(self, count: int) -> FrontOutput:
         """Ranks 0 to count - 1 are to serve. Those beyond leave at once, and their requests go on elsewhere; new ones
         serve when they have loaded. ValueError when so few can never hold all experts (or there are too many),
         EngineBusy when they cannot just now."""
@@ -207,8 +207,8 @@ class Front:
         self.stats += [RankStats() for _ in range(count - len(self.stats))]
         for rank in leaving:
             self._take_from(rank)
-        work = self._changed() if leaving else Work([], [])
-        return Work([], self._farewells(leaving) + work.messages)
+        work = self._changed() if leaving else FrontOutput([], [])
+        return FrontOutput([], self._farewells(leaving) + work.messages)
 
     def _farewells(self, ranks: list[int]) -> list[tuple[int, FrontToRank]]:
         """A membership that leaves them out: a rank that gets it leaves."""
@@ -217,24 +217,24 @@ class Front:
 
     # ---- what ranks and the supervisor say ----
 
-    def on_message(self, message: RankToFront) -> Work:
+    def on_message(self, message: RankToFront) -> FrontOutput:
         """Take what a rank, or the supervisor, has sent. Once `failed` says why, no request will go on."""
         if isinstance(message, Outputs):
             return self._on_outputs(message)
         if isinstance(message, RankReady):
             if self.members.states[message.rank] is State.LEFT:
-                return Work([], self._farewells([message.rank]))
-            return self._changed() if self.members.on_ready(message) else Work([], [])
+                return FrontOutput([], self._farewells([message.rank]))
+            return self._changed() if self.members.on_ready(message) else FrontOutput([], [])
         if isinstance(message, Joined):
             if self.members.on_joined(message, busy=bool(self._requests)):
                 self._open_ranks()
-            return Work([], self._place_held())
+            return FrontOutput([], self._place_held())
         if isinstance(message, Waiting):
             self.members.on_waiting(message)
-            return Work([], self._place_held())
+            return FrontOutput([], self._place_held())
         if isinstance(message, NoneLeft):
             self.members.on_none_left(message)
-            return Work([], [])
+            return FrontOutput([], [])
         if isinstance(message, EpochLost):
             self.accusations.on_lost(message)
             return self.look()
@@ -247,32 +247,32 @@ class Front:
         if isinstance(
             message, BalanceReport | BalanceReply | ProfilePart | Waits
         ):  # the one that asked takes the reply
-            return Work([], [])
+            return FrontOutput([], [])
         assert isinstance(message, RankLost | RankFailed)
         lost = self.members.on_lost(message) if isinstance(message, RankLost) else self.members.on_failed(message)
         if not lost:
-            return Work([], [])
+            return FrontOutput([], [])
         replayed = self._take_from(message.rank)
         if self.members.open:
             self.members.open[-1].replayed = replayed
         return self._changed()
 
-    def look(self) -> Work:
+    def look(self) -> FrontOutput:
         """To be called a few times per second, as some things are found by nothing happening."""
         finding = self.accusations.look()
         self.accused += [(rank, self.ready[rank].process) for rank in finding.accused if rank in self.ready]
         if not finding.meet_again:
-            return Work([], [])
+            return FrontOutput([], [])
         self.members.meet_again()
         return self._changed()
 
-    def _changed(self) -> Work:
+    def _changed(self) -> FrontOutput:
         """The membership has: first the ranks are told, then they get what waits."""
         self._open_ranks()
         messages: list[tuple[int, FrontToRank]] = [*self.members.memberships()]
         if not self._requests:  # then no first token will end a recovery whose survivors need not agree on anything
             self.members.on_idle()
-        return Work([], messages + self._place_held())
+        return FrontOutput([], messages + self._place_held())
 
     def _open_ranks(self) -> None:
         self.router.open = [state is State.UP for state in self.members.states]
@@ -300,7 +300,7 @@ class Front:
         self._finished.clear()
         return finished
 
-    def _on_outputs(self, message: Outputs) -> Work:
+    def _on_outputs(self, message: Outputs) -> FrontOutput:
         if self.members.is_member(message.rank):
             self.stats[message.rank] = message.stats
         now = self._clock()
@@ -320,7 +320,7 @@ class Front:
                 self._close_sequence(sequence, delta.finish_reason, now)
         if deltas and self.members.open:
             self.members.on_token(message.rank, now)
-        return Work(deltas, [(message.rank, Abort(stopped))] if stopped else [])
+        return FrontOutput(deltas, [(message.rank, Abort(stopped))] if stopped else [])
 
     def _advance(self, sequence: Sequence, output: TokenOutput, now: float) -> Delta:
         """One output into one delta, and into the log."""

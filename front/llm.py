@@ -9,9 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from front.chat.answer import read_messages
+from front.chat.families import chosen_families
+from front.chat.format import output_format
 from front.collector import Collector
 from front.driver import Driver
-from front.front import EngineFailed, Work
+from front.front import EngineFailed, FrontOutput
 from front.messages import BalanceStatus, SamplingParams
 from front.outputs import Delta, Prompt, RequestOutput
 from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
@@ -101,12 +104,17 @@ class LLM(Driver[Ranks]):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: messages of role and content, put into the model's chat template.
 
-        params None: answers may be as long as the context has room, which is the default of the chat API too.
+        params None: answers may be as long as the context has room, which is the default of the chat API too. An output
+        has its text as the model wrote it, and as `message` its content, reasoning and calls of `tools` apart, by the
+        parsers of `moesaic serve`; None: those that the template names, "": none.
         """
+        conversations = _conversations(messages)
         texts = [
             self.tokenizer.apply_chat_template(
                 conversation,
@@ -116,11 +124,20 @@ class LLM(Driver[Ranks]):
                 chat_template=chat_template,
                 **(chat_template_kwargs or {}),
             )
-            for conversation in _conversations(messages)
+            for conversation in conversations
         ]
+        marks = self.tokenizer.format_marks if chat_template is None else chat_template
+        families = chosen_families(marks, tool_call_parser, reasoning_parser)
+        schemas = _schemas(tools) if tools else None
         token_ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        own = SamplingParams(max_tokens=None) if params is None else params
-        return self._run(self._prompts(texts, token_ids, own), progress)
+        prompts = self._prompts(texts, token_ids, SamplingParams(max_tokens=None) if params is None else params)
+        results = self._run(prompts, progress)
+        for conversation, prompt, text, result in zip(conversations, prompts, texts, results, strict=True):
+            goes_on = str(conversation[-1].get("content") or "") if continue_final_message else None
+            format = output_format(families, schemas, text, goes_on)
+            if format is not None:
+                read_messages(self.tokenizer, format, prompt.params, result)
+        return results
 
     def start_profile(self, path: str | Path, capacity: int = EVENTS_PER_RANK) -> list[int]:
         """As Driver.start_profile; ValueError is all that it raises."""
@@ -273,7 +290,7 @@ class LLM(Driver[Ranks]):
             if time.monotonic() > deadline:
                 raise EngineFailed(f"no rank has sent anything for {self._silence_timeout:g} s")
 
-    def _do(self, work: Work) -> None:
+    def _do(self, work: FrontOutput) -> None:
         for request_id, delta in work.deltas:
             collector = self._collectors.get(request_id)
             if collector is not None:
@@ -302,6 +319,19 @@ class LLM(Driver[Ranks]):
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
+
+
+def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of the parameters, by name."""
+    functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
+    found = {
+        function["name"]: dict(function.get("parameters") or {})
+        for function in functions
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    }
+    if len(found) < len(functions):
+        raise ValueError("tools must hold functions, each with a name of its own")
+    return found
 
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

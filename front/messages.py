@@ -71,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # made from bad_words by the front
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()  # the alternatives that are reported, in the place of the best
     skip_special_tokens: bool = True
     prediction: str = ""  # what the output is expected to be: drafts (docs/speculation.md)
     prediction_token_ids: tuple[int, ...] = ()  # made from it by the front
@@ -219,7 +220,8 @@ class RankReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     vocab_size: int
     load_seconds: float
     bytes_read: int
-    mapped_bytes: int = 0  # of weights that it shares with other ranks
+    mapped_bytes: int = 0  # of weights that it shares with other ranks ...
+    part: int = 0  # ... of this part of the server
     reasons: dict[str, str] = {}
     process: int = msgspec.field(default_factory=os.getpid)
 

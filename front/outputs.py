@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from front.chat.events import Event
+from front.chat.events import Event, Message
 from front.chat.format import OutputFormat
 from front.messages import FinishReason, SamplingParams
 
@@ -66,6 +66,9 @@ class Delta(msgspec.Struct, gc=False):
 
 
 class CompletionOutput(msgspec.Struct):
+    """message: of LLM.chat where the model's formats are known: content, reasoning and calls of tools apart; `text` has
+    them as the model wrote them."""
+
     index: int
     text: str
     token_ids: list[int]
@@ -73,6 +76,7 @@ class CompletionOutput(msgspec.Struct):
     logprobs: list[PositionLogprobs] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    message: Message | None = None
 
 
 class RequestOutput(msgspec.Struct):

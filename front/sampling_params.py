@@ -71,6 +71,13 @@ def validate(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None
     for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None:
             _logprobs(field, count, vocab_size, max_logprobs)
+    _token_ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
+    limit = vocab_size if max_logprobs == -1 else max_logprobs
+    if len(params.logprob_token_ids) > limit:
+        count = len(params.logprob_token_ids)
+        raise ValueError(f"logprob_token_ids must hold at most {limit} ids (max_logprobs), not {count}")
+    if params.logprob_token_ids and params.logprobs is None:
+        raise ValueError("logprob_token_ids needs logprobs")
 
 
 def resolve(params: SamplingParams, tokenizer: Tokenizer | None, prompt_len: int, max_model_len: int) -> SamplingParams:

@@ -16,12 +16,19 @@ import msgspec
 import tokenizers
 
 from front import tiktoken_file
-from front.chat.deepseek_v32 import ENCODED_ARCHITECTURE, DeepseekV32Encoding
+from front.chat.deepseek_v4 import DeepseekV4Encoding
+from front.chat.deepseek_v32 import DeepseekV32Encoding
 from front.chat_template import ChatTemplate
 from front.detokenizer import Detokenizer, TableDetokenizer, TokenTable, WindowDetokenizer, byte_level_alphabet
 from front.token_bound import TokenizerFile, longest_token
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+Template = ChatTemplate | DeepseekV32Encoding | DeepseekV4Encoding
+# How conversations with models are written whose checkpoints have no template, by architecture.
+_ENCODINGS: dict[str, type[DeepseekV32Encoding | DeepseekV4Encoding]] = {
+    "DeepseekV32ForCausalLM": DeepseekV32Encoding,
+    "DeepseekV4ForCausalLM": DeepseekV4Encoding,
+}
 _WINDOW_CONTEXT = 6  # prompt tokens that a window decoder sees before the output
 
 
@@ -31,9 +38,11 @@ class Tokenizer:
     vocab_size: one more than the largest token id. The model's may be larger (padded).
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
-        """ValueError naming the file when tokenizer.json is missing or cannot be read."""
-        directory = Path(model_dir)
+    def __init__(self, model_dir: str | Path, tokenizer_dir: str | Path = "") -> None:
+        """tokenizer_dir: where the tokenizer's files are; "": the model's directory, which has config.json and
+        generation_config.json. ValueError naming the file when tokenizer.json is missing or cannot be read."""
+        self.model_dir = Path(model_dir)
+        directory = Path(tokenizer_dir or model_dir)
         path = directory / "tokenizer.json"
         config = _read_json(directory / "tokenizer_config.json")
         data = _tokenizer_json(path, config)
@@ -54,19 +63,20 @@ class Tokenizer:
         self.pad_token = self._named.get("pad_token")
         self.bos_token_id = self._id(self.bos_token)
         self.pad_token_id = self._id(self.pad_token)
-        self.eos_token_ids = self._eos_ids(directory)
+        self.eos_token_ids = self._eos_ids(self.model_dir)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
         self.vocab_size = max([self._tokenizer.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
         self._table = self._make_table(file.decoder)
         self._hidden_of: dict[tuple[str, ...], frozenset[int]] = {}
-        self._templates: dict[str, ChatTemplate | DeepseekV32Encoding] = {
+        self._templates: dict[str, Template] = {
             name: ChatTemplate(source, self._named) for name, source in _template_sources(directory, config).items()
         }
-        architectures = _read_json(directory / "config.json").get("architectures") or ()
-        if not self._templates and ENCODED_ARCHITECTURE in architectures:
-            self._templates["default"] = DeepseekV32Encoding()
+        architectures = _read_json(self.model_dir / "config.json").get("architectures") or ()
+        encoding = next((_ENCODINGS[name] for name in architectures if name in _ENCODINGS), None)
+        if not self._templates and encoding is not None:
+            self._templates["default"] = encoding()
 
     def info(self) -> dict[str, Any]:
         """What tokenizer_config.json says, with the chat template in use. tokenizer_class: transformers' name."""
@@ -133,6 +143,10 @@ class Tokenizer:
         token = self._tokenizer.id_to_token(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode() if token is not None else b""
 
+    def piece(self, token_id: int) -> str:
+        """The token as the vocabulary writes it, such as "Ġis"; "": there is none."""
+        return str(self._tokenizer.id_to_token(token_id) or "")
+
     def token_str(self, token_id: int) -> str:
         """The token as one piece of text; U+FFFD where it is only part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
@@ -165,7 +179,7 @@ class Tokenizer:
         chat_template: source used instead of the model's. kwargs are the template's (enable_thinking, ...).
         ValueError on one line: there is no template, or it refuses.
         """
-        template: ChatTemplate | DeepseekV32Encoding | None
+        template: Template | None
         if chat_template is not None:
             template = ChatTemplate(chat_template, self._named)
         else:

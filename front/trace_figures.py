@@ -52,11 +52,19 @@ def figures(trace: dict[str, Any]) -> list[StepFigures]:
             forwards[item["args"]["step"]][int(rank)] = item
         elif item["cat"] == "lane":
             lanes[item["args"]["step"]][int(rank), int(place[-1])].append(item)
+    whole = {step: forward for step, forward in sorted(forwards.items()) if sorted(forward) == sorted(ranks)}
+    within = {step: _within(forward, lanes[step]) for step, forward in whole.items()}
     return [
-        _step(step, forward, lanes[step])
-        for step, forward in sorted(forwards.items())
-        if sorted(forward) == sorted(ranks) and lanes[step] and len({len(items) for items in lanes[step].values()}) == 1
+        _step(step, forward, within[step])
+        for step, forward in whole.items()
+        if within[step] and len({len(items) for items in within[step].values()}) == 1
     ]
+
+
+def _within(forward: dict[int, Slice], lanes: dict[tuple[int, int], list[Slice]]) -> dict[tuple[int, int], list[Slice]]:
+    """Without what a drafter computes and exchanges in the same step, after the forward pass."""
+    ends = {rank: _end(item) for rank, item in forward.items()}
+    return {place: [item for item in items if item["ts"] < ends[place[0]]] for place, items in lanes.items()}
 
 
 def _step(step: int, forward: dict[int, Slice], lanes: dict[tuple[int, int], list[Slice]]) -> StepFigures:

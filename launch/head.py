@@ -247,7 +247,9 @@ class HeadSupervisor(Supervisor):
 
     def _all_are_there(self) -> None:
         addresses = tuple(self.addresses[rank] for rank in range(self.parts.size))
-        self.network = Network(head=self.parts.head, port=self.parts.port, addresses=addresses)
+        counts = [self.parts.local, *(host.local for host in sorted(self.hosts, key=lambda host: host.first))]
+        parts = tuple(part for part, count in enumerate(counts) for _ in range(count))
+        self.network = Network(head=self.parts.head, port=self.parts.port, addresses=addresses, parts=parts)
         self.runtime.write("network.json", self.network)
         for host in self.hosts:
             host.link.send(Welcome(self.network, join=False))

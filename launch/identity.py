@@ -13,6 +13,7 @@ PACKAGES = ("moesaic", "torch")
 OWN = frozenset(
     {
         "model_path",
+        "tokenizer_path",
         "served_model_names",
         "num_kv_blocks",
         "threads_per_rank",

@@ -16,10 +16,10 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import msgspec
 
@@ -29,6 +29,14 @@ from engine.process.places import FILE_BYTES, socket_address
 PREFIX = "moesaic-"  # of runtime directories
 OWNER = "owner-"  # and a process id: an empty file in each, which tells them from what other programs leave
 KILLED_SECONDS = 10.0  # until a killed process has ended; longer only in a system call that cannot be broken off
+
+
+def hear_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Of those that end a server. They are unblocked: whoever has started this process may have kept them from its own
+    threads (Ray does), and a child gets that with the rest."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 
 
 class RuntimeDir:
@@ -74,6 +82,10 @@ class RuntimeDir:
     def keep(self, name: str, file: int) -> None:
         """A descriptor of this process that the others find under this name; closed with the rest."""
         self._files[name] = file
+
+    def kept(self, name: str) -> int | None:
+        """The descriptor under this name, if there is one."""
+        return self._files.get(name)
 
     def clear(self, name: str) -> None:
         """A file of fixed size with nothing but zeros."""

@@ -42,7 +42,7 @@ from launch.control import (
 )
 from launch.identity import versions
 from launch.monitor import RankMonitor
-from launch.processes import Child, Children, RuntimeDir
+from launch.processes import Child, Children, RuntimeDir, hear_signals
 from launch.supervisor import LOOK_SECONDS, ONE_SIGNAL_SECONDS, RANK_GRACE
 
 EXIT_BAD_INPUT, EXIT_HEAD_LOST = 2, 3
@@ -75,8 +75,7 @@ class RemoteSupervisor:
 
     def run(self) -> int:
         """Block until it is over; the exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        hear_signals(self._on_signal)
         patience = self.startup_timeout
         try:
             while True:

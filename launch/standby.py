@@ -61,14 +61,14 @@ class Standby:
             self._child, self._ready = None, False
         self._hear()
 
-    def keep(self, room: list[str], now: float) -> None:
-        """Start one when there is none. room: a command line as it may be, to be shown in `ps`."""
+    def keep(self, words: list[str], now: float) -> None:
+        """Start one when there is none. words: a rank's command line as it may be."""
         pause = min(FIRST_PAUSE * 2 ** (self._failed - 1), LONGEST_PAUSE) if self._failed else 0.0
         if self._child is not None or now - self._ended < pause:
             return
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        arguments = [*self._options, "--room", "." * len(" ".join(room))]
+        arguments = [*self._options, "--words", json.dumps(words)]
         with theirs:
             child = self._children.start(NAME, -1, MODULE, arguments, self._environment, theirs.fileno())
         child.link = ours

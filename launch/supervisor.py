@@ -24,7 +24,7 @@ from engine.process.console import say_text
 from front.messages import NoneLeft, RankLost
 from front.wire import Numbers, Reporter
 from launch.monitor import RankMonitor
-from launch.processes import Child, Children, RuntimeDir
+from launch.processes import Child, Children, RuntimeDir, hear_signals
 
 EXIT_RANK_LOST = 3
 LOOK_SECONDS = 0.1  # how often heartbeats are read; the end of a process is seen at once
@@ -62,8 +62,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Block until the server has ended; the exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        hear_signals(self._on_signal)
         try:
             self._start()
             code = self._watch()

@@ -31,6 +31,12 @@ class WeightsKept:
         self._key = plan.weight_key
         found = WeightCache(Path(plan.weight_cache)).find(self._key) if plan.weight_cache else None
         self.cached = found is not None
+        held = runtime.kept(self._name)
+        if held is not None:  # the ranks of this machine begin anew, and their weights are still there
+            self._file = held
+            if found is not None:
+                os.close(found)
+            return
         self._file = make_store(self._name) if found is None else found
         runtime.keep(self._name, self._file)
         for name in others:  # a file of the cache lies where the system keeps it

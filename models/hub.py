@@ -11,8 +11,11 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken"]  # no
 ANSWER_SECONDS = 10.0
 
 
-def located(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """The model's directory. Of a name, what is in the cache, completed by a download where there is a network.
+def located(
+    model: str, revision: str | None, download_dir: str | None, *, downloads: bool = True, what: str = "model"
+) -> Path:
+    """The directory of a model, or of a tokenizer (what). Of a name, what is in the cache; with `downloads` completed
+    by a download where there is a network.
 
     ValueError: there is neither. revision: a branch, tag or commit; download_dir: the cache's place; both are for names
     only.
@@ -23,16 +26,21 @@ def located(model: str, revision: str | None, download_dir: str | None) -> Path:
             raise ValueError(f"revision {revision!r}: {model} is a directory, which has no revisions")
         return path
     if not HUB_NAME.fullmatch(model):
-        raise ValueError(f"model {model!r} is not a directory, nor a .gguf file, nor a name such as Qwen/Qwen3-30B-A3B")
+        kinds = "a directory, nor a .gguf file, nor a name such as Qwen/Qwen3-30B-A3B"
+        raise ValueError(f"{what} {model!r} is not {kinds}")
     library = importlib.import_module("huggingface_hub")
     try:
         found = library.snapshot_download(
-            model, revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS, etag_timeout=ANSWER_SECONDS
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=PATTERNS,
+            etag_timeout=ANSWER_SECONDS,
+            local_files_only=not downloads,
         )
     except Exception as error:  # the library's own, the HTTP client's, the system's
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"model {model!r} is neither a directory nor in the cache of huggingface_hub, and cannot be downloaded: "
-            f"{type(error).__name__}: {reason:.300}"
-        ) from None
+        failed = f", and cannot be downloaded: {type(error).__name__}: {reason:.300}" if downloads else ""
+        where = "is neither a directory nor in the cache of huggingface_hub"
+        raise ValueError(f"{what} {model!r} {where}{failed}") from None
     return Path(found)

@@ -27,13 +27,13 @@ class Part:
     read: Callable[[WeightSource], None]
 
 
-def whole(part: Part, source: WeightSource, settle: Callable[[nn.Module], None]) -> Whole:
-    """A part as a piece of a store. settle: packs what is packed, once it has been read."""
+def whole(part: Part, source: WeightSource, pack: Callable[[nn.Module], None]) -> Whole:
+    """A part as a piece of a store. pack: makes packed weights of what has been read."""
 
     def make() -> Sequence[str]:
         noted = Noted(source)
         part.read(noted)
-        settle(part.module)
+        pack(part.module)
         return sorted(noted.used)
 
     def skip(keys: Sequence[str]) -> None:

@@ -143,7 +143,7 @@ class PackedExperts:
         self.packed_SB[slot, self._shape.bias_at :] = panel_biases(gate_F, up_F, down_D)
 
     def clear(self, slot: int) -> None:
-        self._bring_in(slot)
+        self._prefault(slot)
         self.packed_SB[slot].zero_()
 
     def read(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,12 +226,12 @@ class PackedExperts:
         self._pack(slot, [code.data_ptr() for code in codes], [scale.data_ptr() for scale in scales], 1)
 
     def _pack(self, slot: int, matrices: list[int], scales: list[int] | list[None], scale_rows: int) -> None:
-        start = self._bring_in(slot)
+        start = self._prefault(slot)
         _experts_pack(self._shape, start, *matrices, *scales, scale_rows, torch.get_num_threads())
 
-    def _bring_in(self, slot: int) -> int:
-        """Where the slot's bytes begin. When slots are written in order for the first time, their memory is brought
-        in."""
+    def _prefault(self, slot: int) -> int:
+        """Where the slot's bytes begin. The pages of slots that are written in order for the first time are
+        faulted in."""
         start = self.packed_SB[slot].data_ptr()
         if slot == self._num_touched:
             _touch(start, start + self._shape.slot_bytes, self.packed_SB.data_ptr() + self.packed_SB.numel())

@@ -29,21 +29,21 @@ def command() -> None:
     """Measure throughput or latency on this machine, or a running server."""
 
 
-@command.command("throughput", cls=VllmCommand)
-@click.option("--num-prompts", type=click.IntRange(1), default=64, show_default=True)
+@command.command("throughput", cls=VllmCommand, short_help="Tokens per second of many prompts at once.")
+@click.option("--num-prompts", type=click.IntRange(1), default=64, show_default=True, help="Prompts in all.")
 @click.option(
     "--input-len", type=click.IntRange(1), default=128, show_default=True, help="Tokens of each (random) prompt."
 )
-@click.option("--output-len", type=click.IntRange(1), default=64, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--output-len", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each answer.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs; their median is given.")
 @engine_options
 def throughput(num_prompts: int, input_len: int, output_len: int, repeats: int, **options: Any) -> None:
     """All prompts at once, greedy, without stopping early: tokens per second."""
     with moesaic.LLM.from_config(engine_config(options)) as llm:
         run = _Offline(llm, num_prompts, input_len, output_len)
         run.seconds(0)
-        best = [run.seconds(1 + repeat) for repeat in range(repeats)]
-    seconds = statistics.median(best)
+        each = [run.seconds(1 + repeat) for repeat in range(repeats)]
+    seconds = statistics.median(each)
     tokens = num_prompts * output_len
     _report(
         {
@@ -58,11 +58,11 @@ def throughput(num_prompts: int, input_len: int, output_len: int, repeats: int, 
     )
 
 
-@command.command("latency", cls=VllmCommand)
-@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--output-len", type=click.IntRange(1), default=64, show_default=True)
-@click.option("--num-iters", type=click.IntRange(1), default=5, show_default=True)
+@command.command("latency", cls=VllmCommand, short_help="Times to the first token and per token.")
+@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Prompts at a time.")
+@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True, help="Tokens of each prompt.")
+@click.option("--output-len", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each answer.")
+@click.option("--num-iters", type=click.IntRange(1), default=5, show_default=True, help="Batches that are timed.")
 @engine_options
 def latency(batch_size: int, input_len: int, output_len: int, num_iters: int, **options: Any) -> None:
     """One batch at a time: time to the first token and per token after it."""
@@ -110,9 +110,9 @@ class _Offline:
 @command.command("serve")
 @click.option("--url", help="The server; default: MOESAIC_URL or http://127.0.0.1:8000.")
 @click.option("--api-key", help="Default: the first of MOESAIC_API_KEY.")
-@click.option("--num-prompts", type=click.IntRange(1), default=64, show_default=True)
-@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--output-len", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--num-prompts", type=click.IntRange(1), default=64, show_default=True, help="Prompts in all.")
+@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True, help="Tokens of each prompt.")
+@click.option("--output-len", type=click.IntRange(1), default=64, show_default=True, help="Tokens of each answer.")
 @click.option(
     "--request-rate",
     type=Number(0),
@@ -120,8 +120,8 @@ class _Offline:
     show_default=True,
     help="Requests per second; 0: all at once.",
 )
-@click.option("--max-concurrency", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--bench-seed", type=int, default=0, show_default=True)
+@click.option("--max-concurrency", type=click.IntRange(1), default=256, show_default=True, help="Requests in flight.")
+@click.option("--bench-seed", type=int, default=0, show_default=True, help="Of what is drawn: prompts and times.")
 def serve(url: str | None, api_key: str | None, **case: Any) -> None:
     """Stream completions from a running server and time every token."""
     env = read_env()

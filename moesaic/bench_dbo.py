@@ -26,7 +26,7 @@ MODES = ("off", "on", "auto")
 def make_command(report: Callable[[dict[str, Any]], None]) -> click.Command:
     """report: prints a row."""
 
-    @click.command("dbo", cls=VllmCommand)
+    @click.command("dbo", cls=VllmCommand, short_help="What splitting a step hides.")
     @click.option("--tokens", type=int, default=512, show_default=True, help="Of each rank's step: prompts, as chunks.")
     @click.option(
         "--steps", type=int, default=6, show_default=True, help="Full steps of each rank, per mode and round."
@@ -62,7 +62,7 @@ def _measure(config: EngineConfig, mode: str, tokens: int, steps: int, path: Pat
     ranks = config.data_parallel_size
     with moesaic.LLM.from_config(dataclasses.replace(config, **more)) as llm:
         length = min(tokens, llm.plan.max_model_len - 1)
-        count = ranks * (-(-tokens * (steps + 2) // length))
+        count = ranks * (-(-tokens * (steps + 4) // length))  # ranks need not begin in the same step
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         draw = random.Random(0)
         prompts = [[draw.randrange(llm.vocab_size) for _ in range(length)] for _ in range(count)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import ssl
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,11 @@ def command(message: str | None, **options: Any) -> None:
             conversation.say("user", message)
             _answer(client, conversation)
             return
+    except ConnectionRefusedError:
+        raise ValueError(f"{url}: no server listens there; `moesaic serve` starts one") from None
+    except ssl.SSLCertVerificationError as error:
+        reason = f"certificate verify failed: {error.verify_message}; SSL_CERT_FILE=FILE names a certificate to trust"
+        raise ValueError(f"{url}: {reason}") from None
     except (OSError, HttpError) as error:
         raise ValueError(f"{url}: {error}") from None
     print(f"{model}. /help lists the commands, Ctrl-D ends.", file=sys.stderr)
@@ -79,10 +85,8 @@ def _converse(client: Client, conversation: Conversation, ask: Callable[[str], s
         try:
             _answer(client, conversation)
         except KeyboardInterrupt:
-            print()
             _note("stopped")
         except (OSError, HttpError) as error:
-            print()
             _note(f"{error}; the message was not answered")
         if conversation.messages[-1]["role"] == "user":
             conversation.take_back()
@@ -114,21 +118,25 @@ def _answer(client: Client, conversation: Conversation) -> None:
 
 async def _stream(client: Client, request: dict[str, Any], pieces: list[str]) -> bool:
     """Whether the answer was cut off. pieces: gets the text while it comes."""
-    cut = thinking = False
-    async for event in client.events("/v1/chat/completions", request):
-        for choice in event["choices"]:
-            delta = choice["delta"]
-            thought = delta.get("reasoning") or delta.get("reasoning_content") or ""
-            if bool(thought) != thinking and (thought or delta.get("content")):
-                thinking = bool(thought)
-                print(DIM if thinking else f"{PLAIN}\n", end="") if sys.stdout.isatty() else print()
-            for call in delta.get("tool_calls") or ():
-                thought += _shown_call(call.get("function") or {})
-            piece = delta.get("content") or ""
-            pieces.append(piece)
-            print(thought + piece, end="", flush=True)
-            cut = cut or choice["finish_reason"] == "length"
-    print(PLAIN if thinking and sys.stdout.isatty() else "")
+    cut = thinking = shown = False
+    try:
+        async for event in client.events("/v1/chat/completions", request):
+            for choice in event["choices"]:
+                delta = choice["delta"]
+                thought = delta.get("reasoning") or delta.get("reasoning_content") or ""
+                if bool(thought) != thinking and (thought or delta.get("content")):
+                    thinking = bool(thought)
+                    print(DIM if thinking else f"{PLAIN}\n", end="") if sys.stdout.isatty() else print()
+                for call in delta.get("tool_calls") or ():
+                    thought += _shown_call(call.get("function") or {})
+                piece = delta.get("content") or ""
+                pieces.append(piece)
+                print(thought + piece, end="", flush=True)
+                shown = True
+                cut = cut or choice["finish_reason"] == "length"
+    finally:  # also where it is stopped: what comes next is not dim, and on a line of its own
+        if shown:
+            print(PLAIN if thinking and sys.stdout.isatty() else "", flush=True)
     return cut
 
 

@@ -8,6 +8,7 @@ entries are options that the command line overrides.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,11 @@ class VllmCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups = {name: title for title, names in GROUPS.items() for name in names}
-        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
-        sections |= {title: [] for title in GROUPS}
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *GROUPS)}
         taken = []
         for parameter in self.get_params(ctx):
+            if isinstance(parameter, click.Argument):
+                continue  # the usage has it
             record = parameter.get_help_record(ctx)
             if TAKEN_NAMES & set(parameter.opts):
                 taken.append(parameter.opts[0])
@@ -53,7 +55,10 @@ class VllmCommand(click.Command):
                     formatter.write_dl(records)
         if taken:
             with formatter.section("vLLM's, taken where what they ask for is so anyway"):
-                formatter.write_text(", ".join(taken))
+                margin = " " * formatter.current_indent
+                width = formatter.width - len(margin)
+                lines = textwrap.wrap(", ".join(taken), width, break_on_hyphens=False)
+                formatter.write("".join(f"{margin}{line}\n" for line in lines))
 
 
 def _with_file(args: list[str]) -> list[str]:

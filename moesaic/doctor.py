@@ -17,7 +17,7 @@ from configs.engine import Plan
 from configs.env import interface_variables
 from configs.hosts import Hosts
 from configs.server import ServerConfig
-from engine.plan import asked_path, make_plan, step_rows
+from engine.plan import downloaded, make_plan, step_rows
 from engine.process.console import guard_console
 from launch.doctor.findings import ORDER, Finding, worst
 from launch.doctor.machine import Machine
@@ -74,11 +74,18 @@ def examined(
     for name in ("parent", "startup_timeout"):
         options.pop(name)
     hosts, place = take_hosts(options, 1 if given else EMBEDDED_RANKS, None)
-    plan, error = _plan(options, hosts)
+    plan, error, fix, directory = None, "", "see the message", None
+    try:
+        directory = downloaded(given, options["revision"], options["download_dir"])
+    except ValueError as missing:
+        error, fix = str(missing), f"hf download {given}"
+    else:
+        plan, error = _plan(options, hosts)
     doctor = Doctor(
         machine=Machine(place.index, plan, variables=interface_variables()),
-        model=asked_path(given) if plan is None else Path(plan.model_path),
+        model=directory if plan is None else Path(plan.model_path),
         error=error,
+        fix=fix,
         hosts=None if alone else hosts,
         nodes=1 if alone else place.nodes,
         patience=wait,

@@ -17,8 +17,11 @@ from configs.chips import CHIPS
 from configs.engine import EngineConfig, Plan
 from configs.env import read_env
 from configs.gpu import MEBI, find_gpus
+from configs.hosts import DEFAULT_PORT, Hosts, ranks_of
+from configs.machine import this_machine
+from configs.replicas import Sharing, memory_rate
 from configs.store import STANDBY_BYTES
-from engine.plan import is_for_gpus, make_plan
+from engine.plan import expert_choices, is_for_gpus, make_plan
 from moesaic.command_line import VllmCommand
 from moesaic.options import EMBEDDED_RANKS, engine_config, engine_options
 from moesaic.serve import command as serve
@@ -34,16 +37,40 @@ DEFAULT_CHIP = "h200"
 @click.option("--gpu", type=click.Choice(list(CHIPS)), help="Plan for a cluster of these GPUs, which need not be here.")
 @click.option("--world", type=int, help="The same as --data-parallel-size.")
 @click.option("--installed", help="Libraries that the cluster has, with commas between them; default: all of them.")
+@click.option(
+    "--expect-mbit",
+    type=click.FloatRange(0, min_open=True),
+    default=10000.0,
+    show_default=True,
+    help="Of a link between --nnodes machines: megabits per second in each direction (moesaic doctor measures it).",
+)
+@click.option(
+    "--expect-ms",
+    type=click.FloatRange(0, min_open=True),
+    default=0.2,
+    show_default=True,
+    help="Of a message and its answer between them.",
+)
 @engine_options
-def command(as_json: bool, gpu: str | None, world: int | None, installed: str | None, **options: Any) -> None:
+def command(
+    as_json: bool,
+    gpu: str | None,
+    world: int | None,
+    installed: str | None,
+    expect_mbit: float,
+    expect_ms: float,
+    **options: Any,
+) -> None:
     """Print the resolved plan for MODEL (default: the embedded one) with the reason for every choice.
 
     With --gpu, or --device cuda where there is no GPU, MODEL may be a name (deepseek-v3, qwen3-30b-a3b,
     qwen3-235b-a22b) or a directory with only a config.json, and everything that would run on each GPU is listed, with
-    the reason against the others.
+    the reason against the others. With --nnodes N on CPUs it says whether N machines should share the experts, or serve
+    each for itself.
     """
     if world is not None:
         options["data_parallel_size"] = world
+    nodes, hosts = _machines(options)
     for parameter in OF_SERVE:  # how the server answers and where its ranks are changes nothing in a plan
         options.pop(str(parameter.name))
     config = engine_config(options, embedded_ranks=EMBEDDED_RANKS)
@@ -53,7 +80,65 @@ def command(as_json: bool, gpu: str | None, world: int | None, installed: str | 
     if gpu is not None:
         _explain_cluster(config, gpu, installed, as_json)
         return
-    _show(make_plan(config), as_json)
+    plan = make_plan(config, hosts=hosts)
+    sharing = None if hosts is None else _sharing(plan, nodes, 1e6 / 8 * expect_mbit, expect_ms / 1000)
+    _show(plan, as_json, sharing)
+
+
+def _machines(options: dict[str, Any]) -> tuple[int, Hosts | None]:
+    """How many there are, and this one as their head; None: one, or as many as there are GPUs for."""
+    nodes = options["nnodes"]
+    if nodes == -1:
+        raise ValueError("--nnodes must be a number for explain: no system has started it")
+    if nodes is None or nodes == 1:
+        return 1, None
+    size, local, _ = ranks_of(nodes, 0, options["data_parallel_size_local"] or (), options["data_parallel_size"])
+    options["data_parallel_size"] = size
+    return nodes, Hosts(head="", port=DEFAULT_PORT, size=size, first=0, local=local)
+
+
+def _sharing(plan: Plan, nodes: int, link: float, round_trip: float) -> Sharing | None:
+    """None for a model without experts."""
+    if not plan.num_experts:
+        return None
+    experts, others, chosen, layers, hidden = expert_choices(plan)
+    item = 4 if plan.dtype == "float32" else 2
+    return Sharing(
+        nodes=nodes,
+        ranks=max(1, plan.data_parallel_size // nodes),
+        experts=plan.num_experts,
+        chosen=chosen,
+        layers=layers,
+        hidden=hidden,
+        item=item,
+        sent_item=1 if plan.dispatch_rows == "fp8" else item,
+        expert_bytes=experts,
+        other_bytes=others,
+        link=link,
+        round_trip=round_trip,
+        memory=this_machine().free_memory,
+        reads=memory_rate(plan.threads_per_rank * plan.data_parallel_size_local),
+    )
+
+
+def _show_sharing(sharing: Sharing) -> None:
+    table = Table(
+        "streams of a machine", "replica reads experts, ms", "shared: reads, ms", "exchanges, ms",
+        "a step is shorter by, ms",
+        title=f"Experts over {sharing.nodes} machines, or a replica on each", title_justify="left",
+    )  # fmt: skip
+    for row in sharing.rows():
+        numbers = (row.replica_ms, row.shared_ms, row.exchange_ms, row.saved_ms)
+        table.add_row(str(row.streams), *(f"{number:.1f}" for number in numbers))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"A token sends {sharing.bytes_per_token:.0f} bytes to other machines over links of "
+        f"{8e-6 * sharing.link:g} Mbit/s; round trips of {1000 * sharing.round_trip:g} ms take "
+        f"{1000 * sharing.round_trips:.1f} ms of each step; memory is read at {1e-9 * sharing.reads:.1f} GB/s "
+        "(measured). The rest of a step is the same."
+    )
+    console.print(sharing.advice)
 
 
 def _hidden(parameter: click.Parameter) -> click.Parameter:
@@ -98,12 +183,13 @@ def _explain_cluster(config: EngineConfig, gpu: str, installed: str | None, as_j
     console.print(f"Libraries taken to be installed: {', '.join(there) or 'none'}.")
 
 
-def _show(plan: Plan, as_json: bool) -> None:
+def _show(plan: Plan, as_json: bool, sharing: Sharing | None = None) -> None:
     values = dataclasses.asdict(plan)
     reasons = values.pop("reasons")
     values["checkpoint"] = {name: digest for name, (_, _, _, digest) in plan.checkpoint.items()}
     if as_json:
-        print(json.dumps({"plan": values, "reasons": reasons}))
+        machines = {} if sharing is None else {"machines": _numbers_of(sharing)}
+        print(json.dumps({"plan": values, "reasons": reasons, **machines}))
         return
     table = Table("field", "value", "why", title=f"Plan for {plan.served_model_names[0]}", title_justify="left")
     for name, value in values.items():
@@ -112,6 +198,14 @@ def _show(plan: Plan, as_json: bool) -> None:
     Console().print(table)
     if plan.device == "cpu":
         _show_memory(plan)
+    if sharing is not None:
+        _show_sharing(sharing)
+
+
+def _numbers_of(sharing: Sharing) -> dict[str, Any]:
+    rows = [{**dataclasses.asdict(row), "saved_ms": row.saved_ms} for row in sharing.rows()]
+    found = {"bytes_per_token": sharing.bytes_per_token, "round_trips_ms": 1000 * sharing.round_trips, "rows": rows}
+    return {**dataclasses.asdict(sharing), **found, "advice": sharing.advice}
 
 
 def _show_memory(plan: Plan) -> None:

@@ -39,7 +39,8 @@ class Client:
             raise ValueError(f"url {url!r} has no port from 1 to 65535") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url {url!r} must look like http://host:port or https://host:port")
-        self.host, self.port, self.prefix = parts.hostname, port, parts.path.rstrip("/")
+        self.host, self.port = parts.hostname, port
+        self.prefix = parts.path.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are given their base URL
         # The system's authorities, or those of SSL_CERT_FILE, as OpenSSL reads it.
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.api_key, self.timeout = api_key, timeout

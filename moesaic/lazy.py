@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,15 @@ class LazyGroup(click.Group):
         command = importlib.import_module(self.table[name][0]).command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """UsageError for an unknown command names those that are like it."""
+        alike = difflib.get_close_matches(args[0], self.table)
+        if args[0] in self.table or args[0].startswith("-") or not alike:
+            return super().resolve_command(ctx, args)
+        raise click.UsageError(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, alike))}?", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The short help comes from the table: the modules need not be imported for it."""

@@ -101,7 +101,12 @@ class Name(click.ParamType[str]):
 
 
 class Number(click.FloatRange):
-    """click's own range lets NaN through."""
+    """click's own range lets NaN through, and says the largest number in every line of help."""
+
+    name = "float"
+
+    def _describe_range(self) -> str:
+        return ""
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(str(value), param, ctx)  # type: ignore[arg-type]  # it parses text
@@ -139,13 +144,13 @@ OPTIONS = [
     click.option("--model", "model_option", help="Directory or name of a checkpoint (same as the argument)."),
     _of("revision", "Of a model's name: branch, tag or commit."),
     _of("download_dir", "Of a model's name: where downloads are kept; default: the place of huggingface_hub."),
-    click.option("--tokenizer", help="Accepted for vLLM scripts where it is the model: the tokenizer is the model's."),
-    click.option("--tokenizer-revision", "--code-revision", help="Accepted where it is that of --revision."),
+    _of("tokenizer", "Directory or name of another tokenizer; default: the model's own."),
+    _of("tokenizer_revision", "Of its name; default, where it is the model's: that of --revision."),
     _of("hf_overrides", "Fields in the place of those of config.json, as a JSON object or a file with one.", **_TEXT),
     _of("served_model_name", "Name(s) in the API; default: the model's path.", type=str, multiple=True, default=None,
         show_default=False),
     _of("device", "cuda: GPUs."),
-    _of("dtype"),
+    _of("dtype", "Of the computation; auto: the checkpoint's; float16 is computed in float32 on a CPU."),
     _of("max_model_len", "Longest prompt plus output, in tokens: 8192, 8k, auto.", type=Count(auto=True)),
     _of("max_num_seqs", "Sequences that a rank works on at once.", type=Count()),
     _of("max_num_batched_tokens", "Tokens that a rank computes in one step.", type=Count()),
@@ -153,9 +158,9 @@ OPTIONS = [
     _of("num_kv_blocks", "KV blocks per rank.", "--num-gpu-blocks-override"),
     _of("kv_cache_memory_bytes", "Memory of a rank's KV cache, e.g. 4Gi.", type=Bytes()),
     _of("gpu_memory_utilization", "Part of the free memory for weights and KV cache."),
-    _of("enable_prefix_caching"),
-    _of("enable_chunked_prefill"),
-    _of("scheduling_policy"),
+    _of("enable_prefix_caching", "Keep what was computed of prompts for those that begin alike."),
+    _of("enable_chunked_prefill", "Compute long prompts in parts, beside the others' tokens."),
+    _of("scheduling_policy", "priority: by the requests' field of this name, lower first."),
     _of("async_scheduling", "Schedule while the step computes."),
     _of("prefill_cadence", "Compute prompts on all ranks in the same steps; auto: with several ranks of experts."),
     _of("data_parallel_size", "Ranks; experts are spread over them.", "-dp", default=None, show_default=False),
@@ -199,16 +204,31 @@ OPTIONS = [
     click.option("--enforce-eager", is_flag=True, help="The same as --cudagraph-mode none."),
     _of("cudagraph_capture_sizes", "Rows of the graphs, e.g. 1,2,4,8; default: decided.", **_TEXT),
     _of("threads_per_rank", "CPU threads of each rank."),
-    _of("mla_prefill"),
+    _of("mla_prefill", "How latent attention computes prompts."),
     _of("deterministic", "Bit-equal tokens and log-probabilities alone and in any batch, on any number of ranks."),
-    _of("logprobs_mode"),
-    _of("max_logprobs", "-1: no limit."),
+    _of("logprobs_mode", "Before or after temperature, penalties and masks; logits as they are."),
+    _of("max_logprobs", "The most that a request may ask for; -1: no limit."),
     _of("exchange_timeout", "Bound of waits between ranks, s."),
     _of("wait_warning_seconds", "Say who waits for whom from so many seconds on; 0: never."),
 ]  # fmt: skip
 
 
 GROUPS = {
+    "Who may ask, and where": [
+        "host", "port", "api_key", "admin_api_key", "root_path", "ssl_certfile", "ssl_keyfile", "allowed_origins",
+    ],
+    "Conversations": [
+        "chat_template", "default_chat_template_kwargs", "generation_config", "override_generation_config",
+        "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "exclude_tools_when_tool_choice_none",
+        "enable_force_include_usage", "return_tokens_as_token_ids",
+    ],
+    "Limits and times": [
+        "max_request_bytes", "max_inflight_bytes", "max_num_queued_reqs", "max_stored_responses", "max_stored_bytes",
+        "request_timeout", "sse_keep_alive_interval", "shutdown_timeout", "startup_timeout",
+    ],
+    "What is written": [
+        "log_format", "log_requests", "eplb_record_dir", "profile_dir", "otlp_traces_endpoint",
+    ],
     "Model": [
         "model_option", "revision", "download_dir", "tokenizer", "tokenizer_revision", "hf_overrides",
         "served_model_name", "device", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "max_logprobs",
@@ -217,13 +237,13 @@ GROUPS = {
     "Memory and steps": [
         "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory_bytes",
         "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill", "scheduling_policy",
-        "async_scheduling", "weight_cache",
+        "async_scheduling", "prefill_cadence", "weight_cache",
     ],
     "Ranks and experts": [
         "data_parallel_size", "enable_expert_parallel", "all2all_backend", "dispatch_dtype", "num_redundant_experts",
         "enable_eplb", "eplb_config", "enable_dbo", "dbo_decode_token_threshold", "dbo_prefill_token_threshold",
-        "ubatch_size", "exchange_timeout", "nnodes", "node_rank", "data_parallel_size_local", "data_parallel_address",
-        "data_parallel_rpc_port", "data_parallel_start_rank", "headless",
+        "ubatch_size", "exchange_timeout", "wait_warning_seconds", "nnodes", "node_rank", "data_parallel_size_local",
+        "data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "headless",
     ],
     "How it computes": [
         "optimization_level", "enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes", "compilation_config",
@@ -263,7 +283,6 @@ def engine_config(values: dict[str, Any], default_ranks: int = 1, embedded_ranks
     if values.pop("enforce_eager", False):
         values["cudagraph_mode"] = "none"
     _take_compilation_config(values)
-    _check_tokenizer(values, argument or option)
     values["cudagraph_capture_sizes"] = _numbers("cudagraph_capture_sizes", values.get("cudagraph_capture_sizes"))
     _take_eplb_config(values)
     drafts = values.pop("speculative_config", None)
@@ -320,14 +339,3 @@ def _take_compilation_config(values: dict[str, Any]) -> None:
         values["cudagraph_mode"] = mode.lower()
     if sizes is not None:
         values["cudagraph_capture_sizes"] = ",".join(map(str, sizes)) if isinstance(sizes, list) else str(sizes)
-
-
-def _check_tokenizer(values: dict[str, Any], model: str | None) -> None:
-    tokenizer, revision = values.pop("tokenizer", None), values.pop("tokenizer_revision", None)
-    if tokenizer is not None and tokenizer != model:
-        raise ValueError(
-            f"--tokenizer {tokenizer}: the tokenizer is the model's own; put its tokenizer.json into the model's "
-            "directory"
-        )
-    if revision is not None and revision != values.get("revision"):
-        raise ValueError(f"--tokenizer-revision {revision} must be that of --revision: both are read from one snapshot")

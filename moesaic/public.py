@@ -41,7 +41,7 @@ class LLM(llm.LLM):
 
     def _open(self, config: EngineConfig) -> None:
         self.plan = make_plan(config, alone=config.data_parallel_size == 1)
-        tokenizer = Tokenizer(self.plan.model_path)
+        tokenizer = Tokenizer(self.plan.model_path, self.plan.tokenizer_path)
         block_size, max_logprobs = self.plan.block_size, self.plan.max_logprobs
         if self.plan.data_parallel_size == 1:
             progress = LoadProgress("moesaic", sys.stderr)
@@ -78,7 +78,7 @@ class AsyncLLM(async_llm.AsyncLLM):
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """Inside a running event loop. model and options as for LLM."""
         self.plan = make_plan(EngineConfig(model=model, **options))
-        tokenizer = Tokenizer(self.plan.model_path)
+        tokenizer = Tokenizer(self.plan.model_path, self.plan.tokenizer_path)
         ranks = SpawnedRanks(self.plan, read_env().runtime_root)
         super().__init__(
             ranks,

@@ -32,8 +32,10 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
 
 
 @click.command("serve", cls=VllmCommand)
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: every one of this machine."
+)
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen on.")
 @click.option("--api-key", multiple=True, help="Key that clients must send; repeatable; or MOESAIC_API_KEY.")
 @click.option("--admin-api-key", multiple=True, help="Key for admin routes; or MOESAIC_ADMIN_KEY.")
 @click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="File that replaces the model's.")
@@ -54,6 +56,17 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
     help="Whether the model may choose to call tools, where a request gives some.",
 )
 @click.option(
+    "--exclude-tools-when-tool-choice-none",
+    is_flag=True,
+    help='Do not tell the model of tools where a request says tool_choice: "none".',
+)
+@click.option("--enable-force-include-usage", is_flag=True, help="End every stream with its usage.")
+@click.option(
+    "--return-tokens-as-token-ids",
+    is_flag=True,
+    help='Tokens of logprobs as "token_id:N", unless a request says otherwise.',
+)
+@click.option(
     "--generation-config",
     type=click.Choice(["auto", "vllm"]),
     default="auto",
@@ -64,14 +77,15 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
 @click.option("--default-chat-template-kwargs", help="What templates get unless a request says otherwise; JSON.")
 @click.option("--root-path", default="", help="Path before every route that a proxy leaves there, such as /models/a.")
 @click.option("--ssl-certfile", type=click.Path(exists=True, dir_okay=False), help="With --ssl-keyfile: HTTPS.")
-@click.option("--ssl-keyfile", type=click.Path(exists=True, dir_okay=False))
-@click.option("--max-request-bytes", type=Bytes(), default=8 << 20, show_default=True)
+@click.option("--ssl-keyfile", type=click.Path(exists=True, dir_okay=False), help="Its key, without a password.")
+@click.option(
+    "--max-request-bytes", type=Bytes(), default=8 << 20, help="Body of a request; beyond: 413; default: 8Mi."
+)
 @click.option(
     "--max-inflight-bytes",
     type=Bytes(),
     default=256 << 20,
-    show_default=True,
-    help="Bodies of all requests together; beyond: 503 with Retry-After.",
+    help="Bodies of all requests together; beyond: 503 with Retry-After; default: 256Mi.",
 )
 @click.option(
     "--max-num-queued-reqs",
@@ -87,7 +101,7 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
     show_default=True,
     help="Responses that are kept for previous_response_id; 0: none.",
 )
-@click.option("--max-stored-bytes", type=Bytes(), default=64 << 20, show_default=True, help="Of them together.")
+@click.option("--max-stored-bytes", type=Bytes(), default=64 << 20, help="Of them together; default: 64Mi.")
 @click.option("--shutdown-timeout", type=SECONDS, default=30.0, show_default=True, help="Seconds a drain may take.")
 @click.option("--sse-keep-alive-interval", type=SECONDS, default=15.0, show_default=True, help="Seconds; 0: never.")
 @click.option("--request-timeout", type=SECONDS, default=0.0, show_default=True, help="Seconds; 0: none.")
@@ -103,12 +117,15 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
     help="Directory for timelines (POST /start_profile); default: none can be taken.",
 )
 @click.option("--otlp-traces-endpoint", help="Where spans go, as http://HOST:4318/v1/traces; default: nowhere.")
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of lines on stderr."
+)
 @click.option(
     "--log-requests/--no-log-requests",
     "--enable-log-requests/--disable-log-requests",
     default=True,
     show_default=True,
+    help="A line for each that ends, without its texts.",
 )
 @click.option("--startup-timeout", type=SECONDS, default=600.0, show_default=True, help="Seconds until ready.")
 @click.option("--parent", type=int, hidden=True, help="Process id of the parent, with which this one ends.")
@@ -173,6 +190,9 @@ def server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin:
         tool_call_parser=_family(options.pop("tool_call_parser")),
         reasoning_parser=_family(options.pop("reasoning_parser")),
         enable_auto_tool_choice=options.pop("enable_auto_tool_choice"),
+        exclude_tools_when_tool_choice_none=options.pop("exclude_tools_when_tool_choice_none"),
+        enable_force_include_usage=options.pop("enable_force_include_usage"),
+        return_tokens_as_token_ids=options.pop("return_tokens_as_token_ids"),
         use_generation_config=options.pop("generation_config") == "auto",
         max_body_bytes=options.pop("max_request_bytes"),
         max_inflight_bytes=options.pop("max_inflight_bytes"),

@@ -38,6 +38,7 @@ TAKEN = (
     Taken(("--decode-context-parallel-size", "-dcp"), int, (1,), _SPLIT),
     Taken(("--trust-remote-code",), said="no code that comes with a checkpoint is ever run here; its architecture must "
           "be one of docs/models.md"),
+    Taken(("--code-revision",), str, said="no code that comes with a checkpoint is ever run here"),
     Taken(("--seed",), int, said="requests without a seed of their own are drawn from the system's randomness"),
     Taken(("--load-format",), str, ("auto", "safetensors", "gguf"), "checkpoints are safetensors or GGUF"),
     Taken(("--tokenizer-mode",), str, ("auto", "hf"), "tokenizers are read from tokenizer.json"),
@@ -63,9 +64,18 @@ TAKEN = (
     Taken(("--enable-prompt-tokens-details",)),
     Taken(("--enable-request-id-headers",)),
     Taken(("--enable-tokenizer-info-endpoint",)),
+    Taken(("--enable-server-load-tracking",)),
+    Taken(("--enable-offline-docs",)),
+    Taken(("--disable-fastapi-docs",), said="/docs and /openapi.json say nothing of this server but its routes"),
+    Taken(("--max-log-len",), int, said="prompts are never logged"),
 )  # fmt: skip
 
 REFUSED = {
+    "--enable-log-outputs": "prompts and outputs are never logged",
+    "--tool-parser-plugin": "code of others is not run in the front; --tool-call-parser has the known formats",
+    "--reasoning-parser-plugin": "code of others is not run in the front; --reasoning-parser has the known formats",
+    "--trust-request-chat-template": "templates come with the model, or by --chat-template",
+    "--log-config-file": "--log-format is text or json, on stderr",
     "--enable-lora": "adapters are not supported",
     "--lora-modules": "adapters are not supported",
     "--kv-transfer-config": "caches do not travel between servers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from importlib import metadata
 
@@ -28,13 +29,14 @@ from server.profile import Profiles
 from server.service import Service, json_response
 from server.web import FILES, Web
 
+_MESSAGES = re.compile(rb'"messages"\s*:')
 Handler = Callable[[Request], Awaitable[Response]]
 
 _abort_decoder = msgspec.json.Decoder(AbortRequest)
 
 
 def build_app(service: Service) -> ASGIApp:
-    """Its runner also runs `service.flights.clock()` beside it."""
+    """Its runner also runs `service.in_flight.clock()` beside it."""
     pages = Pages(service)
     handlers = _handlers(service, pages)
     pages.routes = [(method, path) for method, path, _ in handlers if path not in FILES]
@@ -80,10 +82,13 @@ def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
         "/eplb/placement": eplb.placement,
         "/eplb/load": eplb.load,
     }
+    completions, chat = Completions(service), ChatCompletions(service)
     post: dict[str, Handler] = {
-        "/v1/completions": Completions(service).answer,
-        "/v1/chat/completions": ChatCompletions(service).answer,
+        "/v1/completions": completions.answer,
+        "/v1/chat/completions": chat.answer,
+        "/invocations": Invocations(service, chat, completions).answer,
         "/v1/responses": responses.answer,
+        "/v1/responses/input_tokens": responses.input_tokens,
         "/v1/responses/{response_id}/cancel": responses.cancel,
         "/v1/messages": messages.answer,
         "/v1/messages/count_tokens": messages.count_tokens,
@@ -104,6 +109,19 @@ def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
     delete: dict[str, Handler] = {"/v1/responses/{response_id}": responses.delete}
     tables = {"POST": post, "GET": get, "DELETE": delete}
     return [(method, path, handler) for method, table in tables.items() for path, handler in table.items()]
+
+
+class Invocations:
+    """SageMaker's route: a chat or a completion, by what the body has."""
+
+    def __init__(self, service: Service, chat: ChatCompletions, completions: Completions) -> None:
+        self._service = service
+        self._chat = chat
+        self._completions = completions
+
+    async def answer(self, request: Request) -> Response:
+        has_messages = _MESSAGES.search(await self._service.body(request)) is not None
+        return await (self._chat if has_messages else self._completions).answer(request)
 
 
 class Endpoint:
@@ -186,7 +204,7 @@ class Pages:
 
     async def load(self, request: Request) -> Response:
         """server_load: generating requests in flight; beside it what the ranks say."""
-        return json_response({"server_load": len(self._service.flights), **self._service.metrics.load()})
+        return json_response({"server_load": len(self._service.in_flight), **self._service.metrics.load()})
 
     async def openapi(self, request: Request) -> Response:
         return json_response(document(self.routes, self._version))
@@ -200,7 +218,7 @@ class Pages:
         """Aborted requests answer with what they have and finish_reason "abort"."""
         service = self._service
         body = await service.read(request, _abort_decoder)
-        aborted = [service.engine.abort(name) for name in service.flights.prompt_ids(body.request_ids)]
+        aborted = [service.engine.abort(name) for name in service.in_flight.prompt_ids(body.request_ids)]
         return json_response({"aborted": sum(aborted)})
 
     async def reset_prefix_cache(self, request: Request) -> Response:

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from front.front import EngineBusy, EngineDraining, EngineFailed
+
 MAX_MESSAGE = 1000  # characters: a small bad request must not earn a huge answer
 RETRY_AFTER = (b"retry-after", b"1")
 
@@ -119,3 +121,15 @@ def from_value_error(error: ValueError, fields: Sequence[str], names: Mapping[st
         param = names[param]
     code = "context_length_exceeded" if "context length" in message or "max_model_len" in message else "invalid_value"
     return bad_request(message, param, code)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What the engine says to a request that cannot be served."""
+    if isinstance(error, EngineDraining):
+        return unavailable("the server is shutting down", close=True)
+    if isinstance(error, EngineBusy):
+        return unavailable(str(error))
+    if isinstance(error, EngineFailed):
+        return ApiError(503, f"the engine has failed: {error}", code="engine_failed", headers=[RETRY_AFTER])
+    assert isinstance(error, ApiError)
+    return error

@@ -19,7 +19,7 @@ from front.messages import StructuredOutputsParams
 from front.sampling_params import room_for_output
 from front.text import Tokenizer
 from server.api import conversation, messages, responses
-from server.api.conversation import predicted_text, render_messages, template_kwargs, text_of
+from server.api.conversation import chat_of, predicted_text, render_messages, template_kwargs, text_of
 from server.api.messages import MessagesRequest
 from server.api.openai import (
     ChatMessage,
@@ -38,7 +38,7 @@ from server.api.unknown import check_unknown
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
 
 GeneratingKind = Literal["completion", "chat", "responses", "messages"]
-Kind = GeneratingKind | Literal["tokenize", "detokenize", "count_tokens"]
+Kind = GeneratingKind | Literal["tokenize", "detokenize", "count_tokens", "input_tokens"]
 Body = TypeVar("Body")
 FORMS: dict[Kind, type[msgspec.Struct]] = {
     "completion": CompletionRequest,
@@ -156,8 +156,9 @@ class Intake:
             return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
         if kind == "chat":
             return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
-        if kind == "responses":
-            return self._responses(decoded(body, _responses_decoder), earlier, vocab_size, serving)
+        if kind in ("responses", "input_tokens"):
+            response = decoded(body, _responses_decoder)
+            return self._responses(response, earlier, vocab_size, serving, kind == "input_tokens")
         return self._messages(decoded(body, _messages_decoder), vocab_size, serving, kind == "count_tokens")
 
     def _completion(self, body: CompletionRequest, vocab_size: int, serving: bool) -> Prompts:
@@ -185,10 +186,11 @@ class Intake:
         self._formats.check(use)
         messages, kwargs = body.messages, template_kwargs(body)
         expected, body.prediction = body.prediction, None
-        body.messages, body.chat_template_kwargs, body.tools = [], None, None
+        body.messages, body.chat_template_kwargs, body.tools, body.documents = [], None, None, None
         if not serving:
             return Prompts(chat=body, model=model)
-        text = self._rendered(messages, body.add_generation_prompt, body.continue_final_message, kwargs, use.tools)
+        tools = [] if use.mode == "none" and self._config.exclude_tools_when_tool_choice_none else use.tools
+        text = self._rendered(messages, body.add_generation_prompt, body.continue_final_message, kwargs, tools)
         cut = body.truncate_prompt_tokens
         (token_ids,) = self._encode([text], either(body.add_special_tokens, False), "messages", fitting=cut is None)
         wanted = either(body.max_completion_tokens, body.max_tokens)
@@ -211,9 +213,13 @@ class Intake:
             structured_outputs=self._formats.grammar(use, format, body),
         )
 
-    def _responses(self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool) -> Prompts:
+    def _responses(
+        self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool, counts: bool
+    ) -> Prompts | Answered:
         chat, items = responses.to_chat(body, msgspec.json.decode(earlier) if earlier else [])
-        prompts = self._shortened(chat, vocab_size, serving, body.truncation == "auto")
+        prompts = self._shortened(chat, vocab_size, serving or counts, body.truncation == "auto")
+        if counts:
+            return Answered(_encode({"object": "response.input_tokens", "input_tokens": _num_tokens(prompts)}))
         body.input = None
         prompts.responses = body
         if body.store is not False:
@@ -246,8 +252,7 @@ class Intake:
     def _messages(self, body: MessagesRequest, vocab_size: int, serving: bool, counts: bool) -> Prompts | Answered:
         prompts = self._chat(messages.to_chat(body, counts), vocab_size, serving or counts)
         if counts:
-            assert prompts.token_ids is not None
-            return Answered(_encode({"input_tokens": len(unpack(prompts.token_ids[0]))}))
+            return Answered(_encode({"input_tokens": _num_tokens(prompts)}))
         body.messages, body.system = [], None
         prompts.messages = body
         return prompts
@@ -317,13 +322,13 @@ class Intake:
         if body.messages is None:
             text, special, field = body.prompt or "", either(body.add_special_tokens, True), "prompt"
         else:
-            if not body.messages:
-                raise bad_request("messages must not be empty", "messages")
-            kwargs = body.chat_template_kwargs or {}
-            text = self._rendered(body.messages, body.add_generation_prompt, body.continue_final_message, kwargs)
+            chat = chat_of(body)
+            check_chat(chat)
+            kwargs, tools = template_kwargs(chat), tool_use(chat).tools
+            text = self._rendered(body.messages, body.add_generation_prompt, body.continue_final_message, kwargs, tools)
             special, field = either(body.add_special_tokens, False), "messages"
         (token_ids,) = self._encode([text], special, field, fitting=False)
-        strings = [self._tokenizer.token_str(token) for token in token_ids] if body.return_token_strs else None
+        strings = [self._tokenizer.piece(token) for token in token_ids] if body.return_token_strs else None
         limit = self._plan.max_model_len
         return self._bounded(
             Tokenized(count=len(token_ids), max_model_len=limit, tokens=token_ids, token_strs=strings), field
@@ -381,6 +386,10 @@ def split_prompt(
     if not all(lists):
         raise _bad_prompt("must not hold an empty list of token ids")
     return None, lists
+
+
+def _num_tokens(prompts: Prompts) -> int:
+    return sum(len(unpack(token_ids)) for token_ids in prompts.token_ids or ())
 
 
 def _bad_prompt(message: str) -> ApiError:

@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 from io import BufferedRWPair
-from pathlib import Path
 
 import msgspec
 
@@ -45,6 +44,7 @@ class Setup(msgspec.Struct):
     """The first frame."""
 
     model_dir: str
+    tokenizer_dir: str
     plan: Plan
     config: ServerConfig
 
@@ -81,7 +81,7 @@ def serve(file: BufferedRWPair) -> None:
     if first is None:
         return
     setup = _setups.decode(first)
-    intake = Intake(Tokenizer(setup.model_dir), setup.plan, setup.config)
+    intake = Intake(Tokenizer(setup.model_dir, setup.tokenizer_dir), setup.plan, setup.config)
     gc.collect()
     gc.freeze()
     # nothing here makes cycles by the million, and a body of many small lists would be walked again and again
@@ -106,8 +106,8 @@ def _read(file: BufferedRWPair) -> bytes | None:
 class IntakeProcess:
     """The front's side. The process is started when it is needed, and started again when it is lost."""
 
-    def __init__(self, model_dir: Path, plan: Plan, config: ServerConfig) -> None:
-        self._setup = Setup(str(model_dir), plan, config)
+    def __init__(self, tokenizer: Tokenizer, plan: Plan, config: ServerConfig) -> None:
+        self._setup = Setup(str(tokenizer.model_dir), str(tokenizer.directory), plan, config)
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._busy = False

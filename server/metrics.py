@@ -19,7 +19,7 @@ from front.async_llm import AsyncLLM
 from front.members import State
 from front.messages import STEP_TOKENS, RankStats
 from front.sequences import FinishedRequest
-from server.flights import Flights
+from server.in_flight import InFlightRequests
 from server.metric_families import balance_families, counter, gauge
 from server.request_metrics import LATENCIES, Histogram, RankRequests, buckets
 
@@ -70,10 +70,10 @@ _GAUGES: tuple[tuple[str, str, Callable[[RankStats], float]], ...] = (
 
 
 class Metrics(Collector):
-    def __init__(self, engine: AsyncLLM, plan: Plan, flights: Flights) -> None:
+    def __init__(self, engine: AsyncLLM, plan: Plan, in_flight: InFlightRequests) -> None:
         self._engine = engine
         self._plan = plan
-        self._flights = flights
+        self._in_flight = in_flight
         self._ranks: list[RankRequests] = []
         self._recoveries = {
             phase: Histogram(LATENCIES) for phase in ("detect", "agree", "repair", "first_token", "total")
@@ -139,7 +139,7 @@ class Metrics(Collector):
             yield from balance_families(balance, name)
         yield from self._requests(name, labels)
         yield self._cache_config(name)
-        refused = [((name, "front", "queue_full"), self._flights.num_refused)]
+        refused = [((name, "front", "queue_full"), self._in_flight.num_refused)]
         yield counter("vllm:admission_rejections", "Requests refused with 503.", [*labels, "reason"], refused)
         yield counter("http_requests", "HTTP requests.", ["method", "handler", "status"], self._http.items())
         text = "Seconds from a request's head to the end of its answer."
@@ -184,12 +184,15 @@ class Metrics(Collector):
         """The weights that ranks share (docs/memory.md)."""
         members = self._engine.members
         serving = [rank for rank, state in enumerate(members.states[: members.count]) if state is State.UP]
-        sizes = [ready.mapped_bytes for rank in serving if (ready := members.ready.get(rank)) is not None]
-        for metric, text, value in (
-            ("moesaic:weight_store_bytes", "Weights that the ranks of the machine share.", max(sizes, default=0)),
-            ("moesaic:weight_store_mappings", "Ranks that map them.", sum(size > 0 for size in sizes)),
-        ):
-            yield gauge(metric, text, ["model_name"], [([name], value)])
+        stores: dict[int, list[int]] = {0: []}
+        for ready in map(members.ready.get, serving):
+            if ready is not None and ready.mapped_bytes:
+                stores.setdefault(ready.part, []).append(ready.mapped_bytes)
+        labels, texts = ["model_name", "store"], ("Weights that the ranks of a machine share.", "Ranks that map them.")
+        sizes = [((name, str(store)), max(mapped, default=0)) for store, mapped in stores.items()]
+        yield gauge("moesaic:weight_store_bytes", texts[0], labels, sizes)
+        counts = [((name, str(store)), len(mapped)) for store, mapped in stores.items()]
+        yield gauge("moesaic:weight_store_mappings", texts[1], labels, counts)
 
     def _surviving(self, name: str, labels: list[str]) -> Iterator[Metric]:
         members = self._engine.members

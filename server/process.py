@@ -69,7 +69,7 @@ def main() -> None:
         config = _load(options.server, ServerConfig)
         logs.configure(config.log_format, config.log_requests, sys.stderr)
         listener = listen(config.host, config.port)
-        tokenizer = Tokenizer(plan.model_path)
+        tokenizer = Tokenizer(plan.model_path, plan.tokenizer_path)
         OutputFormats(tokenizer, config)  # said at once, where parsers do not go together
         defaults = model_defaults(plan.model_path) if config.use_generation_config else SamplingParams()
         defaults = msgspec.structs.replace(defaults, **config.generation)
@@ -180,7 +180,7 @@ class FrontProcess:
         )
         http = HttpServer(self._uvicorn_config(service))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
-        clock = asyncio.create_task(service.flights.clock())
+        clock = asyncio.create_task(service.in_flight.clock())
         try:
             code = await self._watch(engine, serving, clock)
             await self._end(service, http, serving)
@@ -250,7 +250,7 @@ class FrontProcess:
     async def _end(self, service: Service, http: HttpServer, serving: asyncio.Task[None]) -> None:
         """Let the last answers out, then let the ranks and the connections go."""
         deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while len(service.flights) and time.monotonic() < deadline:
+        while len(service.in_flight) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_SECONDS)
         for rank in range(self._ranks.size):
             with contextlib.suppress(ConnectionError):

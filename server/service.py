@@ -22,7 +22,7 @@ from front.sampling_params import resolve, validate
 from front.text import Tokenizer
 from server.api.params import FIELDS
 from server.errors import ApiError, bad_request, from_value_error, unavailable
-from server.flights import Flights
+from server.in_flight import InFlightRequests
 from server.intake import Answered, Intake, Kind, Prompts, Refused, decoded, known_model
 from server.intake_process import IntakeProcess
 from server.logs import Record
@@ -68,15 +68,15 @@ class Service:
         self.defaults = defaults
         self.created = created
         self.traces = traces
-        self.flights = Flights(
+        self.in_flight = InFlightRequests(
             capacity=lambda: plan.max_num_seqs * engine.members.count,
             max_queued=config.max_queued_requests,
             request_timeout=config.request_timeout,
             keep_alive=config.keep_alive_interval,
         )
-        self.metrics = Metrics(engine, plan, self.flights)
+        self.metrics = Metrics(engine, plan, self.in_flight)
         self._intake = Intake(tokenizer, plan, config)
-        self._large = IntakeProcess(tokenizer.directory, plan, config)
+        self._large = IntakeProcess(tokenizer, plan, config)
         self._serial = itertools.count()
 
     def close(self) -> None:

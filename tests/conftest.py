@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from configs.env import read_env
 from native import Isa, limit_isa
@@ -21,27 +23,28 @@ MAX_WORKERS = 8
 LONG = (
     "launch/test_surviving.py",
     "ep/test_all_to_all.py",
-    "launch/test_serve.py",
     "store/test_served_store.py",
-    "engine/test_survival_processes.py",
     "engine/test_balance.py",
-    "engine/test_survival.py",
-    "spine/test_recurrent_toy.py",
-    "launch/test_resizing.py",
     "benchmarks/test_gpu_check.py",
+    "spine/test_recurrent.py",
+    "models/test_triton_models.py",
+    "engine/test_survival_processes.py",
+    "launch/test_resizing.py",
+    "launch/test_serve.py",
     "launch/test_storage_and_pipes.py",
-    "launch/test_monitor.py",
-    "engine/test_claimed_gpu.py",
+    "models/test_gqa_parity.py",
+    "speculation/test_streams.py",
+    "engine/test_survival.py",
     "launch/test_eplb_serving.py",
     "launch/test_hosts.py",
-    "engine/test_balance_processes.py",
-    "engine/test_rank_processes.py",
-    "moesaic_cli/test_public.py",
-    "moesaic_cli/test_eplb_public.py",
-    "engine/test_engine_between_devices.py",
-    "models/test_triton_models.py",
-    "launch/test_spawned.py",
-)  # relative to tests/; each takes ten seconds or more
+    "models/test_varied_configs.py",
+    "models/test_deepseek_parity.py",
+    "launch/test_monitor.py",
+    "engine/test_deterministic.py",
+    "matrix/test_matrix.py",
+    "store/test_weight_cache.py",
+)  # relative to tests/; each takes nine seconds or more of a core or of waiting
+FEW = 34  # of 100 examples, in `make test` (amounts.py)
 OUTCOMES = ("passed", "failed", "error", "skipped", "deselected")
 
 
@@ -79,6 +82,9 @@ class OfWorker:
 
 def pytest_configure(config: pytest.Config) -> None:
     limit_isa(Isa[read_env().isa.upper() or max(Isa).name])  # MOESAIC_ISA=avx2 make test: a lesser machine
+    if "not slow" in config.option.markexpr:
+        settings.register_profile("few", settings.default, max_examples=FEW)
+        settings.load_profile("few")
     cache = tempfile.TemporaryDirectory(prefix="moesaic-cache-")  # not the user's own
     os.environ["MOESAIC_CACHE_DIR"] = cache.name
     config.add_cleanup(cache.cleanup)
@@ -89,6 +95,16 @@ def pytest_configure(config: pytest.Config) -> None:
         # Read when a worker starts: its threads must not spin on a core that another worker has.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         config.pluginmanager.register(LastLine(), "last-line")
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # what is collected lives to the end
+
+
+def pytest_collection_finish() -> None:
+    """No collection looks again at thousands of tests and at libraries."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,9 +7,9 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 400
@@ -68,10 +68,20 @@ TOP_LEVEL = {
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
 
-def imported_modules(tree: ast.AST) -> list[str]:
+NAMES = {path: str(path.relative_to(ROOT)) for path in FILES}
+MODULES = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path, name in NAMES.items()}
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
+def imported_modules(path: Path) -> list[str]:
     """Every module imported anywhere in the file, inside functions, under TYPE_CHECKING and by importlib too."""
     names: list[str] = []
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "import_module":
             names += [part.value for part in node.args if isinstance(part, ast.Constant)]
         if isinstance(node, ast.Import):
@@ -81,37 +91,50 @@ def imported_modules(tree: ast.AST) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_room_imports_only_what_it_may(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0]
-    for name in imported_modules(ast.parse(path.read_text())):
-        other = name.split(".")[0]
-        if other not in ALLOWED or other == room:
-            continue
-        assert other in ALLOWED[room], f"{path.relative_to(ROOT)} imports {name}: {room} may not import {other}"
-        parts = ONLY_PARTS.get(room, {}).get(other)
-        assert parts is None or name in parts, (
-            f"{path.relative_to(ROOT)} imports {name}; allowed are {sorted(parts or ())}"
-        )
+def assert_none(wrong: Callable[[Path], Iterator[str]]) -> None:
+    """Of all files at once: thousands of cases would cost more than what they look at."""
+    found = [f"{NAMES[path]}{what}" for path in FILES for what in wrong(path)]
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_stay_short(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= MAX_FILE_LINES, f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, (
-                f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {length} lines"
-            )
+def test_room_imports_only_what_it_may() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        room = path.relative_to(ROOT).parts[0]
+        for name in imported_modules(path):
+            other = name.split(".")[0]
+            if other not in ALLOWED or other == room:
+                continue
+            parts = ONLY_PARTS.get(room, {}).get(other)
+            if other not in ALLOWED[room]:
+                yield f" imports {name}: {room} may not import {other}"
+            elif parts is not None and name not in parts:
+                yield f" imports {name}; allowed are {sorted(parts)}"
+
+    assert_none(wrong)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_lines_stay_short(path: Path) -> None:
+def test_files_and_functions_stay_short() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        if (lines := path.read_text().count("\n")) > MAX_FILE_LINES:
+            yield f" has {lines} lines"
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    yield f":{node.lineno} {node.name} has {length} lines"
+
+    assert_none(wrong)
+
+
+def test_lines_stay_short() -> None:
     """Docstrings and strings too."""
-    for number, line in enumerate(path.read_text().split("\n"), 1):
-        assert len(line) <= MAX_LINE_COLUMNS, f"{path.relative_to(ROOT)}:{number} has {len(line)} columns"
+
+    def wrong(path: Path) -> Iterator[str]:
+        for number, line in enumerate(path.read_text().split("\n"), 1):
+            if len(line) > MAX_LINE_COLUMNS:
+                yield f":{number} has {len(line)} columns"
+
+    assert_none(wrong)
 
 
 def test_folders_stay_small() -> None:
@@ -131,25 +154,31 @@ def test_the_tree_is_told_as_it_is() -> None:
     assert done.stdout == (ROOT / "docs" / "tree.md").read_text(), "run benchmarks/tree.py --write"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_habits(path: Path) -> None:
+def test_habits() -> None:
     """One environment file; no probing with hasattr; no import inside a function; transformers nowhere at run time."""
-    tree = ast.parse(path.read_text())
-    name = str(path.relative_to(ROOT))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and name != "configs/env.py":
-            assert not (isinstance(node.value, ast.Name) and node.value.id == "os"), (
-                f"{name}:{node.lineno} reads the environment"
-            )
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr":
-            raise AssertionError(f"{name}:{node.lineno} probes with hasattr")
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            inner = [sub for sub in ast.walk(node) if isinstance(sub, ast.Import | ast.ImportFrom)]
-            assert not inner, f"{name}:{inner[0].lineno} imports inside {node.name}"
-    if name != "models/tiny/training/verify.py":  # the training folder's own check against the reference
-        assert not any(module.split(".")[0] == "transformers" for module in imported_modules(tree)), (
-            f"{name} imports transformers"
-        )
+
+    def wrong(path: Path) -> Iterator[str]:
+        for node in nodes(path):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in ("environ", "getenv")
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "os"
+                and NAMES[path] != "configs/env.py"
+            ):
+                yield f":{node.lineno} reads the environment"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr":
+                yield f":{node.lineno} probes with hasattr"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = [sub for sub in ast.walk(node) if isinstance(sub, ast.Import | ast.ImportFrom)]
+                yield from (f":{sub.lineno} imports inside {node.name}" for sub in inner)
+        # The training folder's own check against the reference is the exception.
+        if NAMES[path] != "models/tiny/training/verify.py" and "transformers" in {
+            module.split(".")[0] for module in imported_modules(path)
+        }:
+            yield " imports transformers"
+
+    assert_none(wrong)
 
 
 # Where a room asks whether there is a GPU, and which; all else is told, or has tensors that are there.
@@ -162,35 +191,29 @@ ASKS_FOR_THE_DEVICE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_few_files_ask_for_the_device(path: Path) -> None:
-    name = str(path.relative_to(ROOT))
-    if name in ASKS_FOR_THE_DEVICE or name.split("/")[0] not in (
-        "dbo",
-        "engine",
-        "ep",
-        "eplb",
-        "layers",
-        "mla",
-        "models",
-        "moe_kernels",
-    ):
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        cuda = isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name)
-        is_cuda = isinstance(node, ast.Attribute) and node.attr == "is_cuda"
-        compared = isinstance(node, ast.Compare) and any(
-            isinstance(part, ast.Constant) and part.value == "cuda" for part in node.comparators
-        )
-        assert not (cuda or is_cuda or compared), f"{name}:{node.lineno} asks for the device"
+def test_few_files_ask_for_the_device() -> None:
+    rooms = ("dbo", "engine", "ep", "eplb", "layers", "mla", "models", "moe_kernels")
+
+    def wrong(path: Path) -> Iterator[str]:
+        if NAMES[path] in ASKS_FOR_THE_DEVICE or NAMES[path].split("/")[0] not in rooms:
+            return
+        for node in nodes(path):
+            cuda = isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name)
+            is_cuda = isinstance(node, ast.Attribute) and node.attr == "is_cuda"
+            compared = isinstance(node, ast.Compare) and any(
+                isinstance(part, ast.Constant) and part.value == "cuda" for part in node.comparators
+            )
+            if cuda or is_cuda or compared:
+                yield f":{node.lineno} asks for the device"
+
+    assert_none(wrong)
 
 
 def test_no_import_cycles() -> None:
     """Between our modules, whole files taken together (imports at the top only, which is all there are)."""
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
     graph = {
-        name: [other for other in imported_modules(ast.parse(path.read_text())) if other in modules and other != name]
-        for name, path in modules.items()
+        name: [other for other in imported_modules(path) if other in MODULES and other != name]
+        for name, path in MODULES.items()
     }
     done: set[str] = set()
 
@@ -207,14 +230,13 @@ def test_no_import_cycles() -> None:
 
 def test_torch_stays_out_of_the_front() -> None:
     """No module of the front process or the launcher reaches torch, however indirectly."""
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
-    for start in [name for name in modules if name.split(".")[0] in WITHOUT_TORCH]:
+    for start in [name for name in MODULES if name.split(".")[0] in WITHOUT_TORCH]:
         todo, seen = [start], {start}
         while todo:
             name = todo.pop()
-            for other in imported_modules(ast.parse(modules[name].read_text())):
+            for other in imported_modules(MODULES[name]):
                 assert other.split(".")[0] not in ("torch", "transformers"), f"{start} reaches {other} through {name}"
-                if other in modules and other not in seen:
+                if other in MODULES and other not in seen:
                     seen.add(other)
                     todo.append(other)
 

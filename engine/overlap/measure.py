@@ -71,10 +71,10 @@ class Measure:
         self._num_tables, self._has_state = len(token_groups(spec)), bool(state_groups(spec))
         self._kv = CacheMemory.allocate(spec, CacheSizes(block_size, blocks, blocks, 1 + max_tokens), device)
 
-    def run(self, num_tokens: int, has_prefill: bool, num_parts: int) -> Steps[Times]:
+    def run(self, num_tokens: int, has_prefill: bool, num_ubatches: int) -> Steps[Times]:
         """One step of that kind. All ranks do it together. Raises PeerLost."""
         self._exchange.begin(num_tokens)
-        inputs = self._inputs(num_tokens, has_prefill, num_parts)
+        inputs = self._inputs(num_tokens, has_prefill, num_ubatches)
         num_layers = self.num_layers + self._skipped
         parts = [self._model.steps(step, self._kv, lane) for lane, step in enumerate(inputs)]
         steps = weave(*parts) if len(parts) > 1 else parts[0]
@@ -101,7 +101,7 @@ class Measure:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _inputs(self, num_tokens: int, has_prefill: bool, num_parts: int) -> tuple[StepInput, ...]:
+    def _inputs(self, num_tokens: int, has_prefill: bool, num_ubatches: int) -> tuple[StepInput, ...]:
         """Prompts one after another, or decodes that all read the same cache (what they read makes no difference)."""
         schedule = Schedule(0)
         if has_prefill:
@@ -127,4 +127,4 @@ class Measure:
             schedule.state_writes = list(range(1, 1 + len(starts)))
         sizes = len(starts), num_tokens, max(ends), self._block_size, self._num_tables, self._has_state
         buffers = StepBuffers(Limits(*sizes), self._device, self._context_cost)
-        return buffers.fill(schedule, num_parts).inputs
+        return buffers.fill(schedule, num_ubatches).inputs

@@ -45,7 +45,7 @@ def _key(plan: Plan) -> dict[str, str | int]:
         "device": plan.device,
         "threads": plan.threads_per_rank,
         "kernels": plan.native_kernels,
-        "parts": plan.dbo.num_parts,
+        "parts": plan.dbo.num_ubatches,
         "decode": plan.dbo.decode_tokens or 0,
         "prefill": plan.dbo.prefill_tokens or 0,
         "tokens": plan.max_num_batched_tokens,

@@ -61,7 +61,7 @@ _Runs = Generator[_Run, _Taken, None]  # asks for runs, and is sent what they ha
 class Overlap(StepCompanion):
     """One rank's. Used by the rank's thread.
 
-    `times` are of the model's lanes. num_parts: of a step that is split; crossover: given, not measured; where it has
+    `times` are of the lanes. num_ubatches: of a step that is split; crossover: given, not measured; where it has
     a None, that is measured. measure: makes what measures (it takes memory). memory: file to remember in; None:
     nowhere.
     """
@@ -70,7 +70,7 @@ class Overlap(StepCompanion):
         self,
         runner: Runner,
         times: ExchangeTimes,
-        num_parts: int,
+        num_ubatches: int,
         decode_tokens: int | None,
         prefill_tokens: int | None,
         measure: Callable[[], Measure],
@@ -79,7 +79,7 @@ class Overlap(StepCompanion):
         self.num_steps = 0  # that were split
         self._runner = runner
         self._times = times
-        self._num_parts = num_parts
+        self._num_ubatches = num_ubatches
         self._given = (decode_tokens, prefill_tokens)
         self._make_measure = measure
         self._memory = memory
@@ -115,7 +115,7 @@ class Overlap(StepCompanion):
         return 1 - self._exposed / self._communication if self._communication else 0.0
 
     @property
-    def unsettled(self) -> bool:
+    def to_be_measured(self) -> bool:
         """There is something to measure as soon as no rank has work; equal on all ranks."""
         return self._runs is not None
 
@@ -168,12 +168,14 @@ class Overlap(StepCompanion):
         self._known = crossover
         self._threshold = self._make_threshold()
         decode, prefill = (f"from {tokens} tokens" if tokens < NEVER else "never" for tokens in crossover)
-        log.info("event=dbo_crossover steps are split in %d: decodes %s, prompts %s", self._num_parts, decode, prefill)
+        log.info(
+            "event=dbo_crossover steps are split in %d: decodes %s, prompts %s", self._num_ubatches, decode, prefill
+        )
 
     def _make_threshold(self) -> Threshold:
         known = self._known or Crossover(NEVER, NEVER)
         given = [own if asked is None else asked for asked, own in zip(self._given, known, strict=True)]
-        return Threshold(self._num_parts, Crossover(*given), SLACK if self._measured else 0.0)
+        return Threshold(self._num_ubatches, Crossover(*given), SLACK if self._measured else 0.0)
 
     # ---- measuring ----
 
@@ -233,7 +235,7 @@ class Overlap(StepCompanion):
     def _sample(self, measure: Measure, has_prefill: bool, tokens: int) -> Generator[_Run, _Taken, Sample]:
         """Whole and split in turn, so that whatever else the machine does hits both; the first of each is slow."""
         as_one = partial(measure.run, tokens, has_prefill, 1)
-        in_parts = partial(measure.run, tokens, has_prefill, self._num_parts)
+        in_parts = partial(measure.run, tokens, has_prefill, self._num_ubatches)
         whole: list[_Taken] = []
         for _ in range(3):
             whole.append((yield as_one))

@@ -25,13 +25,15 @@ from configs.hosts import Network
 from dbo.alive import mark
 from engine.build import build_rank
 from engine.device import own_device, use_device
-from engine.process.console import say_line
+from engine.process.console import say, say_line
 from engine.process.cores import Cores
 from engine.process.heartbeat import Heartbeat, LoopBeat, beat_once
 from engine.process.orphan import life_of
+from engine.process.phases import Phases
 from engine.process.places import Places, store_names
 from engine.process.progress import LoadProgress
 from engine.process.warm_up import practise, warm_up
+from engine.rank import Rank
 from engine.reading import await_checkpoint
 from engine.team import Groups, Meet, Opening, OpeningThread
 from ep.protocol import PeerLost
@@ -61,8 +63,24 @@ def prepare(architecture: str) -> None:
     model_class(architecture)
 
 
-def run(options: argparse.Namespace) -> int:
-    """The exit code. options: as engine/process/rank_process.py reads them."""
+def rehearse(options: argparse.Namespace) -> Store | None:
+    """Practise as a rank with these options would, and keep nothing of it but the store of weights, mapped. None: there
+    is no full one. options: as engine/process/rank_process.py reads them."""
+    plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
+    if plan.store_nodes:  # which of them it maps depends on its cores, and those on its number
+        return None
+    store = _store(plan, Places(options.runtime_dir, options.memory))
+    if store is None or not store.complete:
+        return None
+    rank = build_rank(plan, options.rank, join=True, store=store)
+    practise(rank, alone=True)
+    rank.close()
+    _start_mapping(store)
+    return store
+
+
+def run(options: argparse.Namespace, rehearsed: Store | None = None) -> int:
+    """The exit code. options: as engine/process/rank_process.py reads them; rehearsed: what `rehearse` gave."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {options.rank}: %(message)s")
     code = 0
     network = None
@@ -72,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     socket = RankSocket(options.front or places.socket("front.ipc"), options.rank)
     try:
         plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
-        start = Start(plan, options.rank, places, network, bool(options.front), options.join)
+        start = Start(plan, options.rank, places, network, bool(options.front), options.join, rehearsed)
         _serve(start, socket)
     except CheckpointError as error:
         code = _report(socket, options.rank, error, EXIT_WEIGHTS if options.join else EXIT_ERROR)
@@ -86,7 +104,8 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a rank's process was started with. remote: on another machine than the front."""
+    """What a rank's process was started with. remote: on another machine than the front. rehearsed: the store that it
+    has mapped, and practised in, before it was this rank."""
 
     plan: Plan
     rank: int
@@ -94,6 +113,7 @@ class Start:
     network: Network | None
     remote: bool
     join: bool
+    rehearsed: Store | None = None
 
     def bells(self, alive: Sequence[bool]) -> list[str]:
         """Where the live ranks hear the doorbell."""
@@ -105,34 +125,34 @@ class Start:
 
 def _serve(start: Start, socket: RankSocket) -> None:
     plan, rank_id, places, network = start.plan, start.rank, start.places, start.network
+    phases = Phases()
     loading = Heartbeat(places.file(f"loading-{rank_id}"))
-    cores = None
-    if plan.pin_ranks:
-        ranks = plan.data_parallel_size_local or plan.data_parallel_size
-        cores = Cores(rank_id if network is None else network.place(rank_id), plan.threads_per_rank, ranks)
-        cores.share(ranks)
+    cores = _cores(start)
     bell = ZmqDoorbell(start.bells([True] * plan.data_parallel_size), rank_id)
     if plan.eplb is not None:
         sys.setswitchinterval(THINKING_SECONDS)
     # One bar is enough; every rank says in the end what it has read.
     progress = LoadProgress(f"rank {rank_id}", sys.stderr, leads=rank_id == 0)
-    store = _store(plan, places)
-    if start.join and plan.checkpoint and not (store is not None and store.complete):
+    store = start.rehearsed or _store(plan, places)
+    mapped = store is not None and store.complete
+    if start.join and plan.checkpoint and not mapped:
         await_checkpoint(plan.model_path, plan.checkpoint, WEIGHTS_SECONDS, partial(_say_waiting, socket, rank_id))
+    phases.end("open")
     meet = _meet_in(plan, rank_id, places.meetings) if network is None else _meet_at(plan, network, rank_id)
-    rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store)
+    rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store, network)
     progress.finish(rank.ready.bytes_read)
-    if start.join or network is not None:
-        practise(rank, alone=True)
-    else:
-        warm_up(rank, places, rank_id, plan.data_parallel_size)
+    phases.end("build", {"load": rank.ready.load_seconds})
+    _warm_up(start, rank, mapped)
+    phases.end("practice")
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
     if store is not None:
-        threading.Thread(target=_map_ahead, args=(store,), name="mapping", daemon=True).start()
+        _start_mapping(store)
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
     socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
+    phases.end("rest")
+    say("rank_ready", rank=rank_id, pid=os.getpid(), **phases.seconds)
     was_idle, living = True, plan.data_parallel_size
     while not rank.done:
         mark()
@@ -163,9 +183,32 @@ def _serve(start: Start, socket: RankSocket) -> None:
     bell.close()
 
 
-def _map_ahead(store: Store) -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # on Linux of this thread
-    store.map_ahead()
+def _cores(start: Start) -> Cores | None:
+    """Those that this process has taken; None: any."""
+    plan, network = start.plan, start.network
+    if not plan.pin_ranks:
+        return None
+    ranks = plan.data_parallel_size_local or plan.data_parallel_size
+    cores = Cores(start.rank if network is None else network.place(start.rank), plan.threads_per_rank, ranks)
+    cores.share(ranks)
+    return cores
+
+
+def _warm_up(start: Start, rank: Rank, mapped: bool) -> None:
+    """mapped: it has found a full store."""
+    alone = start.join or start.network is not None or mapped
+    if alone and start.rehearsed is None:
+        practise(rank, alone=True)
+    if not start.join and start.network is None:
+        warm_up(rank, start.places, start.rank, start.plan.data_parallel_size, practised=alone)
+
+
+def _start_mapping(store: Store) -> None:
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # on Linux of this thread
+        store.map_ahead()
+
+    threading.Thread(target=run, name="mapping", daemon=True).start()
 
 
 def _store(plan: Plan, places: Places) -> Store | None:

@@ -18,6 +18,8 @@ import gc
 import importlib
 import os
 import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.process.console import drain_console, guard_console
@@ -27,7 +29,29 @@ from engine.process.orphan import die_with_parent
 LOOP = "engine.process.rank_loop"
 
 
-def main() -> None:
+def main(rehearsed: object = None) -> None:
+    """rehearsed: what `get_ready` gave."""
+    options = _parsed(sys.argv[1:])
+    guard_console()
+    die_with_parent(options.parent)
+    tune_malloc()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import_loop()
+    code = importlib.import_module(LOOP).run(options, rehearsed)
+    drain_console()
+    # Not sys.exit: the device thread may still wait for a lost peer, and nothing here needs the interpreter's clean-up.
+    os._exit(code)
+
+
+def get_ready(architecture: str, words: Sequence[str]) -> object:
+    """Do ahead what can be done before a rank of this model is asked for (engine/process/standby_process.py). words:
+    its command line, but for the rank."""
+    import_loop(architecture)
+    return importlib.import_module(LOOP).rehearse(_parsed(words))
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="engine.process.rank_process", description="one rank of a Moesaic server")
     parser.add_argument("--plan", type=Path, required=True, help="the resolved plan, as JSON")
     parser.add_argument("--rank", type=int, required=True)
@@ -39,17 +63,7 @@ def main() -> None:
     parser.add_argument(
         "--front", help="where the front of another machine is, as tcp://HOST:PORT; default: the one here"
     )
-    options = parser.parse_args()
-    guard_console()
-    die_with_parent(options.parent)
-    tune_malloc()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import_loop()
-    code = importlib.import_module(LOOP).run(options)
-    drain_console()
-    # Not sys.exit: the device thread may still wait for a lost peer, and nothing here needs the interpreter's clean-up.
-    os._exit(code)
+    return parser.parse_args(words)
 
 
 def import_loop(architecture: str = "") -> None:

@@ -1,11 +1,11 @@
 """A process that waits to become a rank: `python -m engine.process.standby_process --module=MODULE
---architecture NAME --parent PID`.
+--architecture NAME --words JSON --parent PID`.
 
-It has imported whatever a rank imports, which takes longer than all else that a rank does before it serves where
-weights lie in a store, and holds neither weights nor a cache. Its standard input is a socket: it says `READY` there,
-and then waits for one line, the command line of a rank as JSON. From then on it is that rank, also in what `ps` shows.
-When the socket ends first, so does it. It imports on a thread of low priority, so that the ranks keep their cores; what
-the thread has loaded is the process's, whose main thread has the usual priority.
+It has imported whatever a rank imports, and has rehearsed: what takes long before a rank serves is over, where weights
+lie in a store. It maps that store and holds no cache. Its standard input is a socket: it says `READY` there, and then
+waits for one line, the command line of a rank as JSON. From then on it is that rank, also in what `ps` shows. When the
+socket ends first, so does it. It gets ready on a thread of low priority, so that the ranks keep their cores; what the
+thread has loaded is the process's, whose main thread has the usual priority.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.process.orphan import die_with_parent
 
 READY = b"r"
 MOST_BYTES = 1 << 16  # of a command line
-NICENESS = 10
+NICENESS = 5  # the ranks come first, but another loss may be near
 
 
 def main() -> None:
@@ -34,13 +34,14 @@ def main() -> None:
     parser.add_argument("--module", required=True, help="what it becomes: like rank_process.py")
     parser.add_argument("--architecture", required=True, help="of the model")
     parser.add_argument("--parent", type=int, help="process id of the parent; this process does not outlive it")
-    parser.add_argument("--room", help="so long may a rank's command line be, which is shown in the place of this one")
+    parser.add_argument("--words", required=True, type=json.loads, help="a rank's command line as it may be, as JSON")
     options = parser.parse_args()
     die_with_parent(options.parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # as a rank does
     module = importlib.import_module(options.module)
-    if not _prepared(module.import_loop, options.architecture):
+    ready = _ready(module.get_ready, options.architecture, options.words)
+    if not ready:
         sys.exit(1)
     with socket.socket(fileno=os.dup(0)) as supervisor:
         supervisor.sendall(READY)
@@ -53,22 +54,21 @@ def main() -> None:
     words = json.loads(line)
     show_command([sys.executable, "-P", "-m", options.module, *words])
     sys.argv[1:] = words
-    module.main()
+    module.main(ready[0])
 
 
-def _prepared(import_loop: Callable[[str], None], architecture: str) -> bool:
-    """Whether everything can be imported; otherwise the traceback has been written."""
-    done = []
+def _ready(get_ready: Callable[[str, Sequence[str]], object], architecture: str, words: Sequence[str]) -> list[object]:
+    """What `main` goes on with. Empty: there was an error, whose traceback has been written."""
+    done: list[object] = []
 
     def run() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # on Linux of this thread
-        import_loop(architecture)
-        done.append(True)
+        done.append(get_ready(architecture, words))
 
-    thread = threading.Thread(target=run, name="imports")
+    thread = threading.Thread(target=run, name="getting ready")
     thread.start()
     thread.join()
-    return bool(done)
+    return done
 
 
 def _line(supervisor: socket.socket) -> bytes:

@@ -46,11 +46,12 @@ def warm_up(
     places: Places,
     own: int,
     size: int,
+    practised: bool = False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """own, size: this rank and the number of all, in the first epoch. A peer that is lost is dealt with as at any other
-    time: the rank is then without an epoch, and waits to be told of one."""
+    """own, size: this rank and the number of all, in the first epoch. practised: it has done so alone. A peer that is
+    lost is dealt with as at any other time: the rank is then without an epoch, and waits to be told of one."""
     beat_once(places.file(f"loaded-{own}"))
     last_sign = clock()
     missing = set(range(size)) - {own}
@@ -63,7 +64,8 @@ def warm_up(
     while rank.forming:
         rank.step()
         sleep(LOOK_SECONDS if rank.forming else 0.0)
-    practise(rank)
+    if not practised:
+        practise(rank)
 
 
 def practise(rank: Rank, alone: bool = False) -> None:
@@ -81,14 +83,16 @@ def practise(rank: Rank, alone: bool = False) -> None:
 
 def _batches(ready: RankReady, num_tokens: int) -> Iterator[list[AddRequest]]:
     """Prompts of so many tokens and greedy ones behind them, whose steps are recorded or captured; then all that
-    sampling knows."""
+    sampling knows. At once where the tokens are few: each pass reads the weights outside of the experts."""
     longest = min(ready.max_model_len - 4, (ready.num_blocks - 1) * ready.block_size)
     if longest < 1:
         return
     lengths = [longest] * (num_tokens // longest) + [num_tokens % longest or 1]
-    yield [_request(ready, index, length, _GREEDY) for index, length in enumerate(lengths)]
-    short = min(longest, SAMPLED_TOKENS)
-    yield [_request(ready, index, short, params) for index, params in enumerate((_DRAWN, _EVERYTHING))]
+    greedy = [_request(ready, index, length, _GREEDY) for index, length in enumerate(lengths)]
+    short = min(longest, SAMPLED_TOKENS, num_tokens)
+    kinds = enumerate((_DRAWN, _EVERYTHING), len(greedy))
+    sampled = [_request(ready, index, short, params) for index, params in kinds]
+    yield from [greedy + sampled] if num_tokens < SAMPLED_TOKENS else [greedy, sampled]
 
 
 def _request(ready: RankReady, index: int, length: int, params: SamplingParams) -> AddRequest:

@@ -218,7 +218,7 @@ class Coordinator:
                 old = whole
             else:
                 share = reweight(ids, self._balancer.load_LE, old.alive)
-                old = Placement(old.epoch, old.num_experts, ids, share, old.alive, old.failure_domains)
+                old = replace(old, slot_to_expert=ids, share=share)
             batches.append(old)
         if batches:
             self._propose(batches)
@@ -310,7 +310,7 @@ class Coordinator:
     def _best(self, current: Placement, load_LE: Ints) -> Placement:
         if current.everywhere:
             return replace(current, share=reweight(current.slot_to_expert, load_LE, current.alive))
-        return plan(
+        planned = plan(
             load_LE,
             current.num_ranks,
             current.slots_per_rank,
@@ -319,6 +319,7 @@ class Coordinator:
             epoch=current.epoch,
             current=current,
         ).placement
+        return replace(planned, stores=current.stores)
 
     def _start_recording(self, path: str | None) -> bytes:
         was = self._recording_path

@@ -40,11 +40,5 @@ def start_placement(path: str, num_experts: int, shape: tuple[int, int, int]) ->
     if slots == num_experts:
         return at_hand_everywhere(dataclasses.replace(found, epoch=0))
     room = ((0, 0), (0, 0), (0, slots - found.slots_per_rank))
-    return Placement(
-        epoch=0,
-        num_experts=num_experts,
-        slot_to_expert=np.pad(found.slot_to_expert, room, constant_values=-1),
-        share=np.pad(found.share, room),
-        alive=found.alive,
-        failure_domains=found.failure_domains,
-    )
+    ids, share = np.pad(found.slot_to_expert, room, constant_values=-1), np.pad(found.share, room)
+    return dataclasses.replace(found, epoch=0, slot_to_expert=ids, share=share)

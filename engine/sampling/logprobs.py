@@ -42,12 +42,18 @@ class Picked(NamedTuple):
         ]
 
 
-def pick_logprobs(values_PV: Tensor, token_ids_P: Tensor, most: int) -> Picked:
-    """most: the most alternatives that a row wants. Reads nothing on the host."""
+def pick_logprobs(
+    values_PV: Tensor, token_ids_P: Tensor, most: int, named: Sequence[tuple[int, Tensor]] = ()
+) -> Picked:
+    """most: the most alternatives that a row wants. named: (row, token ids) of rows that have these as alternatives, in
+    the place of the best. Reads nothing on the host."""
     chosen_P1 = values_PV.gather(1, token_ids_P[:, None])
     ranks_P = (values_PV > chosen_P1).sum(1) + 1
-    top = values_PV.topk(most, dim=1)
-    return Picked(token_ids_P, chosen_P1, ranks_P, top.indices, top.values)
+    top_values_PK, top_ids_PK = values_PV.topk(most, dim=1)
+    for row, ids in named:
+        top_ids_PK[row, : len(ids)] = ids
+        top_values_PK[row, : len(ids)] = values_PV[row, ids]
+    return Picked(token_ids_P, chosen_P1, ranks_P, top_ids_PK, top_values_PK)
 
 
 def prompt_logprobs(

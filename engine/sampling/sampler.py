@@ -38,7 +38,7 @@ _NUMBERS_AT_ONCE = 1 << 16  # what is made of them stays in a near cache
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LogprobsTensors:
     """Log-probabilities of those rows that asked for them."""
 
     rows_R: Ints
@@ -51,28 +51,29 @@ class Sampled:
     """Where the logits are, until it is read."""
 
     token_ids_P: Tensor  # int64
-    asked: Asked | None  # None: no row did
+    logprobs_tensors: LogprobsTensors | None  # None: no row did
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of it that is on the device."""
-        return [self.token_ids_P] if self.asked is None else [self.token_ids_P, *self.asked.picked]
+        return [self.token_ids_P, *(() if self.logprobs_tensors is None else self.logprobs_tensors.picked)]
 
     def moved(self, tensors: Sequence[Tensor]) -> Sampled:
         """The same with its tensors elsewhere."""
         if tensors[0] is self.token_ids_P:
             return self
-        asked = None if self.asked is None else replace(self.asked, picked=Picked(*tensors[1:]))
-        return Sampled(tensors[0], asked)
+        logprobs = self.logprobs_tensors
+        return Sampled(tensors[0], None if logprobs is None else replace(logprobs, picked=Picked(*tensors[1:])))
 
     @property
     def logprobs(self) -> list[Logprobs | None] | None:
         """One per row, None where not asked for; None when no row asked. Reads on the host."""
-        if self.asked is None:
+        found = self.logprobs_tensors
+        if found is None:
             return None
         logprobs: list[Logprobs | None] = [None] * self.token_ids_P.shape[0]
-        picked = self.asked.picked.lists(self.asked.num_logprobs_R.tolist())
-        for p, entry in zip(self.asked.rows_R.tolist(), picked, strict=True):
+        picked = found.picked.lists(found.num_logprobs_R.tolist())
+        for p, entry in zip(found.rows_R.tolist(), picked, strict=True):
             logprobs[p] = entry
         return logprobs
 
@@ -105,8 +106,9 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
     if keep_logits:
         values_RV = reported_values(logits_PV[rows_R], logprobs_mode)
     num_logprobs_R = batch.num_logprobs_P[asked_R]
-    picked = pick_logprobs(values_RV, token_ids_P[rows_R], int(num_logprobs_R.max()))
-    return Sampled(token_ids_P, Asked(asked_R, num_logprobs_R, picked))
+    named = [(int(np.searchsorted(asked_R, p)), ids) for p, ids in batch.named_logprobs]
+    picked = pick_logprobs(values_RV, token_ids_P[rows_R], int(num_logprobs_R.max()), named)
+    return Sampled(token_ids_P, LogprobsTensors(asked_R, num_logprobs_R, picked))
 
 
 def reads_on_the_host(batch: SamplingBatch, logprobs_mode: LogprobsMode) -> bool:

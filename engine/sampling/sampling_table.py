@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from engine.device import to_device
 from engine.sampling.noise import seed_keys
-from engine.schedule import NewRow, Schedule
+from engine.schedule import NewRow
 from engine.structured.guide import Guide, Masks, Words
 
 Ints = npt.NDArray[np.int64]
@@ -55,6 +54,7 @@ class SamplingBatch:
     top_p_P: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     min_p_P: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     num_logprobs_P: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    named_logprobs: list[tuple[int, Tensor]] = field(default_factory=list)  # (p, token ids), in the place of the best
     masks: tuple[Ints, Words] | None = None  # [P]: of each row the one that it has, -1: none; [N, V / 32], as bits
     allowed: list[tuple[int, Tensor]] = field(default_factory=list)  # (p, token ids)
     forbidden: Pairs | None = None
@@ -105,8 +105,7 @@ class History:
 
 
 class SamplingTable:
-    """set() when a row is taken, clear() when it is freed, gather() per step, note() after its tokens are drawn; before
-    a step's forward pass begin() it, so that what its grammars allow is worked out meanwhile."""
+    """set() when a row is taken, clear() when it is freed, gather() per step, note() after its tokens are drawn."""
 
     def __init__(
         self, max_rows: int, vocab_size: int, device: torch.device | str = "cpu", num_valid_tokens: int | None = None
@@ -124,6 +123,7 @@ class SamplingTable:
         self._min_p = np.zeros(max_rows, np.float32)
         self._seed_keys = np.zeros(max_rows, np.uint64)
         self._num_logprobs = np.zeros(max_rows, np.int64)
+        self._named_logprobs: dict[int, Tensor] = {}
         self._new_row: dict[int, NewRow] = {}  # rows with edits
         self._stops: dict[int, list[int]] = {}
         self._allowed: dict[int, Tensor] = {}
@@ -152,6 +152,10 @@ class SamplingTable:
         if params.logprobs is not None:
             needs |= LOGPROBS
             self._num_logprobs[row] = size if params.logprobs < 0 else min(params.logprobs, size)
+            named = [token for token in params.logprob_token_ids if 0 <= token < size]
+            if named:
+                self._num_logprobs[row] = len(named)
+                (self._named_logprobs[row],) = to_device([np.array(named, np.int64)], self.device)
         self._needs[row] = needs
         self._num_needy += needs != 0
 
@@ -194,6 +198,7 @@ class SamplingTable:
         needs = int(self._needs[row])
         self._num_needy -= needs != 0
         self._needs[row] = 0
+        self._named_logprobs.pop(row, None)
         if needs & EDITS:
             for table in (self._new_row, self._stops, self._allowed, self._bias, self._history, self._guides):
                 table.pop(row, None)
@@ -226,32 +231,16 @@ class SamplingTable:
             batch.min_p_P = self._min_p[rows_P]
         if needs & LOGPROBS:
             batch.num_logprobs_P = self._num_logprobs[rows_P]
+            named = self._named_logprobs
+            batch.named_logprobs = [(p, named[row]) for p, row in enumerate(rows) if row in named] if named else []
         if needs & EDITS:
-            self._gather_edits(batch, rows, positions, drafts or [()] * len(rows))
+            self._gather_edits(batch, rows, positions, drafts)
         return batch
 
     @property
     def has_history(self) -> bool:
         """Whether any row's next token depends on those before it, other than through the model."""
         return bool(self._history or self._guides)
-
-    def begin(self, schedule: Schedule) -> None:
-        """A step is about to be computed; its rows are set, and know all tokens before it."""
-        if self._guides:
-            work = zip(schedule.rows, schedule.samples, schedule.drafts or repeat(()), strict=False)
-            guided = [(self._guides[row], drafts) for row, samples, drafts in work if samples and row in self._guides]
-            if guided:
-                assert self._masks is not None
-                self._masks.begin(guided)
-
-    def forget_step(self) -> None:
-        """The step that was begun is dropped."""
-        if self._masks is not None:
-            self._masks.forget()
-
-    def close(self) -> None:
-        if self._masks is not None:
-            self._masks.close()
 
     def note(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         """The tokens just drawn for each row become part of its history."""
@@ -272,12 +261,16 @@ class SamplingTable:
         drafts: Sequence[Sequence[int]],
     ) -> None:
         if batch.needs & GRAMMAR:
-            batch.masks = self._gather_masks(batch, rows, drafts)
+            assert self._masks is not None
+            batch.masks = self._masks.fill([self._guides.get(row) for row in rows], drafts)
+        if not batch.needs & EDITS & ~GRAMMAR:
+            return
+        drafts = drafts or [()] * len(rows)
         forbidden_p: list[int] = []
         forbidden_ids: list[int] = []
         bias: list[tuple[int, Ints, Floats]] = []
         penalties: list[tuple[int, Ints, Floats]] = []
-        for p in np.flatnonzero(batch.needs_P & EDITS).tolist():
+        for p in np.flatnonzero(batch.needs_P & EDITS & ~GRAMMAR).tolist():
             row = rows[p]
             needs = int(batch.needs_P[p])
             new = self._new_row[row]
@@ -301,19 +294,6 @@ class SamplingTable:
             batch.forbidden = Pairs(at_N, tokens_N, tokens_N[:0])
         batch.bias = self._pairs(bias)
         batch.penalties = self._pairs(penalties)
-
-    def _gather_masks(
-        self, batch: SamplingBatch, rows: Sequence[int], drafts: Sequence[Sequence[int]]
-    ) -> tuple[Ints, Words]:
-        """Those of `begin`, where it could be called; else they are made now, while a device computes the step."""
-        assert self._masks is not None
-        guided = np.flatnonzero(batch.needs_P & GRAMMAR).tolist()
-        longest = {rows[p]: drafts[p] for p in guided}  # a row's places come one after another
-        places, masks_NW = self._masks.take([(self._guides[row], own) for row, own in longest.items()])
-        mask_P = np.full(batch.num_rows, -1, np.int64)
-        for p in guided:
-            mask_P[p] = places[self._guides[rows[p]]][len(drafts[p])]
-        return mask_P, masks_NW
 
     def _bad_tokens(self, row: int, new: NewRow, drafts: Sequence[int]) -> list[int]:
         """Last tokens of the bad words whose other tokens end the output now."""

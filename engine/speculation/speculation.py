@@ -130,7 +130,7 @@ class Speculation:
             if not self._warm_blocks.issuperset(request.held.tables[0]):
                 self._cold.add(request.request_id)
 
-    def settle(
+    def offer(
         self,
         step: Schedule,
         requests: Sequence[Request],

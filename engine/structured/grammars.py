@@ -31,8 +31,8 @@ def failure(request: Request) -> TokenOutput:
 class Grammars:
     """Not thread-safe; what takes time is done on a thread of its own."""
 
-    def __init__(self, model_path: str, vocab_size: int) -> None:
-        self._model_path, self._vocab_size = model_path, vocab_size
+    def __init__(self, model_path: str, tokenizer_path: str, vocab_size: int) -> None:
+        self._paths, self._vocab_size = (model_path, tokenizer_path), vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")  # it has none before there is work
         self._tokenizer: llguidance.LLTokenizer | None = None  # made and used on the thread
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # used on the thread
@@ -77,7 +77,7 @@ class Grammars:
 
     def _vocabulary(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
-            self._tokenizer = grammar_tokenizer(Tokenizer(self._model_path), self._vocab_size)
+            self._tokenizer = grammar_tokenizer(Tokenizer(*self._paths), self._vocab_size)
         return self._tokenizer
 
     def _guide(self, grammar: Grammar) -> Guide:

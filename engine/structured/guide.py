@@ -1,17 +1,17 @@
 """What a sequence may go on with, by its grammar: the state of one, and the masks of a step's rows.
 
-Legend: N masks, W words of 32 tokens each (bit i of word w: token 32 w + i may come).
+Legend: P rows sampled in a step, N masks, W words of 32 tokens each (bit i of word w: token 32 w + i may come).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
+Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
 
 
@@ -22,14 +22,14 @@ class Guide:
     may. A matcher that fails says so in `error`; then too nothing else may come, and the request ends.
     """
 
-    __slots__ = ("_active", "_after", "_matcher", "_output", "ends", "error")
+    __slots__ = ("_after", "_matcher", "_output", "active", "ends", "error")
 
     def __init__(self, matcher: llguidance.LLMatcher, ends: Sequence[int] = (), after: tuple[int, ...] = ()) -> None:
         """ends: tokens that end a text."""
         self._matcher = matcher
         self._after = after
         self._output: list[int] = []
-        self._active = not after
+        self.active = not after  # whether the next token is bound
         self.ends = ends
         self.error = ""
 
@@ -40,7 +40,7 @@ class Guide:
         if self._output:
             self._matcher.reset()
             self._output = []
-            self._active = not self._after
+            self.active = not self._after
             self.error = ""
         self.accept(output)
 
@@ -48,11 +48,11 @@ class Guide:
         """These come next."""
         known = len(self._output)
         self._output += tokens
-        if not self._active:
+        if not self.active:
             begin = self._begin(known)
             if begin is None:
                 return
-            self._active = True
+            self.active = True
             tokens = self._output[begin:]
         if tokens and not self._ended and not self._matcher.consume_tokens(list(tokens)):
             self.check()
@@ -61,7 +61,7 @@ class Guide:
         """How many of these tokens may come next, one after another."""
         if self._ended:
             return 0
-        free = 0 if self._active else self._free(drafts)
+        free = 0 if self.active else self._free(drafts)
         if free == len(drafts):
             return free
         return free + int(self._matcher.validate_tokens(list(drafts[free:])))
@@ -69,7 +69,7 @@ class Guide:
     def masks(self, drafts: Sequence[int]) -> tuple[int, list[int]]:
         """Of the places before, between and behind these drafts: how many of the first are free, and the drafts between
         the others."""
-        if self._active:
+        if self.active:
             return 0, list(drafts)
         free = self._free(drafts)
         if free == len(drafts) and not self._begins([*self._output, *drafts]):
@@ -112,17 +112,13 @@ class Guide:
         return tuple(output[len(output) - len(self._after) :]) == self._after
 
 
-Rows = Sequence[tuple[Guide, Sequence[int]]]  # with their drafts
-Filled = tuple[dict[Guide, list[int]], Words]
-
-
 class Masks:
-    """Of the rows of one step, filled on a thread of its own while the step computes."""
+    """Of the rows of one step. They are filled in place, one after another, where the step is sampled: another thread
+    would take turns with this one, and the pool of llguidance's executor wakes one for every step, which costs more
+    than most masks (benchmarks/bench_structured.py). On a GPU the device computes the step meanwhile."""
 
     def __init__(self, num_tokens: int, ends: Sequence[int]) -> None:
         """ends: tokens that end a text."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._under_way: Future[Filled] | None = None
         self.num_words = -(-num_tokens // 32)
         self._end_W = np.zeros(self.num_words, np.int32)
         for token in ends:
@@ -131,60 +127,54 @@ class Masks:
         self._masks_NW = np.empty((0, self.num_words), np.int32)
         self._executor = llguidance.LLExecutor(1)
 
-    def begin(self, rows: Rows) -> None:
-        """Start to `fill`; the guides are left alone until `take`, or `forget`."""
-        self.forget()
-        self._under_way = self._thread.submit(self.fill, rows)
-
-    def take(self, rows: Rows) -> Filled:
-        """What was begun for these, else what `fill` gives."""
-        begun, self._under_way = self._under_way, None
-        if begun is not None:
-            places, masks_NW = begun.result()
-            if all(len(places.get(guide, ())) == len(drafts) + 1 for guide, drafts in rows):
-                return places, masks_NW
-        return self.fill(rows)
-
-    def forget(self) -> None:
-        """The step that it was begun for was dropped."""
-        begun, self._under_way = self._under_way, None
-        if begun is not None:
-            begun.exception()
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True)
-
-    def fill(self, rows: Rows) -> Filled:
-        """For each guide, per place before, between and behind its drafts, which mask it has (-1: none); and the masks,
-        which stay as they are until the next call."""
-        places: dict[Guide, list[int]] = {}
-        plain: list[tuple[llguidance.LLMatcher, int]] = []
-        drafted: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
-        asked: list[tuple[Guide, int, int]] = []
-        num = 0
-        for guide, drafts in rows:
-            num_free, between = guide.masks(drafts)
-            count = len(drafts) + 1 - num_free
-            places[guide] = [-1] * num_free + list(range(num, num + count))
+    def fill(self, guides: Sequence[Guide | None], drafts: Sequence[Sequence[int]] = ()) -> tuple[Ints, Words]:
+        """For each of the P rows which mask it has (-1: none), and the masks, which stay as they are until the next
+        call. guides: None: the row has no grammar. drafts: of each row those before it; the rows of a run come one
+        after another, and each has one draft more. Empty: there are none."""
+        if drafts:
+            return self._fill_runs(guides, drafts)
+        masks_NW = self._room(len(guides))
+        start, size = masks_NW.ctypes.data, 4 * self.num_words
+        mask_of = [-1] * len(guides)
+        for place, guide in enumerate(guides):
+            if guide is None or not guide.active:
+                continue
+            mask_of[place] = place
             matcher = guide.matcher
-            if count and matcher is not None:
-                asked.append((guide, num, count))
-                if between:
-                    drafted.append((matcher, num, between))
-                else:
-                    plain.append((matcher, num))
-            num += count
-        masks_NW = self._room(num)
+            if matcher is not None:
+                matcher.unsafe_compute_mask_ptr(start + place * size, size)
+            if matcher is None or not guide.check():
+                masks_NW[place] = self._end_W
+        return np.array(mask_of, np.int64), masks_NW
+
+    def _fill_runs(self, guides: Sequence[Guide | None], drafts: Sequence[Sequence[int]]) -> tuple[Ints, Words]:
+        mask_P = np.arange(len(guides))
+        masks_NW = self._room(len(guides))
         masks_NW[:] = self._end_W  # what stays so: behind the end, and behind a draft that is refused
         start, size = masks_NW.ctypes.data, 4 * self.num_words
-        if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, start, size, num)
-        if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, start, size, num)
-        for guide, first, count in asked:
+        first = 0
+        while first < len(guides):
+            guide, count = guides[first], 1
+            while first + count < len(guides) and len(drafts[first + count]) == count:
+                count += 1  # the rows of this run
+            end = first = first + count
+            if guide is None:
+                mask_P[end - count : end] = -1
+                continue
+            num_free, between = guide.masks(drafts[end - 1])
+            begin = end - count + num_free
+            mask_P[end - count : begin] = -1
+            matcher = guide.matcher
+            if begin == end or matcher is None:
+                continue
+            if between:
+                run = [(matcher, begin, between)]  # one alone is computed in place
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(run, start, size, len(guides))
+            else:
+                matcher.unsafe_compute_mask_ptr(start + begin * size, size)
             if not guide.check():
-                masks_NW[first : first + count] = self._end_W
-        return places, masks_NW
+                masks_NW[begin:end] = self._end_W
+        return mask_P, masks_NW
 
     def _room(self, num: int) -> Words:
         if len(self._masks_NW) < num:

@@ -14,7 +14,7 @@ Legend: L MoE layers, G ranks, S slots of a rank, E logical experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def quantize(
 
 def _placement(like: Placement, ids: npt.NDArray[np.int32], weights: npt.NDArray[np.uint16]) -> Placement:
     share = (weights / np.float64(WHOLE)).astype(np.float32)
-    return Placement(like.epoch, like.num_experts, ids, share, like.alive, like.failure_domains)
+    return replace(like, slot_to_expert=ids, share=share)
 
 
 def encode_placement(file: PlacementFile) -> bytes:

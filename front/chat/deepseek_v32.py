@@ -9,16 +9,26 @@ strings as they are and all else as JSON; results come back together, in the ord
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from front.chat_template import check_conversation, cut_at_end, marked_end, plain_message, plain_value
+from front.chat.dsml import (
+    ASSISTANT,
+    BEGIN,
+    DSML,
+    END,
+    THINK,
+    THOUGHT,
+    USER,
+    calls,
+    functions_of,
+    schemas,
+    text_of,
+    wants_thinking,
+)
+from front.chat_template import check_conversation, cut_at_end, marked_end, plain_message
 
-ENCODED_ARCHITECTURE = "DeepseekV32ForCausalLM"
-_BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-_USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
-_THINK, _THOUGHT, _DSML = "<think>", "</think>", "｜DSML｜"
+_BLOCK = "function_calls"
 _TOOLS = """## Tools
 You have access to a set of tools you can use to answer the user's question.
 You can invoke functions by writing a "<D function_calls>" block like the following as part of your reply to the user:
@@ -45,14 +55,14 @@ Here is an example:
 <think>...thinking about results</think>
 Here are the functions available in JSONSchema format:
 <functions>
-""".replace("D ", _DSML)
+""".replace("D ", DSML)
 
 
 class DeepseekV32Encoding:
     """Renders like a front.chat_template.ChatTemplate."""
 
     source = ""
-    marks = f"<{_DSML}function_calls>{_THINK}{_THOUGHT}"
+    marks = f"<{DSML}function_calls>{THINK}{THOUGHT}"
 
     def render(
         self,
@@ -68,81 +78,38 @@ class DeepseekV32Encoding:
         plain = [plain_message(message) for message in messages]
         if continue_final_message:
             plain[-1] = marked_end(plain[-1])
-        thinking = bool(kwargs.get("thinking", kwargs.get("enable_thinking", False)))
-        schemas = plain_value(tools, "tools") or []
-        if schemas and plain[0]["role"] != "system":
+        thinking = wants_thinking(kwargs)
+        functions = functions_of(tools)
+        if functions and plain[0]["role"] != "system":
             plain.insert(0, {"role": "system", "content": ""})
         last_user = max([i for i, message in enumerate(plain) if message["role"] in ("user", "developer")], default=-1)
-        parts = [_BEGIN]
+        parts = [BEGIN]
         for index in range(len(plain)):
             now = index >= last_user and thinking
             opens = add_generation_prompt or index + 1 < len(plain) or continue_final_message
-            parts.append(_message(plain, index, schemas if index == 0 else [], now, opens))
+            parts.append(_message(plain, index, functions if index == 0 else [], now, opens))
         text = "".join(parts)
         return cut_at_end(text) if continue_final_message else text
 
 
-def _message(messages: Sequence[dict[str, Any]], index: int, tools: Sequence[Any], thinking: bool, opens: bool) -> str:
+def _message(
+    messages: Sequence[dict[str, Any]], index: int, functions: Sequence[Any], thinking: bool, opens: bool
+) -> str:
     """thinking: the assistant reasons in this turn. opens: the assistant's part follows."""
     message = messages[index]
-    role, content = message["role"], _text_of(message)
+    role, content = message["role"], text_of(message)
     if role == "system":
-        return f"{content}\n\n{_about(tools)}" if tools else content
+        about = f"\n\n{_TOOLS}{schemas(functions)}\n</functions>\n" if functions else ""
+        return content + about
     if role in ("user", "developer"):
         asked = content if role == "user" else f"\n\n# The user's message is: {content}"
-        return f"{_USER}{asked}" + (_ASSISTANT + (_THINK if thinking else _THOUGHT) if opens else "")
+        return f"{USER}{asked}" + (ASSISTANT + (THINK if thinking else THOUGHT) if opens else "")
     if role == "assistant":
-        reasoning = f"{message.get('reasoning_content', '')}{_THOUGHT}" if thinking else ""
-        return f"{reasoning}{content}{_calls(message.get('tool_calls') or [])}{_END}"
+        reasoning = f"{message.get('reasoning_content', '')}{THOUGHT}" if thinking else ""
+        return f"{reasoning}{content}{calls(message.get('tool_calls') or [], _BLOCK)}{END}"
     if role == "tool":
         return _result(messages, index, content, thinking, opens)
     raise ValueError(f"messages: role {role!r} is unknown to DeepSeek-V3.2; it must be system, user, assistant or tool")
-
-
-def _text_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content", "")
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("messages: content must be text, or a list of parts of type text")
-    return "".join(part["text"] for part in parts)
-
-
-def _about(tools: Sequence[Any]) -> str:
-    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
-    if not all(isinstance(function, dict) for function in functions):
-        raise ValueError("tools: each needs a function")
-    schemas = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
-    return f"{_TOOLS}{schemas}\n</functions>\n"
-
-
-def _calls(calls: Sequence[Any]) -> str:
-    if not calls:
-        return ""
-    invokes = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError("messages: each of tool_calls needs a function with a name")
-        lines = "\n".join(
-            f'<{_DSML}parameter name="{key}" string="{str(isinstance(value, str)).lower()}">'
-            f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}</{_DSML}parameter>"
-            for key, value in _arguments(function).items()
-        )
-        invokes.append(f'<{_DSML}invoke name="{function["name"]}">\n{lines}\n</{_DSML}invoke>')
-    return f"\n\n<{_DSML}function_calls>\n" + "\n".join(invokes) + f"\n</{_DSML}function_calls>"
-
-
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    given = function.get("arguments", {})
-    try:
-        found = json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
-        raise ValueError(f"messages: arguments of the call of {function['name']}: not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"messages: arguments of the call of {function['name']}: a JSON object is expected")
-    return found
 
 
 def _result(messages: Sequence[dict[str, Any]], index: int, content: str, thinking: bool, opens: bool) -> str:
@@ -150,13 +117,11 @@ def _result(messages: Sequence[dict[str, Any]], index: int, content: str, thinki
     asking = index - 1
     while asking >= 0 and messages[asking]["role"] == "tool":
         asking -= 1
-    calls = (
-        (messages[asking].get("tool_calls") or []) if asking >= 0 and messages[asking]["role"] == "assistant" else []
-    )
+    made = (messages[asking].get("tool_calls") or []) if asking >= 0 and messages[asking]["role"] == "assistant" else []
     order = index - asking
-    if order > len(calls):
+    if order > len(made):
         raise ValueError("messages: a result of a tool must follow the assistant's message that called it")
     first = "\n\n<function_results>" if order == 1 else ""
-    last = "\n</function_results>" if order == len(calls) else ""
-    follows = f"\n\n{_THINK if thinking else _THOUGHT}" if last and opens else ""
+    last = "\n</function_results>" if order == len(made) else ""
+    follows = f"\n\n{THINK if thinking else THOUGHT}" if last and opens else ""
     return f"{first}\n<result>{content}</result>{last}{follows}"

@@ -162,7 +162,13 @@ def tags_of(calls: str, reasoning: str) -> tuple[str, ...]:
 
 def chosen_families(template: str, calls: str | None, reasoning: str | None) -> tuple[str, str]:
     """The parsers of calls and of reasoning. calls, reasoning: names; None: what the chat template says; "": none.
-    ValueError where one of the two is gpt-oss's, and the other is another's."""
+    ValueError: one is not known, or one of the two is gpt-oss's, and the other is another's."""
+    for field, name, names in (
+        ("tool_call_parser", calls, TOOL_PARSERS),
+        ("reasoning_parser", reasoning, REASONING_PARSERS),
+    ):
+        if name and name not in names:
+            raise ValueError(f"{field} {name!r} is none of {', '.join(names)}")
     known = families_of(template)
     if known[0] == HARMONY and not {calls, reasoning} <= {None, "", HARMONY, HARMONY_REASONING}:
         known = "", ""

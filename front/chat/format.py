@@ -76,3 +76,20 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     def tags(self) -> tuple[str, ...]:
         """What the parser must see, though it may be written in special tokens."""
         return tags_of(self.calls, self.reasoning)
+
+
+def output_format(
+    families: tuple[str, str],
+    tools: dict[str, dict[str, Any]] | None,
+    prompt: str,
+    goes_on: str | None,
+    max_calls: int = 0,
+) -> OutputFormat | None:
+    """families: of calls and of reasoning. tools: schemas by name; None: nothing can be called. goes_on: the text of
+    the message that the output goes on with. None: there is nothing to look for."""
+    calls, reasoning = "" if tools is None else families[0], families[1]
+    if not (calls or reasoning):
+        return None
+    schemas = (tools or {}) if calls else {}
+    found = OutputFormat(calls=calls, reasoning=reasoning, max_calls=max_calls, tools=schemas)
+    return found.after(prompt) if goes_on is None else found.going_on(goes_on)

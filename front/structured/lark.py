@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 # Between the tokens of JSON: a line and its indentation. Longer runs are refused, or a model could go on with spaces
@@ -56,16 +56,14 @@ def json_rule(schema: object, style: JsonStyle = PLAIN) -> str:
         raise ValueError("the schema is false: nothing is valid")
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
-    if style.closed:
-        schema = _closed(schema)
-        assert isinstance(schema, Mapping)
+    plain: dict[str, Any] = _plain(schema, style.closed)
     options = {
         "whitespace_pattern": style.whitespace,
         "lenient": False,  # what cannot be followed is refused
         "coerce_one_of": False,
         "json_allow_general_unicode_escapes": True,
     }
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    return "%json " + json.dumps({**plain, "x-guidance": options})
 
 
 def regex_rule(regex: str) -> str:
@@ -74,15 +72,42 @@ def regex_rule(regex: str) -> str:
     return f"/{body}/"
 
 
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+def _plain(schema: Any, closed: bool) -> Any:
+    """Without keywords that say nothing, as programs write them, which the back end would refuse for their names alone.
+    closed: as JsonStyle says."""
     if not isinstance(schema, Mapping):
         return schema
-    closed = {
-        key: value if key in ("const", "enum", "default", "examples") else _closed(value)
-        for key, value in schema.items()
-    }
-    if schema.get("type") == "object" or isinstance(schema.get("properties"), Mapping):
-        closed.setdefault("additionalProperties", False)
-    return closed
+    plain: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SAYS_NOTHING and _SAYS_NOTHING[key](schema, value):
+            continue
+        if key in _BY_NAME and isinstance(value, Mapping):
+            plain[key] = {name: _plain(one, closed) for name, one in value.items()}
+        elif key in _VALUES:
+            plain[key] = value
+        else:
+            plain[key] = [_plain(one, closed) for one in value] if isinstance(value, list) else _plain(value, closed)
+    kind = schema.get("type")
+    may_be_object = kind == "object" or (isinstance(kind, list) and "object" in kind)
+    if closed and (may_be_object or isinstance(schema.get("properties"), Mapping)):
+        plain.setdefault("additionalProperties", False)
+    return plain
+
+
+_VALUES = frozenset(("const", "enum", "default", "examples", "required", "type"))
+_BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
+_SAYS_NOTHING: Mapping[str, Callable[[Mapping[str, Any], object], bool]] = {
+    "uniqueItems": lambda _, value: value is False,
+    "propertyNames": lambda _, value: value in (True, {}, {"type": "string"}),
+    "unevaluatedProperties": lambda _, value: value in (True, {}),
+    "unevaluatedItems": lambda _, value: value in (True, {}),
+    "dependencies": lambda _, value: value == {},
+    "dependentRequired": lambda _, value: value == {},
+    "dependentSchemas": lambda _, value: value == {},
+    "not": lambda _, value: value is False,
+    "if": lambda schema, _: "then" not in schema and "else" not in schema,
+    "then": lambda schema, _: "if" not in schema,
+    "else": lambda schema, _: "if" not in schema,
+    "minContains": lambda schema, _: "contains" not in schema,
+    "maxContains": lambda schema, _: "contains" not in schema,
+}

@@ -34,12 +34,14 @@ FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doctor:
-    """machine: this one; model: directory of the checkpoint; error: why no plan could be made; hosts: its part of a
-    launch; first_ports: beside those of ranks and front. nodes: 1: it is alone. rows: as compare.links takes them."""
+    """machine: this one; model: directory of the checkpoint, None: it is not here; error: why no plan could be made,
+    and fix what to type; hosts: its part of a launch; first_ports: beside those of ranks and front. nodes: 1: it is
+    alone. rows: as compare.links takes them."""
 
     machine: Machine
-    model: FilePath
+    model: FilePath | None
     error: str = ""
+    fix: str = "see the message"
     hosts: Hosts | None = None
     nodes: int = 1
     patience: float = 10.0
@@ -55,12 +57,14 @@ class Doctor:
     def alone(self) -> list[Finding]:
         """All that can be found without the others."""
         found = self.quick()
-        found.append(read_speed(self.node, self.model))
+        if self.model is not None:
+            found.append(read_speed(self.node, self.model))
         return found + devices(self.machine)
 
     def quick(self) -> list[Finding]:
-        found = [Finding("plan", self.node, "broken", self.error, "see the message")] if self.error else []
-        return [*found, complete(self.node, self.model), *quick_checks(self.machine)]
+        found = [Finding("plan", self.node, "broken", self.error, self.fix)] if self.error else []
+        whole = [] if self.model is None else [complete(self.node, self.model)]
+        return [*found, *whole, *quick_checks(self.machine)]
 
     def run(self) -> list[Finding]:
         """What is found on all nodes, or on this one where it is alone or does not find the head."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from engine.process.console import say_text
+from launch.processes import hear_signals
 
 EXIT_BAD_INPUT = 2
 LOOK_SECONDS = 0.1
@@ -35,8 +36,7 @@ class Agent:
         self._told_at = 0.0
 
     def catch_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        hear_signals(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Some systems send one to every process of a node, some to the first; the server is in a session of its own

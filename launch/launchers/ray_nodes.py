@@ -71,9 +71,9 @@ class Driver:
         self._group: Any = None
 
     def run(self) -> int:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         self._ray.init(address=self._options.address, log_to_driver=True)
+        for number in (signal.SIGTERM, signal.SIGINT):  # init has put its own there, which end this process at once
+            signal.signal(number, self._on_signal)
         try:
             if not self._place():
                 return EXIT_NOT_PLACED

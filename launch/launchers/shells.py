@@ -7,6 +7,7 @@ import shlex
 from launch.launchers.plan import LaunchPlan, shell
 
 LEAVE_SECONDS = 30  # beyond a drain
+TORCHRUN_SECONDS = 25  # of a drain: torchrun kills what has not left 30 s after a signal
 # The exit code of a child, also when a signal has broken off the wait for it.
 ENDED = """ended() {
     local code last
@@ -46,16 +47,24 @@ ended "$step"
 
 
 def torchrun(plan: LaunchPlan) -> str:
-    """A line that is the same on every node, but for the number of the node."""
+    """A line that is the same on every node, but for the number of the node. ValueError for a drain that torchrun would
+    cut short."""
+    if plan.drain > TORCHRUN_SECONDS:
+        raise ValueError(
+            f"--shutdown-timeout must be at most {TORCHRUN_SECONDS} with torchrun, not {plan.drain}: torchrun kills "
+            "what has not left 30 s after a signal"
+        )
     head = plan.addresses[0] if plan.addresses else "HEAD"
-    words = ["torchrun", f"--nnodes={plan.nodes}", "--node-rank=NODE_RANK", "--nproc-per-node=1"]
-    words += [f"--master-addr={head}", "--master-port=29400", "--max-restarts=0", "--no-python"]
-    line = shell([*words, *plan.command("node")]).replace("--node-rank=NODE_RANK", '--node-rank="$NODE_RANK"')
+    [python, *module] = plan.program
+    port = plan.rpc_port + 4 + sum(plan.ranks)  # the first that the server does not use
+    words = [python, "-m", "torch.distributed.run", f"--nnodes={plan.nodes}", "--node-rank=NODE_RANK"]
+    words += ["--nproc-per-node=1", f"--master-addr={head}", f"--master-port={port}", "--max-restarts=0"]
+    words += [*module, *plan.command("node")[len(plan.program) :]]
+    line = shell(words).replace("--node-rank=NODE_RANK", '--node-rank="$NODE_RANK"')
     return f"""#!/bin/bash
 # To be run on each of the {plan.nodes} nodes, with NODE_RANK=0 on {head}, 1, 2, ... on the others. One process per
 # node: it starts that node's ranks itself. --max-restarts=0, because torchrun starts all nodes again when one has
-# failed, and here the others go on: what is killed is started again by `moesaic node`. torchrun kills what has not left
-# 30 s after a signal, so the drain must be shorter.
+# failed, and here the others go on: what is killed is started again by `moesaic node`.
 set -u
 : "${{NODE_RANK:?the number of this node, from 0 on}}"
 exec {line}

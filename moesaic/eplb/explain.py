@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -115,14 +115,8 @@ def _view(trace: Trace, index: int, num_ranks: int, slots: int) -> _View:
 def _with_placement(view: _View, file: PlacementFile, index: int) -> _View:
     whole = file.placement
     slots = file.slots[index]
-    one = Placement(
-        whole.epoch,
-        whole.num_experts,
-        whole.slot_to_expert[index : index + 1],
-        whole.share[index : index + 1],
-        whole.alive,
-        whole.failure_domains,
-    )
+    layer = slice(index, index + 1)
+    one = replace(whole, slot_to_expert=whole.slot_to_expert[layer], share=whole.share[layer])
     load_LG = rank_load(one.slot_to_expert, one.share, view.load_E[None])
     live = sum(whole.alive)
     rank, lost = worst_rank(one)

@@ -97,18 +97,6 @@ struct Job {
     return c->mask_of && c->mask_of[row] >= 0 ? c->masks + c->mask_of[row] * c->mask_words : nullptr;
   }
 
-  // The logits of the mask's tokens; of all others minus infinity. Most masks have few words that are neither 0 nor full.
-  void widen_masked(const uint32_t *mask, const void *logits, float *x) const {
-    int64_t item = c->logit_type == LOGIT_F32 ? 4 : 2;
-    for (int64_t first = 0; first < c->num_tokens; first += 32) {
-      uint32_t may = mask[first / 32];
-      int64_t length = std::min<int64_t>(32, c->num_tokens - first);
-      if (may) of_logits->widen((const uint8_t *)logits + first * item, length, x + first);
-      if (may != ~0u)
-        for (int64_t i = 0; i < length; i++) x[first + i] = may >> i & 1 ? x[first + i] : -INFINITY;
-    }
-  }
-
   int64_t first_of(const uint32_t *mask) const {
     for (int64_t w = 0; w < c->mask_words; w++)
       if (mask[w]) return 32 * w + __builtin_ctz(mask[w]);
@@ -117,7 +105,7 @@ struct Job {
 
   // What is forbidden stays so: no bias and no penalty lifts minus infinity.
   void edit(int64_t row, const void *logits, float *x) const {
-    if (const uint32_t *own = mask(row)) widen_masked(own, logits, x);
+    if (const uint32_t *own = mask(row)) of_logits->widen_masked(own, logits, c->num_tokens, x);
     else of_logits->widen(logits, c->num_tokens, x);
     if (c->has_allowed && c->has_allowed[row]) {
       std::fill(x, x + c->num_tokens, -INFINITY);

@@ -47,6 +47,8 @@ struct SampleOps {
   // The first of n <= STRETCH logits that equals x; n if none does.
   int64_t (*find)(const void *logits, int64_t n, float x);
   void (*widen)(const void *logits, int64_t n, float *out);
+  // The logits of the mask's tokens; of all others minus infinity.
+  void (*widen_masked)(const uint32_t *mask, const void *logits, int64_t n, float *out);
 };
 
 // A number for a token: 32 bits, different for every token of the same word (engine/sampling/noise.py: `race_bits`).

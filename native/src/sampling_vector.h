@@ -112,6 +112,20 @@ template <class X> static void widen(const void *logits, int64_t n, float *out) 
   for (; i < n; i++) out[i] = number(x + i);
 }
 
+// Many words of a mask are 0: their logits are not read.
+template <class X> static void widen_masked(const uint32_t *mask, const void *logits, int64_t n, float *out) {
+  const X *x = (const X *)logits;
+  const vf least = splat(-__builtin_inff());
+  vu bit;
+  for (int j = 0; j < LANES; j++) bit[j] = 1u << j;
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    uint32_t may = mask[i / 32] >> i % 32;
+    store(out + i, may ? (((vu){} + may) & bit) ? load(x + i) : least : least);
+  }
+  for (; i < n; i++) out[i] = mask[i / 32] >> i % 32 & 1 ? number(x + i) : least[0];
+}
+
 template <class X> struct Ops {
-  static constexpr SampleOps table = {largest<X>, powers<X>, limit, race, find<X>, widen<X>};
+  static constexpr SampleOps table = {largest<X>, powers<X>, limit, race, find<X>, widen<X>, widen_masked<X>};
 };

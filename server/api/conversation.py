@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from front.text import Tokenizer
-from server.api.openai import ChatMessage, ChatRequest, ContentPart, Prediction, ToolCall
+from server.api.openai import ChatMessage, ChatRequest, ContentPart, Prediction, TokenizeRequest, ToolCall
 from server.api.params import either
 from server.errors import bad_request
 
@@ -17,12 +17,25 @@ RESERVED = frozenset({"self", "messages", "tools", "chat_template", "add_generat
 
 
 def template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    """chat_template_kwargs, and what reasoning_effort means to templates that know it."""
+    """chat_template_kwargs, and what documents and reasoning_effort mean to templates that know them."""
     kwargs = dict(body.chat_template_kwargs or {})
+    if body.documents is not None:
+        kwargs.setdefault("documents", body.documents)
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
     return kwargs
+
+
+def chat_of(body: TokenizeRequest) -> ChatRequest:
+    """The chat request whose prompt is counted."""
+    return ChatRequest(
+        messages=body.messages or [],
+        tools=body.tools,
+        chat_template=body.chat_template,
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
+    )
 
 
 def render_messages(
@@ -116,7 +129,7 @@ def predicted_text(prediction: Prediction) -> str:
 def _joined(content: Sequence[ContentPart], where: str) -> str:
     texts = []
     for place, part in enumerate(content):
-        if part.type not in ("text", "input_text", "refusal"):
+        if part.type not in ("text", "input_text", "output_text", "refusal"):
             field = f"{where}[{place}].type"
             raise bad_request(f"{field}: {part.type[:40]!r} is not supported, only text is", field, "invalid_value")
         if part.text is None:

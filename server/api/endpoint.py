@@ -16,7 +16,7 @@ from front.chat.format import OutputFormat
 from front.messages import SamplingParams, StructuredOutputsParams
 from server.api.generate import Job
 from server.api.messages import MessagesRequest
-from server.api.openai import GenerationRequest, Usage
+from server.api.openai import GenerationRequest, StreamOptions, Usage
 from server.api.params import either
 from server.api.responses import ResponsesRequest
 from server.api.structured import structured_outputs
@@ -94,7 +94,8 @@ def make_job(
     if taken.structured_outputs is not None:
         params = msgspec.structs.replace(params, structured_outputs=taken.structured_outputs)
         names = {**names, "structured_outputs": taken.structured_field}
-    options = body.stream_options
+    options = body.stream_options or StreamOptions()
+    include_usage = service.config.enable_force_include_usage or either(options.include_usage, False)
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
     return Job(
         request_id=taken.request_id,
@@ -103,13 +104,11 @@ def make_job(
         prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names, taken.format),
         n=params.n,
         stream=either(body.stream, False),
-        include_usage=options is not None and either(options.include_usage, False),
-        continuous_usage=options is not None
-        and either(options.include_usage, False)
-        and either(options.continuous_usage_stats, False),
+        include_usage=include_usage,
+        continuous_usage=include_usage and either(options.continuous_usage_stats, False),
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=either(body.return_token_ids, False),
-        tokens_as_ids=either(body.return_tokens_as_token_ids, False),
+        tokens_as_ids=either(body.return_tokens_as_token_ids, service.config.return_tokens_as_token_ids),
         named_tool=taken.named_tool,
         **shown,
     )

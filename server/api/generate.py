@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +21,9 @@ from front.chat.events import Content, Event, Message
 from front.front import EngineBusy, EngineDraining, EngineFailed
 from front.outputs import Delta, PositionLogprobs, Prompt
 from server.api.openai import CompletionTokensDetails, Usage, usage
-from server.errors import RETRY_AFTER, ApiError, unavailable
-from server.flights import Flight
+from server.errors import ApiError, as_api_error
 from server.http import ResponseWriter, response_writer_of
+from server.in_flight import InFlightRequest
 from server.logs import Record
 from server.service import Service, json_response, record_of
 
@@ -230,61 +230,61 @@ class Answer(Response):
         record.model = job.model
         record.params, record.num_choices = job.prompts[0].params, job.num_choices
         record.prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
-        flight = service.flights.open(job.request_id, job.num_choices)
-        flight.answer_id = job.answer_id
-        flight.prompt_ids = [prompt.request_id for prompt in job.prompts]
+        current = service.in_flight.open(job.request_id, job.num_choices)
+        current.answer_id = job.answer_id
+        current.prompt_ids = [prompt.request_id for prompt in job.prompts]
         failure: ApiError | None = None
         body: object = None
         try:
-            flight.watch(receive)
+            current.watch(receive)
             if job.stream:
-                flight.stream_to(send, SSE_HEADERS)
-                await self._stream(flight, record, response_writer_of(scope))
+                current.stream_to(send, SSE_HEADERS)
+                await self._stream(current, record, response_writer_of(scope))
             else:
                 body = await self.gather(record)
         except asyncio.CancelledError:
-            if flight.cause is None:
+            if current.cause is None:
                 raise
         except (EngineDraining, EngineBusy, EngineFailed, ApiError) as error:
             failure = as_api_error(error)
         finally:
-            service.flights.close(flight)
-        if flight.cause == "timeout":
+            service.in_flight.close(current)
+        if current.cause == "timeout":
             failure = ApiError(
                 408, f"the request took longer than {service.config.request_timeout:g} s", code="timeout"
             )
-        if flight.cause in ("disconnect", "stalled"):
-            record.status, record.finish = 499, flight.cause
+        if current.cause in ("disconnect", "stalled"):
+            record.status, record.finish = 499, current.cause
         elif failure is not None:
             record.finish = failure.code or "error"
-            if not flight.started:
+            if not current.started:
                 raise failure
             record.status = failure.status
-            await self._last_words(flight, self._writer.failed(failure))
+            await self._last_words(current, self._writer.failed(failure))
         elif not job.stream:
             await json_response(body)(scope, receive, send)
 
     @staticmethod
-    async def _last_words(flight: Flight, data: bytes) -> None:
+    async def _last_words(current: InFlightRequest, data: bytes) -> None:
         try:
             async with asyncio.timeout(GOODBYE_SECONDS):
-                await flight.write(data, time.monotonic(), more=False)
+                await current.write(data, time.monotonic(), more=False)
         except TimeoutError:
             pass
 
-    async def _stream(self, flight: Flight, record: Record, response_writer: ResponseWriter | None) -> None:
+    async def _stream(self, current: InFlightRequest, record: Record, response_writer: ResponseWriter | None) -> None:
         job, writer = self._job, self._writer
         counter = _Counter(job, record)
         last = b""  # the frames of the last choices to end leave together with the words that end the answer
 
         def write_at_once(response_writer: ResponseWriter, deltas: list[Delta]) -> bool:
             """What the loop below does, within the engine's wake-up: most tokens go this way."""
-            if flight.is_writing or not response_writer.open:
+            if current.is_writing or not response_writer.open:
                 return False
             now = counter.count(deltas)
             frames = writer.frames(deltas, record)
             if frames:
-                flight.write_to(response_writer, frames, now)
+                current.write_to(response_writer, frames, now)
             return True
 
         try:
@@ -297,11 +297,23 @@ class Answer(Response):
                     if not counter.num_open:
                         last = frames
                     elif frames:
-                        await flight.write(frames, now)
+                        await current.write(frames, now)
         finally:
             counter.report(self._service)
         last += writer.end(_usage(record), record)
-        await flight.write(last, time.monotonic(), more=False)
+        await current.write(last, time.monotonic(), more=False)
+
+    async def tell(self, record: Record, put: Callable[[bytes], None]) -> None:
+        """The events of a streamed answer, as they come."""
+        counter = _Counter(self._job, record)
+        try:
+            async with aclosing(deltas_of(self._service.engine, self._job)) as source:
+                async for deltas in source:
+                    counter.count(deltas)
+                    put(self._writer.frames(deltas, record))
+        finally:
+            counter.report(self._service)
+        put(self._writer.end(_usage(record), record))
 
     async def gather(self, record: Record) -> object:
         """The body of an answer that is not streamed."""
@@ -320,18 +332,6 @@ class Answer(Response):
         finally:
             counter.report(self._service)
         return self._writer.whole(choices, prompts, _usage(record))
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """What the engine says to a request that cannot be served."""
-    if isinstance(error, EngineDraining):
-        return unavailable("the server is shutting down", close=True)
-    if isinstance(error, EngineBusy):
-        return unavailable(str(error))
-    if isinstance(error, EngineFailed):
-        return ApiError(503, f"the engine has failed: {error}", code="engine_failed", headers=[RETRY_AFTER])
-    assert isinstance(error, ApiError)
-    return error
 
 
 class _Counter:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
 # ---- requests -----------------------------------------------------------------------------------------------------
 
 
@@ -74,6 +76,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
@@ -149,7 +152,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
+    documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -160,7 +164,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """`prompt` or `messages`. add_special_tokens: true for a prompt, false for messages."""
+    """`prompt` or `messages`, the latter with what else becomes part of a chat request's prompt. add_special_tokens:
+    true for a prompt, false for messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -170,6 +175,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None  # refused, as in a chat request
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -126,6 +126,7 @@ def sampling_params(
         bad_words=tuple(either(request.bad_words, [])),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_token_ids=tuple(either(request.logprob_token_ids, [])),
         skip_special_tokens=either(request.skip_special_tokens, True),
     )
 

@@ -118,8 +118,6 @@ def _check(body: ResponsesRequest) -> None:
             raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
     if body.n is not None and body.n != 1:
         raise bad_request("n must be 1", "n", "invalid_value")
-    if body.background and body.stream:
-        raise bad_request("background and stream exclude each other", "background", "unsupported_parameter")
     if body.background and body.store is False:
         raise bad_request("background needs store: true", "background", "invalid_value")
 

@@ -30,7 +30,7 @@ class ResponsesWriter:
         self._custom = source.custom_names
         self._forced = source.forced_custom
         self._serial = 0
-        self._begun = False
+        self._begun = self._runs = False
         self._frames: list[bytes] = []
         self._items: list[Json] = []
         self._open: Json | None = None  # the last of them, while it grows
@@ -41,15 +41,27 @@ class ResponsesWriter:
 
     # ---- streamed ----------------------------------------------------------------------------------------------
 
+    def queued(self) -> bytes:
+        """The first events of a response that waits in the background: its client learns its id at once."""
+        self._begun = True
+        for name in ("created", "queued"):
+            self._say(f"response.{name}", response=self.response("queued"))
+        return self._told()
+
     def frames(self, deltas: list[Delta], record: Record) -> bytes:
         if not self._begun:
             self._begun = True
             self._say("response.created", response=self.response("in_progress"))
+        if not self._runs:
+            self._runs = True
             self._say("response.in_progress", response=self.response("in_progress"))
         for delta in deltas:
             self._take(events_of(delta), delta.logprobs)
             if delta.finish_reason is not None:
                 self._finish(delta.finish_reason)
+        return self._told()
+
+    def _told(self) -> bytes:
         frames = b"".join(self._frames)
         self._frames.clear()
         return frames
@@ -63,6 +75,10 @@ class ResponsesWriter:
         """The last words of an answer that has begun."""
         response = self.response("failed", error={"code": "server_error", "message": error.message})
         self._on_end(response)
+        return self.gone(response)
+
+    def gone(self, response: Json) -> bytes:
+        """The event that says that it will not be completed: it has failed or was cancelled."""
         self._say("response.failed", response=response)
         return self._frames.pop()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import uuid
 from typing import Any
 
@@ -14,15 +15,18 @@ from starlette.responses import Response
 from front.front import EngineBusy, EngineDraining, EngineFailed
 from server.api.chat import chat_job
 from server.api.endpoint import take
-from server.api.generate import Answer, Job, as_api_error
+from server.api.event_log import EventLog, Followed
+from server.api.generate import Answer, Job
 from server.api.openai import ChatRequest
 from server.api.responses import CHAT_NAMES, ResponsesRequest
 from server.api.responses_answer import ResponsesWriter
 from server.api.stored import ResponseStore, Stored
-from server.errors import ApiError, bad_request
+from server.errors import ApiError, as_api_error, bad_request
+from server.intake import Answered
 from server.logs import Record, log_request
 from server.service import Service, json_response, record_of
 
+SEQUENCE_NUMBER = re.compile(r"-1|[0-9]{1,9}")
 NAMES = {
     "logprobs": "top_logprobs",
     "prompt": "input",
@@ -45,6 +49,7 @@ class Responses:
         config = service.config
         self._store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
         self._running: dict[str, asyncio.Task[None]] = {}  # in the background, by the response's id
+        self._logs: dict[str, EventLog] = {}  # of those among them that are streamed
 
     async def answer(self, request: Request) -> Response:
         earlier = await self._earlier(request)
@@ -67,10 +72,29 @@ class Responses:
             return await self._begin(job, writer, items, record_of(request.scope))
         return Answer(self._service, job, writer)
 
+    async def input_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of such a request has; nothing is generated."""
+        try:
+            taken = await self._service.take(request, "input_tokens", await self._earlier(request))
+        except ApiError as error:
+            raise error.renamed(CHAT_NAMES) from None
+        assert isinstance(taken, Answered)
+        return Response(taken.body, media_type="application/json")
+
     async def retrieve(self, request: Request) -> Response:
-        if request.query_params.get("stream") == "true":
-            raise bad_request("a response that is kept cannot be streamed", "stream", "unsupported_parameter")
-        return Response(self._kept(request).response, media_type="application/json")
+        """With stream=true the events behind that of the number starting_after: those that were, then those that
+        come."""
+        stored = self._kept(request)
+        if request.query_params.get("stream") != "true":
+            return Response(stored.response, media_type="application/json")
+        after = request.query_params.get("starting_after", "-1")
+        if not SEQUENCE_NUMBER.fullmatch(after):
+            raise bad_request("starting_after must be the sequence_number of an event", "starting_after")
+        log = self._logs.get(request.path_params["response_id"])
+        if log is None and not stored.events:
+            message = "only a response made with background: true and stream: true can be streamed again"
+            raise bad_request(message, "stream", "unsupported_parameter")
+        return Followed(self._service, log or EventLog(stored.events, ended=True), int(after) + 1)
 
     async def delete(self, request: Request) -> Response:
         self._kept(request)
@@ -121,48 +145,68 @@ class Responses:
         return stored
 
     async def _begin(self, job: Job, writer: ResponsesWriter, items: list[Json], record: Record) -> Response:
-        """Answers at once; a task goes on. ApiError 503 when too many wait."""
+        """Answers at once, or with a stream; a task goes on. ApiError 503 when too many wait."""
         if not self._service.config.max_stored_responses:
             raise bad_request("background needs a server that keeps responses", "background", "unsupported_parameter")
         queued = writer.response("queued")
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._run(job, writer, items, record, admitted))
+        log = EventLog() if job.stream else None
+        task = asyncio.create_task(self._run(job, writer, items, record, log, admitted))
         self._running[job.answer_id] = task
         task.add_done_callback(lambda _: self._running.pop(job.answer_id, None))
         await admitted
-        self._store.put(queued, items)
-        return json_response(queued)
+        return json_response(queued) if log is None else Followed(self._service, log, 0)
 
     async def _run(
-        self, job: Job, writer: ResponsesWriter, items: list[Json], outer: Record, admitted: asyncio.Future[None]
+        self,
+        job: Job,
+        writer: ResponsesWriter,
+        items: list[Json],
+        outer: Record,
+        log: EventLog | None,
+        admitted: asyncio.Future[None],
     ) -> None:
-        flights = self._service.flights
+        in_flight = self._service.in_flight
         try:
             self._service.require_ready()
-            flight = flights.open(job.request_id, 1)
+            current = in_flight.open(job.request_id, 1)
         except ApiError as refused:
             admitted.set_exception(refused)
             return
+        self._store.put(writer.response("queued"), items)
+        if log is not None:
+            self._logs[job.answer_id] = log
+            log.add(writer.queued())
         admitted.set_result(None)
         record = Record(outer.request_id, outer.method, "/v1/responses (background)", 200, model=job.model)
         record.params, record.num_choices = job.prompts[0].params, 1
         record.prompt_tokens = len(job.prompts[0].token_ids)
-        flight.answer_id = job.answer_id
-        flight.prompt_ids = [job.prompts[0].request_id]
+        current.answer_id = job.answer_id
+        current.prompt_ids = [job.prompts[0].request_id]
         status = "cancelled"
         error: Json | None = None
         try:
-            await Answer(self._service, job, writer).gather(record)
+            answer = Answer(self._service, job, writer)
+            if log is None:
+                await answer.gather(record)
+            else:
+                await answer.tell(record, log.add)
             status = ""
         except asyncio.CancelledError:
-            if flight.cause == "timeout":
+            if current.cause == "timeout":
                 status, error = "failed", {"code": "server_error", "message": "the request took too long"}
         except (EngineDraining, EngineBusy, EngineFailed, ApiError) as failure:
             status, error = "failed", {"code": "server_error", "message": as_api_error(failure).message}
         finally:
-            flights.close(flight)
+            in_flight.close(current)
             if status:
-                self._store.put(writer.response(status, error=error), items)
+                response = writer.response(status, error=error)
+                self._store.put(response, items)
+            if log is not None:
+                if status:
+                    log.add(writer.gone(response))
+                self._store.put_events(job.answer_id, log.end())
+                del self._logs[job.answer_id]
             log_request(record)
 
     async def _stop(self, name: str) -> None:

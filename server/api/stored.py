@@ -12,15 +12,17 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Stored(msgspec.Struct):
-    """As JSON. items: of the conversation up to and with this response's output. num_input: those before its output."""
+    """As JSON. items: of the conversation up to and with this response's output. num_input: those before its output.
+    events: all that were sent, of a response that ran in the background and was streamed."""
 
     response: bytes
     items: bytes
     num_input: int
+    events: bytes = b""
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.items)
+        return len(self.response) + len(self.items) + len(self.events)
 
 
 class ResponseStore:
@@ -37,11 +39,19 @@ class ResponseStore:
 
     def put(self, response: Json, items: list[Json]) -> None:
         """In place of what is kept under its id. items: before its output."""
-        self.drop(response["id"])
-        stored = Stored(_encode(response), _encode([*items, *response["output"]]), len(items))
+        self._put(response["id"], Stored(_encode(response), _encode([*items, *response["output"]]), len(items)))
+
+    def put_events(self, name: str, events: bytes) -> None:
+        """Beside a response that is kept; they are left out where they are too many."""
+        stored = self._kept.get(name)
+        if stored is not None and stored.size + len(events) <= self._max_bytes:
+            self._put(name, msgspec.structs.replace(stored, events=events))
+
+    def _put(self, name: str, stored: Stored) -> None:
+        self.drop(name)
         if not self._max_count or stored.size > self._max_bytes:
             return
-        self._kept[response["id"]] = stored
+        self._kept[name] = stored
         self.num_bytes += stored.size
         while len(self._kept) > self._max_count or self.num_bytes > self._max_bytes:
             _, oldest = self._kept.popitem(last=False)

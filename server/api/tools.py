@@ -11,7 +11,7 @@ import msgspec
 from configs.server import ServerConfig
 from front.chat.families import HARMONY, chosen_families
 from front.chat.forced import can_trigger, forced_calls
-from front.chat.format import OutputFormat
+from front.chat.format import OutputFormat, output_format
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.tags import either_of
@@ -115,17 +115,8 @@ class OutputFormats:
 
     def of(self, use: ToolUse, prompt: str, goes_on: str | None) -> OutputFormat | None:
         """goes_on: the text of the message that the output goes on with. A function that is named is called once."""
-        calls, reasoning = self._families
-        calls = calls if use.mode != "none" else ""
-        if not (calls or reasoning):
-            return None
-        found = OutputFormat(
-            calls=calls,
-            reasoning=reasoning,
-            max_calls=1 if use.named or not use.parallel else 0,
-            tools=use.schemas if calls else {},
-        )
-        return found.after(prompt) if goes_on is None else found.going_on(goes_on)
+        schemas = None if use.mode == "none" else use.schemas
+        return output_format(self._families, schemas, prompt, goes_on, 1 if use.named or not use.parallel else 0)
 
 
 def tool_use(body: ChatRequest) -> ToolUse:

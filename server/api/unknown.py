@@ -27,9 +27,9 @@ HARMLESS = frozenset(
 # vLLM's, SGLang's, llama.cpp's and OpenAI's that change the answer.
 REFUSED = frozenset(
     {
-        "logprob_token_ids", "vllm_xargs", "kv_transfer_params", "ec_transfer_params", "logits_processors",
+        "vllm_xargs", "kv_transfer_params", "ec_transfer_params", "logits_processors",
         "logit_processors", "length_penalty", "early_stopping", "repetition_detection", "thinking_token_budget",
-        "documents", "prompt_embeds", "audio", "web_search_options", "function_call", "custom_logit_processor", "regex",
+        "prompt_embeds", "audio", "web_search_options", "function_call", "custom_logit_processor", "regex",
         "ebnf", "json_schema", "grammar", "stop_regex", "no_stop_trim", "lora_path", "lora_id", "samplers", "mirostat",
         "mirostat_tau", "mirostat_eta", "typical_p", "tfs_z", "top_a", "dry_multiplier", "dry_base",
         "dry_allowed_length", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "n_predict",

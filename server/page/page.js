@@ -68,13 +68,13 @@ function request() {
   return body;
 }
 
-// The `data:` events of a response, as JSON, until [DONE].
+// The `data:` events of a response, as JSON, until [DONE]; an error where the response ends before.
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the connection ended before the answer did");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
@@ -144,6 +144,7 @@ async function ask(text) {
   const began = performance.now();
   let first = 0;
   let usage = null;
+  let end = "";
   try {
     const body = JSON.stringify(request());
     running = new AbortController();
@@ -157,20 +158,21 @@ async function ask(text) {
       first ||= performance.now();
       usage = event.usage || usage;
       const near = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 80;
-      for (const choice of event.choices) take(answer, choice.delta);
+      for (const choice of event.choices) {
+        take(answer, choice.delta);
+        end = choice.finish_reason || end;
+      }
       if (near) $("log").scrollTop = $("log").scrollHeight;
     }
-    say("ready");
+    say(end === "length" ? "ready; the answer was cut off at its longest" : "ready");
   } catch (error) {
-    if (error.name === "AbortError") {
-      say("stopped");
-    } else {
-      say(error.message, true);
-      if (!answer.text) {
-        mine.length = before; // it was not answered, and may be sent again
-        $("log").lastElementChild.classList.add("error");
-        $("text").value = text;
-      }
+    const stopped = error.name === "AbortError";
+    say(stopped ? "stopped" : error.message, !stopped);
+    if (!answer.text && !Object.keys(answer.calls).length && mine === messages) {
+      mine.length = before; // it was not answered, and may be sent again
+      if (call) waiting.unshift(call);
+      $("log").lastElementChild.classList.add("error");
+      $("text").value ||= text;
     }
   } finally {
     running = null;

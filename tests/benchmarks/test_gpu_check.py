@@ -178,10 +178,11 @@ def hiding(tmp_path: Path, hidden: str) -> Path:
 @pytest.mark.parametrize(
     ("hidden", "only", "notes"),
     [
-        (
+        pytest.param(
             f"{ENGINE} transformers pytest hypothesis",
             ["limits", "graphs", "engine", "tests"],
             ["No module named", "pytest"],
+            marks=pytest.mark.slow,
         ),
         ("triton transformers", ["limits", "kernels", "deepgemm"], ["triton"]),
     ],

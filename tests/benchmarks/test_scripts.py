@@ -46,17 +46,20 @@ class Small:
 
 
 QUICK = {
-    "bench_draws.py": Small("--draws 500 --batch 1 --vocab 2048 --repeats 1", ()),
-    "bench_duel.py": Small("ours --threads 1", ("median", "least"), asked='{"tokens": 1}\n'),
     "bench_eplb_cli.py": Small("--json --records 2 --verbs plan", ("verb", "seconds", "exit")),
     "lines.py": Small("--json", ("product", "live", "tests", "benchmarks", "longest_file")),
     "tree.py": Small("", says="eplb"),
     "real_weights.py": Small("--help", says="--out"),  # all it does is to fetch them from a registry
-    "trace_overhead.py": Small("", ("plain_us", "recorded_us", "extra_us")),
 }
 LONG = {
+    "bench_draws.py": Small("--draws 500 --batch 1 --vocab 2048 --repeats 1", ()),
+    "bench_duel.py": Small("ours --threads 1", ("median", "least"), asked='{"tokens": 1}\n'),
+    "sign_overhead.py": Small("--json --streams 1 --rounds 2", ("step_us", "extra_us", "calls")),
+    "trace_overhead.py": Small("", ("plain_us", "recorded_us", "extra_us")),
     "bench_cadence.py": Small("--json --ranks 2 --requests 4 --prompt 24 --tokens 4 --repeats 1", ("ranks",)),
-    "bench_cluster.py": Small("--json --mbit 1000 --streams 4 --steps 4", ("one_ms", "step_ms", "of_ideal")),
+    "bench_cluster.py": Small(
+        "--json --model {model} --mbit 1000 --streams 4 --steps 4 --rounds 1", ("one_ms", "step_ms", "of_ideal")
+    ),
     "bench_structured.py": Small("--json --streams 1 --tokens 4 --repeats 1", ()),
     "bench_streams.py": Small("--json --tokens 8 --ranks 1,2", ("ranks", "request", "first_s", "tokens_per_s")),
     "bench_perplexity.py": Small(

@@ -28,7 +28,7 @@ DENSE = dataclasses.replace(MODEL, num_experts=0, expert_bytes=0)
         ({"enable_dbo": "on"}, DboPlan(decode_tokens=32, prefill_tokens=512), "as asked"),
         (
             {"enable_dbo": "on", "dbo_prefill_token_threshold": 7, "ubatch_size": 3},
-            DboPlan(num_parts=3, decode_tokens=32, prefill_tokens=7),
+            DboPlan(num_ubatches=3, decode_tokens=32, prefill_tokens=7),
             "as asked",
         ),
         (

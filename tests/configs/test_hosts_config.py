@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,8 +64,24 @@ def test_a_rank_gets_what_its_own_machine_has() -> None:
         make_plan(EngineConfig(data_parallel_size=4, all2all_backend="shm"), MACHINE, hosts)
 
 
+def test_a_store_on_each_machine() -> None:
+    """With all weights; when asked for, or where ranks can share no memory, they have their own."""
+    hosts = parts(local=2)
+    here = make_plan(EngineConfig(data_parallel_size=4), MACHINE, hosts)
+    assert here.weight_store and here.slots_per_rank == here.num_experts
+    assert here.store_bytes == make_plan(EngineConfig(data_parallel_size=4), MACHINE).store_bytes
+    assert here.reasons["store_bytes"] == "all weights, once on each machine"
+    asked = make_plan(EngineConfig(data_parallel_size=4, num_redundant_experts=0), MACHINE, hosts)
+    assert not asked.weight_store and asked.slots_per_rank * 4 == asked.num_experts
+    alone = make_plan(EngineConfig(data_parallel_size=4), replace(MACHINE, shared_memory=False), hosts)
+    assert not alone.weight_store
+
+
 def test_addresses() -> None:
-    network = Network(head="10.0.0.1", port=1000, addresses=("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2"))
+    network = Network(
+        head="10.0.0.1", port=1000, addresses=("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2"), parts=(0, 0, 1, 1)
+    )
+    assert network.machines == (0, 0, 1, 1)
     assert front_endpoint(network.head, network.port) == "tcp://10.0.0.1:1001" and network.store == ("10.0.0.1", 1003)
     assert network.bell(3) == "tcp://10.0.0.2:1007"
     assert [network.place(rank) for rank in range(4)] == [0, 1, 0, 1]

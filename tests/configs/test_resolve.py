@@ -56,6 +56,20 @@ def test_defaults() -> None:
         assert plan.reasons[field]
 
 
+def test_a_store_on_each_machine_where_there_is_room() -> None:
+    """For all weights as often, and for the cache; if not, ranks have their own."""
+    two = dataclasses.replace(MACHINE, shared_memory=False, machines=2)
+    plan = resolve(EngineConfig(data_parallel_size=4), MODEL, two)
+    assert (plan.weight_store, plan.store_bytes, plan.slots_per_rank) == (True, 1000 * MEBI, 64)
+    assert plan.num_kv_blocks == (4096 * MEBI - 2000 * MEBI) // 4 // (8192 * 2 * 16)
+    small = dataclasses.replace(two, free_memory=5000 * MEBI)
+    plan = resolve(EngineConfig(data_parallel_size=4), MODEL, small)
+    assert (plan.weight_store, plan.store_bytes) == (False, 0) and plan.slots_per_rank < 64
+    assert plan.reasons["weight_store"] == (
+        "2 machines with all weights each would take 2000 MiB, more than the 1666 MiB that leave room for the cache"
+    )
+
+
 def test_states_take_half_of_the_memory_at_most() -> None:
     """Where the number of sequences is not asked for."""
     state = CacheGroup("state", (0,), (Field("state", (2 * MEBI,), "float32"),))

@@ -33,11 +33,11 @@ def pieces(starts: list[int], counts: list[int], cuts: list[Cut]) -> list[list[P
 
 
 @settings(max_examples=200, deadline=None)
-@given(entries=st.one_of(ENTRIES, DECODES), num_parts=st.integers(1, 5), per_context=COSTS)
-def test_parts_are_the_step_and_equal(entries: list[tuple[int, int]], num_parts: int, per_context: float) -> None:
+@given(entries=st.one_of(ENTRIES, DECODES), num_ubatches=st.integers(1, 5), per_context=COSTS)
+def test_parts_are_the_step_and_equal(entries: list[tuple[int, int]], num_ubatches: int, per_context: float) -> None:
     starts, counts = [start for start, _ in entries], [count for _, count in entries]
-    cuts = cut(starts, counts, num_parts, per_context)
-    assert len(cuts) == num_parts - 1 and cuts == sorted(cuts)
+    cuts = cut(starts, counts, num_ubatches, per_context)
+    assert len(cuts) == num_ubatches - 1 and cuts == sorted(cuts)
     assert all(0 <= tokens < counts[entry] for entry, tokens in cuts if entry < len(counts))
     parts = pieces(starts, counts, cuts)
     tokens = [(entry, position) for part in parts for entry, start, n in part for position in range(start, start + n)]
@@ -47,11 +47,11 @@ def test_parts_are_the_step_and_equal(entries: list[tuple[int, int]], num_parts:
     works = [sum(work(start, count, per_context) for _, start, count in part) for part in parts]
     dearest = max((work(start + count - 1, 1, per_context) for start, count in entries), default=0.0)
     for value in works:
-        assert abs(value - sum(works) / num_parts) <= dearest * (1 + 1e-9) + 1e-6
+        assert abs(value - sum(works) / num_ubatches) <= dearest * (1 + 1e-9) + 1e-6
 
 
 @pytest.mark.parametrize(
-    ("counts", "num_parts", "cuts"),
+    ("counts", "num_ubatches", "cuts"),
     [
         ([], 2, [(0, 0)]),
         ([1], 2, [(0, 0)]),
@@ -64,8 +64,8 @@ def test_parts_are_the_step_and_equal(entries: list[tuple[int, int]], num_parts:
         ([1, 1], 4, [(0, 0), (1, 0), (1, 0)]),
     ],
 )
-def test_cuts(counts: list[int], num_parts: int, cuts: list[tuple[int, int]]) -> None:
-    assert cut([0] * len(counts), counts, num_parts) == cuts
+def test_cuts(counts: list[int], num_ubatches: int, cuts: list[tuple[int, int]]) -> None:
+    assert cut([0] * len(counts), counts, num_ubatches) == cuts
 
 
 def test_long_contexts_weigh_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from launch.doctor.checkpoint import complete
 from launch.doctor.devices import devices
 from launch.doctor.machine import Machine, cores, memory, pages
 from launch.launchers.plan import LaunchPlan, shell
+from models.tiny import CHECKPOINT
 from moesaic.doctor import examined
 
 pytestmark = pytest.mark.launchers
@@ -67,6 +69,20 @@ def test_a_shard_that_its_siblings_promise(tmp_path: Path) -> None:
     (tmp_path / "model-00002-of-00003.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     found = complete(0, tmp_path)
     assert found.text == f"model-00001-of-00003.safetensors is missing in {tmp_path} (and 1 more)"
+
+
+def test_a_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was downloaded is checked; what was not is not downloaded now."""
+    folder = tmp_path / "models--org--name"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(CHECKPOINT, folder / "snapshots" / ("0" * 40))
+    words = ["--download-dir", str(tmp_path)]
+    found = {one.check: one for one in examined(["org/name", *words], True, 1.0)[0].quick()}
+    assert "plan" not in found and found["checkpoint"].state == "ok"
+    found = {one.check: one for one in examined(["org/other", *words], True, 1.0)[0].alone()}
+    assert "nor in the cache" in found["plan"].text and found["plan"].fix == "hf download org/other"
+    assert not {"checkpoint", "disk"} & set(found)
 
 
 def test_words_for_bash() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from front_parts import ready, small_tokenizer
 
 from front.collector import Collector
-from front.front import EngineBusy, Front, Work
+from front.front import EngineBusy, Front, FrontOutput
 from front.messages import (
     Abort,
     AddRequest,
@@ -85,11 +85,11 @@ class World:
     def add(self, name: str, **params) -> None:
         prompt = self.prompts[name] = make_prompt(name, **params)
         self.collectors[name] = Collector(prompt)
-        self.take(Work([], self.front.add(prompt)))
+        self.take(FrontOutput([], self.front.add(prompt)))
         for sequence in self.front._requests[name].sequences:
             self.seeds[name, sequence.index] = sequence.seed
 
-    def take(self, work: Work) -> None:
+    def take(self, work: FrontOutput) -> None:
         for name, delta in work.deltas:
             self.collectors[name].add(delta)
         for rank, message in work.messages:

@@ -44,7 +44,7 @@ class LaidOut:
         assert self._last is not None
         return self._last
 
-    def fill(self, work: Work, num_parts: int = 1, choose: Chooser | None = None) -> PreparedStep:
+    def fill(self, work: Work, num_ubatches: int = 1, choose: Chooser | None = None) -> PreparedStep:
         last, schedule = self._last, Schedule(0)
         follows = last is not None and all(len(tokens) == 1 for _, tokens, _ in work)
         follows = follows and [(sequence, first) for sequence, _, first in work] == self._ends
@@ -69,6 +69,6 @@ class LaidOut:
                 read, written = self.cache.next_record(sequence)
                 schedule.state_reads.append(read)
                 schedule.state_writes.append(written)
-        self._last = self.buffers.fill(schedule, num_parts, choose)
+        self._last = self.buffers.fill(schedule, num_ubatches, choose)
         self._ends = [(sequence, first + len(tokens)) for sequence, tokens, first in work]
         return self._last

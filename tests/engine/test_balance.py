@@ -12,6 +12,7 @@ import hf_tiny
 import numpy as np
 import pytest
 import torch
+from amounts import examples
 from balanced import RESTLESS, answer, ask, balance_of, check_slots, placement_of, reports, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,7 +77,7 @@ def jobs_strategy(draw: st.DrawFn) -> list[Job]:
     return jobs
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     jobs=jobs_strategy(),
     size=st.integers(2, 4),

@@ -130,10 +130,10 @@ def test_a_checkpoint_without_a_template_gets_it_by_its_architecture(tmp_path: P
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    for architecture, known in (("DeepseekV32ForCausalLM", True), ("DeepseekV3ForCausalLM", False)):
+    for architecture in ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM"):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         tokenizer = Tokenizer(tmp_path)
-        if known:
+        if architecture != "DeepseekV3ForCausalLM":
             assert tokenizer.apply_chat_template([user("x")]) == f"{BEGIN}<｜User｜>x<｜Assistant｜></think>"
         else:
             with pytest.raises(ValueError, match="no chat template"):

@@ -9,6 +9,7 @@ import deepseek_tiny
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from isas import EVERY_ISA
@@ -83,14 +84,14 @@ SIZES = st.sampled_from([1, 2, 4])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(jobs=jobs_strategy(), choices=CHOICES, size=SIZES)
 def test_grouped_heads(grouped: Path, dtype: str, jobs: list[Job], choices: dict[str, object], size: int) -> None:
     check(grouped, jobs, plan_of(dtype), choices, size)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(jobs=jobs_strategy(), choices=CHOICES, size=SIZES)
 def test_latents(dtype: str, jobs: list[Job], choices: dict[str, object], size: int) -> None:
     check(CHECKPOINT, jobs, plan_of(dtype), choices, size)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import tokenizers as tokenizers_library
+from amounts import examples
 from front_parts import CORPUS, byte_fallback, byte_level, word_pieces
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -43,7 +44,7 @@ def pieces(tokenizer: Tokenizer, chunks: list[list[int]], skip: bool, prompt: li
     return [*[detokenizer.push(chunk) for chunk in chunks], detokenizer.finish()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_any_bytes_join_to_the_whole_decode(tokenizers: dict[str, Tokenizer], data: st.DataObject, skip: bool) -> None:
     """Also where the tokens are no UTF-8 at all, and beyond the vocabulary."""
@@ -55,7 +56,7 @@ def test_any_bytes_join_to_the_whole_decode(tokenizers: dict[str, Tokenizer], da
     assert "".join(one_by_one) == tokenizer.decode(ids, skip)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data(), text=st.text(alphabet="the thin cat é日本🎉👩‍👧 ", max_size=30))
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_real_text_never_shows_half_a_character(
@@ -91,7 +92,7 @@ def test_first_space_depends_on_what_stands_before(tokenizers: dict[str, Tokeniz
     assert "".join(pieces(tokenizer, [cat], True, prompt=[])) == "cat"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), text=st.text(alphabet="abcdef ", max_size=20))
 def test_window_decoder(tokenizers: dict[str, Tokenizer], data: st.DataObject, text: str) -> None:
     tokenizer = tokenizers["word_pieces"]
@@ -99,7 +100,7 @@ def test_window_decoder(tokenizers: dict[str, Tokenizer], data: st.DataObject, t
     assert "".join(pieces(tokenizer, chunked(data, ids), True, prompt=[])) == tokenizer.decode(ids)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_words_without_a_decoder(words: Tokenizer, data: st.DataObject, skip: bool) -> None:
     """Also special ones, empty ones, and those beyond the vocabulary."""
@@ -137,7 +138,7 @@ TEXT = st.text(alphabet="ab\n", max_size=24)
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data(), text=TEXT, stops=STOPS, include=st.booleans(), skipped=st.integers(0, 6))
 @example(data=None, text="xabab", stops=["abab", "ba"], include=False, skipped=0)
 def test_stop_strings(data: st.DataObject | None, text: str, stops: list[str], include: bool, skipped: int) -> None:
@@ -164,7 +165,7 @@ def test_stop_strings(data: st.DataObject | None, text: str, stops: list[str], i
         assert out == text[: at + len(stop) if include else at]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=TEXT, stops=STOPS)
 def test_nothing_is_held_without_need(text: str, stops: list[str]) -> None:
     """What is held back is the longest end of the text that can still become a stop string."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_parts import Got, Job, drive, mailbox_ranks, make_plan
@@ -104,19 +105,19 @@ def run(plain: Plain, jobs: Sequence[Job], choices: dict[str, object], size: int
             rank.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(jobs=jobs_strategy(), choices=settings_strategy())
 def test_one_rank(qwen3_moe: Plain, jobs: list[Job], choices: dict[str, object]) -> None:
     run(qwen3_moe, jobs, choices, 1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(jobs=jobs_strategy(), choices=settings_strategy(), size=st.sampled_from([1, 2, 4]))
 def test_ranks_in_one_thread(qwen3_moe: Plain, jobs: list[Job], choices: dict[str, object], size: int) -> None:
     run(qwen3_moe, jobs, {**choices, "all2all_backend": "mailbox"}, size)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(jobs=jobs_strategy(), choices=settings_strategy(), size=st.sampled_from([1, 2]))
 def test_latent_attention(embedded: Plain, jobs: list[Job], choices: dict[str, object], size: int) -> None:
     run(embedded, jobs, choices, size)

@@ -35,7 +35,7 @@ def tokens_of(cluster: Cluster) -> dict[int, list[int]]:
 @pytest.mark.parametrize(
     ("plan", "exact"),
     [
-        ({"all2all_backend": "shm+shm_padded", "max_num_seqs": 4}, True),
+        pytest.param({"all2all_backend": "shm+shm_padded", "max_num_seqs": 4}, True, marks=pytest.mark.slow),
         ({"all2all_backend": "shm_padded+shm", "max_num_seqs": 4, "async_scheduling": True}, True),
         pytest.param({"all2all_backend": "shm", "dispatch_rows": "fp8"}, False, marks=pytest.mark.slow),
     ],

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from amounts import examples
 from front_parts import ready
 from front_world import TOKENIZER, World, joined, make_front, make_prompt, outputs, token_of
 from hypothesis import given, settings
@@ -263,7 +264,7 @@ def test_counts_that_cannot_be() -> None:
 ACTIONS = [*["add"] * 2, *["step"] * 8, *["deliver"] * 9, "kill", "restart", "resize", "supervise"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sampled_from([(2, 4, 4), (3, 4, 2), (4, 8, 3), (3, 0, 0)]), st.integers(60, 160), st.integers(0, 1 << 20))
 def test_every_token_once_and_in_order(shape: tuple[int, int, int], num_actions: int, seed: int) -> None:
     chance = random.Random(seed)

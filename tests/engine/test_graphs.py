@@ -97,12 +97,12 @@ class Captured:
             capture.capture()
         return Captured(model, library, capture, laid_out, eager, scratch)
 
-    def check(self, work: Work, num_parts: int = 1) -> int:
+    def check(self, work: Work, num_ubatches: int = 1) -> int:
         """The step gives what an eager one does, and leaves the same cache. Returns how many graphs were replayed."""
         before = self.library.num_replays
         twin = drive.make_step(self.eager, work)
         with torch.inference_mode():
-            ours = drain(self.capture.steps(self.laid_out.fill(work, num_parts, self.capture.choose)))
+            ours = drain(self.capture.steps(self.laid_out.fill(work, num_ubatches, self.capture.choose)))
             expected = drain(self.model.steps(twin, self.eager.kv))
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
         written = torch.tensor([slot for slot in range(NUM_BLOCKS * BLOCK_SIZE) if slot // BLOCK_SIZE != self.scratch])
@@ -117,11 +117,11 @@ def prompts(captured: Captured, lengths: list[int], seed: int = 0) -> list[tuple
     return [(b, [draw.randrange(hf_tiny.VOCAB) for _ in range(n)], 0) for b, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_full_decode_graphs_equal_eager(moe: CausalLM, num_parts: int) -> None:
+@pytest.mark.parametrize("num_ubatches", [1, 2])
+def test_full_decode_graphs_equal_eager(moe: CausalLM, num_ubatches: int) -> None:
     """As sequences end the step shrinks: what stood in the rows of padding must not write to the cache any more. Parts
     are of equal work, so of unequal numbers of sequences."""
-    captured = Captured.of(moe, replace(FULL, num_parts=num_parts), context_cost=1.0)
+    captured = Captured.of(moe, replace(FULL, num_ubatches=num_ubatches), context_cost=1.0)
     lengths = [2, 1, 3, 5, 18, 2]
     work = sorted(prompts(captured, lengths), key=lambda item: len(item[1]) > 1)
     assert captured.check(work) == 0  # a prefill is none of theirs
@@ -130,11 +130,11 @@ def test_full_decode_graphs_equal_eager(moe: CausalLM, num_parts: int) -> None:
         work = [(b, [7 * b + step], lengths[b]) for b in range(live)]
         for b in range(live):
             lengths[b] += 1
-        split = num_parts if step != 2 else 1
+        split = num_ubatches if step != 2 else 1
         assert captured.check(work, split) == 1
         last = captured.laid_out.last
         parts.add(tuple(part.num_tokens for part in last.inputs))
-    if num_parts == 2:
+    if num_ubatches == 2:
         assert any(abs(first - second) > 1 for first, second in (part for part in parts if len(part) == 2))
     else:
         assert captured.laid_out.num_advanced >= 4
@@ -143,13 +143,13 @@ def test_full_decode_graphs_equal_eager(moe: CausalLM, num_parts: int) -> None:
 
 def test_split_steps_that_no_graph_has(moe: CausalLM) -> None:
     """Prompts, too many rows, none at all, and parts that were not foreseen."""
-    captured = Captured.of(moe, GraphPolicy((1, 2), (8,), num_parts=2))
+    captured = Captured.of(moe, GraphPolicy((1, 2), (8,), num_ubatches=2))
     prompts_and_decodes: Work = [(0, [5], 3), (5, [1, 2, 3], 0)]
-    for work, num_parts in (
+    for work, num_ubatches in (
         (prompts_and_decodes, 2), ([(b, [5], 3) for b in range(5)], 2), ([], 2), ([(b, [5], 3) for b in range(3)], 3),
     ):  # fmt: skip
-        prepared = captured.laid_out.fill(work, num_parts, captured.capture.choose)
-        assert list(prepared.graphs) == [None] * num_parts
+        prepared = captured.laid_out.fill(work, num_ubatches, captured.capture.choose)
+        assert list(prepared.graphs) == [None] * num_ubatches
     (one, none) = captured.laid_out.fill([(0, [5], 3)], 2, captured.capture.choose).graphs
     assert one == none == GraphSize(True, 1)
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.fakes
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 4, 48, 32
 FEW = 8  # tokens of a rank in a step, up to which it may be in a full graph
-POLICY = GraphPolicy(full=(1, 4, FEW), few_tokens=FEW, num_parts=2)
+POLICY = GraphPolicy(full=(1, 4, FEW), few_tokens=FEW, num_ubatches=2)
 BF16 = torch.bfloat16
 
 Work = list[tuple[int, list[int], int]]  # sequence, tokens, position of the first

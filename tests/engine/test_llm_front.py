@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from front_parts import FakeRanks, small_tokenizer
 
+from front.chat.events import Call, Message
 from front.front import EngineFailed
 from front.llm import LLM, Progress
 from front.messages import Abort, AddRequest, SamplingParams
+from front.outputs import CompletionOutput
 
 TOKENIZER = small_tokenizer()
 ANSWER = TOKENIZER.encode(" lived in a tree. The end", add_special_tokens=False)
@@ -60,6 +62,38 @@ def test_chat() -> None:
     assert result.prompt == "yhi"
     with pytest.raises(ValueError, match="one conversation or a list"):
         llm.chat([one[0], one])
+
+
+@pytest.mark.tools
+def test_answers_are_read_by_the_formats_of_the_template() -> None:
+    written = '<think>Hm.</think>Look:<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    ranks = FakeRanks(1, [*TOKENIZER.encode(written, add_special_tokens=False), 3])
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    one = [{"role": "user", "content": "hi"}]
+    template = "{% if tools %}<tool_call>{% endif %}{{ messages[0].content }}{# <think></think> #}"
+
+    def chat(**more) -> CompletionOutput:
+        [result] = llm.chat(one, params, **{"tools": tools, "chat_template": template, **more})
+        return result.outputs[0]
+
+    with LLM(ranks, TOKENIZER) as llm:
+        params = WHOLE
+        output = chat()
+        assert output.text == written and output.finish_reason == "stop"
+        assert output.message == Message("Look:", "Hm.", [Call(output.message.calls[0].id, "f", '{"a": 1}')])
+        assert chat(tools=None).message == Message(written.partition("</think>")[2], "Hm.")
+        assert chat(reasoning_parser="", tool_call_parser="").message is None
+        assert chat(chat_template="{{ messages[0].content }}").message is None
+        assert chat(chat_template="x", reasoning_parser="qwen3", tools=None).message.reasoning == "Hm."
+        params = SamplingParams(max_tokens=None, stop=("ok:",))
+        assert chat().message == Message("Lo", "Hm.") and chat().text == "<think>Hm.</think>Lo"
+        for wrong, message in (
+            ({"tools": [{"function": {}}]}, "tools must hold functions"),
+            ({"tool_call_parser": "hermez"}, "tool_call_parser 'hermez' is none of"),
+            ({"reasoning_parser": "none"}, "reasoning_parser 'none' is none of"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                chat(**wrong)
 
 
 def test_choices_and_logprobs() -> None:

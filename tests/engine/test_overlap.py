@@ -8,6 +8,7 @@ from pathlib import Path
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped import EACH
@@ -56,7 +57,7 @@ def test_all_ranks_split_the_same_steps(plain: Plain) -> None:
     assert [rank.stats.dbo_steps for rank in ranks] == [3] * 4, "24 tokens in steps of 8"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(jobs=jobs_strategy(), choices=settings_strategy(), size=st.sampled_from([1, 2, 4]), dbo=st.sampled_from(EACH))
 def test_ranks_in_one_thread(
     plain: Plain, jobs: list[Job], choices: dict[str, object], size: int, dbo: DboPlan
@@ -64,7 +65,7 @@ def test_ranks_in_one_thread(
     run(plain, jobs, {**choices, "all2all_backend": "mailbox", "dbo": dbo}, size)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(jobs=jobs_strategy(), choices=settings_strategy(), size=st.sampled_from([1, 2]), dbo=st.sampled_from(EACH))
 def test_latent_attention(
     embedded: Plain, jobs: list[Job], choices: dict[str, object], size: int, dbo: DboPlan

@@ -101,18 +101,18 @@ def give_lanes(model: CausalLM, num_lanes: int) -> None:
         moe.lanes = moe.lanes[:1] * num_lanes
 
 
-@pytest.mark.parametrize("num_parts", [2, 3, 8])
+@pytest.mark.parametrize("num_ubatches", [2, 3, 8])
 @pytest.mark.parametrize("threaded", [False, True])
-def test_a_prompt_in_parts_equals_the_whole(model: CausalLM, num_parts: int, threaded: bool) -> None:
+def test_a_prompt_in_parts_equals_the_whole(model: CausalLM, num_ubatches: int, threaded: bool) -> None:
     """The later part of the prompt attends to what the earlier one has written a moment ago, layer by layer: whatever else
     lies there would show."""
-    give_lanes(model, num_parts)
+    give_lanes(model, num_ubatches)
     whole = drain(make_runner(model).steps(first_step(logprobs=2, prompt_logprobs=2)))
     runner = make_runner(model, threaded)
     for layer in runner._kv.layers:
         for tensor in layer:
             tensor.fill_(50.0)
-    split = drain(runner.launch(first_step(logprobs=2, prompt_logprobs=2), num_parts=num_parts).steps())
+    split = drain(runner.launch(first_step(logprobs=2, prompt_logprobs=2), num_ubatches=num_ubatches).steps())
     runner.close()
     assert split.token_ids == whole.token_ids
     for ours, theirs in ((split.logprobs, whole.logprobs), (split.prompt_logprobs, whole.prompt_logprobs)):
@@ -126,7 +126,7 @@ def test_parts_without_tokens_take_their_turns(model: CausalLM) -> None:
     """All ranks take as many turns in a split step, whatever they have; and no more than in a whole one."""
     give_lanes(model, 3)
     runner = make_runner(model)
-    turns = [sum(1 for _ in runner.steps(s, num_parts=3)) for s in (Schedule(0), first_step(), Schedule(2))]
+    turns = [sum(1 for _ in runner.steps(s, num_ubatches=3)) for s in (Schedule(0), first_step(), Schedule(2))]
     assert turns[0] == turns[1] == turns[2] == sum(1 for _ in runner.steps(Schedule(3)))
 
 

@@ -385,6 +385,20 @@ def test_logprobs_in_all_modes(mode: LogprobsMode) -> None:
         assert found.values == pytest.approx(expected.values, abs=1e-5)
 
 
+def test_alternatives_by_name() -> None:
+    """In the place of the best, beside rows that have these."""
+    logits = random_logits(3, 40, seed=4)
+    named = row(temperature=0, logprobs=0, logprob_token_ids=(7, 39, 0))
+    sampled = draw(logits, [row(), named, row(temperature=0, logprobs=2)])
+    values = logits.log_softmax(-1)
+    assert sampled.logprobs is not None and sampled.logprobs[0] is None
+    found, best = sampled.logprobs[1], sampled.logprobs[2]
+    assert found is not None and best is not None
+    assert found.ids == [int(logits[1].argmax()), 7, 39, 0] and found.rank == 1
+    assert found.values == pytest.approx(values[1, found.ids].tolist(), abs=1e-5)
+    assert best.ids == expected_logprobs(values[2], tokens_of(sampled)[2], 2).ids
+
+
 def test_prompt_logprobs() -> None:
     logits = random_logits(5, 33)
     tokens = [4, 0, 31, 7, 7]

@@ -87,9 +87,9 @@ def check(prepared: PreparedStep, schedule: Schedule, rows: dict[int, Sequence])
     assert found == wanted
 
 
-def check_parts(whole: PreparedStep, split: PreparedStep, num_parts: int) -> None:
+def check_parts(whole: PreparedStep, split: PreparedStep, num_ubatches: int) -> None:
     """The parts are the step: the same tokens, and of each part what the whole step has of its tokens."""
-    assert len(split.inputs) == num_parts and split.num_entries == whole.num_entries
+    assert len(split.inputs) == num_ubatches and split.num_entries == whole.num_entries
     (step,) = whole.inputs
 
     def tokens(step: StepInput) -> list[tuple[int, ...]]:
@@ -175,9 +175,9 @@ def test_equals_the_obvious_construction(data: st.DataObject) -> None:
             sequence.computed = end
         prepared = buffers.fill(schedule)
         check(prepared, schedule, rows)
-        num_parts = data.draw(st.integers(2, 4))
-        split = other.fill(schedule, num_parts)
-        check_parts(prepared, split, num_parts)
+        num_ubatches = data.draw(st.integers(2, 4))
+        split = other.fill(schedule, num_ubatches)
+        check_parts(prepared, split, num_ubatches)
         tokens = np.arange(next_token, next_token + prepared.num_sampled, dtype=np.int64)
         next_token += prepared.num_sampled
         buffers.write_tokens(prepared, torch.from_numpy(tokens))

@@ -9,6 +9,7 @@ import hf_tiny
 import numpy as np
 import pytest
 import torch
+from amounts import examples
 from balanced import RESTLESS, answer, balance_of, check_slots, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,7 +107,7 @@ def expected_long(checkpoint: Path) -> dict[int, list[int]]:
 
 
 @given(st.data())
-@settings(max_examples=35, deadline=None)
+@settings(max_examples=examples(35), deadline=None)
 def test_losses_and_returns_at_any_moment(
     checkpoint: Path, expected: dict[int, list[int]], expected_long: dict[int, list[int]], data: st.DataObject
 ) -> None:

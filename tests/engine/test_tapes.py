@@ -72,12 +72,12 @@ class Captured:
         capture.capture(num_ranks)
         return Captured(model, capture, laid_out, twin)
 
-    def step(self, work: Work, num_parts: int = 1) -> Tensor:
-        return drain(self.capture.steps(self.laid_out.fill(work, num_parts, self.capture.choose)))
+    def step(self, work: Work, num_ubatches: int = 1) -> Tensor:
+        return drain(self.capture.steps(self.laid_out.fill(work, num_ubatches, self.capture.choose)))
 
     @torch.inference_mode()
-    def check(self, work: Work, num_parts: int = 1) -> None:
-        ours = self.step(work, num_parts)
+    def check(self, work: Work, num_ubatches: int = 1) -> None:
+        ours = self.step(work, num_ubatches)
         assert torch.equal(ours, drain(self.model.steps(drive.make_step(self.twin, work), self.twin.kv)))
         for mine, other in zip(self.laid_out.cache.kv.layers, self.twin.kv.layers, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
@@ -168,9 +168,9 @@ def test_parts_that_take_turns_have_memory_of_their_own(paths: dict[str, Path]) 
     model = drive.load_ours(paths["qwen3_moe"])
     for _, moe in model.moe_layers:
         moe.lanes = (*moe.lanes, *moe.lanes)
-    captured = Captured.of(model, num_ranks=2, num_parts=2)
+    captured = Captured.of(model, num_ranks=2, num_ubatches=2)
     for turn in range(4):
-        captured.check([(b, [3 * b + turn], turn) for b in range(4)], num_parts=2)
+        captured.check([(b, [3 * b + turn], turn) for b in range(4)], num_ubatches=2)
     assert captured.capture.captured(True, 0) == captured.capture.captured(True, 1) == [2]
 
 

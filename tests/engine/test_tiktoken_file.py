@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiktoken
 import tokenizers
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
@@ -85,7 +86,7 @@ def test_tokens_are_those_of_tiktoken(folder: Path, oracle: tiktoken.Encoding) -
     assert ours.token_str(ours.vocab_size - 1) == f"<|reserved_token_{ours.vocab_size - 1}|>"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.sampled_from([*" ".join(STORIES[:5]).split(" "), " ", "\n", "'s", "中", "12"]), max_size=12))
 def test_any_text(folder: Path, oracle: tiktoken.Encoding, words: list[str]) -> None:
     text = "".join(words)

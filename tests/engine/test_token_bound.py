@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -55,7 +56,7 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
     return [Tokenizer(CHECKPOINT), byte_level(base / "plain"), composing, byte_fallback(base / "fallback")]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_no_text_has_fewer_tokens(bounded: list[Tokenizer], data: st.DataObject) -> None:
     pieces = st.sampled_from([*TEXT.split(" "), " ", "   " * 30, "abab" * 9, "ab", "<|end|>"]) | st.text(max_size=9)

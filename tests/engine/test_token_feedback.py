@@ -11,6 +11,7 @@ import hf_tiny
 import numpy as np
 import pytest
 import torch
+from amounts import examples
 from fake_cuda_graph import FakeGraphLibrary
 from fake_events import FakeEvents
 from hypothesis import given, settings
@@ -210,7 +211,7 @@ def test_seals_wait_first_for_the_group() -> None:
     assert log == ["masks queues", "group queues", "group waits", "masks waits"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("iufdb?"), st.integers(0, 7)), min_size=1, max_size=6))
 def test_arrays_of_any_dtype_go_in_one_copy(kinds: list[tuple[str, int]]) -> None:
     dtypes = {"i": np.int64, "u": np.uint64, "f": np.float32, "d": np.float64, "b": np.int8, "?": np.bool_}
@@ -277,7 +278,7 @@ def sizes_strategy(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(jobs=jobs_strategy(), sizes=sizes_strategy(), asynchronous=st.booleans(), looks=st.integers(0, 3))
 def test_late_tokens_equal_tokens_at_once(
     path: Path, jobs: list[Job], sizes: dict[str, Any], asynchronous: bool, looks: int

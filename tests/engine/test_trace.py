@@ -8,6 +8,7 @@ from pathlib import Path
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from balanced import RESTLESS, status
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -274,7 +275,7 @@ def two_machines(of_ranks: tuple[list[Event], list[Event]]) -> list[ProfilePart]
     ]
 
 
-@hypothesis_settings(max_examples=50, deadline=None)
+@hypothesis_settings(max_examples=examples(50), deadline=None)
 @given(st.integers(-(10**15), 10**15), st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 9999)), min_size=1))
 def test_clocks_of_two_machines(offset: int, delays: list[tuple[int, int]]) -> None:
     parts = two_machines(agreements(offset, delays))

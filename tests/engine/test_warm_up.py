@@ -76,7 +76,7 @@ def test_it_does_not_wait_for_one_that_gives_no_sign(rank: Rank, library: FakeGr
         now[0] += max(seconds, 1.0)
 
     began = now[0]
-    warm_up(rank, Places(tmp_path), 0, 2, lambda: now[0], sleep)
+    warm_up(rank, Places(tmp_path), 0, 2, clock=lambda: now[0], sleep=sleep)
     assert SILENT_SECONDS <= now[0] - began < SILENT_SECONDS + 3 and library.num_sessions == 1
 
 

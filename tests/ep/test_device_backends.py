@@ -52,7 +52,7 @@ def test_what_all_of_them_can_serve(name: str) -> None:
         ("deepep_low_latency", {"top_k": 12}, "at most 11 experts, not 12"),
         (
             "deepep_high_throughput+deepep_low_latency",
-            {"num_parts": 3},
+            {"num_ubatches": 3},
             "holds 2 results at a time, and each of 3 parts",
         ),
         ("deepep_low_latency", {"rows": "fp8", "hidden_size": 1000}, "multiple of 512, not 1000"),

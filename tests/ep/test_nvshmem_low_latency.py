@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 from a2a_cases import CASES, HIDDEN, Case, exchange, moe_answer, moe_input, moe_placement, sharded_moe
+from amounts import examples
 from claimed_gpu import claimed_gpu, host
 from fake_cuda_graph import FakeGraphLibrary
 from hypothesis import given, settings
@@ -115,7 +116,7 @@ def lanes_of(group: DeviceGroup, case: Case, num_lanes: int = 1, state: StepStat
 @fakes
 @pytest.mark.triton
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     num_slots=st.integers(1, 5),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from a2a_cases import CASES, Case, exchange
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shm_threads import Processes, team, together
@@ -91,7 +92,7 @@ def test_counts_of_tokens_and_rooms() -> None:
     with tempfile.TemporaryDirectory() as folder:
         groups = team(Path(folder), 2)
 
-        @settings(max_examples=40, deadline=None)
+        @settings(max_examples=examples(40), deadline=None)
         @given(
             counts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=3),
             num_slots=st.integers(1, 5),

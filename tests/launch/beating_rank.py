@@ -7,6 +7,7 @@ for ever, `leave-R` makes it leave.
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.process.heartbeat import beat_once
@@ -14,11 +15,11 @@ from engine.process.orphan import die_with_parent
 from engine.process.places import Places
 
 
-def import_loop(architecture: str) -> None:
-    """There is nothing to import."""
+def get_ready(architecture: str, words: Sequence[str]) -> None:
+    """There is nothing to be got ready."""
 
 
-def main() -> None:
+def main(rehearsed: None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", required=True)
     parser.add_argument("--runtime-dir", type=Path, required=True)

@@ -16,8 +16,15 @@ from native import Isa, best_isa, limit_isa
 pytestmark = pytest.mark.triton
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "in_place"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_equals_torch(shape: DeltaShape, dtype: torch.dtype, in_place: bool) -> None:
     generator = torch.Generator().manual_seed(0)

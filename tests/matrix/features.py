@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.eplb import EplbConfig
-from front.messages import Grammar
+from front.chat.forced import forced_calls
+from front.chat.format import OutputFormat
+from front.messages import Grammar, StructuredOutputsParams
+from front.structured.grammar import checked_grammar
+from front.text import Tokenizer
+from models.tiny import CHECKPOINT
 from moesaic import AsyncLLM
 
 EVENT_SECONDS = 60.0  # bounds what an event waits for
@@ -29,17 +34,19 @@ class Seen:
     longest_prompt: int
     aborted: int
     losses: int  # of ranks
+    calls: int  # of tools
     llm: AsyncLLM
 
 
 @dataclass(frozen=True)
 class Feature:
-    """options: of EngineConfig. params: of every request's SamplingParams. ranks: at least so many. place: features of the same one
-    exclude each other. event: done when a part of the tokens has come. losses: ranks that are lost by it. own: results
+    """options: of EngineConfig. params: of every request's SamplingParams. format: how its output is parsed. ranks: at
+    least so many. place: features of the same one exclude each other. event: done when a part of the tokens has come. losses: ranks that are lost by it. own: results
     differ from those without it, so it has its own. seen: whether it was at work."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
+    format: OutputFormat | None = None
     ranks: int = 1
     place: str = ""
     event: Callable[[AsyncLLM], Awaitable[None]] | None = None
@@ -76,6 +83,17 @@ NGRAM = {
     "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2, "adaptive": False
 }  # fmt: skip
 
+
+def _forced_call() -> Grammar:
+    """A call whose text is longer than an output may be."""
+    schema = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^([a-z]+ ){60}$"}}}
+    functions = [{"name": "tell", "parameters": {**schema, "required": ["text"], "additionalProperties": False}}]
+    tokenizer = Tokenizer(CHECKPOINT)
+    tag = forced_calls(functions, TOOLS, tokenizer.special_tokens, required=True)
+    return checked_grammar(StructuredOutputsParams(structural_tag=tag), tokenizer)
+
+
+TOOLS = OutputFormat(calls="hermes", tools={"tell": {"type": "object"}})
 FEATURES: dict[str, Feature] = {
     "prefix cache": Feature({"enable_prefix_caching": True}, seen=lambda seen: seen.hits > 0),
     "chunked prefill": Feature({"max_num_batched_tokens": 16}, seen=lambda seen: seen.longest_prompt > 16),
@@ -98,7 +116,10 @@ FEATURES: dict[str, Feature] = {
     "logprobs": Feature(params={"logprobs": 3}, own=True),
     "stop strings": Feature(params={"stop": ("the ", "and")}, own=True),
     "penalties": Feature(params=PENALTIES, own=True),
-    "a grammar": Feature(params={"grammar": Grammar("start: /([a-z]+ ){60}/")}, own=True),
+    "a grammar": Feature(params={"grammar": Grammar("start: /([a-z]+ ){60}/")}, place="grammar", own=True),
+    "tools": Feature(
+        params={"grammar": _forced_call()}, format=TOOLS, place="grammar", own=True, seen=lambda seen: seen.calls > 0
+    ),
     "priorities": Feature({"scheduling_policy": "priority"}, priorities=True),
     "aborts": Feature(aborts=True, seen=lambda seen: seen.aborted > 0),
     "a kill": Feature(ranks=2, event=_kill, losses=1, seen=lambda seen: seen.replayed > 0),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from front.chat.events import Message
 from front.collector import Collector
 from front.messages import SamplingParams
 from front.outputs import Prompt, RequestOutput
@@ -65,6 +66,7 @@ def prompts_of(llm: AsyncLLM, features: Sequence[Feature]) -> list[Prompt]:
                 params=SamplingParams(**params, **drawn),
                 text=text,
                 priority=priority,
+                format=next((feature.format for feature in features if feature.format is not None), None),
             )
         )
     return prompts
@@ -85,7 +87,7 @@ class Run:
         self._events = [feature.event for feature in features if feature.event is not None]
         self._expected, self._tokens = tokens, 0
         self._counts: dict[tuple[int, str], int] = {}
-        self._longest = self._aborted = self._reweights = 0
+        self._longest = self._aborted = self._reweights = self._calls = 0
         self._running: list[asyncio.Task[None]] = []
 
     async def results(self) -> Result:
@@ -109,16 +111,22 @@ class Run:
     async def _one(self, prompt: Prompt, aborts: bool) -> RequestOutput | None:
         """None: it was aborted."""
         collector = Collector(prompt)
+        messages = [Message() for _ in range(prompt.params.n)]
         to_abort = aborts and int(prompt.request_id) in ABORTED
         async for deltas in (stream := self._llm.stream(prompt)):
             for delta in deltas:
                 collector.add(delta)
+                messages[delta.index].add(delta.events or ())
                 self._on_tokens(len(delta.token_ids))
             if to_abort and collector.num_output_tokens >= 2:
                 await stream.aclose()
                 self._aborted += 1
                 return None
-        return collector.output()
+        output = collector.output()
+        for choice, message in zip(output.outputs, messages, strict=True):
+            choice.message = message
+        self._calls += sum(len(message.calls) for message in messages)
+        return output
 
     def _on_tokens(self, count: int) -> None:
         self._tokens += count
@@ -149,6 +157,7 @@ class Run:
             reweights=self._reweights,
             longest_prompt=self._longest,
             aborted=self._aborted,
+            calls=self._calls,
             losses=len(self._llm.take_recoveries()) + len(self._llm.front.members.open),
             llm=self._llm,
         )

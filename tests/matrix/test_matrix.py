@@ -26,7 +26,13 @@ def check(pair: tuple[str, str], references: References) -> None:
 
 
 @pytest.mark.parametrize(
-    "pair", [("prefix cache", "preemption"), ("logprobs", "a kill"), ("MTP drafts", "2 ranks")], ids=" x ".join
+    "pair",
+    [
+        ("prefix cache", "preemption"),
+        pytest.param(("logprobs", "a kill"), marks=pytest.mark.slow),
+        ("MTP drafts", "2 ranks"),
+    ],
+    ids=" x ".join,
 )
 def test_a_few(pair: tuple[str, str], references: References) -> None:
     check(pair, references)

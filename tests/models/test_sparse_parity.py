@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import examples
 from deepseek_tiny import INDEX, YARN, make_glm5, make_v3, make_v32
 from drive import (
     chunked_logits,
@@ -75,7 +76,7 @@ def configs(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return family, config
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=configs(), cuts=st.lists(st.integers(1, 39), max_size=4, unique=True))
 def test_any_configuration(
     tmp_path_factory: pytest.TempPathFactory, drawn: tuple[str, dict[str, Any]], cuts: list[int]

@@ -12,6 +12,7 @@ import deepseek_tiny
 import drive
 import hf_tiny
 import pytest
+from amounts import examples
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore:Initializin
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 QUICK = settings(
-    max_examples=15,
+    max_examples=examples(15),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=(Phase.explicit, Phase.generate),  # a smaller failure is not worth a minute

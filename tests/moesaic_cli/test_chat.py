@@ -125,6 +125,8 @@ def test_commands_and_an_error_that_passes(echo: ChatServer, tmp_path: Path) -> 
 def test_one_message_and_out(echo: ChatServer) -> None:
     done = talk(echo, [], "hello")
     assert (done.returncode, done.stdout) == (0, "HELLO\n")
+    done = talk(echo, [], "hello", "--url", f"http://127.0.0.1:{echo.server_port}/v1")
+    assert (done.returncode, done.stdout) == (0, "HELLO\n")
     done = talk(echo, [], "break")
     assert done.returncode == 2 and "no ranks" in done.stderr
 

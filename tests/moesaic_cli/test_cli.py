@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from moesaic.cli import main
 from moesaic.http_client import Client
 
 
@@ -16,6 +19,25 @@ def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "moesaic", *arguments], capture_output=True, text=True, input=text, timeout=120
     )
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """The same in this process, which has torch already."""
+
+    def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["moesaic", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return subprocess.CompletedProcess(arguments, ended.value.code, *capfd.readouterr())
+
+    handler = signal.getsignal(signal.SIGTERM)
+    yield run_here
+    signal.signal(signal.SIGTERM, handler)
 
 
 def modules_after(statement: str) -> set[str]:
@@ -37,12 +59,17 @@ def test_import_costs_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["serve"], ["generate"], ["chat"], ["bench"], ["bench", "serve"], ["explain"], ["ranks"]]
+    "arguments", [["serve"], ["generate"], ["chat"], ["bench"], ["bench", "serve"], ["explain"], ["ranks"]]
 )
-def test_help(arguments: list[str]) -> None:
-    done = run(*arguments, "--help")
+def test_help(run_here: Run, arguments: list[str]) -> None:
+    done = run_here(*arguments, "--help")
     assert done.returncode == 0
     assert "Usage: moesaic" in done.stdout
+
+
+def test_help_of_a_process() -> None:
+    done = run("--help")
+    assert done.returncode == 0 and "Usage: moesaic" in done.stdout
 
 
 def test_explain_gives_a_reason_for_every_choice() -> None:
@@ -110,21 +137,32 @@ def test_bench_prints_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["explain", "/no/such/model"], "is not a directory"),
         (["generate", "--prompt", "x", "--top-p", "2"], "top_p"),
-        (["chat", "--url", "http://127.0.0.1:9", "hello"], "127.0.0.1:9"),
+        (["chat", "--url", "http://127.0.0.1:9", "hello"], "127.0.0.1:9: no server listens there"),
+        (["sevre"], "No such command 'sevre'. Did you mean 'serve'?"),
+        (["nothing-like-it"], "No such command 'nothing-like-it'."),
         (["explain", "--kv-cache-memory-bytes", "lots"], "not a number of bytes"),
         (["serve", "--max-request-bytes", "0"], "'0' is not a number of bytes"),
         (["serve", "--request-timeout", "nan"], "'nan' is not a number"),
         (["serve", "--startup-timeout", "-1"], "-1.0 is not in the range"),
         (["serve", "--max-num-queued-reqs", "-1"], "-1 is not in the range"),
-        (["serve", "--api-key", ""], "must not be empty"),
         (["chat", "--url", "http://127.0.0.1:99999", "hello"], "has no port from 1 to 65535"),
         (["bench", "throughput", "--repeats", "0"], "0 is not in the range"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
+def test_bad_input_is_one_line_and_exit_code_2(run_here: Run, arguments: list[str], message: str) -> None:
+    check_refused(run_here(*arguments), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["explain", "/no/such/model"], "is not a directory"), (["serve", "--api-key", ""], "must not be empty")],
+)
+def test_bad_input_to_a_process(arguments: list[str], message: str) -> None:
+    check_refused(run(*arguments), message)
+
+
+def check_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -14,6 +14,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from configs.engine import EngineConfig
+from engine.plan import make_plan
+from front.text import Tokenizer
 from models.tiny import CHECKPOINT
 from moesaic.command_line import VllmCommand
 from moesaic.explain import command as explain_command
@@ -165,7 +168,6 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         ("--load-format sharded", "--load-format must be auto or safetensors or gguf, not sharded"),
         ("--enable-lora", "--enable-lora cannot be: adapters are not supported"),
         ("--distributed-executor-backend ray", "must be mp or uni, not ray"),
-        ("--tokenizer other/one", "--tokenizer other/one: the tokenizer is the model's own"),
         ("-O4", "4 is not in the range"),
         ('-cc {"pass_config":{}}', "compilation_config: 'pass_config' is not supported"),
         ("--max-model-len much", "is not a number such as 8192, 8k or 8K or auto"),
@@ -215,6 +217,30 @@ def test_a_model_by_name(tmp_path: Path) -> None:
         assert "is neither a directory nor in the cache of huggingface_hub" in done.stderr
     done = explain(str(CHECKPOINT), "--revision", "main")
     assert done.returncode == 2 and "is a directory, which has no revisions" in done.stderr
+
+
+def test_another_tokenizer(tmp_path: Path) -> None:
+    """It has its own template; the model's end of text counts too."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((CHECKPOINT / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    plan = make_plan(EngineConfig(tokenizer=str(tmp_path)))
+    assert plan.tokenizer_path == str(tmp_path) != plan.model_path
+    tokenizer, own = Tokenizer(plan.model_path, plan.tokenizer_path), Tokenizer(plan.model_path)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}]) == "a!"
+    assert tokenizer.eos_token_ids == own.eos_token_ids and tokenizer.encode("a b") == own.encode("a b")
+    assert make_plan(EngineConfig()).tokenizer_path == ""
+    file = json.loads((tmp_path / "tokenizer.json").read_text())
+    file["added_tokens"].append({**file["added_tokens"][0], "id": own.vocab_size + 9, "content": "<|more|>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    with pytest.raises(ValueError, match=r"it has \d+ tokens, the model's vocabulary only \d+"):
+        make_plan(EngineConfig(tokenizer=str(tmp_path)))
+    for wrong, message in (
+        ({"tokenizer": "no-such"}, "tokenizer 'no-such' is not a directory"),
+        ({"tokenizer_revision": "v2"}, "tokenizer_revision 'v2' is not that of the model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_plan(EngineConfig(**wrong))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from isas import EVERY_ISA, ISAS
 
 from engine.sampling.noise import exponentials, race_bits, seed_keys, words
 from engine.sampling.sampler import sample
-from engine.sampling.sampling_table import SamplingBatch, SamplingTable
+from engine.sampling.sampling_table import GRAMMAR, SamplingBatch, SamplingTable
 from engine.schedule import NewRow
 from front.messages import SamplingParams
 from native import Isa, best_isa, limit_isa, sampling
@@ -84,6 +84,40 @@ def test_equals_the_torch_sampler(vocab_size: int, dtype: torch.dtype, level: Is
         logits = (torch.randn(len(PARAMS) * 2, vocab_size, generator=generator) * scale).to(dtype)
         ours, wanted = both(logits, batch, level)
         assert ours == wanted
+
+
+def masked(batch: SamplingBatch, num: int) -> SamplingBatch:
+    """Every row but each sixth has one of five kinds of masks."""
+    draw = np.random.default_rng(num)
+    masks = draw.integers(0, 1 << 32, (5, -(-num // 32)), np.uint32)
+    masks[1] = 0xFFFFFFFF
+    masks[2] *= draw.random(masks.shape[1]) < 0.1  # of most words nothing
+    masks[3] &= 1 << 13
+    masks[4] = 0
+    masks[4, (num - 1) // 32] = 1 << (num - 1) % 32  # the last one alone
+    masks[:, -1] &= (2 << (num - 1) % 32) - 1  # there is none behind the last token
+    mask_P = np.arange(batch.num_rows) % 6
+    batch.masks = np.where(mask_P == 5, -1, mask_P), masks.view(np.int32)
+    batch.needs |= GRAMMAR
+    batch.needs_P = np.where(mask_P == 5, batch.needs_P, batch.needs_P | GRAMMAR)
+    return batch
+
+
+@pytest.mark.parametrize("level", EVERY_ISA)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [20, 33, 3 * STRETCH + 5, 4001])
+def test_masks_of_grammars(vocab_size: int, dtype: torch.dtype, level: Isa) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows = [params for params in PARAMS for _ in range(6)]
+    logits = (torch.randn(len(rows), vocab_size, generator=generator) * 2).to(dtype)
+    batch = masked(batch_of(rows, vocab_size), vocab_size)
+    ours, wanted = both(logits, batch, level)
+    assert ours == wanted
+    assert batch.masks is not None
+    of, masks = batch.masks
+    for p, token in enumerate(ours):
+        if of[p] >= 0 and masks[of[p]].any():
+            assert masks[of[p]].view(np.uint32)[token // 32] >> (token % 32) & 1
 
 
 @pytest.mark.slow

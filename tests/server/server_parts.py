@@ -188,6 +188,10 @@ class FakeRanks:
         if ready:
             self.load()
 
+    def script_of(self, message: AddRequest) -> list[int]:
+        """What this sequence is told."""
+        return self.script
+
     def load(self) -> None:
         self._queue += [rank_ready(rank, small_tokenizer().vocab_size) for rank in range(self.size)]
         self.knock()
@@ -253,7 +257,7 @@ class FakeRanks:
         outputs = []
         for number, (own, message, said) in list(self.running.items()):
             if own == rank:
-                output = say(message, self.script, said, 1)
+                output = say(message, self.script_of(message), said, 1)
                 outputs.append(output)
                 if output.finish_reason is None:
                     self.running[number] = (own, message, said + 1)
@@ -314,7 +318,12 @@ def parse_events(text: str) -> list[Any]:
 
 @contextlib.asynccontextmanager
 async def server(
-    config: ServerConfig | None = None, *, ready: bool = True, ranks: FakeRanks | None = None, **plan_changes: Any
+    config: ServerConfig | None = None,
+    *,
+    ready: bool = True,
+    ranks: FakeRanks | None = None,
+    seconds: float = TEST_SECONDS,
+    **plan_changes: Any,
 ) -> AsyncIterator[Server]:
     config = config or ServerConfig()
     decided = plan(**plan_changes)
@@ -331,10 +340,10 @@ async def server(
     traces = Traces(endpoint, "moesaic") if endpoint else None
     service = Service(engine, small_tokenizer(), decided, config, SamplingParams(), 1_700_000_000, traces)
     app = build_app(service)
-    clock = asyncio.create_task(service.flights.clock())
+    clock = asyncio.create_task(service.in_flight.clock())
     transport = httpx.ASGITransport(app=app)
     async with (
-        asyncio.timeout(TEST_SECONDS),
+        asyncio.timeout(seconds),
         httpx.AsyncClient(transport=transport, base_url="http://test", timeout=TEST_SECONDS) as http,
     ):
         if ready:

@@ -57,6 +57,15 @@ class Handler(BaseHTTPRequestHandler):
         if last == "think":
             self.event({"reasoning": "Hmm, let me see."})
             self.event({"content": "<b>Four</b>"})
+        elif last == "short":
+            self.event({"content": "Cut"}, "length")
+        elif last == "lost":
+            self.event({"content": "Half"})
+            return
+        elif last == "silent":
+            self.server.left.clear()
+            self.server.left.wait(30)
+            return
         elif last == "call":
             self.event({"tool_calls": CALL})
         else:
@@ -71,8 +80,9 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": 3, "completion_tokens": 4}
         self.wfile.write(b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"choices": [], "usage": usage}).encode())
 
-    def event(self, delta: dict[str, Any]) -> None:
-        self.wfile.write(b"data: %b\n\n" % json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode())
+    def event(self, delta: dict[str, Any], end: str | None = None) -> None:
+        choice = {"index": 0, "delta": delta, "finish_reason": end}
+        self.wfile.write(b"data: %b\n\n" % json.dumps({"choices": [choice]}).encode())
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +162,24 @@ def test_a_conversation(browser: Any, served: Any, tmp_path: Path) -> None:
     page.click("#send")
     page.wait_for_selector("text=You said again.")
     assert served.asked[-1]["messages"][-2]["content"].startswith("You said forever. on")
+    page.fill("#text", "short")
+    page.click("#send")
+    expect(page.locator("#state")).to_contain_text("the answer was cut off")
+    page.fill("#text", "lost")
+    page.click("#send")
+    expect(page.locator("#state")).to_have_text("the connection ended before the answer did")
+    page.wait_for_selector("#send:visible")
+    page.fill("#text", "silent")
+    page.click("#send")
+    page.wait_for_selector("#stop:visible")
+    page.click("#stop")
+    expect(page.locator("#state")).to_have_text("stopped")
+    served.left.set()
+    assert page.input_value("#text") == "silent"  # it was not answered, and may be changed
+    page.fill("#text", "after")
+    page.click("#send")
+    page.wait_for_selector("text=You said after.")
+    assert [message["content"] for message in served.asked[-1]["messages"][-2:]] == ["Half", "after"]
     page.click("#reset")
     assert page.locator("#log li").count() == 0
     assert all(url.startswith((base, "data:")) for url in requests), requests

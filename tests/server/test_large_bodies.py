@@ -131,7 +131,7 @@ SAME: list[tuple[Kind, dict[str, Any]]] = [
 async def test_the_process_answers_as_the_front_does() -> None:
     decided, config = plan(), ServerConfig()
     inside = Intake(small_tokenizer(), decided, config)
-    outside = IntakeProcess(small_tokenizer().directory, decided, config)
+    outside = IntakeProcess(small_tokenizer(), decided, config)
     try:
         for kind, fields in SAME:
             for serving in (True, False):
@@ -145,7 +145,7 @@ async def test_the_process_answers_as_the_front_does() -> None:
 
 @awaited
 async def test_a_lost_process_is_started_again() -> None:
-    outside = IntakeProcess(small_tokenizer().directory, plan(), ServerConfig())
+    outside = IntakeProcess(small_tokenizer(), plan(), ServerConfig())
     body = json.dumps({"tokens": story_tokens()}).encode()
     try:
         assert isinstance(await outside.take("detokenize", body, VOCAB, True), Answered)
@@ -163,7 +163,7 @@ async def test_a_lost_process_is_started_again() -> None:
 
 @awaited
 async def test_small_bodies_first_and_a_bound_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    outside = IntakeProcess(small_tokenizer().directory, plan(), ServerConfig())
+    outside = IntakeProcess(small_tokenizer(), plan(), ServerConfig())
     done: list[int] = []
 
     async def take(size: int) -> Taken:

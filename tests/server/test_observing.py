@@ -94,7 +94,7 @@ def test_the_load_as_a_page_and_as_a_header() -> None:
                 assert "endpoint-load-metrics" not in (await s.post("/v1/completions", body, headers=headers)).headers
             s.ranks.paused = True
             running = asyncio.create_task(s.post("/v1/completions", body))
-            await until(lambda: len(s.service.flights), "a request in flight")
+            await until(lambda: len(s.service.in_flight), "a request in flight")
             assert (await s.http.get("/load")).json()["server_load"] == 1
             s.ranks.resume()
             await running

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from refused import error_of
 from server_parts import MAX_MODEL_LEN, MODEL, STORY, server, small_tokenizer, story_tokens
 
 from configs.server import ServerConfig
@@ -31,6 +32,32 @@ def test_models() -> None:
     asyncio.run(run())
 
 
+def test_messages_are_tokenized_as_in_a_chat_request() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    template = "{{ tools | tojson if tools }}{{ reasoning_effort }}{{ x }}{{ documents }}{{ messages[0].content }}"
+    fields: list[dict[str, object]] = [
+        {"tools": tools},
+        {"reasoning_effort": "low"},
+        {"chat_template_kwargs": {"x": 1}},
+    ]
+
+    async def run() -> None:
+        async with server(ServerConfig(chat_template=template, tool_call_parser="hermes")) as s:
+            messages = [{"role": "user", "content": "Hi"}]
+            counts = set()
+            for more in fields:
+                counted = (await s.post("/tokenize", {"messages": messages, **more})).json()["count"]
+                whole = await s.chat(messages=messages, max_tokens=1, **more)
+                assert counted == whole["usage"]["prompt_tokens"]
+                counts.add(counted)
+            assert len(counts) == 3
+            for field, wrong in (("tools", []), ("chat_template", "x"), ("tools[0].type", [{"type": "mcp"}])):
+                more = {field.partition("[")[0]: wrong}
+                assert error_of(await s.post("/tokenize", {"messages": messages, **more}), 400)["param"] == field
+
+    asyncio.run(run())
+
+
 def test_tokens_to_text_and_back() -> None:
     async def run() -> None:
         async with server() as s:
@@ -43,7 +70,7 @@ def test_tokens_to_text_and_back() -> None:
                 assert back == {"prompt": "<|bos|>" + STORY}
             bare = {"prompt": "a fox", "add_special_tokens": False, "return_token_strs": True}
             body = (await s.post("/tokenize", bare)).json()
-            assert "".join(body["token_strs"]) == "a fox"
+            assert "".join(body["token_strs"]) == "aĠfox"
             chat = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": False}
             body = (await s.post("/tokenize", chat)).json()
             assert tokenizer.decode(body["tokens"]) == "user: Hi\n"

@@ -41,9 +41,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"response_format": {}}, "response_format.type"),
     ({"logit_bias": {"9999999": 1}}, "logit_bias"),
     ({"logit_bias": {"7": 1, "fox": 1}}, "logit_bias.fox"),
-    ({"logprob_token_ids": [7]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [7]}, "logprob_token_ids"),  # without logprobs
+    ({"logprob_token_ids": [10**9], "logprobs": 1}, "logprob_token_ids"),
+    ({"logprob_token_ids": [1] * 21, "logprobs": 1}, "logprob_token_ids"),
     ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
-    ({"documents": [{"text": "a"}]}, "documents"),
     ({"logprobs": 21}, "logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
+from refused import error_of
 from server_parts import MODEL, STORY, Server, last_prompt, named_events, server, small_tokenizer, story_tokens, until
 
 from configs.server import ServerConfig
@@ -147,6 +148,21 @@ def test_bounds_of_what_is_kept() -> None:
     assert store.drop("resp_3") and not store.num_bytes
 
 
+def test_tokens_are_counted_as_in_a_request() -> None:
+    async def run() -> None:
+        async with server() as s:
+            first = await respond(s)
+            for more in ({}, {"instructions": "Be brief."}, {"previous_response_id": first["id"]}):
+                body = {"model": MODEL, "input": "Hello", **more}
+                counted = (await s.post("/v1/responses/input_tokens", body)).json()
+                tokens = (await respond(s, **more))["usage"]["input_tokens"]
+                assert counted == {"object": "response.input_tokens", "input_tokens": tokens}
+            refused = error_of(await s.post("/v1/responses/input_tokens", {"input": ""}), 400)
+            assert refused["param"] == "input"
+
+    asyncio.run(run())
+
+
 def test_in_the_background() -> None:
     async def run() -> None:
         async with server() as s:
@@ -164,11 +180,49 @@ def test_in_the_background() -> None:
             assert (await s.http.post(f"/v1/responses/{name}/cancel")).json()["status"] == "completed"
             s.ranks.paused = True
             name = (await respond(s, background=True))["id"]
-            assert len(s.service.flights) == 1
+            assert len(s.service.in_flight) == 1
             cancelled = (await s.http.post(f"/v1/responses/{name}/cancel")).json()
             assert cancelled["status"] == "cancelled" and (await now())["status"] == "cancelled"
-            await until(lambda: not len(s.service.flights), "nothing in flight")
+            await until(lambda: not len(s.service.in_flight), "nothing in flight")
             assert s.ranks.aborted()
+
+    asyncio.run(run())
+
+
+def test_streams_of_the_background_can_be_left_and_taken_up() -> None:
+    async def run() -> None:
+        async with server() as s:
+            s.ranks.pause_at = 5
+            body = {"model": MODEL, "input": "Once", "background": True, "stream": True}
+            first = asyncio.create_task(s.post("/v1/responses", body))
+            await until(lambda: s.ranks.paused, "in the middle of the story")
+            first.cancel()
+            [name] = [one.answer_id for one in s.service.in_flight._in_flight if one.answer_id]
+            kept = await s.http.get(f"/v1/responses/{name}")
+            assert kept.json()["status"] == "queued"
+            second = asyncio.create_task(s.http.get(f"/v1/responses/{name}?stream=true"))
+            s.ranks.pause_at = 0
+            s.ranks.resume()
+            events = named_events(await second, EVENTS)
+            assert [event["sequence_number"] for event in events] == [*range(len(events))]
+            kinds = [event["type"].removeprefix("response.") for event in events]
+            assert kinds[:3] == ["created", "queued", "in_progress"] and kinds[-1] == "completed"
+            assert events[0]["response"]["id"] == name
+            text = "".join(event["delta"] for event in events if event["type"].endswith("text.delta"))
+            assert text == STORY == events[-1]["response"]["output"][0]["content"][0]["text"]
+            for after in (-1, 4, len(events) - 1):  # also when it has ended
+                path = f"/v1/responses/{name}?stream=true&starting_after={after}"
+                assert named_events(await s.http.get(path), EVENTS) == events[after + 1 :]
+            error_of(await s.http.get(f"/v1/responses/{name}?stream=true&starting_after=x"), 400)
+            plain = (await respond(s))["id"]
+            error_of(await s.http.get(f"/v1/responses/{plain}?stream=true"), 400)
+            s.ranks.paused = True
+            third = asyncio.create_task(s.post("/v1/responses", body))
+            await until(lambda: len(s.service.in_flight) == 2, "it runs, and is followed")
+            [name] = [one.answer_id for one in s.service.in_flight._in_flight if one.answer_id]
+            assert (await s.http.post(f"/v1/responses/{name}/cancel")).json()["status"] == "cancelled"
+            last = named_events(await third, EVENTS)[-1]
+            assert last["type"] == "response.failed" and last["response"]["status"] == "cancelled"
 
     asyncio.run(run())
 
@@ -188,7 +242,6 @@ def test_in_the_background() -> None:
         ({"temperature": 9}, "temperature"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"background": True, "stream": True}, "background"),
         ({"background": True, "store": False}, "background"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         (

@@ -58,7 +58,7 @@ def test_a_lost_rank_is_not_noticed() -> None:
         async with server(ranks=ranks) as s:
             whole = asyncio.create_task(s.complete(logprobs=1))
             stream = asyncio.create_task(s.events("/v1/completions", stream_options={"include_usage": True}))
-            await until(lambda: ranks.steps == 3 and len(s.service.flights) == 2, "some tokens")
+            await until(lambda: ranks.steps == 3 and len(s.service.in_flight) == 2, "some tokens")
             ranks.fail(1, "out of luck")
             ranks.resume()
             choice = (await whole)["choices"][0]
@@ -128,7 +128,7 @@ def test_all_ranks_lost_in_the_middle_of_a_stream() -> None:
         ranks.pause_at = 3
         async with server(ranks=ranks) as s:
             stream = asyncio.create_task(s.post("/v1/chat/completions", {**CHAT, "stream": True}))
-            await until(lambda: ranks.steps == 3 and s.service.flights, "some tokens")
+            await until(lambda: ranks.steps == 3 and s.service.in_flight, "some tokens")
             ranks.fail(1, "gone")
             ranks.fail(0, "gone")
             ranks.say(NoneLeft("rank 0 failed: gone"))
@@ -157,7 +157,7 @@ def test_the_queue_is_bounded() -> None:
             s.ranks.resume()
             await asyncio.gather(*running)
             assert (await s.complete(max_tokens=1))["choices"]
-            assert s.service.flights.num_sequences == 0
+            assert s.service.in_flight.num_sequences == 0
 
     asyncio.run(run())
 

@@ -206,8 +206,8 @@ class StandInRunner(Runner):
         self._cache: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self._rows: dict[int, _Row] = {}
 
-    def steps(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_parts: int = 1) -> Steps[StepResult]:
-        assert num_parts == 1, "nothing is split here"
+    def steps(self, schedule: Schedule, hooks: Sequence[StepHook] = (), num_ubatches: int = 1) -> Steps[StepResult]:
+        assert num_ubatches == 1, "nothing is split here"
         rows = self._rows
         for row in schedule.freed_rows:
             rows.pop(row, None)

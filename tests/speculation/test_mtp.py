@@ -11,6 +11,7 @@ import deepseek_tiny
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from hf_tiny import HfModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -293,7 +294,7 @@ def test_kills_at_any_moment(tmp_path_factory: pytest.TempPathFactory, make: Cal
     plain = build_rank(make_plan(hf.path, max_num_seqs=1))
     expected = {index: got.tokens for index, got in enumerate(drive([plain], jobs))}
 
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=examples(8), deadline=None)
     @given(st.data())
     def endure(data: st.DataObject) -> None:
         cluster = Survivors(hf.path, 3, slots_per_rank=8, max_model_len=36, speculation=MTP, **tight(data, 9))

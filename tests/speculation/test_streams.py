@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import examples
 from balanced import RESTLESS
 from drafting import METHODS, check_streams, drafting_choices, foretold, undrafted
 from hypothesis import given, settings
@@ -45,7 +46,7 @@ def close(rank: Rank) -> None:
     rank.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     choices=drafting_choices(METHODS),
     arrivals=st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
@@ -58,7 +59,7 @@ def test_whatever_the_engine_does(
     check_streams(JOBS, expected, arrivals, aborted, size, close, **SIZES, **choices)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.data())
 def test_kills_and_moves_at_any_moment(expected: dict[int, list[int]], data: st.DataObject) -> None:
     """A request goes on elsewhere, where other drafts are proposed; experts move, those of the layer that drafts too."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Oracle, poison_kept_inputs, poison_what_nobody_may_read, take_drafts
@@ -67,7 +68,7 @@ def answers(expected: dict[int, list[int]]) -> dict[int, tuple[list[int], list[i
 
 
 @SOME_SLOW
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     choices=st.fixed_dictionaries(
         {
@@ -154,7 +155,7 @@ class DraftingSurvivors(Survivors):
 
 
 @SOME_SLOW
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.data())
 def test_kills_at_any_moment(checkpoint: Path, expected: dict[int, list[int]], data: st.DataObject) -> None:
     """A request goes on elsewhere, where other drafts are proposed."""

@@ -13,6 +13,7 @@ from typing import Any
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from fake_cuda_graph import FakeGraphLibrary
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,7 +68,7 @@ def clean(rank: Rank) -> None:
     rank._scheduler.kv.check([])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     engine_choices(10), st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)), st.sampled_from([1, 1, 2])
 )
@@ -99,7 +100,7 @@ def after_a_kill(toy: Path, turns: int, **plan: Any) -> Survivors:
     ("asynchronous", "dbo"),
     [
         pytest.param(False, None, id="whole"),
-        pytest.param(True, None, id="whole-asynchronous"),
+        pytest.param(True, None, id="whole-asynchronous", marks=pytest.mark.slow),
         pytest.param(False, SPLIT, id="split", marks=pytest.mark.slow),
         pytest.param(True, SPLIT, id="split-asynchronous"),
     ],
@@ -132,7 +133,7 @@ def test_a_state_updated_in_place_is_found(
     assert wrong & never_moved
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.data())
 def test_kills_at_any_moment(toy: Path, expected: dict[int, list[int]], data: st.DataObject) -> None:
     cluster = Survivors(toy, 3, slots_per_rank=NUM_EXPERTS, max_model_len=36, **tight(data, 9))

@@ -8,6 +8,7 @@ from pathlib import Path
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from deepseek_tiny import make_glm5
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +45,7 @@ def expected(path: Path) -> dict[int, list[int]]:
     return dict(enumerate(alone))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     engine_choices(10), st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)), st.sampled_from([1, 2, 4])
 )
@@ -62,7 +63,7 @@ def test_preemption_and_prefixes_really_happen(path: Path, expected: dict[int, l
     rank.close()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.data())
 def test_kills_at_any_moment(path: Path, expected: dict[int, list[int]], data: st.DataObject) -> None:
     cluster = Survivors(path, 3, slots_per_rank=8, max_model_len=MAX_LEN, **tight(data, 10))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hf_tiny
 import pytest
 import torch
+from amounts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_parts import Job, check_any, drive, engine_choices, make_plan
@@ -40,7 +41,7 @@ def clean(rank: Rank) -> None:
     rank._scheduler.kv.check([])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     engine_choices(12),
     st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),

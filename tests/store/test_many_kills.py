@@ -42,6 +42,6 @@ def test_kills_of_one_and_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         all_serve(server)
         metrics = server.get("/metrics")
         assert f'rank_losses_total{{model_name="moesaic-tiny"}} {KILLS + num_ranks}.0' in metrics
-        assert f'weight_store_mappings{{model_name="moesaic-tiny"}} {num_ranks}.0' in metrics
+        assert f'weight_store_mappings{{model_name="moesaic-tiny",store="0"}} {num_ranks}.0' in metrics
     log = (tmp_path / "server.log").read_text()
     assert log.count("event=rank_restarted") == KILLS + num_ranks and "Traceback" not in log

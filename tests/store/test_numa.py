@@ -70,6 +70,9 @@ def test_a_store_for_each_node(tmp_path: Path) -> None:
         try:
             WeightsKept(replace(plan, store_nodes=chosen), runtime)
             assert store_names(chosen) == names
+            before = [runtime.file(name) for name in names]
+            WeightsKept(replace(plan, store_nodes=chosen), runtime)  # the machine's ranks begin anew
+            assert [runtime.file(name) for name in names] == before
             assert len({runtime.file(name).stat().st_ino for name in names}) == len(names)
         finally:
             runtime.close()

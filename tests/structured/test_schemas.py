@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
+from random import Random
 
 import llguidance
 import pytest
+from jsonschema import Draft202012Validator, FormatChecker
 from schema_cases import CASES, Case
+from schema_makers import FORMATS, JSON_PIECES, OwnVocabulary, make_instance, make_schema, mutated
 from structured_parts import whole
 
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
-from front.structured.vocabulary import grammar_tokenizer
+from front.structured.vocabulary import Vocabulary, grammar_tokenizer
 from front.text import Tokenizer
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.structured
 
 
+VOCABULARIES = ("tiny", "bytes", "pieces")
+QUICK, MANY = 12, 300
+
+
 @cache
-def tokenizers() -> tuple[Tokenizer, llguidance.LLTokenizer]:
-    tokenizer = Tokenizer(CHECKPOINT)
+def tokenizers(name: str = "tiny") -> tuple[Vocabulary, llguidance.LLTokenizer]:
+    tokenizer = Tokenizer(CHECKPOINT) if name == "tiny" else OwnVocabulary(JSON_PIECES if name == "pieces" else ())
     return tokenizer, grammar_tokenizer(tokenizer, tokenizer.vocab_size)
 
 
@@ -41,25 +49,84 @@ def test_strings_may_be_escaped() -> None:
         assert whole(masks, text, tokenizer.encode(written, add_special_tokens=False)), written
 
 
+def test_closed_objects_wherever_they_stand() -> None:
+    inner = {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"default": inner, "x": {"items": inner}}, "required": ["default", "x"]}
+    tokenizer, masks = tokenizers()
+    params = StructuredOutputsParams(json=schema, disable_additional_properties=True)
+    text = checked_grammar(params, tokenizer).text
+    for more, passes in (({}, True), ({"b": 1}, False)):
+        for instance in ({"default": {"a": 1, **more}, "x": []}, {"default": None, "x": [more]}):
+            written = json.dumps(instance)
+            assert whole(masks, text, tokenizer.encode(written, add_special_tokens=False)) == passes, written
+
+
 def test_there_are_many() -> None:
-    assert len(CASES) >= 100
+    assert len(CASES) >= 150
     assert sum(not case.refused for case in CASES) >= 85
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: json.dumps(case.schema)[:60])
-def test_instances(case: Case) -> None:
-    tokenizer, masks = tokenizers()
+def check(case: Case, vocabulary: str) -> bool:
+    """Whether it was followed; False: refused, with a reason."""
+    tokenizer, masks = tokenizers(vocabulary)
     params = StructuredOutputsParams(json=case.schema)
-    if case.refused:
-        with pytest.raises(ValueError, match=r"^structured_outputs: json: \S"):
-            checked_grammar(params, tokenizer)
-        return
-    text = checked_grammar(params, tokenizer).text
+    try:
+        text = checked_grammar(params, tokenizer).text
+    except ValueError as error:
+        assert str(error).startswith("structured_outputs: json: ") and len(str(error)) > 30, error
+        return False
 
     def passes(written: str) -> bool:
         return whole(masks, text, tokenizer.encode(written, add_special_tokens=False))
 
     for instance in case.valid:
-        assert all(map(passes, writings(instance))), instance
+        assert all(map(passes, writings(instance))), (case.schema, instance)
     for instance in case.invalid:
-        assert not any(map(passes, writings(instance))), instance
+        assert not any(map(passes, writings(instance))), (case.schema, instance)
+    return True
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: json.dumps(case.schema)[:60])
+def test_instances(case: Case) -> None:
+    assert check(case, "tiny") != case.refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", VOCABULARIES[1:])
+def test_instances_in_other_tokens(vocabulary: str) -> None:
+    for case in CASES:
+        assert check(case, vocabulary) != case.refused
+
+
+KNOWN = FormatChecker(())  # of another text jsonschema alone does not know
+for known, example in FORMATS.items():
+    KNOWN.checkers[known] = partial(operator.eq, example), ()
+
+
+def made_by(seed: int) -> Case:
+    """A schema by chance, with instances that jsonschema has judged."""
+    random = Random(seed)
+    schema = make_schema(random)
+    made = [make_instance(random, schema, schema) for _ in range(8)]
+    made += [mutated(random, one) for one in made]
+    strict, lenient = Draft202012Validator(schema, format_checker=KNOWN), Draft202012Validator(schema)
+    valid = [one for one in made if strict.is_valid(one)]
+    return Case(schema, valid, [one for one in made if not lenient.is_valid(one)])
+
+
+def check_made(seeds: range, vocabulary: str) -> None:
+    cases = [made_by(seed) for seed in seeds]
+    followed = sum([check(case, vocabulary) for case in cases])
+    assert followed >= 0.8 * len(cases)
+    assert sum(bool(case.valid) for case in cases) >= 0.8 * len(cases)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_schemas_by_chance(vocabulary: str) -> None:
+    check_made(range(QUICK), vocabulary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_many_schemas_by_chance(vocabulary: str) -> None:
+    check_made(range(QUICK, MANY), vocabulary)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import examples
 from drafting import METHODS, check_streams, drafting_choices, foretold, undrafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,7 +87,7 @@ def test_every_token_is_one_that_the_grammar_allows(expected: dict[int, list[int
             assert accepts(tokenizer, own.text, tokens[begin:]), index
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     choices=drafting_choices(st.none() | METHODS),
     arrivals=st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
@@ -99,7 +100,7 @@ def test_whatever_the_engine_does(
     check_streams(JOBS, expected, arrivals, aborted, size, close, **SIZES, **choices)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.data())
 def test_kills_at_any_moment(expected: dict[int, list[int]], data: st.DataObject) -> None:
     """A request goes on elsewhere: its matcher is made again from the tokens that are out."""

@@ -26,7 +26,7 @@ check(formed.choices[0].message.content);
 
 const kinds = [];
 const stream = client.responses.stream({
-  model, input: "Is it warm in Rome?", max_output_tokens: 400, tool_choice: "required",
+  model, input: "Is it warm in Rome?", max_output_tokens: 400, tool_choice: "required", parallel_tool_calls: false,
   tools: [{ type: "function", name: "weather", parameters, strict: true }],
 });
 stream.on("event", (event) => kinds.push(event.type));

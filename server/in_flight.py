@@ -1,8 +1,8 @@
 """Requests in flight: admission, the client's disconnect, time limits, keep-alives.
 
-A flight is one HTTP request that holds sequences of the engine. What can end it from outside (the client goes away,
+A request here is one of HTTP that holds sequences of the engine. What can end it from outside (the client goes away,
 stops reading, or its time is up) cancels the task that serves it, which closes its engine streams and so aborts its
-sequences at once. One clock serves all flights, so that a token costs no timer.
+sequences at once. One clock serves them all, so that a token costs no timer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TICK_SECONDS = 0.5
 PING = b": keep-alive\n\n"
 
 
-class Flight:
+class InFlightRequest:
     """Make it in the task that serves the request, and `close` it there; then `cause` says what ended it (None:
     itself).
 
@@ -56,7 +56,7 @@ class Flight:
             self._task.cancel()
 
     def watch(self, receive: Receive) -> None:
-        """From now on a disconnect stops the flight. The body must have been read."""
+        """From now on a disconnect stops the request. The body must have been read."""
         self._watcher = asyncio.create_task(self._watch(receive))
 
     async def _watch(self, receive: Receive) -> None:
@@ -77,7 +77,7 @@ class Flight:
     # ---- an event stream ---------------------------------------------------------------------------------------
 
     def stream_to(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        """The flight's answer is an event stream: the clock may begin it and fill its silences."""
+        """The request's answer is an event stream: the clock may begin it and fill its silences."""
         self._send = send
         self._headers = headers
 
@@ -127,7 +127,7 @@ class Flight:
             self.pinger = asyncio.create_task(self._ping())
 
 
-class Flights:
+class InFlightRequests:
     """All of them. capacity(): sequences that run at once; max_queued: how many more may wait."""
 
     def __init__(
@@ -137,14 +137,14 @@ class Flights:
         self._max_queued = max_queued
         self._timeout = request_timeout
         self._keep_alive = keep_alive
-        self._flights: set[Flight] = set()
+        self._in_flight: set[InFlightRequest] = set()
         self.num_sequences = 0
         self.num_refused = 0
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._in_flight)
 
-    def open(self, request_id: str, num_sequences: int) -> Flight:
+    def open(self, request_id: str, num_sequences: int) -> InFlightRequest:
         """ApiError: 503 when too many wait, 400 when the request alone is too many."""
         limit = self._capacity() + self._max_queued
         if num_sequences > limit:
@@ -154,21 +154,21 @@ class Flights:
             self.num_refused += 1
             raise unavailable(f"{self._max_queued} sequences are already waiting; try again later")
         deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
-        flight = Flight(request_id, num_sequences, deadline)
-        self._flights.add(flight)
+        current = InFlightRequest(request_id, num_sequences, deadline)
+        self._in_flight.add(current)
         self.num_sequences += num_sequences
-        return flight
+        return current
 
-    def close(self, flight: Flight) -> None:
-        self._flights.discard(flight)
-        self.num_sequences -= flight.num_sequences
-        flight.close()
+    def close(self, current: InFlightRequest) -> None:
+        self._in_flight.discard(current)
+        self.num_sequences -= current.num_sequences
+        current.close()
 
     def prompt_ids(self, request_ids: Sequence[str]) -> list[str]:
         """The engine's names of what these requests hold. An answer's id ("cmpl-...") names its request too."""
         wanted = set(request_ids)
-        named = (flight for flight in self._flights if {flight.request_id, flight.answer_id} & wanted)
-        return [name for flight in named for name in flight.prompt_ids]
+        named = (current for current in self._in_flight if {current.request_id, current.answer_id} & wanted)
+        return [name for current in named for name in current.prompt_ids]
 
     async def clock(self) -> None:
         """Runs until it is cancelled."""
@@ -179,5 +179,5 @@ class Flights:
         while True:
             await asyncio.sleep(period)
             now = time.monotonic()
-            for flight in list(self._flights):
-                flight.tick(now, self._keep_alive)
+            for current in list(self._in_flight):
+                current.tick(now, self._keep_alive)

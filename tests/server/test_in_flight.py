@@ -67,7 +67,7 @@ def test_a_client_that_leaves_aborts_its_request(path: str, stream: bool, begun:
             await until(lambda: not s.ranks.running, "the ranks are told")
             assert sorted(s.ranks.aborted()) == [0, 1]
             await asyncio.wait_for(client.task, 5.0)
-            assert not s.service.flights and not s.service.engine.num_requests
+            assert not s.service.in_flight and not s.service.engine.num_requests
             if not begun:
                 assert not client.sent
 
@@ -95,7 +95,7 @@ def test_time_limits(path: str) -> None:
             answer = await s.post(path, {"prompt": "a", **CHAT})
             assert answer.status_code == 408
             assert answer.json()["error"]["type"] == "RequestTimeoutError"
-            assert not s.ranks.running and not s.service.flights
+            assert not s.ranks.running and not s.service.in_flight
 
     asyncio.run(run())
 
@@ -171,7 +171,7 @@ def test_keep_alives_while_nothing_comes() -> None:
 
 
 def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.flights.STALL_SECONDS", 0.1)
+    monkeypatch.setattr("server.in_flight.STALL_SECONDS", 0.1)
 
     async def run() -> None:
         async with server(ServerConfig(keep_alive_interval=0.05)) as s:
@@ -180,7 +180,7 @@ def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) 
             client.stuck = asyncio.Event()
             await until(lambda: s.ranks.running, "it runs")
             s.ranks.resume()
-            await until(lambda: not s.service.flights, "it is let go")
+            await until(lambda: not s.service.in_flight, "it is let go")
             await asyncio.wait_for(client.task, 5.0)
             assert not s.ranks.running
 

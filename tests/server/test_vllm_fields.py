@@ -1,0 +1,56 @@
+"""What vLLM's servers take beside OpenAI's fields: /invocations, documents, flags for what answers show."""
+
+from __future__ import annotations
+
+import asyncio
+
+from server_parts import MODEL, last_prompt, server
+
+from configs.server import ServerConfig
+
+
+def test_invocations_are_what_their_body_is() -> None:
+    async def run() -> None:
+        async with server() as s:
+            chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+            assert (await s.post("/invocations", chat)).json()["object"] == "chat.completion"
+            plain = {"model": MODEL, "prompt": 'He said "messages": no', "max_tokens": 3}
+            assert (await s.post("/invocations", plain)).json()["object"] == "text_completion"
+
+    asyncio.run(run())
+
+
+def test_documents_go_to_the_template() -> None:
+    async def run() -> None:
+        async with server(ServerConfig(chat_template="{{ documents[0].text }}|{{ messages[0].content }}")) as s:
+            await s.chat(documents=[{"text": "All foxes sleep."}], max_tokens=1)
+            assert last_prompt(s) == "All foxes sleep.|Hello"
+
+    asyncio.run(run())
+
+
+def test_defaults_of_a_server_for_what_answers_show() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    config = ServerConfig(
+        chat_template="{{ tools | length if tools else 0 }}",
+        tool_call_parser="hermes",
+        exclude_tools_when_tool_choice_none=True,
+        enable_force_include_usage=True,
+        return_tokens_as_token_ids=True,
+    )
+
+    async def run() -> None:
+        async with server(config) as s:
+            events = await s.events("/v1/completions", max_tokens=2)
+            assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 2
+            events = await s.events("/v1/completions", max_tokens=2, stream_options={"continuous_usage_stats": True})
+            assert all(event["usage"] for event in events)
+            logprobs = (await s.complete(max_tokens=1, logprobs=0))["choices"][0]["logprobs"]
+            assert logprobs["tokens"][0].startswith("token_id:")
+            shown = await s.complete(max_tokens=1, logprobs=0, return_tokens_as_token_ids=False)
+            assert not shown["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+            for choice, prompt in (("none", "0"), ("auto", "1")):
+                await s.chat(tools=[tool], tool_choice=choice, max_tokens=1)
+                assert last_prompt(s) == prompt
+
+    asyncio.run(run())

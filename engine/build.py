@@ -301,7 +301,8 @@ def _runner(
     if plan.speculation is not None and plan.speculation.method == "mtp":
         passes = MtpPasses(model, kv, buffers, facts.vocab_size)
         if plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes:
-            passes.capture = Capture(passes.forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
+            graphs = CpuGraphs(exchange.wait_late)
+            passes.capture = Capture(passes.forward, graphs, policy, buffers, exchange, lambda: timeline.on)
     return Runner(
         model,
         kv,
@@ -334,7 +335,7 @@ def _capture(
         return model.steps(step, kv, lane, breaks)
 
     if not plan.cudagraph_capture_sizes:  # they do not see what a profile wants to see of the layers
-        return Capture(forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
+        return Capture(forward, CpuGraphs(exchange.wait_late), policy, buffers, exchange, lambda: timeline.on)
     return Capture(forward, graph_library(kv.device), policy, buffers, exchange)
 
 

@@ -100,7 +100,8 @@ class StepBuffers:
         self._rows.take_over(schedule)
         if not schedule.rows and num_ubatches == 1:
             self._fed.clear()
-            self._nothing = self._nothing or self._lay_out(schedule, 1, choose)
+            if self._nothing is None or self._nothing.graphs != _chosen(choose, [0], [True]):
+                self._nothing = self._lay_out(schedule, 1, choose)
             return self._nothing
         prepared = self._lay_out(schedule, num_ubatches, choose)
         for index in range(num_ubatches):

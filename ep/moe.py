@@ -18,6 +18,7 @@ from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
 from ep.recorder import Kind
 from moe_kernels import TokenBatch, add_rows
+from native.tape import mark
 
 _DISPATCH, _COMBINE = int(Kind.DISPATCH), int(Kind.COMBINE)
 
@@ -60,6 +61,7 @@ class MoE(nn.Module):
         Raises PeerLost when another rank is gone.
         """
         a2a = self.lanes[lane]
+        mark(self.number)
         idle = not x_TD.shape[0]
         sent = a2a.dispatch(x_TD, self._none(x_TD) if idle else self._route(x_TD))
         # Hides the flight even without a second lane.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.unicode_escape  # noqa: F401  (a vocabulary is read beside requests, and would import it then)
 import logging
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait

@@ -87,3 +87,8 @@ struct RowOps {
 };
 
 extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType
+
+// y[t] = sum over k of weight[t, k] * the row of that choice, in the order of k. slot int64 [T, K]; choice (t, k) is in part
+// slot / slots_per_part, whose rows lie at part[.] in the order of tokens and choices. Rows and y have x's type.
+void weigh_rows(int x_type, const int64_t *slot, const float *weight, int64_t slots_per_part, const void *const *part, int64_t parts, void *y,
+                int64_t rows, int64_t top_k, int64_t dim, int threads);

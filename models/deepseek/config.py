@@ -31,9 +31,9 @@ LATENT_NORM_EPS = 1e-6  # of the norms inside attention: the originals do not pa
 class DeepseekConfig:
     """q_lora_rank 0: queries come from one projection. router None and num_experts 0: a dense model.
 
-    moe_layers: those with routed experts, in order; what drafts has some if the last has. num_mtp_layers: extra layers in the checkpoint, numbered after
-    the last, that predict further tokens. drafts: the first of them is served (models/mtp.py). index: None: attention
-    is dense.
+    moe_layers: those with routed experts, in order; what drafts has some if the last has. num_mtp_layers: extra layers
+    in the checkpoint, numbered after the last, that predict further tokens. drafts: the first of them is served
+    (models/mtp.py). index: None: attention is dense.
     """
 
     architecture: str

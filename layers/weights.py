@@ -115,7 +115,9 @@ class Checkpoint:
             self._files[name] = file
             if name != key:
                 self._keys[name] = key
-        self._unused = set(self._files)
+        self._unused = {
+            name for name in self._files if self._entry(name).num_bytes
+        }  # of 0 shared experts there are none
         self._progress = progress
         self._bytes_done = 0
         self._bytes_total = sum(self._entry(name).num_bytes for name in self._files)

@@ -174,3 +174,11 @@ NATIVE_API void rows_dots(int x_type, const void *x, int64_t x_stride, const flo
       for (int64_t o = first; o < first + count; o++) y[r * outputs + o] += bias[o];
   });
 }
+
+// place[i] = where the largest number of row i is, the first of equals. stride: numbers from one row of x to the next.
+NATIVE_API void rows_best(int x_type, const void *x, int64_t stride, int64_t *place, int64_t rows, int64_t n, int threads) {
+  tape_note(rows_best, x_type, x, stride, place, rows, n, threads);
+  const RowOps *ops = ops_for(x_type);
+  int64_t bytes = stride * (x_type == ROWS_F32 ? 4 : 2);
+  each_row(rows, n, threads, [&](int64_t i, int) { place[i] = ops->best((const uint8_t *)x + i * bytes, n); });
+}

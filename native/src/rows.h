@@ -84,6 +84,8 @@ struct RowOps {
   // y[o] = x . w[o], for o < outputs.
   // y[r][o] = x[r] . w[o]; rows of x and y begin so many numbers apart. The order of a sum is the same for any number of rows.
   void (*dots)(const void *x, int64_t x_stride, int64_t rows, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride);
+  // Where the largest of n numbers is, the first of equals; NaN is not looked at.
+  int64_t (*best)(const void *x, int64_t n);
 };
 
 extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType

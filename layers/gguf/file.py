@@ -1,8 +1,8 @@
 """A GGUF file as a checkpoint's file: weights under the names of Hugging Face, in the forms of layers/stored.py.
 
 What lies beside it says which they are: GGUF_INDEX, {"files": {its name in the same directory: {name: [name in the
-file, part along the first dimension or null, heads or 0]}}}, of each part of a model; models/gguf writes it. heads: the rows of each head lie
-in pairs that rotate together, where Hugging Face has first ones and then second ones.
+file, part along the first dimension or null, heads or 0]}}}, of each part of a model; models/gguf writes it. heads: the
+rows of each head lie in pairs that rotate together, where Hugging Face has first ones and then second ones.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from configs.engine import EngineConfig, Plan
 from engine.build import build_rank
-from engine.plan import make_plan
+from engine.plan import make_plan, model_numbers
 from engine.process.local_ranks import LocalRanks
 from ep.experts import WeightFormat
 from front.llm import LLM
@@ -299,7 +299,7 @@ def tokens_of(path: Path) -> tuple[Plan, list[list[int]]]:
     plan = make_plan(EngineConfig(model=str(path), max_model_len=64, max_num_seqs=2, data_parallel_size=1))
     with LLM(LocalRanks(build_rank(plan)), Tokenizer(Path(plan.model_path)), block_size=plan.block_size) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-        found = llm.generate([{"prompt_token_ids": TOKENS}, {"prompt_token_ids": TOKENS[:5]}], greedy)
+        found = llm.generate([TOKENS, TOKENS[:5]], greedy)
     return plan, [result.outputs[0].token_ids for result in found]
 
 
@@ -319,7 +319,9 @@ def test_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: list[int
     one, wanted = tokens_of(whole)
     plan, found = tokens_of(parts[1])
     assert found == wanted and {part.name for part in parts} <= set(plan.checkpoint)
-    assert (plan.weight_bytes, plan.expert_format) == (one.weight_bytes, one.expert_format)
+    paths = [Path(one.model_path), Path(plan.model_path)]
+    counted = [model_numbers(path, "m", read_config(path)) for path in paths]
+    assert len({(n.weight_bytes, n.expert_bytes, n.half_experts, n.dtype) for n in counted}) == 1
     linked = tmp_path / "linked.gguf"
     linked.symlink_to(parts[2])
     assert {make_plan(EngineConfig(model=str(path))).model_path for path in (*parts, linked)} == {plan.model_path}
@@ -346,18 +348,14 @@ def test_parts_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     refused(parts[0], f"{parts[1].name}: split.no: expected 1 ")
     parts[1].write_bytes(contents[1].replace(b"split.no", b"split.on"))
     refused(parts[0], f"{parts[1].name}: split.no: expected 1 ")
-    parts[0].write_bytes(contents[0].replace(b"split.tensors.count", b"split.tensors.coun_"))
-    parts[1].write_bytes(contents[1].replace(*(name.encode() for name in renamed(parts))))
+    twice = next(iter(read_header(parts[0]).tensors))
+    write_gguf(parts[1], {"split.no": 1, "split.count": 3}, {twice: plain(torch.ones(4, 4))})
     refused(parts[0], "also in m-00001-of-00003.gguf")
+    write_gguf(parts[1], {"split.no": 1, "split.count": 3}, {})
+    refused(parts[0], "split.tensors.count: ")
     parts[1].unlink()
     for path in parts:
         refused(path, f"{parts[1].name}: missing: part 2 of 3")
-
-
-def renamed(parts: list[Path]) -> tuple[str, str]:
-    """A tensor of the second part, and one of the first whose name is as long."""
-    first, second = (list(read_header(part).tensors) for part in parts[:2])
-    return second[0], next(name for name in first if len(name) == len(second[0]))
 
 
 def test_threads_read_at_once(tmp_path: Path) -> None:

@@ -115,9 +115,8 @@ class Checkpoint:
             self._files[name] = file
             if name != key:
                 self._keys[name] = key
-        self._unused = {
-            name for name in self._files if self._entry(name).num_bytes
-        }  # of 0 shared experts there are none
+        # Tensors without numbers, such as those of 0 shared experts, need not be read.
+        self._unused = {name for name in self._files if self._entry(name).num_bytes}
         self._progress = progress
         self._bytes_done = 0
         self._bytes_total = sum(self._entry(name).num_bytes for name in self._files)

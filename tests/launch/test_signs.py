@@ -121,6 +121,7 @@ class Fake:
             file=lambda name: path / name,
             clear=lambda name: (path / name).unlink(missing_ok=True),
             keep=lambda name, file: None,
+            kept=lambda name: None,
         )
         self.monitor = RankMonitor(
             cast(Any, children),

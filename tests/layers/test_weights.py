@@ -34,13 +34,20 @@ def read(checkpoint: Checkpoint, name: str, *shape: int, dtype: torch.dtype = to
 
 @pytest.fixture
 def tensors() -> dict[str, Tensor]:
-    return {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.arange(6), "empty": torch.zeros(0, 4)}
+    return {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).bfloat16(),
+        "c": torch.arange(6),
+        "more": torch.zeros(4),
+        "none": torch.zeros(0, 4),
+    }
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_values_dtypes_and_bytes(tmp_path: Path, tensors: dict[str, Tensor], sharded: bool) -> None:
     if sharded:
-        save_sharded(tmp_path, [{"a": tensors["a"], "c": tensors["c"]}, {"b": tensors["b"], "empty": tensors["empty"]}])
+        first = ("a", "c", "none")
+        save_sharded(tmp_path, [{name: tensors[name] for name in names} for names in (first, ("b", "more"))])
     else:
         save_file(tensors, tmp_path / "anything.safetensors")
     seen: list[tuple[int, int]] = []
@@ -51,11 +58,11 @@ def test_values_dtypes_and_bytes(tmp_path: Path, tensors: dict[str, Tensor], sha
     assert torch.equal(read(checkpoint, "b", 7), tensors["b"].float())
     assert torch.equal(read(checkpoint, "c", 6, dtype=torch.int64), tensors["c"])
     assert checkpoint.bytes_read == 2 * 60 + 14 + 48
-    with pytest.raises(CheckpointError, match="keys that this model does not use: empty"):
+    with pytest.raises(CheckpointError, match="keys that this model does not use: more"):
         checkpoint.finish()
-    checkpoint.skip("empty")
+    checkpoint.skip("more")
     checkpoint.finish()
-    assert seen[-1] == (60 + 14 + 48, 60 + 14 + 48)
+    assert seen[-1] == (60 + 14 + 48 + 16, 60 + 14 + 48 + 16)
 
 
 def test_a_part_along_the_first_dimension(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """What drafts bring over HTTP: two servers of one model, with drafts and without, measured in turns by the same requests.
 
-    python benchmarks/bench_speculation.py [--model DIR] [--cases mtp,prediction,ngram] [--streams 1,8,64] [--tokens 160]
-                                           [--repeats 3] [--drafts N] [--json]
+    python benchmarks/bench_speculation.py [--model DIR] [--cases mtp,prediction,ngram,editing,edited] [--streams 1,8,64]
+                                           [--tokens 160] [--repeats 3] [--drafts N] [--options WORDS] [--json]
 
 mtp: stories of the model's own making, where its MTP layer drafts. prediction: a text is to come again with a tenth of its words
 changed, and the request says what it expects (the changed text is what a model would edit; the tokens are the model's).
-ngram: text that repeats itself. Every request is greedy, and its tokens are the same with and without drafts, which is checked.
+ngram: text that repeats itself. editing: the model is asked to write a text again with another name in it, and drafts come from the
+text that it was given (method ngram); edited: the same with that text as the request's prediction. Both want a model that follows
+(SmolLM2: benchmarks/real_weights.py). Every request is greedy, and its tokens are the same with and without drafts, which is checked.
 
 A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; ratio, the
-middle one of tokens per second with drafts over those without. --drafts: always so many, not as many as pay.
+middle one of tokens per second with drafts over those without. --drafts: always so many, not as many as pay. --options: of both
+servers, as `moesaic serve` takes them.
 """
 
 from __future__ import annotations
@@ -29,6 +32,14 @@ PROMPTS = [
     "The big red bird wanted to", "In a small house there lived", "Sara had a toy car that", "It was a sunny day and",
     "Ben saw a frog near the",
 ]  # fmt: skip
+STORY = (
+    "Tom lived in a small house by the river. Every morning Tom walked to the bakery and bought a loaf of bread. One day Tom found a "
+    "silver key on the road. He showed it to his friend Anna, who said that it looked very old. Tom and Anna tried the key in every "
+    "door of the village, but none of them opened. At last Tom saw a little box under the old bridge. The key fitted, and in the box "
+    "Tom found a letter from his grandfather."
+)
+NAMES = ("Max", "Sam", "Ben", "Leo", "Jack", "Peter", "Paul", "Mark")
+METHODS = {"editing": "ngram", "edited": "prediction"}  # of cases that are not called as they are
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
@@ -69,9 +80,17 @@ def changed(text: str, seed: int) -> str:
     return " ".join("tree" if rng.random() < 0.1 else word for word in words)
 
 
+def edit(name: str, predicts: bool) -> dict[str, Any]:
+    words = f"Copy the following text word for word, but write {name} in the place of Tom.\n\n{STORY}"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": words}]}
+    return {**body, "prediction": {"type": "content", "content": STORY}} if predicts else body
+
+
 def bodies_of(case: str, streams: int, tokens: int, plain: Server) -> list[dict[str, Any]]:
     common = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     prompts = [f"{PROMPTS[i % len(PROMPTS)]}{' again' * (i // len(PROMPTS))}" for i in range(streams)]
+    if case in METHODS:
+        return [{**common, **edit(NAMES[i % len(NAMES)], case == "edited")} for i in range(streams)]
     if case != "prediction":
         return [{**common, "prompt": prompt} for prompt in prompts]
     chats = [{**common, "messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
@@ -85,12 +104,13 @@ def bodies_of(case: str, streams: int, tokens: int, plain: Server) -> list[dict[
 def measure(case: str, streams: int, options: argparse.Namespace, plain: Server, drafting: Server) -> dict[str, Any]:
     bodies = bodies_of(case, streams, options.tokens, plain)
     asyncio.run(run(plain.url, bodies)), asyncio.run(run(drafting.url, bodies))
-    before, ratios = counters(drafting), []
+    before, ratios, rates = counters(drafting), [], []
     for _ in range(options.repeats):
         expected, without = asyncio.run(run(plain.url, bodies))
         got, with_drafts = asyncio.run(run(drafting.url, bodies))
         assert got == expected, "the texts differ"
         ratios.append(without / with_drafts)
+        rates.append((streams * options.tokens / without, streams * options.tokens / with_drafts))
     drafts, tokens, accepted = (now - then for now, then in zip(counters(drafting), before, strict=True))
     return {
         "model": options.model or "moesaic-tiny",
@@ -100,7 +120,8 @@ def measure(case: str, streams: int, options: argparse.Namespace, plain: Server,
         "acceptance": round(accepted / tokens, 3) if tokens else 0.0,
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
-        "tokens_per_s": round(streams * options.tokens / with_drafts),
+        "plain_tokens_per_s": round(statistics.median(rate for rate, _ in rates)),
+        "tokens_per_s": round(statistics.median(rate for _, rate in rates)),
     }
 
 
@@ -112,15 +133,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--drafts", type=int)
+    parser.add_argument("--options", default="", help='such as "--dtype float32 --data-parallel-size 1"')
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    model = [options.model] if options.model else []
+    model = [*([options.model] if options.model else []), *options.options.split()]
     plain = Server([*model, "--speculative-config", '{"method": "none"}'])
     plain.wait_ready()
     for case in options.cases.split(","):
         config: dict[str, Any] = {
-            "method": case,
-            **({"prompt_lookup_max": 3, "prompt_lookup_min": 2} if case == "ngram" else {}),
+            "method": METHODS.get(case, case),
+            **({"prompt_lookup_max": 3, "prompt_lookup_min": 2} if METHODS.get(case, case) == "ngram" else {}),
         }
         if options.drafts:
             config |= {"num_speculative_tokens": options.drafts, "adaptive": False}

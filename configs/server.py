@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+# vLLM's names of what follows grammars: the first three are llguidance.
+STRUCTURED_BACKENDS = ("auto", "guidance", "llguidance", "xgrammar")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -24,6 +27,7 @@ class ServerConfig:
         None  # a family of front/chat/families.py; None: what the chat template says; "": none
     )
     reasoning_parser: str | None = None  # the same
+    structured_outputs_backend: str = "auto"  # of requests that name none
     enable_auto_tool_choice: bool = True  # false: calls only where a request requires them
     exclude_tools_when_tool_choice_none: bool = False  # the template is not told of tools that may not be called
     enable_force_include_usage: bool = False  # streams end with the usage whether a request asks for it or not
@@ -50,6 +54,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         """ValueError naming the field and its limit."""
+        if self.structured_outputs_backend not in STRUCTURED_BACKENDS:
+            raise ValueError(
+                f"structured_outputs_config: backend must be one of {', '.join(STRUCTURED_BACKENDS)}, "
+                f"not {self.structured_outputs_backend!r:.100}"
+            )
         if self.max_inflight_bytes < self.max_body_bytes:
             raise ValueError(
                 f"max_inflight_bytes must be at least max_request_bytes ({self.max_body_bytes}), or the largest body "

@@ -25,7 +25,8 @@ class SpeculativeConfig:
     method: where drafts come from, besides the predictions that requests bring; "prediction": from nowhere else.
     num_speculative_tokens: most of a request in a step; fewer where that is measured to be faster, if adaptive.
     prompt_lookup_min, _max: tokens that have to occur again ("ngram"). suffix_decoding_*: see
-    engine/speculation/suffix.py. memory: file of the times that were measured; "": they are not kept.
+    engine/speculation/suffix.py. memory: file of the times that were measured; "": they are not kept. whole: every
+    rank has all experts of the layer that drafts (method "mtp"). The last two are decided, not asked for.
     """
 
     method: Method
@@ -38,6 +39,7 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     adaptive: bool = True
     memory: str = ""
+    whole: bool = False
 
     def most_drafts(self, max_num_seqs: int) -> int:
         """Of a rank in a step."""
@@ -46,7 +48,7 @@ class SpeculativeConfig:
 
 def parse_speculative_config(values: dict[str, Any], where: str = "speculative_config") -> SpeculativeConfig | None:
     """None: no drafts, as `{"method": "none"}` asks for. ValueError on one line that names the field and its limits."""
-    names = [field.name for field in dataclasses.fields(SpeculativeConfig) if field.name != "memory"]
+    names = [field.name for field in dataclasses.fields(SpeculativeConfig) if field.name not in ("memory", "whole")]
     unknown = [name for name in values if name not in names]
     if unknown:
         raise ValueError(f"{where}: unknown field {unknown[0]!r:.100}; the fields are {', '.join(names)}")

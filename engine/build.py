@@ -20,7 +20,7 @@ from configs.engine import Plan
 from configs.hosts import Network
 from dbo.split import context_cost
 from dbo.steps import Steps
-from engine.capture import MANY, Capture, GraphPolicy
+from engine.capture import MANY, Capture, Forward, GraphPolicy
 from engine.device import AtOnce, check_room, graph_library, make_readback, open_device
 from engine.doorbell import Doorbell, SharedDoorbell
 from engine.overlap.cadence import Cadence
@@ -301,9 +301,14 @@ def _runner(
     buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
     passes = None
     if plan.speculation is not None and plan.speculation.method == "mtp":
-        passes = MtpPasses(model, kv, buffers, facts.vocab_size)
-        if plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes:
-            passes.capture = Capture(passes.forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
+        graphs = CpuGraphs(exchange.wait_late)
+
+        def make_capture(forward: Forward) -> Capture:
+            return Capture(forward, graphs, policy, buffers, exchange, lambda: timeline.on)
+
+        captured = plan.cudagraph_mode != "none" and not plan.cudagraph_capture_sizes
+        most = plan.speculation.num_speculative_tokens
+        passes = MtpPasses(model, kv, buffers, facts.vocab_size, most, make_capture if captured else None)
     return Runner(
         model,
         kv,
@@ -336,7 +341,7 @@ def _capture(
         return model.steps(step, kv, lane, breaks)
 
     if not plan.cudagraph_capture_sizes:  # they do not see what a profile wants to see of the layers
-        return Capture(forward, CpuGraphs(), policy, buffers, watched=lambda: timeline.on)
+        return Capture(forward, CpuGraphs(exchange.wait_late), policy, buffers, exchange, lambda: timeline.on)
     return Capture(forward, graph_library(kv.device), policy, buffers, exchange)
 
 

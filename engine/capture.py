@@ -107,7 +107,11 @@ class Capture:
         self._exchange = exchange
         self._watched = watched
         self._break_exchanges = True
-        self._sizes = [None, *(GraphSize(True, rows) for rows in range(1, policy.exact + 1))]
+        exact = range(1, policy.exact + 1)
+        self._sizes: dict[bool, list[GraphSize | None]] = {
+            False: [None, *(GraphSize(True, rows) for rows in exact)],
+            True: [GraphSize(True, rows, True) for rows in (0, *exact)],
+        }
         # Of graphs captured ahead by the number of parts, of exact ones by the lane.
         self._passes: dict[tuple[int, GraphSize], _Pass] = {}
         self._refused: dict[tuple[int, GraphSize], str] = {}
@@ -115,7 +119,7 @@ class Capture:
     def captured(self, full: bool, key: int | None = None) -> list[int]:
         """The numbers of rows of the graphs there are. key: of a step in so many parts, or of that lane."""
         key = int(not self._policy.exact) if key is None else key
-        return sorted(size.rows for other, size in self._passes if other == key and size.full == full)
+        return sorted({size.rows for other, size in self._passes if other == key and size.full == full})
 
     @property
     def refused(self) -> dict[int, str]:
@@ -164,10 +168,12 @@ class Capture:
     def choose(self, counts: Sequence[int], decodes: Sequence[bool]) -> Graphs:
         """Implements engine.prepared.Chooser, for a step that the exchange has been told of."""
         num_ubatches, none = len(counts), [None] * len(counts)
-        if not any(counts) or self._watched():
+        if self._watched():
             return none
         if self._policy.exact:
             return none if num_ubatches > 1 and not self._break_exchanges else self._exact(counts, decodes)
+        if not any(counts):
+            return none
         few = self._exchange is None or self._exchange.largest <= self._policy.few_tokens
         if few and all(decodes):
             size = GraphSize(True, _round_up(self._policy.full, max(counts)))
@@ -179,11 +185,20 @@ class Capture:
     def _exact(self, counts: Sequence[int], decodes: Sequence[bool], first_lane: int = 0) -> Graphs:
         """Parts have to take turns after every exchange, because one may read what another has written, so those of a
         split step have no graphs that hold exchanges."""
+        forms = (True, False) if len(counts) == 1 and self._holds_exchanges() else (False,)
         found: list[GraphSize | None] = []
         for lane, (count, decode) in enumerate(zip(counts, decodes, strict=True), first_lane):
-            size = self._sizes[count] if decode and count < len(self._sizes) else None
-            found.append(None if self._refused and (lane, size) in self._refused else size)
+            sizes = [self._sizes[form][count] for form in forms] if decode and count <= self._policy.exact else [None]
+            found.append(next((size for size in sizes if (lane, size) not in self._refused), None))
         return found
+
+    def _holds_exchanges(self) -> bool:
+        """Whether an exact graph of this step may hold its exchanges with other ranks: as few tokens as that takes are
+        agreed on by all."""
+        policy, exchange = self._policy, self._exchange
+        if exchange is None or not self._break_exchanges or policy.break_exchanges or not policy.together:
+            return False
+        return 0 < exchange.recorded_tokens >= exchange.largest
 
     def steps(self, prepared: PreparedStep) -> Steps[Tensor]:
         """The forward pass: [T, D], its parts' rows one after another, valid until the next one begins."""
@@ -200,7 +215,7 @@ class Capture:
     def decodes(self, step: StepInput, lane: int) -> Steps[Tensor]:
         """A pass of decodes in a lane that no part of a step has; it has an exact graph, or none."""
         size = None
-        if step.num_tokens and self._policy.exact and not self._watched():
+        if self._policy.exact and not self._watched():
             (size,) = self._exact([step.num_tokens], [True], lane)
         return (yield from self._part(step, size, lane))
 
@@ -218,14 +233,15 @@ class Capture:
     def _first(self, step: StepInput, size: GraphSize, lane: int) -> Steps[Tensor]:
         """The first step of its size, captured while it runs."""
         series = self._library.series(lane)
-        recorder = _Recorder(series.new, break_exchanges=self._break_exchanges, runs=True)
+        breaks = self._break_exchanges and not size.exchanges
+        recorder = _Recorder(series.new, break_exchanges=breaks, runs=True)
         recorder.begin()
         try:
             # With the lengths of this step: what reads them on the host computes in torch, and that is refused, but
             # right.
             forward = self._forward(self._buffers.widened(step, lane), recorder, lane)
             # No other rank of this thread may have a turn while it records.
-            hidden_TD = (yield from forward) if self._break_exchanges else drain(forward)
+            hidden_TD = (yield from forward) if breaks else drain(forward)
         finally:
             recorder.end()
         if series.refused:

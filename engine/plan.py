@@ -20,7 +20,7 @@ from configs.resolve import DEFAULT_BATCHED_TOKENS, HALF_BYTES, QUANTIZED_BYTES,
 from configs.store import with_cache
 from engine.overlap.memory import with_memory
 from engine.sampling.processor_names import check_processors
-from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation
+from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation, with_whole_layer
 from ep.requirements import (
     DEVICE_NAMES,
     FEW_TOKENS,
@@ -73,8 +73,10 @@ def make_plan(
     files = identify(path)  # before anything is read of them
     facts = read_config(path, config.hf_overrides)
     speculation, why_drafts = plan_speculation(config.speculative_config, facts, default_method(config.model, facts))
+    machine = machine or machine_for(config, speculating(facts, speculation))
+    if machine.gpu is None and not config.enable_eplb:  # what is balanced has the layer too
+        speculation = with_whole_layer(speculation, facts)
     facts = speculating(facts, speculation)
-    machine = machine or machine_for(config, facts)
     numbers = replace(model_numbers(path, name, facts), tokenizer_path=_tokenizer_path(config, path, facts))
     if hosts is not None:
         if config.all2all_backend not in ("auto", "gloo"):
@@ -146,6 +148,8 @@ def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
         "num_experts",
     )  # fmt: skip
     choices: dict[str, object] = {name: getattr(plan, name) for name in names}
+    drafts = plan.speculation is not None and plan.speculation.method == "mtp"
+    choices["drafts"] = plan.speculation.whole if drafts and plan.speculation is not None else None
     key = weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
     return _with_nodes(replace(plan, weight_key=key))
 
@@ -328,7 +332,7 @@ def _gguf_tensors(directory: Path, file: Path) -> Iterator[tuple[str, str, int]]
     """The same of a GGUF file: weights of fewer bits as they are kept in memory (layers/gguf/blocks.py), but for the
     embedding, which is widened."""
     header = read_header(file)
-    names = json.loads((directory / GGUF_INDEX).read_text(encoding="utf-8"))["tensors"]
+    names = json.loads((directory / GGUF_INDEX).read_text(encoding="utf-8"))["files"][file.name]
     for name, (key, part, _) in names.items():
         tensor = header.tensors[key]
         numbers = math.prod(tensor.shape if part is None else tensor.shape[1:])

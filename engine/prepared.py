@@ -132,10 +132,12 @@ def prompt_parts(asked: Sequence[PromptTargets], num_sampled: int) -> tuple[Prom
 
 class GraphSize(NamedTuple):
     """A graph that has room for a part of a step, or for the whole (engine/capture.py). full: it holds the whole
-    forward pass of so many decodes; else what is between its graph breaks."""
+    forward pass of so many decodes; else what is between its graph breaks. exchanges: full, with the exchanges with
+    other ranks, which are left out otherwise where there are any."""
 
     full: bool
     rows: int  # that the part is padded to
+    exchanges: bool = False
 
 
 Graphs = Sequence[GraphSize | None]

@@ -192,8 +192,8 @@ class Runner:
             num_ranks = self._model.parallel.size if self._model.config.num_experts else 1
             with torch.inference_mode():
                 self._capture.capture(num_ranks)
-                if self._passes is not None and self._passes.capture is not None:
-                    self._passes.capture.capture(num_ranks)
+                if self._passes is not None:
+                    self._passes.capture(num_ranks)
 
     def reset(self) -> None:
         """After a lost peer: wait for the steps launched, and forget them and how they ended. The next schedule must
@@ -202,8 +202,8 @@ class Runner:
             self._threads.submit(_nothing).result()  # one thread: whatever came before it is over
         if self._capture is not None:
             self._capture.forget()
-        if self._passes is not None and self._passes.capture is not None:
-            self._passes.capture.forget()
+        if self._passes is not None:
+            self._passes.forget()
         self._unnoted = None
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, PeerLost):

@@ -19,7 +19,6 @@ R rows of the batch, F rows whose token comes from the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -29,7 +28,6 @@ from torch import Tensor
 
 from dbo.split import Cut, cut
 from engine.batch_table import BatchTable
-from engine.device import make_upload
 from engine.prepared import (
     Chooser,
     Graphs,
@@ -42,13 +40,14 @@ from engine.prepared import (
     spread,
 )
 from engine.schedule import Schedule
+from engine.speculation.decode_buffers import DecodeBuffers
 from engine.speculation.drafter import num_new
-from engine.step_memory import Limits, Place, StepMemory
+from engine.step_memory import Limits, StepMemory
 from engine.step_parts import KV_LENS, POSITIONS, READS, SLOTS, TOKEN_IDS, WRITES, Run, StepPart, state_runs
 from layers.step import StateInput, StepInput, TableInput
 
 
-class StepBuffers:
+class StepBuffers(DecodeBuffers):
     """Memory on the host: 4 bytes per row and position."""
 
     def __init__(
@@ -56,15 +55,11 @@ class StepBuffers:
     ) -> None:
         """context_cost: of a token's work, for cutting steps (dbo/split.py). on_device: sampled tokens stay on the
         device; else the host has each before the next step is laid out."""
-        self.limits = limits
-        self.device = device
+        super().__init__(limits, device)
         self._context_cost = context_cost
-        self._block_size = limits.block_size
-        self._rows = BatchTable(limits.max_num_seqs, limits.max_model_len, limits.columns, limits.num_tables)
         self._last_R: Tensor | None = None
         if on_device:
             self._last_R = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
-        self._lanes: dict[int, StepMemory] = {}
         self._fed: list[tuple[Tensor, Tensor, Tensor]] = []  # token ids, rows whose last ones, and their places
         self._run: Run | None = None
         self._nothing: PreparedStep | None = None  # a step without tokens, which is always the same
@@ -74,16 +69,6 @@ class StepBuffers:
         """Up to date."""
         self._flush()
         return self._rows
-
-    def lane(self, index: int) -> StepMemory:
-        """What the parts of that number are read from."""
-        limits = self.limits
-        tokens = 0, 0, *[block * self._block_size for block in limits.scratch]
-        sequences = 1, *[0, limits.scratch_record] * limits.has_state
-        if index not in self._lanes:
-            upload = make_upload(self.device)
-            self._lanes[index] = StepMemory(limits, tokens, sequences, POSITIONS, self.device, upload)
-        return self._lanes[index]
 
     # ---- steps ----
 
@@ -100,8 +85,13 @@ class StepBuffers:
         self._rows.take_over(schedule)
         if not schedule.rows and num_ubatches == 1:
             self._fed.clear()
-            self._nothing = self._nothing or self._lay_out(schedule, 1, choose)
+            if self._nothing is None or self._nothing.graphs != _chosen(choose, [0], [True]):
+                self._nothing = self._lay_out(schedule, 1, choose)
             return self._nothing
+        if num_ubatches == 1 and self._only_verifies(schedule):
+            graphs = _chosen(choose, [schedule.num_tokens], [True])
+            if graphs[0] is None or graphs[0].rows == schedule.num_tokens:
+                return self.verify(schedule, graphs)
         prepared = self._lay_out(schedule, num_ubatches, choose)
         for index in range(num_ubatches):
             self.lane(index).send()
@@ -125,6 +115,12 @@ class StepBuffers:
             return
         for first, drawn, drafts in runs(prepared, token_ids_S.tolist()):
             self._rows.known[rows_S[first]] = positions_S[first] + num_new(drawn, drafts)
+
+    def _only_verifies(self, schedule: Schedule) -> bool:
+        """Whether all entries decode, and some have drafts."""
+        if not schedule.drafts or self.limits.has_state or self._last_R is not None:
+            return False
+        return schedule.num_tokens == len(schedule.rows) + schedule.num_drafts and all(schedule.samples)
 
     # ---- the same sequences go on ----
 
@@ -186,25 +182,6 @@ class StepBuffers:
         for index, table in enumerate(self._rows.tables):
             tokens_FT[SLOTS + index] = table[rows_B, columns_B] * self._block_size + offsets_B
         run.left = self._block_size - 1 - int(offsets_B.max())
-
-    # ---- what drafts ----
-
-    def decodes(self, lane: int, rows_T: Ints, positions_T: Ints, token_ids_T: Ints) -> StepInput:
-        """A step in that lane of tokens that each attend for themselves, at places of sequences that have blocks
-        there."""
-        memory, num = self.lane(lane), len(rows_T)
-        place = memory.place(num, num)
-        tokens_FT = place.tokens_FT[:, :num]
-        tokens_FT[TOKEN_IDS], tokens_FT[POSITIONS] = token_ids_T, positions_T
-        columns_T, offsets_T = np.divmod(positions_T, self._block_size)
-        for index, table in enumerate(self._rows.tables):
-            tokens_FT[SLOTS + index] = table[rows_T, columns_T] * self._block_size + offsets_T
-        place.sequences_FB[KV_LENS, :num] = positions_T + 1
-        ends = (positions_T + 1).tolist()
-        tables = self._write_tables(memory, place, rows_T, max(ends, default=0))
-        memory.send()
-        rows_P = place.token_tensors[POSITIONS][:0]
-        return self._input(place, tables, tuple(range(num + 1)), ends, num, rows_P)
 
     # ---- what graphs are captured with ----
 
@@ -335,39 +312,6 @@ class StepBuffers:
             self._note_fed(memory, step.token_ids_T, rows_B[:num_decodes], starts_B[:num_decodes])
         entries_S = work.entry_B[sampled_S]
         return StepPart(step, place, entries_S, rows_B[sampled_S], ends_B[sampled_S], logits_P, asked, tables, rows_B)
-
-    def _input(
-        self,
-        place: Place,
-        tables: Sequence[Tensor],
-        query_starts: tuple[int, ...],
-        ends: Sequence[int],
-        num_decodes: int,
-        logits_rows_P: Tensor,
-    ) -> StepInput:
-        tokens, sequences = place.token_tensors, place.sequence_tensors
-        return StepInput(
-            tokens[TOKEN_IDS],
-            tokens[POSITIONS],
-            tokens[SLOTS],
-            query_starts,
-            tuple(ends),
-            sequences[KV_LENS],
-            tables[0],
-            num_decodes,
-            self._block_size,
-            logits_rows_P,
-            tuple(map(TableInput, tokens[SLOTS + 1 :], tables[1:])),
-            StateInput(sequences[READS], sequences[WRITES]) if self.limits.has_state else None,
-        )
-
-    def _write_tables(self, memory: StepMemory, place: Place, rows_B: Ints, longest: int) -> Sequence[Tensor]:
-        """Of each token group; a block behind a window is 0."""
-        num_columns = -(-longest // self._block_size)
-        return [
-            memory.write_table(index, place, np.maximum(table[rows_B, :num_columns], 0))
-            for index, table in enumerate(self._rows.tables)
-        ]
 
     def _note_fed(self, memory: StepMemory, token_ids_T: Tensor, rows_B: Ints, starts_B: Ints) -> None:
         """Of the entries of one token, those that no NewRow has stated come from the device: what is sampled is

@@ -18,6 +18,7 @@ from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
 from ep.recorder import Kind
 from moe_kernels import TokenBatch, add_rows
+from native.tape import mark
 
 _DISPATCH, _COMBINE = int(Kind.DISPATCH), int(Kind.COMBINE)
 
@@ -30,10 +31,9 @@ class MoE(nn.Module):
     same. shared: computed by every rank on its own tokens while theirs are in flight; None: there is none. A model that
     counts sets `load`, which is shown the expert ids of every step (eplb.load.ExpertLoad.recorder), and `arrivals`,
     which is shown how many rows each slot gets (eplb.load.RowLoad.recorder). number: among all layers of the
-    model, which sets it.
+    model, which sets it. exchanges: with other ranks; False: each rank has all of the experts, expert e in slot e, and
+    there are no lanes.
     """
-
-    exchanges = True  # with other ranks
 
     def __init__(
         self,
@@ -42,8 +42,10 @@ class MoE(nn.Module):
         lanes: Sequence[AllToAll],
         table: SlotTable | None = None,
         shared: nn.Module | None = None,
+        exchanges: bool = True,
     ) -> None:
         super().__init__()
+        self.exchanges = exchanges
         self.router = router
         self.experts = experts
         self.lanes = tuple(lanes)
@@ -59,7 +61,10 @@ class MoE(nn.Module):
 
         Raises PeerLost when another rank is gone.
         """
+        if not self.exchanges:
+            return self._alone(x_TD)
         a2a = self.lanes[lane]
+        mark(self.number)
         idle = not x_TD.shape[0]
         sent = a2a.dispatch(x_TD, self._none(x_TD) if idle else self._route(x_TD))
         # Hides the flight even without a second lane.
@@ -76,6 +81,12 @@ class MoE(nn.Module):
         alive.at(_COMBINE, self.number)
         out_TD = back.wait()
         return out_TD if shared_TD is None else add_rows(out_TD, shared_TD)
+
+    def _alone(self, x_TD: Tensor) -> Tensor:
+        routing = self._route(x_TD)
+        batch = TokenBatch(x_TD, routing.slot_TK, routing.weight_TK, 0, x_TD.dtype)
+        out_TD: Tensor = self.experts(batch)
+        return out_TD if self.shared is None else add_rows(out_TD, self.shared(x_TD))
 
     def update_group(self, lanes: Sequence[AllToAll], table: SlotTable) -> None:
         """Exchange with other ranks from now on; between steps only. The weights of the slots are the caller's
@@ -125,3 +136,15 @@ class MoELayers:
         table = SlotTable(self._placement, self._num_made, self._parallel.rank, self._device)
         self._num_made += 1
         return MoE(router, experts, self._lanes, table, shared)
+
+    def make_whole(
+        self,
+        router: nn.Module,
+        moe_intermediate_size: int,
+        shared: nn.Module | None = None,
+        kind: ExpertKind = GATED,
+    ) -> MoE:
+        """A layer of which each rank has all experts, and which no placement knows."""
+        num_experts, hidden_size = self._placement.num_experts, self._sizes[1]
+        experts = Experts(num_experts, hidden_size, moe_intermediate_size, self._dtype, self._device, kind)
+        return MoE(router, experts, (), None, shared, exchanges=False)

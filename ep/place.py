@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from eplb.placement import Placement
+from native.exchange import SpreadSlots, can_spread
 
 Ints = npt.NDArray[np.int64]
 
@@ -76,17 +77,22 @@ class SlotTable:
         self._cuts = torch.from_numpy(rows.cut_EB.ravel()).to(device)
         self._slots = torch.from_numpy(rows.slot_EB2.ravel()).to(device)
         self._hashes = hashes or _Hashes(self._num_buckets, device)
-        self._cursor = (rank * 7919 + layer * 104729) % _HASHES
+        self._cursor = np.array([(rank * 7919 + layer * 104729) % _HASHES])
+        self._native: SpreadSlots | None = None
+        if device is None or torch.device(device).type == "cpu":
+            self._native = SpreadSlots(rows.cut_EB, rows.slot_EB2, self._cursor) if can_spread() else None
 
     def __call__(self, expert_TK: Tensor) -> Tensor:
         """int64 [T, K] logical experts -> int64 [T, K] slots. The input itself where both numbers are the same."""
         if self._is_identity:
             return expert_TK
+        if self._native is not None and expert_TK.is_cpu:
+            return self._native(expert_TK)
         if self._first_E is not None:
             return self._first_E[expert_TK]
         num_tokens = expert_TK.shape[0]
-        bucket_T1, rest_T1 = self._hashes.at(self._cursor, num_tokens)
-        self._cursor = (self._cursor + num_tokens) % _HASHES
+        bucket_T1, rest_T1 = self._hashes.at(int(self._cursor[0]), num_tokens)
+        self._cursor[0] = (self._cursor[0] + num_tokens) % _HASHES
         place_TK = torch.add(bucket_T1, expert_TK, alpha=self._num_buckets)
         other_TK = rest_T1 >= self._cuts.take(place_TK)
         return self._slots.take(torch.add(other_TK, place_TK, alpha=2))
@@ -105,7 +111,7 @@ class SlotTable:
         steps would use the first few hashes only."""
         if before._num_buckets == self._num_buckets:
             self._hashes = before._hashes
-        self._cursor = before._cursor
+        self._cursor[0] = before._cursor[0]
 
 
 def slot_tables(placement: Placement, rank: int, device: torch.device | str | None = None) -> list[SlotTable]:

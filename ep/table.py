@@ -127,7 +127,11 @@ def _lanes(name: str, order: _Order, others_need: int = 0) -> Sequence[AllToAll]
         raise ValueError(f"all2all backend {name!r} gives experts ragged rows only; padded ones: shm, mailbox")
     layout = Layout.PADDED if padded else Layout.RAGGED
     if name in ("shm", "shm_padded") and isinstance(group, ShmGroup):
-        return [ShmAllToAll(group.heap, group.signals, *sizes, layout, rows=order.rows) for _ in lanes]
+        made = [ShmAllToAll(group.heap, group.signals, *sizes, layout, rows=order.rows) for _ in lanes]
+        tokens = min(lane.recorded_tokens for lane in made)
+        if order.state is not None and tokens:
+            order.state.record(tokens, {lane.key: lane.wait_late for lane in made})
+        return made
     if name == "gloo" and isinstance(group, GlooGroup):
         return [CollectiveAllToAll(group, *sizes, order.rows) for _ in lanes]
     if name == "mailbox" and isinstance(group, MailboxGroup):

@@ -20,7 +20,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     """What the output must be; names are vLLM's. Exactly one of the first six says it (docs/structured.md).
 
     after_token_ids: the output is free until these tokens have come, one after another (the end of reasoning); what
-    follows them is constrained. (): all of it is.
+    follows them is constrained. (): all of it is. backend: one of configs.server.STRUCTURED_BACKENDS.
     """
 
     json: str | dict[str, Any] | bool | None = None  # a JSON schema
@@ -33,6 +33,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     after_token_ids: tuple[int, ...] = ()
+    backend: str = "auto"
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,6 +41,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
     text: str
     after_token_ids: tuple[int, ...] = ()
+    xgrammar: bool = False  # which back end: that one, or llguidance
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -50,8 +50,9 @@ class LMHead(Linear):
             return self.packed(hidden_PD, self.bias)
         return linear(hidden_PD, self.matrix, self.bias)
 
-    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
-        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
+    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
+        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
+        one."""
         if self.packed is not None or self.bias is not None:
-            return greedy(self(hidden_PD)[:, :num_valid_tokens])
-        return greedy_tokens(hidden_PD, self.matrix, num_valid_tokens)
+            return greedy(self(hidden_PD)[:, :num_valid_tokens], out_P)
+        return greedy_tokens(hidden_PD, self.matrix, num_valid_tokens, out_P)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layers.gguf.file import GgufFile, find_gguf
+from layers.gguf.file import GgufFile, read_index
 from layers.identity import CheckpointError, Identities
 from layers.int4_layouts import CENTRE, codes, in_order, is_awq, zero_points
 from layers.safetensors_file import SafetensorsFile
@@ -115,7 +115,9 @@ class Checkpoint:
             self._files[name] = file
             if name != key:
                 self._keys[name] = key
-        self._unused = set(self._files)
+        self._unused = {
+            name for name in self._files if self._entry(name).num_bytes
+        }  # of 0 shared experts there are none
         self._progress = progress
         self._bytes_done = 0
         self._bytes_total = sum(self._entry(name).num_bytes for name in self._files)
@@ -127,11 +129,11 @@ class Checkpoint:
     def _find(self) -> Iterable[tuple[str, SafetensorsFile]]:
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such directory")
-        gguf = find_gguf(self.path)
-        if gguf is not None:
-            known = next((known for name, known in self._known.items() if name.endswith(".gguf")), None)
-            whole = GgufFile(gguf, known)
-            yield from ((key, whole) for key in whole.entries)
+        parts = read_index(self.path)
+        if parts is not None:
+            for name, names in parts.items():
+                part = GgufFile(self.path / name, names, self._known.get(name))
+                yield from ((key, part) for key in part.entries)
             return
         if (self.path / INDEX).exists():
             yield from self._from_index(self.path / INDEX)

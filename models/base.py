@@ -58,8 +58,9 @@ class CausalLM(Protocol):
         """[P, D] -> [P, V], in the model's dtype."""
         ...
 
-    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
-        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
+    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
+        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
+        one."""
         ...
 
     def keep_experts(self, form: WeightFormat, backend: str = "auto") -> None:

@@ -137,9 +137,10 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         values_PV: Tensor = self.head(hidden_PD)
         return values_PV
 
-    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int) -> Tensor:
-        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals."""
-        return self.head.greedy_tokens(hidden_PD, num_valid_tokens)
+    def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
+        """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
+        one."""
+        return self.head.greedy_tokens(hidden_PD, num_valid_tokens, out_P)
 
     def _read_embedding(self, source: WeightSource) -> None:
         source.read("model.embed_tokens.weight", self.embed.weight)

@@ -32,18 +32,22 @@ class ExpertParallelMixin(nn.Module):
         self._linear_form = WeightFormat.PLAIN
         self._moe_layer_ids: tuple[int, ...] = ()
         self._hosts: list[tuple[str, MoE]] = []  # the keys of a layer's experts begin with the first
+        self._whole: list[tuple[str, MoE]] = []  # the same of layers that do not exchange
 
     def register_moe_layers(self, mlps: Sequence[nn.Module]) -> None:
         """Called once by the model, with the feed-forward part of each of its layers."""
-        self._moe_layer_ids = tuple(i for i, mlp in enumerate(mlps) if isinstance(mlp, MoE))
-        self._hosts = [(f"model.layers.{i}.mlp.experts.", mlp) for i, mlp in enumerate(mlps) if isinstance(mlp, MoE)]
-        for number, (_, moe) in zip(self._moe_layer_ids, self._hosts, strict=True):
-            moe.number = number
+        ids = []
+        for number, moe in enumerate(mlps):
+            if isinstance(moe, MoE):
+                moe.number = number
+                (self._hosts if moe.exchanges else self._whole).append((f"model.layers.{number}.mlp.experts.", moe))
+                ids += [number] * moe.exchanges
+        self._moe_layer_ids = tuple(ids)
 
     def keep_experts(self, form: WeightFormat, backend: str = "auto") -> None:
         """How experts are kept in memory, and what multiplies by them (moe_kernels/backends.py); before they are
         loaded."""
-        for _, moe in self._hosts:
+        for _, moe in self._hosts + self._whole:
             moe.experts.keep_as(form, backend)
 
     def keep_linears(self, form: WeightFormat) -> None:
@@ -65,7 +69,7 @@ class ExpertParallelMixin(nn.Module):
         where all ranks have all experts: slot s has expert s."""
         if store is not None:
             pieces: list[Piece] = [whole(part, source, self.pack_linears) for part in parts]
-            pieces += [expert_units(source, prefix, moe.experts) for prefix, moe in self._hosts]
+            pieces += [expert_units(source, prefix, moe.experts) for prefix, moe in self._hosts + self._whole]
             take_all(store, pieces)
             return
         for part in parts:
@@ -75,6 +79,8 @@ class ExpertParallelMixin(nn.Module):
             assert self.parallel.placement is not None
             hosted = self.parallel.placement.experts_of(layer, self.parallel.rank)
             read_experts(source, prefix, moe.experts, hosted, num_experts)
+        for prefix, moe in self._whole:
+            read_experts(source, prefix, moe.experts, tuple(range(num_experts)), num_experts)
 
     def update_group(self, parallel: Parallel) -> None:
         """Exchange in the ranks and by the placement of `parallel` from now on; between steps only.

@@ -62,8 +62,10 @@ def with_kept_drafts(facts: ModelFacts, most: int) -> ModelFacts:
     return with_room
 
 
-def with_drafts(facts: ModelFacts) -> ModelFacts:
-    """The same model with its first MTP layer: one layer more with experts, and one more in the cache."""
+def with_drafts(facts: ModelFacts, whole: bool = False) -> ModelFacts:
+    """The same model with its first MTP layer: one layer more with experts, and one more in the cache. whole: all ranks
+    have all of its experts, which are placed nowhere."""
     assert mtp_layers(facts)
-    with_layer: ModelFacts = dataclasses.replace(facts, drafts=True)  # type: ignore[type-var]  # all are dataclasses
+    more = {"drafts": True, "whole_drafts": whole and facts.num_moe_layers > 0}
+    with_layer: ModelFacts = dataclasses.replace(facts, **more)  # type: ignore[type-var]  # all are dataclasses
     return with_layer

@@ -18,7 +18,7 @@ from moe_kernels.choice import (
     sum_rows,
     unpermute,
 )
-from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
+from moe_kernels.layout import ExpertBatch, Layout, TokenBatch, TokenMemory
 from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat
 from moe_kernels.permute import Bags
 from moe_kernels.token_sums import add_rows, copy_rows, sum_choices
@@ -27,7 +27,7 @@ from moe_kernels.weights import ExpertWeights, expert_weights
 
 __all__ = [
     "Bags", "ExpertBatch", "ExpertWeights", "HalfMatrix",
-    "Layout", "ScaledMatrix", "TokenBatch", "WeightFormat", "add_rows",
+    "Layout", "ScaledMatrix", "TokenBatch", "TokenMemory", "WeightFormat", "add_rows",
     "biased_softmax_topk", "copy_rows", "dequantize_rows", "expert_weights", "grouped_sigmoid_topk",
     "grouped_softmax_topk", "permute",
     "permute_some", "quantize_rows", "router_logits", "router_logits32", "run_experts", "silu_mul", "softmax_topk",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,16 @@ class ExpertBatch:
     scale: Tensor | None = None
 
 
+class TokenMemory(NamedTuple):
+    """Addresses on the host: of the number of tokens (int64), the tokens, their slots, and the rows that are wanted,
+    of a TokenBatch that has others every time. It may have none now, and then its tensors have no addresses."""
+
+    num_tokens: int
+    x: int
+    slot: int
+    rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """Tokens as they are, each with its choice of slots: the experts sort them and return the weighted sum, [T, D], or
@@ -42,7 +53,8 @@ class TokenBatch:
     x [T, D]; slot int64 [T, K], slots first_slot to first_slot + S - 1 are this rank's, others count nothing; weight
     float32 [T, K]. sum_dtype: of the sum; float32 or x's. rows_PD: the results of the P choices whose slots are here
     are wanted before they are weighted and summed, in x's dtype and in the order of tokens and choices; they may be put
-    there (memory that is not new with every step has its pages already). None: the sum is wanted.
+    there (memory that is not new with every step has its pages already). None: the sum is wanted. memory: where it all
+    lies when the experts run again from a graph; None: they cannot.
     """
 
     x_TD: Tensor
@@ -51,6 +63,7 @@ class TokenBatch:
     first_slot: int
     sum_dtype: torch.dtype
     rows_PD: Tensor | None = None
+    memory: TokenMemory | None = None
 
     def rows_of(self, num_slots: int) -> Tensor:
         """int32 [S]: how many tokens each of this rank's slots gets."""

@@ -68,6 +68,7 @@ _experts_pack = function("experts_pack", _SHAPE, *[_POINTER] * 7, _NUMBER, _INT)
 _experts_rows = function("experts_rows", _SHAPE, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER, _INT)
 _experts_tokens = function("experts_tokens", _SHAPE, *[_POINTER] * 4, _NUMBER, _NUMBER, _NUMBER, _POINTER, _INT, _INT)
 _experts_choices = function("experts_choices", _SHAPE, *[_POINTER] * 3, _NUMBER, _NUMBER, _NUMBER, _POINTER, _INT)
+_experts_arrived = function("experts_arrived", _SHAPE, *[_POINTER] * 3, _NUMBER, _POINTER, _NUMBER, _POINTER, _INT)
 _use_large_pages = function("native_use_large_pages", _POINTER, _NUMBER)
 _touch = function("native_touch", _POINTER, _POINTER, _POINTER)
 
@@ -177,17 +178,7 @@ class PackedExperts:
         if batch.rows_PD is not None:
             y_PD = batch.rows_PD
             assert y_PD.is_contiguous() and y_PD.dtype is self.dtype and y_PD.shape[1] == self._hidden
-            _experts_choices(
-                self._shape,
-                self.packed_SB.data_ptr(),
-                x_TD.data_ptr(),
-                slot_TK.data_ptr(),
-                batch.first_slot,
-                num_tokens,
-                top_k,
-                y_PD.data_ptr(),
-                torch.get_num_threads(),
-            )
+            self._run_choices(batch, x_TD, slot_TK, y_PD)
             return y_PD
         y_TD = torch.empty(num_tokens, self._hidden, dtype=batch.sum_dtype)
         _experts_tokens(
@@ -204,6 +195,16 @@ class PackedExperts:
             torch.get_num_threads(),
         )
         return y_TD
+
+    def _run_choices(self, batch: TokenBatch, x_TD: Tensor, slot_TK: Tensor, y_PD: Tensor) -> None:
+        weights, first, memory = self.packed_SB.data_ptr(), batch.first_slot, batch.memory
+        num_tokens, top_k = slot_TK.shape
+        if memory is not None and x_TD is batch.x_TD:
+            x, slot, y, count = memory.x, memory.slot, memory.rows, memory.num_tokens
+            _experts_arrived(self._shape, weights, x, slot, first, count, top_k, y, torch.get_num_threads())
+            return
+        x, slot, y = x_TD.data_ptr(), slot_TK.data_ptr(), y_PD.data_ptr()
+        _experts_choices(self._shape, weights, x, slot, first, num_tokens, top_k, y, torch.get_num_threads())
 
     def _rows(self, x: Tensor) -> Tensor:
         """x as the kernels read it: contiguous, an even number of columns where they take pairs."""

@@ -222,7 +222,7 @@ GROUPS = {
     "Conversations": [
         "chat_template", "default_chat_template_kwargs", "generation_config", "override_generation_config",
         "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "exclude_tools_when_tool_choice_none",
-        "enable_force_include_usage", "return_tokens_as_token_ids",
+        "enable_force_include_usage", "return_tokens_as_token_ids", "structured_outputs_config",
     ],
     "Limits and times": [
         "max_request_bytes", "max_inflight_bytes", "max_num_queued_reqs", "max_stored_responses", "max_stored_bytes",

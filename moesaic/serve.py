@@ -14,7 +14,7 @@ import click
 from configs.engine import Plan
 from configs.env import interface_variables, read_env
 from configs.json_option import json_object
-from configs.server import ServerConfig
+from configs.server import STRUCTURED_BACKENDS, ServerConfig
 from engine.plan import make_plan
 from engine.process.console import guard_console, say_text
 from engine.process.orphan import die_with_parent
@@ -48,6 +48,10 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
     "--reasoning-parser",
     type=click.Choice([*REASONING_PARSERS, "none"]),
     help="Format of the model's reasoning; default: what its chat template says.",
+)
+@click.option(
+    "--structured-outputs-config",
+    help=f"Field backend: {', '.join(STRUCTURED_BACKENDS)} (needs moesaic[xgrammar]); JSON; default: auto, llguidance.",
 )
 @click.option(
     "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
@@ -189,6 +193,7 @@ def server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin:
         ssl_keyfile=None if certificate[1] is None else str(Path(certificate[1]).resolve()),
         tool_call_parser=_family(options.pop("tool_call_parser")),
         reasoning_parser=_family(options.pop("reasoning_parser")),
+        structured_outputs_backend=_backend(options.pop("structured_outputs_config")),
         enable_auto_tool_choice=options.pop("enable_auto_tool_choice"),
         exclude_tools_when_tool_choice_none=options.pop("exclude_tools_when_tool_choice_none"),
         enable_force_include_usage=options.pop("enable_force_include_usage"),
@@ -220,6 +225,18 @@ def _check_certificate(certfile: str | None, keyfile: str | None) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: "")
     except (OSError, ValueError) as error:
         raise ValueError(f"--ssl-certfile {certfile}, --ssl-keyfile {keyfile}: {error}") from None
+
+
+def _backend(config: str | None) -> str:
+    if config is None:
+        return "auto"
+    fields, where = json_object("structured_outputs_config", config)
+    backend = fields.pop("backend", "auto")
+    if fields:
+        raise ValueError(f"{where}: {next(iter(fields))!r:.100} is not supported; backend is")
+    if not isinstance(backend, str):
+        raise ValueError(f"{where}: backend must be a text, not {backend!r:.100}")
+    return backend
 
 
 def _root_path(path: str) -> str:

@@ -1,7 +1,9 @@
 """Few tokens between ranks that map each other's memory, in native kernels (native/src/exchange.cpp): each stage of an
-exchange of ep/backends/shm.py in one call, over the same staging buffers and words.
+exchange of ep/backends/shm.py in one call, over the same staging buffers and words. What changes from exchange to
+exchange is not in the calls, so they can be recorded on a tape (native/tape.py).
 
-Legend: T tokens of this rank, N of all ranks, D hidden size, K experts per token, P choices of slots here, G ranks.
+Legend: T tokens of this rank, N of all ranks, D hidden size, K experts per token, P choices of slots here, E experts, G
+ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +22,7 @@ from native.library import function
 
 MAX_RANKS = 64
 SPIN_NS = 50_000  # a wait that is longer is the caller's
+LATE_DISPATCH, LATE_COMBINE, TOO_MANY = range(3)  # why a recorded exchange stops
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
@@ -42,23 +47,44 @@ class _Peer(ctypes.Structure):
     _fields_ = [(name, _POINTER) for name in PeerMemory._fields]
 
 
+class _State(ctypes.Structure):
+    """ExchangeState of exchange.cpp."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("number", "arrived", "late")),
+        ("counts", _NUMBER * MAX_RANKS),
+        ("rows", _NUMBER * MAX_RANKS),
+    )
+
+    number: int
+    arrived: int
+    late: int
+    counts: ctypes.Array[ctypes.c_int64]
+    rows: ctypes.Array[ctypes.c_int64]
+
+
 class _Lane(ctypes.Structure):
-    _fields_ = [
-        ("rank", _NUMBER),
-        ("size", _NUMBER),
-        ("slots", _NUMBER),
-        ("dim", _NUMBER),
-        ("x_type", _NUMBER),
-        ("peers", _POINTER),
-    ]
+    """ExchangeLane of exchange.cpp."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("rank", "size", "slots", "dim", "x_type", "most", "spin_ns")),
+        *((name, _POINTER) for name in ("peers", "state", "all_x", "all_slot", "all_weight")),
+    )
+
+
+class _SlotCall(ctypes.Structure):
+    """SlotCall of exchange.cpp."""
+
+    _fields_ = (("buckets", _NUMBER), ("cuts", _POINTER), ("slots", _POINTER), ("cursor", _POINTER))
 
 
 _LANE = ctypes.POINTER(_Lane)
-_put = function("exchange_put", _LANE, _POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER)
-_await = function("exchange_await", _LANE, _INT, _NUMBER, _NUMBER, _POINTER)
-_join = function("exchange_join", _LANE, _POINTER, _POINTER, _POINTER, _NUMBER, *[_POINTER] * 5)
-_give_back = function("exchange_give_back", _LANE, _POINTER, _POINTER, _NUMBER)
+_put = function("exchange_put", _LANE, _POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER)
+_await = function("exchange_await", _LANE, _INT)
+_join = function("exchange_join", _LANE, _POINTER, _POINTER, _POINTER, _NUMBER)
+_give_back = function("exchange_give_back", _LANE, _POINTER)
 _sum = function("exchange_sum", _LANE, _POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER, _INT)
+_slots = function("exchange_slots", ctypes.POINTER(_SlotCall), _POINTER, _POINTER, _NUMBER, _NUMBER)
 
 
 def can_run(dtype: torch.dtype, size: int) -> bool:
@@ -66,67 +92,127 @@ def can_run(dtype: torch.dtype, size: int) -> bool:
     return dtype in _X_TYPES and size <= MAX_RANKS and isa() > Isa.NONE
 
 
+def can_spread() -> bool:
+    """Whether SpreadSlots runs here."""
+    return isa() > Isa.NONE
+
+
 class FewTokens:
-    """The stages of one lane's exchanges in which no rank has more than `most` tokens. The caller counts the exchanges
-    and knows which are such."""
+    """The stages of one lane's exchanges in which no rank has more than `most` tokens, of at most `top_k` experts each.
+
+    number: of exchanges that have begun; the caller counts those that go another way. key: names the lane where a tape
+    stops.
+    """
 
     def __init__(
-        self, rank: int, num_slots: int, hidden_size: int, dtype: torch.dtype, peers: Sequence[PeerMemory], most: int
+        self,
+        rank: int,
+        num_slots: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        peers: Sequence[PeerMemory],
+        most: int,
+        top_k: int,
     ) -> None:
         """peers: by rank; this rank's own is not looked at."""
         size = len(peers)
-        self.most = most
-        self._rank, self._size = rank, size
+        self.most, self.top_k = most, top_k
+        self._size, num_all = size, most * size
+        self._state = _State()
         self._peers = (_Peer * size)(*[_Peer(*peer) for peer in peers])
-        self._lane = _Lane(rank, size, num_slots, hidden_size, _X_TYPES[dtype], ctypes.addressof(self._peers))
-        self._values, self._rows = (ctypes.c_int64 * (size + 1))(), (ctypes.c_int64 * size)()
-        self._x_ND = torch.empty(most * size, hidden_size, dtype=dtype)
-        self._joined: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        # Taken in as far as they are used.
+        self._x_ND = torch.empty(num_all, hidden_size, dtype=dtype)
+        self._slot_P = torch.empty(num_all * top_k, dtype=torch.int64)
+        self._weight_P = torch.empty(num_all * top_k)
+        self._y_PD = torch.empty(num_all * top_k, hidden_size, dtype=dtype)
+        self._lane = _Lane(
+            rank, size, num_slots, hidden_size, _X_TYPES[dtype], most, SPIN_NS, ctypes.addressof(self._peers),
+            ctypes.addressof(self._state), *[x.data_ptr() for x in (self._x_ND, self._slot_P, self._weight_P)],
+        )  # fmt: skip
+        # Of the number of tokens of all ranks (int64), the tokens, their slots, and the rows of choices that are here.
+        arrived = self.key + _State.arrived.offset  # type: ignore[attr-defined]
+        self.memory = arrived, *[x.data_ptr() for x in (self._x_ND, self._slot_P, self._y_PD)]
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def put(self, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor, number: int) -> None:
-        """To every peer, all of it."""
-        _put(self._lane, x_TD.data_ptr(), slot_TK.data_ptr(), weight_TK.data_ptr(), *slot_TK.shape, number)
+    @property
+    def key(self) -> int:
+        return ctypes.addressof(self._state)
 
-    def dispatched(self, number: int, num_tokens: int) -> list[int] | None:
-        """How many tokens there are of each rank, this one's `num_tokens` among them; None: not all have come yet."""
-        _await(self._lane, 0, number, SPIN_NS, self._values)
-        if not self._values[self._size]:
-            return None
-        self._values[self._rank] = num_tokens
-        return self._values[: self._size]
+    @property
+    def number(self) -> int:
+        return self._state.number
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._state.number = number
+
+    def put(self, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> None:
+        """The next exchange begins: all of it to every peer."""
+        _put(self._lane, x_TD.data_ptr(), slot_TK.data_ptr(), weight_TK.data_ptr(), *slot_TK.shape)
+
+    def dispatched(self) -> list[int] | None:
+        """How many tokens there are of each rank; None: not all have come yet."""
+        _await(self._lane, 0)
+        return None if self._state.late else self._state.counts[: self._size]
+
+    def note(self, counts: Sequence[int]) -> None:
+        """What `dispatched` would have found, had it waited for longer."""
+        self._state.counts[: self._size] = list(counts)
 
     def join(
-        self, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor, counts: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """x [N, D], slot [N, K], weight [N, K] of all ranks, one after another, until the next call; and how
-        many choices of each rank's tokens are of slots here."""
-        num_tokens, top_k = sum(counts), slot_TK.shape[1]
-        joined = self._joined.get((num_tokens, top_k))
-        if joined is None:
-            slot_NK = torch.empty(num_tokens, top_k, dtype=torch.int64)
-            joined = self._x_ND[:num_tokens], slot_NK, torch.empty(num_tokens, top_k)
-            self._joined[num_tokens, top_k] = joined
-        x_ND, slot_NK, weight_NK = joined
-        self._values[: self._size] = list(counts)
-        _join(
-            self._lane, x_TD.data_ptr(), slot_TK.data_ptr(), weight_TK.data_ptr(), top_k, self._values,
-            x_ND.data_ptr(), slot_NK.data_ptr(), weight_NK.data_ptr(), self._rows,
-        )  # fmt: skip
-        return x_ND, slot_NK, weight_NK, self._rows[:]
+        self, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor, num_tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [N, D], slot [N, K], weight [N, K] of all ranks, one after another, and place for the rows of the choices
+        that are here [P, D]: until the next call, and always in the same memory. num_tokens: N."""
+        top_k = slot_TK.shape[1]
+        _join(self._lane, x_TD.data_ptr(), slot_TK.data_ptr(), weight_TK.data_ptr(), top_k)
+        views = self._views.get((num_tokens, top_k))
+        if views is None:
+            num_pairs, shape = num_tokens * top_k, (num_tokens, top_k)
+            views = (
+                self._x_ND[:num_tokens],
+                self._slot_P[:num_pairs].view(shape),
+                self._weight_P[:num_pairs].view(shape),
+            )
+            self._views[num_tokens, top_k] = views
+        return *views, self._y_PD[: sum(self._state.rows[: self._size])]
 
-    def give_back(self, y_PD: Tensor, rows: Sequence[int], number: int) -> None:
+    def give_back(self, y_PD: Tensor) -> None:
         """To each peer the rows of its tokens' choices."""
-        self._rows[:] = list(rows)
-        _give_back(self._lane, y_PD.data_ptr(), self._rows, number)
+        _give_back(self._lane, self._address(y_PD))
 
-    def returned(self, number: int) -> bool:
+    def returned(self) -> bool:
         """Whether all peers have given back."""
-        _await(self._lane, 1, number, SPIN_NS, self._values)
-        return bool(self._values[self._size])
+        _await(self._lane, 1)
+        return not self._state.late
 
-    def sum(self, slot_TK: Tensor, weight_TK: Tensor, own_PD: Tensor, out_TD: Tensor) -> None:
-        """out = the weighted sum of each token's choices, in their order. own: the rows of those that are here."""
+    def sum(self, slot_TK: Tensor, weight_TK: Tensor, y_PD: Tensor, out_TD: Tensor) -> None:
+        """out = the weighted sum of each token's choices, in their order. y: what was given back, with the rows of
+        those that are here."""
         _sum(
-            self._lane, slot_TK.data_ptr(), weight_TK.data_ptr(), *slot_TK.shape, own_PD.data_ptr(),
+            self._lane, slot_TK.data_ptr(), weight_TK.data_ptr(), *slot_TK.shape, self._address(y_PD),
             out_TD.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
+
+    def _address(self, y_PD: Tensor) -> int:
+        """Without rows it has none of its own, but a recorded call will have rows."""
+        return y_PD.data_ptr() or self._y_PD.data_ptr()
+
+
+class SpreadSlots:
+    """Which slot computes a token's expert, where experts have several (ep.place.SlotTable has the meaning).
+
+    cursor: int64 [1], which goes on in place; cut_EB, slot_EB2: int64, contiguous.
+    """
+
+    def __init__(
+        self, cut_EB: npt.NDArray[np.int64], slot_EB2: npt.NDArray[np.int64], cursor: npt.NDArray[np.int64]
+    ) -> None:
+        self._arrays = cut_EB, slot_EB2, cursor
+        self._call = _SlotCall(cut_EB.shape[1], *[array.ctypes.data for array in self._arrays])
+
+    def __call__(self, expert_TK: Tensor) -> Tensor:
+        expert_TK = expert_TK.contiguous()
+        slot_TK = torch.empty(expert_TK.shape, dtype=torch.int64)
+        _slots(self._call, expert_TK.data_ptr(), slot_TK.data_ptr(), *expert_TK.shape)
+        return slot_TK

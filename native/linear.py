@@ -62,14 +62,15 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     return y_TO
 
 
-def best_output(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """argmax of `linear`, int64 [T], the first of equals; the products are never all in memory. The caller asks
-    `can_run`."""
+def best_output(x_TI: Tensor, weight_OI: Tensor, best_T: Tensor | None = None) -> Tensor:
+    """argmax of `linear`, int64 [T], the first of equals, in best_T if there is one; the products are never all in
+    memory. The caller asks `can_run`."""
     x_TI = x_TI.contiguous()
     num_rows, num_inputs = x_TI.shape
     num_outputs = weight_OI.shape[0]
     assert weight_OI.stride(1) == 1 and weight_OI.dtype is torch.bfloat16 and weight_OI.shape[1] == num_inputs
-    best_T = torch.empty(num_rows, dtype=torch.int64)
+    best_T = torch.empty(num_rows, dtype=torch.int64) if best_T is None else best_T
+    assert best_T.is_contiguous() and best_T.shape == (num_rows,)
     _linear_bf16_best(
         x_TI.data_ptr(), num_inputs, weight_OI.data_ptr(), weight_OI.stride(0), best_T.data_ptr(), num_rows, num_inputs,
         num_outputs, torch.get_num_threads(),

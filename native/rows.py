@@ -60,6 +60,7 @@ _rows_weigh = function(
 )
 _rows_gather = function("rows_gather", _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_rope = function("rows_rope", _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_best = function("rows_best", _INT, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_dots = function(
     "rows_dots", _INT, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT
 )
@@ -311,3 +312,17 @@ def dots(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tenso
         torch.get_num_threads(),
     )  # fmt: skip
     return y_TO
+
+
+def best(x_TF: Tensor, place_T: Tensor | None = None) -> Tensor:
+    """Where the largest number of each row is, the first of equals: int64 [T], in place_T if there is one. Rows of x
+    may be apart."""
+    num_rows, size = x_TF.shape
+    assert x_TF.stride(1) == 1
+    place_T = torch.empty(num_rows, dtype=torch.int64) if place_T is None else place_T
+    assert place_T.is_contiguous() and place_T.shape == (num_rows,)
+    _rows_best(
+        _X_TYPES[x_TF.dtype], x_TF.data_ptr(), x_TF.stride(0), place_T.data_ptr(), num_rows, size,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return place_T

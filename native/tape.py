@@ -6,15 +6,19 @@ they read and wrote must stay where it is: tensors that are made meanwhile come 
 read from elsewhere (weights, the cache, the inputs of a step) is the caller's business. Only native kernels are on the
 tape: an operation that torch computed, or a kernel whose arguments change from step to step, makes the recording void,
 and `Recording.refused` says which one it was.
+
+A call on a tape may find that it cannot go on: an exchange whose peers are late (native/src/exchange.cpp). Then the
+tape stops, `Late` says what for, and after that has been waited for in Python, where waits are bounded and peers may be
+lost, it goes on with the same call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from native.features import Isa, isa
 from native.library import function
 
 Bytes = npt.NDArray[np.uint8]
@@ -34,7 +39,45 @@ _tape_new = function("tape_new", ctypes.POINTER(_POINTER))
 _tape_free = function("tape_free", _POINTER)
 _tape_begin = function("tape_begin", _POINTER)
 _tape_end = function("tape_end", _POINTER, ctypes.POINTER(ctypes.c_char_p))
-_tape_play = function("tape_play", _POINTER, ctypes.c_int)
+
+
+class _Stop(ctypes.Structure):
+    """TapeStop of tape.h."""
+
+    _fields_ = (
+        ("at", ctypes.c_int64),
+        ("by", ctypes.c_void_p),
+        ("reason", ctypes.c_int64),
+        ("mark", ctypes.c_int64),
+    )
+
+    at: int
+    by: int
+    reason: int
+    mark: int
+
+
+_tape_play = function("tape_play", _POINTER, ctypes.c_int, ctypes.POINTER(_Stop))
+_tape_mark = function("tape_mark", ctypes.c_int64)
+
+
+class Late(NamedTuple):
+    """Where a tape has stopped. key: of what stops it, as that has said; reason: its own number; mark: the last one
+    that was passed."""
+
+    key: int
+    reason: int
+    mark: int
+
+
+def mark(place: int) -> None:
+    """What comes next belongs to this place of the step, as `Late` tells it: a layer's number."""
+    if isa() > Isa.NONE:
+        _tape_mark(place)
+
+
+def _unexpected(late: Late) -> None:
+    raise AssertionError(f"nothing on the tape should wait: {late}")
 
 
 class Memory:
@@ -63,14 +106,16 @@ class Memory:
 class CpuGraphs:
     """Implements engine.capture.GraphLibrary: graphs of one lane share their memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[Late], None] = _unexpected) -> None:
+        """wait: until a tape that has stopped may go on; it may raise instead."""
+        self._wait = wait
         self._memories: dict[int, Memory] = {}
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def series(self, lane: int) -> Recording:
-        return Recording(self._memories.setdefault(lane, Memory()))
+        return Recording(self._memories.setdefault(lane, Memory()), self._wait)
 
 
 class Recording:
@@ -80,8 +125,9 @@ class Recording:
     refused: "", or why it cannot be replayed.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, wait: Callable[[Late], None] = _unexpected) -> None:
         self.refused = ""
+        self.wait = wait
         self._places = _Places(memory)
         self._kept: list[Tensor] = []  # made by torch in a form of its own
 
@@ -130,7 +176,12 @@ class Tape:
             self._recording.refuse(f"{refused.value.decode()} takes other arguments in every step")
 
     def replay(self) -> None:
-        _tape_play(self._handle, self._num_threads)
+        """Raises what waiting for something late does."""
+        stop = _Stop()
+        _tape_play(self._handle, self._num_threads, stop)
+        while stop.at >= 0:
+            self._recording.wait(Late(stop.by, stop.reason, stop.mark))
+            _tape_play(self._handle, self._num_threads, stop)
 
 
 class _Places:

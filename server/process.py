@@ -34,6 +34,7 @@ from engine.process.places import Places, write_small
 from front.async_llm import AsyncLLM
 from front.messages import SamplingParams, Shutdown
 from front.model_defaults import model_defaults
+from front.structured.xgrammar_backend import library as xgrammar_library
 from front.text import Tokenizer
 from front.wire import Numbers, ZmqRanks
 from server import logs
@@ -71,6 +72,8 @@ def main() -> None:
         listener = listen(config.host, config.port)
         tokenizer = Tokenizer(plan.model_path, plan.tokenizer_path)
         OutputFormats(tokenizer, config)  # said at once, where parsers do not go together
+        if config.structured_outputs_backend == "xgrammar":
+            xgrammar_library()  # the same, where it is missing; importing it takes seconds
         defaults = model_defaults(plan.model_path) if config.use_generation_config else SamplingParams()
         defaults = msgspec.structs.replace(defaults, **config.generation)
         places = Places(options.runtime_dir, options.memory)

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "ep": {"moe_kernels", "eplb", "dbo", "layers", "native"},
     "store": set(),
     "models": {"cache", "configs", "mla", "ep", "layers", "dbo", "store"},
-    "front": {"configs", "dbo", "ep"},
+    "front": {"configs", "dbo", "ep", "layers"},
     "engine": {"cache", "configs", "front", "models", "layers", "dbo", "ep", "eplb", "native", "store"},
     "server": {"configs", "front", "engine"},
     "launch": {"configs", "front", "server", "engine", "store"},
@@ -39,12 +39,13 @@ ALLOWED: dict[str, set[str]] = {
 ROOMS = sorted(room for room in ALLOWED if (ROOT / room).is_dir())
 ONLY_PARTS = {
     "configs": {"cache": {"cache.spec"}},
-    "front": {"ep": {"ep.recorder"}, "dbo": {"dbo.alive"}},
+    "front": {"ep": {"ep.recorder"}, "dbo": {"dbo.alive"}, "layers": {"layers.optional"}},
     "engine": {
         "front": {
             "front.messages",
             "front.structured.grammar",
             "front.structured.vocabulary",
+            "front.structured.xgrammar_backend",
             "front.text",
             "front.wire",
         }
@@ -53,7 +54,7 @@ ONLY_PARTS = {
         "eplb": {"eplb.placement", "eplb.load"},
         "dbo": {"dbo.alive", "dbo.steps"},
         "layers": {"layers.optional"},
-        "native": {"native.exchange"},
+        "native": {"native.exchange", "native.tape"},
     },
     "moe_kernels": {"layers": {"layers.choice", "layers.optional", "layers.triton.configs", "layers.triton.device"}},
 }

@@ -21,6 +21,7 @@ from engine.speculation.times import MARGIN, SETTLED, StepTimes, expected_tokens
 from ep.recorder import Kind
 
 AGAIN = 256  # steps of a size, after which what is not chosen is measured once more
+HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
 KEPT = 4096  # steps after which times are written
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
 
@@ -47,6 +48,7 @@ class Gate(StepCompanion):
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
         self._chosen: dict[int, int] = {}  # of so many sequences
         self._num_steps: dict[int, int] = {}
+        self._settled: set[int] = set()  # sizes for which nothing was left to measure at the last choice
         self._tried: dict[tuple[int, int], int] = {}  # steps made to measure so many drafts of so many sequences
         self._part = 1.0  # of the sequences, that have drafts where they may
         self._ended = (-1, 0.0)  # the last step, and when it began
@@ -67,6 +69,7 @@ class Gate(StepCompanion):
         if not num:  # of a rank that practises the others hear no number, and it makes no drafts
             return None
         self._speculation.depth = verify
+        depth = min(depth, 1 + self._speculation.max_in_step // num)  # more could not be verified, and have no memory
         return _Clocked(self, depth if self._speculation.models else 0)
 
     def close(self) -> None:
@@ -83,7 +86,11 @@ class Gate(StepCompanion):
         steps = self._num_steps[size] = self._num_steps.get(size, 0) + 1
         if steps % AGAIN == 0:
             self._tried.update({(size, depth): -AGAIN for depth in range(self._most + 1)})
-        drafts, best, best_rate = self._speculation, 0, 0.0
+        elif steps % HELD and size in self._settled:
+            self._wanted = (self._chosen[size], self._chosen[size])
+            return
+        self._settled.discard(size)
+        drafts, best, best_rate, all_known = self._speculation, 0, 0.0, True
         least = 0.0  # seconds that a step with more drafts takes at least
         for depth in range(self._most + 1):
             most_tokens = num * expected_tokens(drafts.acceptance, depth)
@@ -97,12 +104,15 @@ class Gate(StepCompanion):
                 self._wanted = (depth, max(depth, 1))  # none to verify, but made: so nobody loses the thread
                 return
             if rate is None:
+                all_known = False
                 continue
             least = num * (1 + part * (expected_tokens(drafts.acceptance, depth) - 1)) / rate
             if rate > best_rate * (1 + MARGIN if best == 0 and depth else 1):
                 best, best_rate = depth, rate
         if not best_rate:
             best = 1
+        if all_known:
+            self._settled.add(size)
         self._chosen[size] = best
         self._wanted = (best, best)
 

@@ -3,15 +3,16 @@
 The layer first sees every token of the step, together with the token that follows it: so its cache, one more layer of
 the model's, grows with theirs. Of a step that decodes only tokens that were accepted pass through it; one with prompts
 in it passes as it is. Then it drafts one token further at a time, from what itself gave: those rows of its cache are
-written again in the next step, from the main model's states. All ranks make the same number of passes, with whatever
-tokens they have, because its experts are spread over them.
+written again in the next step, from the main model's states. These passes are known ahead, so all of them are laid out
+and captured as one. All ranks make the same number of passes, with whatever tokens they have, because its experts may
+be spread over them.
 
 Legend: T tokens of the step, R rows of a pass, D hidden size, S sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,16 +21,16 @@ from torch import Tensor
 
 from cache.memory import CacheMemory
 from dbo.steps import Steps, weave
-from engine.capture import Capture
+from engine.capture import Capture, Forward
 from engine.prepared import Ints, PreparedStep, runs
 from engine.schedule import Schedule
 from engine.speculation.drafter import num_new
 from engine.step_buffers import StepBuffers
 from layers.step import StepInput
 from models.base import CausalLM
-from models.graph_breaks import GraphBreaks
+from models.graph_breaks import EAGER, GraphBreaks
 
-LANE = -1  # of the step memory and the graphs; rows travel in lane 0
+LANE, FURTHER = -1, -2  # of the step memory and the graphs; rows travel in lane 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,58 @@ class Ends:
 
 
 class MtpPasses:
-    """Of one rank. capture: of `forward`; None: all passes run eager."""
+    """Of one rank. most: passes of a step. make_capture: None: they run eager."""
 
-    def __init__(self, model: CausalLM, kv: CacheMemory, buffers: StepBuffers, num_valid_tokens: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: CacheMemory,
+        buffers: StepBuffers,
+        num_valid_tokens: int,
+        most: int,
+        make_capture: Callable[[Forward], Capture] | None = None,
+    ) -> None:
         self._model, self._kv, self._buffers = model, kv, buffers
         self._num_valid_tokens = num_valid_tokens
         self._hidden_RD: Tensor | None = None
-        self.capture: Capture | None = None
+        self._last_SD: Tensor | None = None
+        self._following: list[StepInput] = []
+        # Of the pass behind a step; then of 0, 1 and more that follow it.
+        forwards = [self._forward, *[self._forward_further] * most]
+        self._captures = [] if make_capture is None else [make_capture(forward) for forward in forwards]
 
-    def forward(self, step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+    def capture(self, num_ranks: int) -> None:
+        """As Capture.capture."""
+        for capture in self._captures:
+            capture.capture(num_ranks)
+
+    def forget(self) -> None:
+        """As Capture.forget."""
+        for capture in self._captures:
+            capture.forget()
+
+    def _forward(self, step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
         """For capture.Forward: states come from memory that stays where it is."""
         assert self._hidden_RD is not None
         return self._model.draft_steps(step, self._hidden_RD[: step.num_tokens], self._kv, 0, breaks)
+
+    def _forward_further(self, step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+        """For capture.Forward: drafts of each sequence, int64 [S, passes + 1]. step: of as many sequences."""
+        num, following = step.num_tokens, self._following
+        drafts_PS = torch.empty(1 + len(following), num, dtype=torch.int64, device=step.token_ids_T.device)
+        hidden_SD = step.token_ids_T  # of no sequences nothing is read
+        if num:
+            assert self._last_SD is not None
+            hidden_SD = self._last_SD[:num]
+            self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[0])
+        for number, one in enumerate(following, 1):
+            if breaks is not EAGER:
+                one = self._buffers.widened(one, FURTHER)
+            one = replace(one, token_ids_T=drafts_PS[number - 1])
+            hidden_SD = yield from self._model.draft_steps(one, hidden_SD, self._kv, 0, breaks)
+            if num:
+                self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[number])
+        return drafts_PS.T
 
     def steps(
         self, schedule: Schedule, prepared: PreparedStep, hidden_TD: Tensor, tokens: list[int]
@@ -67,14 +108,35 @@ class MtpPasses:
         else:
             ends, given_RD = yield from self._whole(schedule, prepared, hidden_TD, tokens)
         drafts: list[list[int]] = [[] for _ in range(prepared.num_entries)]
-        for further in range(schedule.draft_depth):
-            hidden_SD = given_RD[torch.from_numpy(ends.places_S).to(given_RD.device)]
-            drafted = self._model.greedy_tokens(hidden_SD, self._num_valid_tokens).tolist() if len(hidden_SD) else []
-            for entry, token in zip(ends.entries_S, drafted, strict=True):
-                drafts[entry].append(token)
-            if further + 1 < schedule.draft_depth:
-                ends, given_RD = yield from self._further(ends, hidden_SD, drafted)
+        # Only for those with room for all of the passes; the others have one draft.
+        last_S = ends.positions_S + schedule.draft_depth - 1
+        table, limits = self._buffers.rows, self._buffers.limits
+        fits_S = (last_S <= table.room(ends.rows_S, limits.block_size)) & (last_S <= limits.max_model_len)
+        for further, which in ((schedule.draft_depth - 1, np.flatnonzero(fits_S)), (0, np.flatnonzero(~fits_S))):
+            if not further and not len(which):
+                continue
+            made = yield from self._drafts(ends, which, given_RD, further)
+            for at, found in zip(which.tolist(), made, strict=True):
+                drafts[ends.entries_S[at]] = found
         return drafts
+
+    def _drafts(self, ends: Ends, which: Ints, given_RD: Tensor, further: int) -> Steps[list[list[int]]]:
+        """So many drafts and one of each of these sequences."""
+        if self._last_SD is None:
+            shape = self._buffers.limits.max_num_seqs, given_RD.shape[1]
+            self._last_SD = torch.zeros(shape, dtype=given_RD.dtype, device=given_RD.device)
+        num = len(which)
+        places_S = torch.from_numpy(ends.places_S[which]).to(given_RD.device)
+        torch.index_select(given_RD, 0, places_S, out=self._last_SD[:num])
+        rows_S, positions_S = ends.rows_S[which], ends.positions_S[which]
+        steps = self._buffers.following(FURTHER, rows_S, positions_S if further else positions_S * 0, max(further, 1))
+        self._following = steps[:further]
+        if self._captures:
+            drafts_SP = yield from self._captures[1 + further].decodes(steps[0], FURTHER)
+        else:
+            drafts_SP = yield from self._forward_further(steps[0], EAGER, FURTHER)
+        found: list[list[int]] = drafts_SP.tolist()
+        return found
 
     def _whole(
         self, schedule: Schedule, prepared: PreparedStep, hidden_TD: Tensor, tokens: list[int]
@@ -116,18 +178,6 @@ class MtpPasses:
         place_of = {place: at for at, place in enumerate(places)}
         return _ends(schedule, prepared, tokens, [place_of.get(place, -1) for place in range(len(tokens))]), given_RD
 
-    def _further(self, ends: Ends, hidden_SD: Tensor, drafted: Sequence[int]) -> Steps[tuple[Ends, Tensor]]:
-        """One token more for each sequence that has room for the last one."""
-        table = self._buffers.rows
-        fits_S = ends.positions_S < table.room(ends.rows_S, self._buffers.limits.block_size)
-        fits_S &= ends.positions_S < self._buffers.limits.max_model_len
-        which = np.flatnonzero(fits_S)
-        rows, positions = ends.rows_S[which], ends.positions_S[which]
-        token_ids = np.array(drafted, dtype=np.int64)[which]
-        given_RD = yield from self._pass(rows, positions, token_ids, hidden_SD[torch.from_numpy(which)])
-        entries = [ends.entries_S[at] for at in which.tolist()]
-        return Ends(entries, rows, positions + 1, np.arange(len(which))), given_RD
-
     def _nothing(self, lane: int, hidden_TD: Tensor) -> Steps[Tensor]:
         none = np.zeros(0, dtype=np.int64)
         step = self._buffers.decodes(lane, none, none, none)
@@ -136,12 +186,12 @@ class MtpPasses:
     def _pass(self, rows_R: Ints, positions_R: Ints, token_ids_R: Ints, hidden_RD: Tensor) -> Steps[Tensor]:
         """positions_R: of the states; token_ids_R: behind them."""
         step = self._buffers.decodes(LANE, rows_R, positions_R, token_ids_R)
-        if self.capture is None:
+        if not self._captures:
             return (yield from self._model.draft_steps(step, hidden_RD, self._kv))
         if self._hidden_RD is None:
             self._hidden_RD = hidden_RD.new_zeros(self._buffers.limits.max_decodes, hidden_RD.shape[1])
         self._hidden_RD[: len(hidden_RD)] = hidden_RD
-        return (yield from self.capture.decodes(step, LANE))
+        return (yield from self._captures[0].decodes(step, LANE))
 
 
 def _ends(schedule: Schedule, prepared: PreparedStep, tokens: list[int], places: Sequence[int]) -> Ends:

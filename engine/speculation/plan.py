@@ -12,6 +12,8 @@ from dbo.memory import file_of
 from engine.speculation.times import StepTimes
 from models.facts import ModelFacts, mtp_layers, takes_drafts, with_drafts, with_kept_drafts
 
+WHOLE_BYTES = 1 << 30  # of the experts of the layer that drafts in float32, where every rank has all of them
+
 
 def default_method(model: str | None, facts: ModelFacts) -> Method:
     """What drafts where nothing is asked for. model: None: the embedded one."""
@@ -45,7 +47,15 @@ def speculating(facts: ModelFacts, speculation: SpeculativeConfig | None) -> Mod
     if speculation is None:
         return facts
     facts = with_kept_drafts(facts, speculation.num_speculative_tokens)
-    return with_drafts(facts) if speculation.method == "mtp" else facts
+    return with_drafts(facts, speculation.whole) if speculation.method == "mtp" else facts
+
+
+def with_whole_layer(speculation: SpeculativeConfig | None, facts: ModelFacts) -> SpeculativeConfig | None:
+    """On CPUs: a layer that drafts without asking other ranks for their experts, where that takes little memory."""
+    if speculation is None or speculation.method != "mtp":
+        return speculation
+    num_bytes = 3 * 4 * facts.num_experts * facts.moe_intermediate_size * facts.hidden_size
+    return replace(speculation, whole=facts.num_moe_layers > 0 and num_bytes <= WHOLE_BYTES)
 
 
 def with_speculation(
@@ -54,6 +64,8 @@ def with_speculation(
     """The plan with what was decided, and with what follows from it. folder: where times are remembered."""
     if speculation is not None and plan.ranks_per_machine and config.speculative_config is None:
         speculation, reason = None, "on a GPU only if asked for: a step would wait for the tokens of the last one"
+    if speculation is not None and speculation.whole:
+        reason += ", whose experts are all on every rank"
     more = {"speculation": reason}
     if speculation is not None and speculation.method != "prediction" and plan.async_scheduling:
         if config.async_scheduling is None:
@@ -88,4 +100,5 @@ def _key(plan: Plan, speculation: SpeculativeConfig) -> dict[str, str | int]:
         "kernels": plan.native_kernels,
         "graphs": plan.cudagraph_mode,
         "method": speculation.method,
+        "whole": int(speculation.whole),
     }

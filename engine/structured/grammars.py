@@ -6,14 +6,17 @@ import encodings.unicode_escape  # noqa: F401  (a vocabulary is read beside requ
 import logging
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import llguidance
 
 from engine.request import Request
 from engine.structured.guide import Guide
+from engine.structured.xgrammar_matcher import XgrammarMatcher
 from front.messages import Grammar, TokenOutput
 from front.structured.grammar import LIMITS
 from front.structured.vocabulary import grammar_tokenizer
+from front.structured.xgrammar_backend import Compiler
 from front.text import Tokenizer
 
 log = logging.getLogger("moesaic.rank")
@@ -37,7 +40,8 @@ class Grammars:
         self._paths, self._vocab_size = (model_path, tokenizer_path), vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")  # it has none before there is work
         self._tokenizer: llguidance.LLTokenizer | None = None  # made and used on the thread
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # used on the thread
+        self._compiler: Compiler | None = None  # the same, of xgrammar
+        self._compiled: OrderedDict[tuple[bool, str], Any] = OrderedDict()  # used on the thread
         self.awaited: dict[int, tuple[Request, Future[Guide]]] = {}
 
     def warm(self) -> None:
@@ -83,15 +87,27 @@ class Grammars:
         return self._tokenizer
 
     def _guide(self, grammar: Grammar) -> Guide:
-        tokenizer = self._vocabulary()
-        root = self._compiled.get(grammar.text)
-        if root is None:
-            root = llguidance.LLMatcher(tokenizer, grammar.text, log_level=0, limits=LIMITS)
-            root.compute_bitmask()  # the first one is slow
-            if root.is_error():
-                raise ValueError(root.get_error())
-            self._compiled[grammar.text] = root
+        key = grammar.xgrammar, grammar.text
+        if key not in self._compiled:
+            self._compiled[key] = self._compile_of_xgrammar(grammar) if grammar.xgrammar else self._compile(grammar)
             if len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar.text)
-        return Guide(root.deep_copy(), tokenizer.eos_tokens, grammar.after_token_ids)
+        self._compiled.move_to_end(key)
+        compiled = self._compiled[key]
+        if not grammar.xgrammar:
+            return Guide(compiled.deep_copy(), self._vocabulary().eos_tokens, grammar.after_token_ids)
+        assert self._compiler is not None
+        matcher = XgrammarMatcher(self._compiler.matcher(compiled), self._vocab_size)
+        return Guide(matcher, self._compiler.ends, grammar.after_token_ids)
+
+    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+        root = llguidance.LLMatcher(self._vocabulary(), grammar.text, log_level=0, limits=LIMITS)
+        root.compute_bitmask()  # the first one is slow
+        if root.is_error():
+            raise ValueError(root.get_error())
+        return root
+
+    def _compile_of_xgrammar(self, grammar: Grammar) -> Any:
+        if self._compiler is None:
+            self._compiler = Compiler(Tokenizer(*self._paths), self._vocab_size)
+        return self._compiler.compile(grammar.text)

@@ -11,8 +11,11 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from engine.structured.xgrammar_matcher import XgrammarMatcher
+
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
+Matcher = llguidance.LLMatcher | XgrammarMatcher
 
 
 class Guide:
@@ -24,7 +27,7 @@ class Guide:
 
     __slots__ = ("_after", "_matcher", "_output", "active", "ends", "error")
 
-    def __init__(self, matcher: llguidance.LLMatcher, ends: Sequence[int] = (), after: tuple[int, ...] = ()) -> None:
+    def __init__(self, matcher: Matcher, ends: Sequence[int] = (), after: tuple[int, ...] = ()) -> None:
         """ends: tokens that end a text."""
         self._matcher = matcher
         self._after = after
@@ -77,7 +80,7 @@ class Guide:
         return free, list(drafts[free:])
 
     @property
-    def matcher(self) -> llguidance.LLMatcher | None:
+    def matcher(self) -> Matcher | None:
         """None: only the end may come."""
         return None if self._ended else self._matcher
 
@@ -167,11 +170,13 @@ class Masks:
             matcher = guide.matcher
             if begin == end or matcher is None:
                 continue
-            if between:
+            if not between:
+                matcher.unsafe_compute_mask_ptr(start + begin * size, size)
+            elif isinstance(matcher, XgrammarMatcher):
+                matcher.compute_masks_of_run(start + begin * size, size, between)
+            else:
                 run = [(matcher, begin, between)]  # one alone is computed in place
                 self._executor.unsafe_compute_mask_ptr_with_draft_token(run, start, size, len(guides))
-            else:
-                matcher.unsafe_compute_mask_ptr(start + begin * size, size)
             if not guide.check():
                 masks_NW[begin:end] = self._end_W
         return mask_P, masks_NW

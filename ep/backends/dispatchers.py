@@ -7,13 +7,14 @@ that before the step begins (engine/agreement.py), so they all take the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ep.protocol import AllToAll, Arrived, Later, Pending, Routing
 from moe_kernels import Layout
+from native.tape import Late
 
 Confirm = Callable[[], None]
 
@@ -24,6 +25,8 @@ class StepState:
 
     def __init__(self) -> None:
         self._largest: int | None = None
+        self.recorded_tokens = 0
+        self._waits: dict[int, Callable[[Late], None]] = {}
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], Confirm]] = []
 
@@ -34,6 +37,15 @@ class StepState:
         if self._largest is None:
             raise RuntimeError("the exchange has not been told of this step (StepState.begin)")
         return self._largest
+
+    def record(self, tokens: int, waits: Mapping[int, Callable[[Late], None]]) -> None:
+        """In steps in which no rank has more than so many tokens the exchanges of this epoch can be on a tape
+        (native/tape.py). waits: of each lane, by its key, what waits for the others where the tape stops."""
+        self.recorded_tokens, self._waits = tokens, dict(waits)
+
+    def wait_late(self, late: Late) -> None:
+        """Until a tape that has stopped in an exchange may go on. Raises PeerLost."""
+        self._waits[late.key](late)
 
     def watch(self, before: Callable[[], None] | None = None, after: Callable[[], Confirm] | None = None) -> None:
         """before: called when a step has been agreed on; after: when its exchanges are queued on the device. What that
@@ -46,6 +58,7 @@ class StepState:
     def forget(self) -> None:
         """The lanes are not used any more, and no step is under way."""
         self.ended()
+        self.record(0, {})
         self._before.clear()
         self._after.clear()
 

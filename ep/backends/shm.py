@@ -26,7 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+import dbo.alive as alive
 from ep.protocol import Arrived, Later, Routing
+from ep.recorder import Kind
 from ep.rows import make_rows, padding
 from ep.transport.heap import Signals, SymmetricHeap
 from ep.transport.shm_heap import ShmSignals
@@ -42,8 +44,9 @@ from ep.transport.shm_staging import (
     RowOps,
     StagingBuffer,
 )
-from moe_kernels import ExpertBatch, Layout, TokenBatch, sum_choices
-from native.exchange import FewTokens, PeerMemory, can_run
+from moe_kernels import ExpertBatch, Layout, TokenBatch, TokenMemory, sum_choices
+from native.exchange import LATE_COMBINE, TOO_MANY, FewTokens, PeerMemory, can_run
+from native.tape import Late
 
 _ROOM_ROWS = 2048  # a rank's tokens of one step, usually
 _ROOM_BYTES = 1 << 25  # and no more than this; a multiple of 64 rows
@@ -77,10 +80,10 @@ class _Sent:
         return self.x_TW.index_select(0, self.ops.tensor(token)), self.slot_TK[token], self.weight_TK[token]
 
 
-@dataclass(frozen=True, slots=True)
-class _FewTicket:
-    rows: list[int]  # as above
-    routing: Routing
+class _Numbers:
+    """What FewTokens counts, where there are none."""
+
+    number = 0
 
 
 class ShmAllToAll:
@@ -142,9 +145,9 @@ class ShmAllToAll:
         self._chunks = Chunks(signals, self._peers, heap.size)
         self._dispatch_word, self._combine_word = signals.reserve(), signals.reserve()
         self._own_rows = torch.empty(0, hidden_size, dtype=dtype)  # results on this rank; grows
-        self._number = 0
         self._stage = _IDLE
         self._few = self._native(hidden_size, dtype) if rows == "plain" and isinstance(ops, HostOps) else None
+        self._numbers: FewTokens | _Numbers = self._few or _Numbers()
 
     def _native(self, hidden_size: int, dtype: torch.dtype) -> FewTokens | None:
         """None: exchanges of few tokens go as all others do."""
@@ -168,7 +171,27 @@ class ShmAllToAll:
             )
             for peer in range(self._size)
         ]
-        return FewTokens(own, self._num_slots, hidden_size, dtype, peers, most)
+        return FewTokens(own, self._num_slots, hidden_size, dtype, peers, most, _TOP_K)
+
+    @property
+    def recorded_tokens(self) -> int:
+        """Up to so many tokens of a rank exchanges can be recorded on a tape; 0: none can."""
+        return 0 if self._few is None else self._few.most
+
+    @property
+    def key(self) -> int:
+        """What a tape says that stops in an exchange of this lane."""
+        assert self._few is not None
+        return self._few.key
+
+    def wait_late(self, late: Late) -> None:
+        """Until an exchange on a tape can go on. PeerLost."""
+        if late.reason == TOO_MANY:
+            raise RuntimeError("a rank has sent more tokens than the ranks had agreed on")
+        combine = late.reason == LATE_COMBINE
+        alive.at(int(Kind.COMBINE if combine else Kind.DISPATCH), late.mark)
+        word = self._combine_word if combine else self._dispatch_word
+        self._signals.wait(word, self._peers, self._numbers.number)
 
     def capacity(self, top_k: int) -> int:
         """Rows that a staging buffer holds."""
@@ -178,13 +201,13 @@ class ShmAllToAll:
         """x_TD and the routing must not change until it has been waited for."""
         assert self._stage == _IDLE, "the lane's last exchange is not over"
         self._stage = _SENT
-        self._number += 1
         few = self._few
-        if few is not None and x_TD.shape[0] <= few.most and routing.slot_TK.shape[1] <= _TOP_K:
+        if few is not None and x_TD.shape[0] <= few.most and routing.slot_TK.shape[1] <= few.top_k:
             x_TD = x_TD.contiguous()
             routing = Routing(routing.slot_TK.contiguous(), routing.weight_TK.contiguous())
-            few.put(x_TD, routing.slot_TK, routing.weight_TK, self._number)
+            few.put(x_TD, routing.slot_TK, routing.weight_TK)
             return Later(self._arrive_few, few, x_TD, routing)
+        self._numbers.number += 1
         return Later(self.arrive, self._send(x_TD, routing))
 
     def _send(self, x_TD: Tensor, routing: Routing) -> _Sent:
@@ -198,7 +221,7 @@ class ShmAllToAll:
                 self._leaving[peer].copy(self._leaving[first], num_tokens, top_k)
             else:
                 self._leaving[peer].fill(sent.rows(peer, 0, min(sent.counts[peer], capacity)))
-            self._signals.send(peer, self._dispatch_word, self._number, sent.counts[peer])
+            self._signals.send(peer, self._dispatch_word, self._numbers.number, sent.counts[peer])
         return sent
 
     def _sent(self, x_TD: Tensor, routing: Routing) -> _Sent:
@@ -214,7 +237,7 @@ class ShmAllToAll:
         """The second half of a dispatch."""
         assert self._stage == _SENT
         self._stage = _ARRIVED
-        counts = self._signals.wait(self._dispatch_word, self._peers, self._number)
+        counts = self._signals.wait(self._dispatch_word, self._peers, self._numbers.number)
         counts.insert(self._rank, sent.x_TW.shape[0])
         return self._arrived(sent, counts)
 
@@ -246,37 +269,38 @@ class ShmAllToAll:
     def _arrive_few(self, few: FewTokens, x_TD: Tensor, routing: Routing) -> Arrived:
         """`arrive`, with all ranks' tokens where they are few."""
         assert self._stage == _SENT
-        counts = few.dispatched(self._number, x_TD.shape[0])
+        counts = few.dispatched()
         if counts is None:
-            counts = self._signals.wait(self._dispatch_word, self._peers, self._number)
+            counts = self._signals.wait(self._dispatch_word, self._peers, few.number)
             counts.insert(self._rank, x_TD.shape[0])
+            few.note(counts)
         self._stage = _ARRIVED
         if max(counts) > few.most:
             return self._arrived(self._sent(x_TD, routing), counts)
-        x_ND, slot_NK, weight_NK, rows = few.join(x_TD, routing.slot_TK, routing.weight_TK, counts)
-        y_PD = self._rows_for(sum(rows), x_ND.device)
-        batch = TokenBatch(x_ND, slot_NK, weight_NK, self._rank * self._num_slots, torch.float32, y_PD)
-        return Arrived(batch, _FewTicket(rows, routing))
+        x_ND, slot_NK, weight_NK, y_PD = few.join(x_TD, routing.slot_TK, routing.weight_TK, sum(counts))
+        first = self._rank * self._num_slots
+        batch = TokenBatch(x_ND, slot_NK, weight_NK, first, torch.float32, y_PD, TokenMemory(*few.memory))
+        return Arrived(batch, routing)
 
     def combine(self, y: Tensor, ticket: object, out_TD: Tensor) -> Later[Tensor]:
-        assert isinstance(ticket, _Ticket | _FewTicket) and self._stage == _ARRIVED
+        assert isinstance(ticket, _Ticket | Routing) and self._stage == _ARRIVED
         self._stage = _RETURNED
-        if isinstance(ticket, _FewTicket):
+        if isinstance(ticket, Routing):
             assert self._few is not None and y.is_contiguous() and out_TD.is_contiguous()
-            self._few.give_back(y, ticket.rows, self._number)
+            self._few.give_back(y)
             return Later(self._gather_few, self._few, y, ticket, out_TD)
         y_PD = y if ticket.row_P is None else y.view(-1, y.shape[-1]).index_select(0, ticket.row_P)
         parts = list(torch.split(y_PD, ticket.rows))
         for peer in self._peers:
             part = parts[peer][: self._back_rows]
             self._going[peer].rows(part.shape[0]).copy_(part)
-            self._signals.send(peer, self._combine_word, self._number)
+            self._signals.send(peer, self._combine_word, self._numbers.number)
         return Later(self.gather, parts, ticket, out_TD)
 
     def gather(self, parts: list[Tensor], ticket: _Ticket, out_TD: Tensor) -> Tensor:
         """The second half of a combine."""
         assert self._stage == _RETURNED
-        self._signals.wait(self._combine_word, self._peers, self._number)
+        self._signals.wait(self._combine_word, self._peers, self._numbers.number)
         sent, ops = ticket.sent, self._ops
         coming = ops.count(sent.slot_TK, self._num_slots, self._size)
         # What fits its staging buffer is read there; chunks are joined.
@@ -300,12 +324,11 @@ class ShmAllToAll:
         self._stage = _IDLE
         return out_TD
 
-    def _gather_few(self, few: FewTokens, y_PD: Tensor, ticket: _FewTicket, out_TD: Tensor) -> Tensor:
+    def _gather_few(self, few: FewTokens, y_PD: Tensor, routing: Routing, out_TD: Tensor) -> Tensor:
         assert self._stage == _RETURNED
-        if not few.returned(self._number):
-            self._signals.wait(self._combine_word, self._peers, self._number)
-        routing = ticket.routing
-        few.sum(routing.slot_TK, routing.weight_TK, y_PD[sum(ticket.rows[: self._rank]) :], out_TD)
+        if not few.returned():
+            self._signals.wait(self._combine_word, self._peers, few.number)
+        few.sum(routing.slot_TK, routing.weight_TK, y_PD, out_TD)
         self._stage = _IDLE
         return out_TD
 

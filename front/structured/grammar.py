@@ -1,7 +1,7 @@
 """From what a request wants its output to be to a grammar, checked.
 
-The back end is llguidance. The front checks grammars without a vocabulary (a millisecond; `checked` remembers them), a
-rank builds matchers of them (engine/structured).
+The back end is llguidance, or xgrammar where that is asked for (xgrammar_backend.py). The front checks grammars without
+a vocabulary (a millisecond; `_checked` remembers them), a rank builds matchers of them (engine/structured).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
+from configs.server import STRUCTURED_BACKENDS
 from front.messages import Grammar, StructuredOutputsParams
 from front.structured.lark import WHITESPACE, JsonStyle, json_rule, quoted, regex_rule
 from front.structured.tags import structural_tag_grammar
 from front.structured.vocabulary import Vocabulary, names_only
+from front.structured.xgrammar_backend import grammar_of
 
 MAX_BYTES = 512 << 10  # of a description
 MAX_DEPTH = 64  # of a schema
@@ -56,6 +58,10 @@ def _checked(described: bytes, tokenizer: Vocabulary) -> Grammar:
         given = f"not {' and '.join(kinds)}" if kinds else "and none is given"
         raise ValueError(f"exactly one of {', '.join(KINDS)} says what the output must be, {given}")
     (kind,) = kinds
+    if params.backend not in STRUCTURED_BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(STRUCTURED_BACKENDS)}, not {params.backend[:40]!r}")
+    if params.backend == "xgrammar":
+        return Grammar(_of_xgrammar(kind, params), params.after_token_ids, xgrammar=True)
     try:
         text = _text_of(kind, params, tokenizer)
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
@@ -91,6 +97,23 @@ def _text_of(kind: str, params: StructuredOutputsParams, tokenizer: Vocabulary) 
         raise ValueError(f"must be an object, not {type(tag).__name__}")
     _check_depth(tag)
     return structural_tag_grammar(tag, style, tokenizer)
+
+
+def _of_xgrammar(kind: str, params: StructuredOutputsParams) -> str:
+    if params.whitespace_pattern is not None:
+        raise ValueError("whitespace_pattern cannot be followed by the back end xgrammar; disable_any_whitespace can")
+    try:
+        value = getattr(params, kind)
+        if kind == "choice":
+            _choices(value)  # how many, and none empty
+        if kind in ("json", "json_object"):
+            value = _schema(params.json) if kind == "json" else {"type": "object"}
+            kind = "json"
+        return grammar_of(kind, value, _style(params))
+    except RecursionError:
+        raise ValueError(f"{kind}: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{kind}: {_line(error)}") from None
 
 
 def _style(params: StructuredOutputsParams) -> JsonStyle:

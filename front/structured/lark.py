@@ -56,7 +56,7 @@ def json_rule(schema: object, style: JsonStyle = PLAIN) -> str:
         raise ValueError("the schema is false: nothing is valid")
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
-    plain: dict[str, Any] = _plain(schema, style.closed)
+    plain: dict[str, Any] = plain_schema(schema, style.closed)
     options = {
         "whitespace_pattern": style.whitespace,
         "lenient": False,  # what cannot be followed is refused
@@ -72,7 +72,7 @@ def regex_rule(regex: str) -> str:
     return f"/{body}/"
 
 
-def _plain(schema: Any, closed: bool) -> Any:
+def plain_schema(schema: Any, closed: bool) -> Any:
     """Without keywords that say nothing, as programs write them, which the back end would refuse for their names alone.
     closed: as JsonStyle says."""
     if not isinstance(schema, Mapping):
@@ -82,11 +82,13 @@ def _plain(schema: Any, closed: bool) -> Any:
         if key in _SAYS_NOTHING and _SAYS_NOTHING[key](schema, value):
             continue
         if key in _BY_NAME and isinstance(value, Mapping):
-            plain[key] = {name: _plain(one, closed) for name, one in value.items()}
+            plain[key] = {name: plain_schema(one, closed) for name, one in value.items()}
         elif key in _VALUES:
             plain[key] = value
         else:
-            plain[key] = [_plain(one, closed) for one in value] if isinstance(value, list) else _plain(value, closed)
+            plain[key] = (
+                [plain_schema(one, closed) for one in value] if isinstance(value, list) else plain_schema(value, closed)
+            )
     kind = schema.get("type")
     may_be_object = kind == "object" or (isinstance(kind, list) and "object" in kind)
     if closed and (may_be_object or isinstance(schema.get("properties"), Mapping)):

@@ -1,8 +1,8 @@
 """A GGUF file as a checkpoint's file: weights under the names of Hugging Face, in the forms of layers/stored.py.
 
-What lies beside it says which they are: GGUF_INDEX, {"file": its name in the same directory, "tensors": {name: [name in
-the file, part along the first dimension or null, heads or 0]}}; models/gguf writes it. heads: the rows of each head lie
-in pairs that rotate together, where Hugging Face has first ones and then second ones.
+What lies beside it says which they are: GGUF_INDEX, {"files": {its name in the same directory: {name: [name in the
+file, part along the first dimension or null, heads or 0]}}}, of each part of a model; models/gguf writes it. heads: the
+rows of each head lie in pairs that rotate together, where Hugging Face has first ones and then second ones.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from layers.safetensors_header import TensorEntry
 from layers.stored import StoredForm
 
 PACKED = {StoredForm.INT4: "_packed", StoredForm.INT4_ZERO: "_packed", StoredForm.INT8: "_rounded"}
+GgufNames = dict[str, tuple[str, int | None, int]]  # name -> what GGUF_INDEX says of it
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -47,15 +48,12 @@ class GgufFile(SafetensorsFile):
     """entries: of a weight of fewer bits two or three, by its name and a suffix (`PACKED`; layers/weights.py). They are
     made of the file's blocks when they are asked for; `start` and `num_bytes` of the first are the blocks'."""
 
-    def __init__(self, index: Path, known: tuple[int, int, int, str] | None = None) -> None:
-        try:
-            said = json.loads(index.read_text(encoding="utf-8"))
-            file, self._names = str(said["file"]), dict(said["tensors"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{index}: corrupt index: {error!r}") from None
+    def __init__(self, path: Path, names: GgufNames, known: tuple[int, int, int, str] | None = None) -> None:
+        """names: what is read of it."""
+        self._names = names
         self._places: dict[str, _Place] = {}
         self._last = _Last()
-        super().__init__(index.parent / file, known)
+        super().__init__(path, known)
 
     def _parse(self, file: BinaryIO, size: int) -> dict[str, TensorEntry]:
         tensors = parse_header(file, self.path).tensors
@@ -115,7 +113,14 @@ def _in_halves(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
-def find_gguf(directory: Path) -> Path | None:
-    """The index of a directory that stands for a GGUF file."""
-    path = directory / GGUF_INDEX
-    return path if os.path.isfile(path) else None
+def read_index(directory: Path) -> dict[str, GgufNames] | None:
+    """By file, of a directory that stands for a GGUF file or its parts; None: of another. Raises CheckpointError."""
+    index = directory / GGUF_INDEX
+    if not os.path.isfile(index):
+        return None
+    try:
+        return {
+            str(file): dict(names) for file, names in json.loads(index.read_text(encoding="utf-8"))["files"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: corrupt index: {error!r}") from None

@@ -22,6 +22,7 @@ V2 = "DeepseekV2ForCausalLM"
 # All but V2 route as DeepSeek-V3 does. Glm4MoeLite: GLM-4.7-Flash.
 ARCHITECTURES = (V2, "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "Glm4MoeLiteForCausalLM", *SPARSE)
 _SCALING = {V2: 1.0, "Glm4MoeLiteForCausalLM": 1.8}  # where routed_scaling_factor is absent
+_MLP_KINDS = ("dense", "sparse")
 WRAPPED = "_wrapped"  # a field of our own: `parse` is given the text_config of a model with vision
 LATENT_NORM_EPS = 1e-6  # of the norms inside attention: the originals do not pass rms_norm_eps to them
 
@@ -30,9 +31,9 @@ LATENT_NORM_EPS = 1e-6  # of the norms inside attention: the originals do not pa
 class DeepseekConfig:
     """q_lora_rank 0: queries come from one projection. router None and num_experts 0: a dense model.
 
-    Layers from first_moe_layer on have routed experts. num_mtp_layers: extra layers in the checkpoint, numbered after
-    the last, that predict further tokens. drafts: the first of them is served (models/mtp.py). index: None: attention
-    is dense.
+    moe_layers: those with routed experts, in order; what drafts has some if the last has. num_mtp_layers: extra layers
+    in the checkpoint, numbered after the last, that predict further tokens. drafts: the first of them is served
+    (models/mtp.py). index: None: attention is dense.
     """
 
     architecture: str
@@ -53,7 +54,7 @@ class DeepseekConfig:
     intermediate_size: int
     num_mtp_layers: int
     tie_word_embeddings: bool
-    first_moe_layer: int
+    moe_layers: tuple[int, ...]
     num_experts: int
     moe_intermediate_size: int
     num_shared_experts: int
@@ -61,6 +62,7 @@ class DeepseekConfig:
     index: IndexConfig | None = None
     key_names: KeyNames = PLAIN
     drafts: bool = False
+    whole_drafts: bool = False
 
     @property
     def context_limit(self) -> int:
@@ -72,7 +74,11 @@ class DeepseekConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return self.num_layers + self.drafts - self.first_moe_layer if self.num_experts else 0
+        spread = self.drafts and not self.whole_drafts
+        return sum(self.has_experts(layer) for layer in range(self.num_layers + spread))
+
+    def has_experts(self, layer: int) -> bool:
+        return min(layer, self.num_layers - 1) in self.moe_layers
 
     @property
     def mla_dims(self) -> tuple[int, int, int, int, int]:
@@ -158,15 +164,14 @@ def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
 
 def _experts(fields: Fields, architecture: str, num_layers: int) -> dict[str, Any]:
     name = "n_routed_experts" if fields.has("n_routed_experts") else "num_local_experts"  # transformers 5's second name
-    first = _first_moe_layer(fields, architecture, num_layers)
-    if not fields.has(name) or first >= num_layers:
+    moe_layers = _moe_layers(fields, architecture, num_layers)
+    if not fields.has(name) or not moe_layers:
         return {
-            "first_moe_layer": num_layers, "num_experts": 0, "moe_intermediate_size": 0, "num_shared_experts": 0,
-            "router": None,
+            "moe_layers": (), "num_experts": 0, "moe_intermediate_size": 0, "num_shared_experts": 0, "router": None
         }  # fmt: skip
     num_experts = fields.integer(name)
     return {
-        "first_moe_layer": first,
+        "moe_layers": moe_layers,
         "num_experts": num_experts,
         "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "num_shared_experts": fields.integer("n_shared_experts", 0, minimum=0),
@@ -174,16 +179,15 @@ def _experts(fields: Fields, architecture: str, num_layers: int) -> dict[str, An
     }
 
 
-def _first_moe_layer(fields: Fields, architecture: str, num_layers: int) -> int:
-    """first_k_dense_replace, or where mlp_layer_types (GLM-4.7-Flash) goes from "dense" to "sparse"."""
+def _moe_layers(fields: Fields, architecture: str, num_layers: int) -> tuple[int, ...]:
+    """By mlp_layer_types (GLM-4.7-Flash), or all from first_k_dense_replace on."""
     kinds = fields.raw.get("mlp_layer_types")
     if kinds is None:
         default = 1 if architecture == "Glm4MoeLiteForCausalLM" else 3 if architecture in SPARSE else 0
-        return fields.integer("first_k_dense_replace", default, minimum=0)
-    first = kinds.index("sparse") if isinstance(kinds, list) and "sparse" in kinds else num_layers
-    if kinds != ["dense"] * first + ["sparse"] * (num_layers - first):
-        raise fields.error("mlp_layer_types", f'{num_layers} of "dense" and then "sparse"')
-    return first
+        return tuple(range(fields.integer("first_k_dense_replace", default, minimum=0), num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _MLP_KINDS for kind in kinds):
+        raise fields.error("mlp_layer_types", f"{num_layers} of " + " or ".join(_MLP_KINDS))
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 def _router(fields: Fields, architecture: str, num_experts: int) -> RouterConfig:

@@ -80,22 +80,17 @@ def make_mlps(
     config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device
 ) -> list[GatedMLP | MoE]:
     """The feed-forward layer of each decoder layer."""
-    sizes = config.hidden_size, config.intermediate_size
-    num_dense = config.num_layers + config.drafts - config.num_moe_layers
-    dense = [GatedMLP(*sizes, dtype, device) for _ in range(num_dense)]
-    return [*dense, *_moe_layers(config, parallel, dtype, device)]
-
-
-def _moe_layers(config: DeepseekConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> list[MoE]:
-    """The layers with routed experts."""
-    if config.num_moe_layers == 0:
-        return []
-    layers = MoELayers(parallel, config.hidden_size, dtype, device)
+    moe_layers = MoELayers(parallel, config.hidden_size, dtype, device) if config.num_moe_layers else None
     shared_width = config.num_shared_experts * config.moe_intermediate_size
-    made = []
-    assert config.router is not None
-    for _ in range(config.num_moe_layers):
+    mlps: list[GatedMLP | MoE] = []
+    for layer in range(config.num_layers + config.drafts):
+        if moe_layers is None or not config.has_experts(layer):
+            mlps.append(GatedMLP(config.hidden_size, config.intermediate_size, dtype, device))
+            continue
+        assert config.router is not None
         shared = GatedMLP(config.hidden_size, shared_width, dtype, device) if shared_width else None
         router = make_router(config.router, config.hidden_size, config.num_experts, dtype, device)
-        made.append(layers.make(router, config.moe_intermediate_size, shared))
-    return made
+        whole = config.whole_drafts and layer == config.num_layers
+        make = moe_layers.make_whole if whole else moe_layers.make
+        mlps.append(make(router, config.moe_intermediate_size, shared))
+    return mlps

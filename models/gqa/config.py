@@ -63,6 +63,7 @@ class GqaConfig:
     key_names: KeyNames = PLAIN
     output_gate: bool = False  # of attention: the sigmoid of a projection of its own
     drafts: bool = False
+    whole_drafts: bool = False
 
     @property
     def context_limit(self) -> int:
@@ -78,7 +79,8 @@ class GqaConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return sum(self.has_experts(layer) for layer in range(self.num_layers + self.drafts))
+        spread = self.drafts and not self.whole_drafts
+        return sum(self.has_experts(layer) for layer in range(self.num_layers + spread))
 
     def has_experts(self, layer: int) -> bool:
         return min(layer, self.num_layers - 1) in self.moe_layers

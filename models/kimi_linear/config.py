@@ -80,6 +80,7 @@ def parse(raw: dict[str, Any], source: str) -> KimiLinearConfig:
         "rope_interleave": False,
         "key_names": MIXTRAL,
         "num_mtp_layers": 0,  # none is served
+        "tie_word_embeddings": False,  # transformers has a head of its own whatever the field says
     }
     return KimiLinearConfig(
         **{field.name: getattr(base, field.name) for field in fields_of(deepseek.DeepseekConfig)} | own,

@@ -1,5 +1,6 @@
 // Few tokens between ranks that map each other's memory: what ep/backends/shm.py does with staging buffers and signals, in a call for
-// each of its stages. What lies in the buffers, and the words, are the same, so that a rank may do either.
+// each of its stages. What lies in the buffers, and the words, are the same, so that a rank may do either. What changes from exchange to
+// exchange is in ExchangeState, not in arguments, so that the calls can be recorded (tape.h).
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -10,6 +11,8 @@
 #include "rows.h"
 #include "tape.h"
 
+enum { EXCHANGE_RANKS = 64 };
+
 struct ExchangePeer {
   uint8_t *leaving, *going;             // buffers at the peer: this rank's tokens, and rows for the peer's tokens
   const uint8_t *arriving, *coming;     // buffers here: the peer's tokens, and rows for this rank's
@@ -18,13 +21,27 @@ struct ExchangePeer {
   int64_t *asleep;                      // whether the peer sleeps on one of its words
 };
 
-struct ExchangeLane {
-  int64_t rank, size, slots, dim, x_type;
-  const ExchangePeer *peers;  // [size], this rank's own unused
+// Of the exchange under way.
+struct ExchangeState {
+  int64_t number;     // exchanges begun
+  int64_t arrived;    // tokens of all ranks
+  int64_t late;       // whether the last look at the words gave up
+  int64_t counts[EXCHANGE_RANKS], rows[EXCHANGE_RANKS];  // of each rank: its tokens, and how many choices of them are of slots here
 };
 
-NATIVE_API void rows_weigh(int x_type, const int64_t *slot, const float *weight, int64_t slots_per_part, const void *const *part,
-                           int64_t parts, void *y, int64_t rows, int64_t top_k, int64_t dim, int threads);
+struct ExchangeLane {
+  int64_t rank, size, slots, dim, x_type;
+  int64_t most;     // tokens of a rank for which there is room
+  int64_t spin_ns;  // for which words are looked at before that is the caller's business
+  const ExchangePeer *peers;  // [size], this rank's own unused
+  ExchangeState *state;
+  uint8_t *all_x;     // tokens of all ranks, one after another [most * size, dim]
+  int64_t *all_slot;  // and their choices [most * size, k]
+  float *all_weight;
+};
+
+// Why a recorded exchange stops: it waits for the others' tokens, or for their results; one of them has sent too many tokens.
+enum { LATE_DISPATCH = 0, LATE_COMBINE = 1, TOO_MANY = 2 };
 
 static int64_t row_bytes(const ExchangeLane *lane) { return lane->dim * (lane->x_type == ROWS_F32 ? 4 : 2); }
 
@@ -44,9 +61,11 @@ static int64_t now_ns(void) {
   return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-// x [rows, dim], slot [rows, k], weight [rows, k] to every peer.
-NATIVE_API void exchange_put(const ExchangeLane *lane, const void *x, const void *slot, const void *weight, int64_t rows, int64_t k, int64_t number) {
-  tape_refuse("exchange_put");
+// The next exchange begins: x [rows, dim], slot [rows, k], weight [rows, k] to every peer.
+NATIVE_API void exchange_put(const ExchangeLane *lane, const void *x, const void *slot, const void *weight, int64_t rows, int64_t k) {
+  tape_note(exchange_put, lane, x, slot, weight, rows, k);
+  int64_t number = ++lane->state->number;
+  lane->state->counts[lane->rank] = rows;
   for (int64_t peer = 0; peer < lane->size; peer++) {
     if (peer == lane->rank) continue;
     const ExchangePeer *at = lane->peers + peer;
@@ -57,64 +76,96 @@ NATIVE_API void exchange_put(const ExchangeLane *lane, const void *x, const void
   }
 }
 
-// Whether the words of all peers have reached `number`, looking for spin_ns at most and giving the core away in between:
-// values[size]. The values beside them: values[peer].
-NATIVE_API void exchange_await(const ExchangeLane *lane, int combine, int64_t number, int64_t spin_ns, int64_t *values) {
-  tape_refuse("exchange_await");
+// Looks at the words of all peers until they have reached this exchange, giving the core away in between; after spin_ns without success
+// that is `late`, and a tape that is played stops. Then the caller waits, and calls it again.
+NATIVE_API void exchange_await(const ExchangeLane *lane, int combine) {
+  tape_note(exchange_await, lane, combine);
+  ExchangeState *state = lane->state;
   int64_t end = 0;
-  values[lane->size] = 1;
+  state->late = 0;
   for (int64_t peer = 0; peer < lane->size; peer++) {
     if (peer == lane->rank) continue;
     const int64_t *word = combine ? lane->peers[peer].combine_in : lane->peers[peer].dispatch_in;
     int64_t signal;
-    while ((uint32_t)((uint32_t)(signal = __atomic_load_n(word, __ATOMIC_ACQUIRE)) - (uint32_t)number) >> 31) {
+    while ((uint32_t)((uint32_t)(signal = __atomic_load_n(word, __ATOMIC_ACQUIRE)) - (uint32_t)state->number) >> 31) {
       int64_t now = now_ns();
-      if (end == 0) end = now + spin_ns;
+      if (end == 0) end = now + lane->spin_ns;
       if (now > end) {
-        values[lane->size] = 0;
+        state->late = 1;
+        tape_stop(state, combine ? LATE_COMBINE : LATE_DISPATCH);
         return;
       }
       sched_yield();
     }
-    values[peer] = signal >> 32;
+    if (!combine) state->counts[peer] = signal >> 32;
   }
 }
 
-// The tokens of all ranks, counts[peer] of each, one after another; rows[peer]: how many choices of them are of slots here.
-NATIVE_API void exchange_join(const ExchangeLane *lane, const void *x, const int64_t *slot, const float *weight, int64_t k, const int64_t *counts, uint8_t *all_x,
-                              int64_t *all_slot, float *all_weight, int64_t *rows) {
-  tape_refuse("exchange_join");
+// The tokens of all ranks, one after another, and their choices; state: how many, and how many choices of each rank's are of slots here.
+NATIVE_API void exchange_join(const ExchangeLane *lane, const void *x, const int64_t *slot, const float *weight, int64_t k) {
+  tape_note(exchange_join, lane, x, slot, weight, k);
+  ExchangeState *state = lane->state;
   uint64_t first = lane->rank * lane->slots;
+  int64_t arrived = 0;
+  for (int64_t peer = 0; peer < lane->size; peer++)
+    if (state->counts[peer] > lane->most) return tape_stop(state, TOO_MANY);
   for (int64_t peer = 0; peer < lane->size; peer++) {
     const uint8_t *from = lane->peers[peer].arriving;
-    int64_t count = counts[peer], here = 0;
+    int64_t count = state->counts[peer], here = 0;
     bool own = peer == lane->rank;
-    memcpy(all_x, own ? x : from, count * row_bytes(lane));
+    int64_t *all_slot = lane->all_slot + arrived * k;
+    memcpy(lane->all_x + arrived * row_bytes(lane), own ? x : from, count * row_bytes(lane));
     memcpy(all_slot, own ? (const void *)slot : from + slots_at(lane, count), count * k * 8);
-    memcpy(all_weight, own ? (const void *)weight : from + weights_at(lane, count, k), count * k * 4);
+    memcpy(lane->all_weight + arrived * k, own ? (const void *)weight : from + weights_at(lane, count, k), count * k * 4);
     for (int64_t i = 0; i < count * k; i++) here += (uint64_t)all_slot[i] - first < (uint64_t)lane->slots;
-    rows[peer] = here;
-    all_x += count * row_bytes(lane), all_slot += count * k, all_weight += count * k;
+    state->rows[peer] = here;
+    arrived += count;
   }
+  state->arrived = arrived;
 }
 
 // y: the rows of the choices that are here, of all ranks' tokens in order.
-NATIVE_API void exchange_give_back(const ExchangeLane *lane, const uint8_t *y, const int64_t *rows, int64_t number) {
-  tape_refuse("exchange_give_back");
+NATIVE_API void exchange_give_back(const ExchangeLane *lane, const uint8_t *y) {
+  tape_note(exchange_give_back, lane, y);
+  const ExchangeState *state = lane->state;
   for (int64_t peer = 0; peer < lane->size; peer++) {
     const ExchangePeer *at = lane->peers + peer;
     if (peer != lane->rank) {
-      memcpy(at->going, y, rows[peer] * row_bytes(lane));
-      announce(at->combine_out, at->asleep, number, 0);
+      memcpy(at->going, y, state->rows[peer] * row_bytes(lane));
+      announce(at->combine_out, at->asleep, state->number, 0);
     }
-    y += rows[peer] * row_bytes(lane);
+    y += state->rows[peer] * row_bytes(lane);
   }
 }
 
-// out [tokens, dim]: the weighted sums of what has come back; own: the rows of this rank's choices that are here.
-NATIVE_API void exchange_sum(const ExchangeLane *lane, const int64_t *slot, const float *weight, int64_t tokens, int64_t k, const void *own, void *out, int threads) {
-  tape_refuse("exchange_sum");
-  const void *parts[64];
-  for (int64_t peer = 0; peer < lane->size; peer++) parts[peer] = peer == lane->rank ? own : lane->peers[peer].coming;
-  rows_weigh((int)lane->x_type, slot, weight, lane->slots, parts, lane->size, out, tokens, k, lane->dim, threads);
+// out [tokens, dim]: the weighted sums of what has come back; y: as above, with the rows of this rank's choices that are here.
+NATIVE_API void exchange_sum(const ExchangeLane *lane, const int64_t *slot, const float *weight, int64_t tokens, int64_t k, const uint8_t *y, void *out,
+                             int threads) {
+  tape_note(exchange_sum, lane, slot, weight, tokens, k, y, out, threads);
+  const void *parts[EXCHANGE_RANKS];
+  for (int64_t peer = 0; peer < lane->rank; peer++) y += lane->state->rows[peer] * row_bytes(lane);
+  for (int64_t peer = 0; peer < lane->size; peer++) parts[peer] = peer == lane->rank ? y : lane->peers[peer].coming;
+  weigh_rows((int)lane->x_type, slot, weight, lane->slots, parts, lane->size, out, tokens, k, lane->dim, threads);
+}
+
+// What ctypes passes to exchange_slots: where the replicas of each expert are (ep/place.py).
+struct SlotCall {
+  int64_t buckets;  // into which hashes of 16 bits are cut
+  const int64_t *cuts, *slots;  // [experts, buckets], [experts, buckets, 2]
+  int64_t *cursor;  // the place in the stream of tokens; goes on
+};
+
+// slot [rows, k]: of each expert the replica that has the hash of its token's place in the stream.
+NATIVE_API void exchange_slots(const SlotCall *call, const int64_t *expert, int64_t *slot, int64_t rows, int64_t k) {
+  tape_note(exchange_slots, call, expert, slot, rows, k);
+  enum { HASHES = 1 << 16, GOLDEN = 40503 };
+  const int64_t width = HASHES / call->buckets, cursor = *call->cursor;
+  for (int64_t t = 0; t < rows; t++) {
+    int64_t hash = (cursor + t) % HASHES * GOLDEN % HASHES;
+    for (int64_t i = t * k; i < (t + 1) * k; i++) {
+      int64_t place = expert[i] * call->buckets + hash / width;
+      slot[i] = call->slots[2 * place + (hash % width >= call->cuts[place])];
+    }
+  }
+  *call->cursor = (cursor + rows) % HASHES;
 }

@@ -280,13 +280,25 @@ NATIVE_API void experts_tokens(const ExpertShape *s, const uint8_t *weights, con
 }
 
 // The same rows before they are weighted and summed: y [P, D] of x's type, one for each choice that is here.
-NATIVE_API void experts_choices(const ExpertShape *s, const uint8_t *weights, const void *x, const int64_t *slot, int64_t first_slot,
-                                int64_t num_tokens, int64_t top_k, void *y, int threads) {
-  tape_note(experts_choices, s, weights, x, slot, first_slot, num_tokens, top_k, y, threads);
+static void choices(const ExpertShape *s, const uint8_t *weights, const void *x, const int64_t *slot, int64_t first_slot, int64_t num_tokens,
+                    int64_t top_k, void *y, int threads) {
   Job job = {};
   job.s = s, job.weights = weights, job.x = (const uint8_t *)x, job.y = (uint8_t *)y, job.y_type = (int)s->x_type;
   if (num_tokens == 0) return;
   Plan plan = lay_out(&job, num_tokens * top_k, 0, threads);
   plan_tokens(&job, plan, slot, nullptr, first_slot, num_tokens, top_k);
-  job.run(threads);
+  if (job.num_active) job.run(threads);
+}
+
+NATIVE_API void experts_choices(const ExpertShape *s, const uint8_t *weights, const void *x, const int64_t *slot, int64_t first_slot,
+                                int64_t num_tokens, int64_t top_k, void *y, int threads) {
+  tape_note(experts_choices, s, weights, x, slot, first_slot, num_tokens, top_k, y, threads);
+  choices(s, weights, x, slot, first_slot, num_tokens, top_k, y, threads);
+}
+
+// num_tokens: where it is said how many there are when the call is played.
+NATIVE_API void experts_arrived(const ExpertShape *s, const uint8_t *weights, const void *x, const int64_t *slot, int64_t first_slot,
+                                const int64_t *num_tokens, int64_t top_k, void *y, int threads) {
+  tape_note(experts_arrived, s, weights, x, slot, first_slot, num_tokens, top_k, y, threads);
+  choices(s, weights, x, slot, first_slot, *num_tokens, top_k, y, threads);
 }

@@ -112,11 +112,8 @@ NATIVE_API void rows_add(int x_type, const void *x, void *y, int64_t rows, int64
   each_row(rows, dim, threads, [&](int64_t i, int) { ops->add((const uint8_t *)x + i * bytes, (uint8_t *)y + i * bytes, dim); });
 }
 
-// y[t] = sum over k of weight[t, k] * the row of that choice, in the order of k. slot int64 [T, K]; choice (t, k) is in part
-// slot / slots_per_part, whose rows lie at part[.] in the order of tokens and choices. Rows and y have x's type.
-NATIVE_API void rows_weigh(int x_type, const int64_t *slot, const float *weight, int64_t slots_per_part, const void *const *part,
-                           int64_t parts, void *y, int64_t rows, int64_t top_k, int64_t dim, int threads) {
-  tape_refuse("rows_weigh");
+void weigh_rows(int x_type, const int64_t *slot, const float *weight, int64_t slots_per_part, const void *const *part, int64_t parts, void *y,
+                int64_t rows, int64_t top_k, int64_t dim, int threads) {
   const RowOps *ops = ops_for(x_type);
   int64_t bytes = dim * (x_type == ROWS_F32 ? 4 : 2), choices = rows * top_k;
   const uint8_t **row = (const uint8_t **)scratch((choices + parts) * sizeof(void *)), **next = row + choices;
@@ -128,6 +125,12 @@ NATIVE_API void rows_weigh(int x_type, const int64_t *slot, const float *weight,
   each_row(rows, dim * top_k, threads, [&](int64_t i, int) {
     ops->weigh((const void *const *)row + i * top_k, weight + i * top_k, top_k, (uint8_t *)y + i * bytes, dim);
   });
+}
+
+NATIVE_API void rows_weigh(int x_type, const int64_t *slot, const float *weight, int64_t slots_per_part, const void *const *part,
+                           int64_t parts, void *y, int64_t rows, int64_t top_k, int64_t dim, int threads) {
+  tape_refuse("rows_weigh");
+  weigh_rows(x_type, slot, weight, slots_per_part, part, parts, y, rows, top_k, dim, threads);
 }
 
 // y = x, rows of `bytes` bytes.
@@ -170,4 +173,12 @@ NATIVE_API void rows_dots(int x_type, const void *x, int64_t x_stride, const flo
     for (int64_t r = 0; bias && r < rows; r++)
       for (int64_t o = first; o < first + count; o++) y[r * outputs + o] += bias[o];
   });
+}
+
+// place[i] = where the largest number of row i is, the first of equals. stride: numbers from one row of x to the next.
+NATIVE_API void rows_best(int x_type, const void *x, int64_t stride, int64_t *place, int64_t rows, int64_t n, int threads) {
+  tape_note(rows_best, x_type, x, stride, place, rows, n, threads);
+  const RowOps *ops = ops_for(x_type);
+  int64_t bytes = stride * (x_type == ROWS_F32 ? 4 : 2);
+  each_row(rows, n, threads, [&](int64_t i, int) { place[i] = ops->best((const uint8_t *)x + i * bytes, n); });
 }

@@ -84,6 +84,13 @@ struct RowOps {
   // y[o] = x . w[o], for o < outputs.
   // y[r][o] = x[r] . w[o]; rows of x and y begin so many numbers apart. The order of a sum is the same for any number of rows.
   void (*dots)(const void *x, int64_t x_stride, int64_t rows, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride);
+  // Where the largest of n numbers is, the first of equals; NaN is not looked at.
+  int64_t (*best)(const void *x, int64_t n);
 };
 
 extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType
+
+// y[t] = sum over k of weight[t, k] * the row of that choice, in the order of k. slot int64 [T, K]; choice (t, k) is in part
+// slot / slots_per_part, whose rows lie at part[.] in the order of tokens and choices. Rows and y have x's type.
+void weigh_rows(int x_type, const int64_t *slot, const float *weight, int64_t slots_per_part, const void *const *part, int64_t parts, void *y,
+                int64_t rows, int64_t top_k, int64_t dim, int threads);

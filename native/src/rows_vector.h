@@ -314,6 +314,26 @@ static void dots(const void *xv, int64_t x_stride, int64_t rows, const float *w,
   if (rows) row_dots<1>(x, x_stride, w, inputs, outputs, y, y_stride);
 }
 
+template <class X> static int64_t best(const void *xv, int64_t n) {
+  const X *x = (const X *)xv;
+  vf most = splat(-__builtin_inff());
+  vi place = {}, at;
+  for (int j = 0; j < LANES; j++) at[j] = j;
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES, at += (int)LANES) {
+    vf a = load(x + i);
+    vi more = a > most;
+    most = more ? a : most, place = more ? at : place;
+  }
+  float largest = -__builtin_inff();
+  int64_t found = 0;
+  for (int j = 0; j < LANES; j++)
+    if (most[j] > largest || (most[j] == largest && place[j] < found)) largest = most[j], found = place[j];
+  for (; i < n; i++)
+    if (number(x + i) > largest) largest = number(x + i), found = i;
+  return found;
+}
+
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>, best<X>};
 };

@@ -2,13 +2,13 @@
 #include <algorithm>
 
 #include "rows.h"
+#include "tape.h"
 
-struct Tape;
 NATIVE_API void tape_new(Tape **tape);
 NATIVE_API void tape_free(Tape *tape);
 NATIVE_API void tape_begin(Tape *tape);
 NATIVE_API void tape_end(Tape *tape, const char **refused);
-NATIVE_API void tape_play(const Tape *tape, int threads);
+NATIVE_API void tape_play(const Tape *tape, int threads, TapeStop *stop);
 NATIVE_API void rows_add(int x_type, const void *x, void *y, int64_t rows, int64_t dim, int threads);
 NATIVE_API void rows_copy(const void *x, void *y, int64_t rows, int64_t bytes, int threads);
 NATIVE_API void rows_gather(const void *table, int64_t table_rows, const int64_t *ids, void *y, int64_t rows, int64_t bytes, int threads);
@@ -41,7 +41,8 @@ void test_tape(int x_type, int64_t rows, int64_t dim, int threads) {
   for (int round = 0; round < 3; round++) {
     ids.assign(rows, round < rows ? round : 0);
     std::fill(y.begin(), y.end(), 0.f);
-    tape_play(tape, threads);
+    TapeStop stop = {};
+    tape_play(tape, threads, &stop);
     for (int64_t t = 0; t < rows; t++) {
       float wanted = 0;
       for (int64_t d = 0; d < dim; d++) {

@@ -23,6 +23,7 @@ struct Head {
 static_assert(sizeof(Head) % ALIGNED == 0, "calls follow heads");
 
 thread_local Tape *recording = nullptr;
+thread_local TapeStop *playing = nullptr;
 
 }  // namespace
 
@@ -48,6 +49,10 @@ void tape_refuse(const char *kernel) {
   if (recording) recording->refused = kernel;
 }
 
+void tape_stop(const void *by, int64_t reason) {
+  if (playing) playing->by = by, playing->reason = reason;
+}
+
 NATIVE_API void tape_new(Tape **tape) { *tape = (Tape *)calloc(1, sizeof(Tape)); }
 
 NATIVE_API void tape_free(Tape *tape) {
@@ -65,15 +70,33 @@ NATIVE_API void tape_end(Tape *tape, const char **refused) {
   *refused = tape->refused;
 }
 
-// threads: as many as the kernels were recorded with.
-NATIVE_API void tape_play(const Tape *tape, int threads) {
-  auto play = [](const void *job) {
-    const Tape *tape = (const Tape *)job;
-    for (int64_t at = 0; at < tape->used;) {
+// It has come to this place of the step.
+NATIVE_API void tape_mark(int64_t place) {
+  tape_note(tape_mark, place);
+  if (playing) playing->mark = place;
+}
+
+// From stop->at on. threads: as many as the kernels were recorded with.
+NATIVE_API void tape_play(const Tape *tape, int threads, TapeStop *stop) {
+  struct Job {
+    const Tape *tape;
+    TapeStop *stop;
+  } job = {tape, stop};
+  stop->by = nullptr;
+  auto play = [](const void *given) {
+    const Job *job = (const Job *)given;
+    const Tape *tape = job->tape;
+    TapeStop *stop = job->stop;
+    playing = stop;
+    int64_t at = stop->at;
+    while (at < tape->used) {
       const Head *head = (const Head *)(tape->bytes + at);
       head->play(head + 1);
+      if (stop->by) break;
       at += (int64_t)sizeof(Head) + head->bytes;
     }
+    stop->at = stop->by ? at : -1;
+    playing = nullptr;
   };
-  team_together(threads, play, tape);
+  team_together(threads, play, &job);
 }

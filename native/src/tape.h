@@ -16,6 +16,16 @@ void *tape_room(Tape *tape, void (*play)(const void *call), int64_t bytes);
 // The recording cannot be played: this kernel ran meanwhile, whose arguments change from step to step.
 void tape_refuse(const char *kernel);
 
+// Where a tape that is played stops, and goes on.
+struct TapeStop {
+  int64_t at;      // where it begins; then the call that cannot go on, or -1: all have been made
+  const void *by;  // what that call says of itself, and why
+  int64_t reason;
+  int64_t mark;    // the last one that it passed
+};
+// The call that is played cannot go on before something has happened: it is made again when the tape is. Nothing where none is played.
+void tape_stop(const void *by, int64_t reason);
+
 // How an argument is kept: as it is, or what it points to if that is a struct.
 template <class A> struct TapeArgument {
   typedef A Kept;

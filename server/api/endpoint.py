@@ -68,7 +68,9 @@ async def take(
     body = found.completion or found.chat
     assert isinstance(body, form)
     name = either(body.request_id, record_of(request.scope).request_id)
-    structured, field = await structured_outputs(body, found.structured_outputs, found.format, service.tokenizer)
+    structured, field = await structured_outputs(
+        body, found.structured_outputs, found.format, service.tokenizer, service.config.structured_outputs_backend
+    )
     return Taken(
         body=body,
         model=found.model,

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from configs.server import STRUCTURED_BACKENDS
 from front.chat.families import HARMONY
 from front.chat.format import OutputFormat
 from front.messages import StructuredOutputsParams
@@ -26,7 +27,6 @@ GUIDED = {
     "structural_tag": "structural_tag",
 }
 ANSWER_OF_HARMONY = "<|channel|>final<|message|>"
-BACKENDS = ("auto", "guidance", "llguidance")  # names of the one that there is
 
 
 async def structured_outputs(
@@ -34,15 +34,21 @@ async def structured_outputs(
     forced: StructuredOutputsParams | None,
     format: OutputFormat | None,
     tokenizer: Tokenizer,
+    backend: str,
 ) -> tuple[StructuredOutputsParams | None, str]:
-    """And the field that says it. forced: for calls of tools, which holds the rest too. The grammar is checked on a
-    thread: a large one takes longer than other streams may wait. ApiError 400."""
+    """And the field that says it. forced: for calls of tools, which holds the rest too. backend: of the server, where
+    the request names none. The grammar is checked on a thread: a large one takes longer than other streams may wait.
+    ApiError 400."""
     params, field = asked_for(request)
     if forced is not None:
         return forced, "tools"
     if params is not None:
         after = () if format is None else _before_answer(format, tokenizer)
-        params = msgspec.structs.replace(params, after_token_ids=after)
+        if params.backend == "xgrammar" != backend:
+            message = f"{field}: the back end xgrammar needs a server started with --structured-outputs-config"
+            raise bad_request(message, field, "unsupported_parameter")
+        own = backend if params.backend == "auto" else params.backend
+        params = msgspec.structs.replace(params, after_token_ids=after, backend=own)
         try:
             await asyncio.to_thread(checked_grammar, params, tokenizer)
         except ValueError as error:
@@ -73,8 +79,7 @@ def asked_for(request: GenerationRequest) -> tuple[StructuredOutputsParams | Non
             found["response_format"] = params
     given = request.structured_outputs
     if given is not None:
-        if given.backend is not None:
-            _check_backend("structured_outputs.backend", given.backend)
+        backend = _backend("structured_outputs.backend", given.backend)
         found["structured_outputs"] = StructuredOutputsParams(
             json=given.json,
             regex=given.regex,
@@ -85,14 +90,15 @@ def asked_for(request: GenerationRequest) -> tuple[StructuredOutputsParams | Non
             disable_any_whitespace=bool(given.disable_any_whitespace),
             disable_additional_properties=bool(given.disable_additional_properties),
             whitespace_pattern=given.whitespace_pattern,
+            backend=backend,
         )
-    if request.guided_decoding_backend is not None:
-        _check_backend("guided_decoding_backend", request.guided_decoding_backend)
+    backend = _backend("guided_decoding_backend", request.guided_decoding_backend)
     for field, kind in GUIDED.items():
         value = getattr(request, field)
         if value is not None and value is not False:
             said: dict[str, Any] = {kind: tuple(value) if isinstance(value, list) else value}
-            found[field] = StructuredOutputsParams(whitespace_pattern=request.guided_whitespace_pattern, **said)
+            said.update(whitespace_pattern=request.guided_whitespace_pattern, backend=backend)
+            found[field] = StructuredOutputsParams(**said)
     if len(found) > 1:
         message = f"{' and '.join(found)} each say what the output must be; one may"
         raise bad_request(message, [*found][-1], "invalid_value")
@@ -130,6 +136,10 @@ def _of_format(form: ResponseFormat) -> StructuredOutputsParams | None:
     raise bad_request(message, "response_format", "invalid_value")
 
 
-def _check_backend(field: str, name: str) -> None:
-    if name.split(":")[0] not in BACKENDS:
-        raise bad_request(f"{field} must be one of {', '.join(BACKENDS)}, not {name[:40]!r}", field, "invalid_value")
+def _backend(field: str, given: str | None) -> str:
+    """What is before a colon: vLLMs once took options behind it."""
+    name = "auto" if given is None else given.split(":")[0]
+    if name not in STRUCTURED_BACKENDS:
+        message = f"{field} must be one of {', '.join(STRUCTURED_BACKENDS)}, not {name[:40]!r}"
+        raise bad_request(message, field, "invalid_value")
+    return name

@@ -12,9 +12,12 @@ import torch
 from a2a_cases import HIDDEN, Case, anything
 from rank_threads import together
 
+from ep.backends.dispatchers import StepState
 from ep.backends.shm import ShmAllToAll
+from ep.experts import Experts
 from ep.protocol import PeerLost
 from ep.transport.shm_group import ShmGroup, shm_group
+from native.tape import CpuGraphs, Tape
 
 __all__ = ["Processes", "team", "together"]
 
@@ -90,6 +93,34 @@ def combine(group: ShmGroup, lane: ShmAllToAll) -> str:
     arrived = lane.dispatch(x_TD, routing).wait()
     lane.combine(anything(arrived.batch), arrived.ticket, torch.empty_like(x_TD)).wait()
     return "returned"
+
+
+_tapes: list[Tape] = []  # of this process
+
+
+def record(group: ShmGroup, lane: ShmAllToAll) -> str:
+    """An exchange with experts between its halves, on a tape, which this process keeps."""
+    state = StepState()
+    state.record(lane.recorded_tokens, {lane.key: lane.wait_late})
+    recording = CpuGraphs(state.wait_late).series(0)
+    tape = recording.new()
+    x_TD, routing = Case("shm", (5,)).inputs(group.rank, group.size)
+    experts = Experts(4, HIDDEN, 8, torch.float32)
+    for slot in range(4):
+        experts.clear_slot(slot)
+    tape.begin()
+    arrived = lane.dispatch(x_TD, routing).wait()
+    lane.combine(experts(arrived.batch), arrived.ticket, torch.empty_like(x_TD)).wait()
+    tape.end()
+    _tapes.append(tape)
+    for kept in (x_TD, routing.slot_TK, routing.weight_TK, *experts.memory):
+        recording.keep(kept)
+    return recording.refused
+
+
+def replay(group: ShmGroup, lane: ShmAllToAll) -> str:
+    _tapes[0].replay()
+    return "replayed"
 
 
 def abort(group: ShmGroup, lane: ShmAllToAll) -> None:

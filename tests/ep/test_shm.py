@@ -27,6 +27,7 @@ from ep.transport.group import LocalGroup
 from ep.transport.shm_group import MAX_INTS, ShmGroup, shm_group
 from ep.transport.shm_rendezvous import SignIn, Watch, rendezvous, started
 from moe_kernels import Layout
+from native import Isa, best_isa
 
 TIMEOUT = 1.5  # seconds: of the processes whose peers stop
 
@@ -171,6 +172,26 @@ def test_a_rank_killed_between_dispatch_and_combine(processes: Processes) -> Non
     for rank in (0, 1):
         when, (ranks, reason) = processes.reply(rank)
         assert when - began < 0.5 and ranks == (2,), (rank, when - began, reason)
+
+
+@pytest.mark.skipif(best_isa() == Isa.NONE, reason="the native kernels were not built")
+@pytest.mark.parametrize("before", ["the step", "its results"])
+def test_a_rank_killed_while_others_replay_an_exchange(processes: Processes, before: str) -> None:
+    for _ in range(2):
+        for what in ("record", "replay"):
+            for rank in range(3):
+                processes.tell(rank, what)
+            assert {processes.reply(rank)[1] for rank in range(3)} == {"" if what == "record" else "replayed"}
+    processes.tell(0, "replay")
+    processes.tell(1, "replay")
+    if before == "its results":
+        processes.tell(2, "dispatch")
+        assert processes.reply(2)[1] == "arrived"
+    began = time.monotonic()
+    processes.processes[2].kill()
+    for rank in (0, 1):
+        when, (ranks, reason) = processes.reply(rank)
+        assert when - began < 0.5 and 2 in ranks and 1 - rank not in ranks, (rank, when - began, reason)
 
 
 def test_a_stopped_rank_is_named_after_the_timeout(processes: Processes) -> None:

@@ -46,6 +46,21 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Gg
     path.write_bytes(head + bytes(-len(head) % 32) + data)
 
 
+def write_parts(
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgufWeight], counts: list[int]
+) -> list[Path]:
+    """A file of this name in parts, as gguf-split writes them. counts: tensors of each; what is left is the last
+    one's."""
+    left, parts = list(tensors.items()), []
+    for number, count in enumerate([*counts, len(tensors)]):
+        said = {"split.no": number, "split.count": len(counts) + 1, "split.tensors.count": len(tensors)}
+        part = path.with_name(f"{path.stem}-{number + 1:05d}-of-{len(counts) + 1:05d}.gguf")
+        write_gguf(part, {**(metadata if number == 0 else {}), **said}, dict(left[:count]))
+        left = left[count:]
+        parts.append(part)
+    return parts
+
+
 def plain(weight: Tensor) -> GgufWeight:
     return "F32", tuple(weight.shape), weight.float().numpy().tobytes()
 

@@ -98,7 +98,7 @@ def randomize(model: torch.nn.Module) -> None:
     """Weights large enough that the layers matter; norms around one; biases and score corrections around zero."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if not tensor.is_floating_point() or "inv_freq" in name:
+            if not tensor.is_floating_point() or "inv_freq" in name or not tensor.numel():
                 continue
             if "norm" in name:
                 tensor.copy_(1 + 0.2 * torch.randn(tensor.shape))

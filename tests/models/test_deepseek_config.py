@@ -107,7 +107,7 @@ def test_dense_model() -> None:
     for changes in ({"n_routed_experts": None}, {"first_k_dense_replace": 61}):
         config = read(V3, **changes)
         assert (config.num_experts, config.num_moe_layers, config.router) == (0, 0, None)
-        assert config.first_moe_layer == 61
+        assert config.moe_layers == ()
 
 
 @pytest.mark.parametrize(

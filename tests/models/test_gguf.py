@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deepseek_tiny import make_v3
-from gguf_files import gguf_names, numbers_of, plain, q4_0, q8_0, tokenizer_metadata, write_gguf
+from gguf_files import gguf_names, numbers_of, plain, q4_0, q8_0, tokenizer_metadata, write_gguf, write_parts
 from hf_tiny import (
     VOCAB,
     HfModel,
@@ -27,9 +28,13 @@ from hf_tiny import (
 from safetensors.torch import load_file
 from torch import Tensor
 
-from configs.engine import EngineConfig
-from engine.plan import make_plan
+from configs.engine import EngineConfig, Plan
+from engine.build import build_rank
+from engine.plan import make_plan, model_numbers
+from engine.process.local_ranks import LocalRanks
 from ep.experts import WeightFormat
+from front.llm import LLM
+from front.messages import SamplingParams
 from front.text import Tokenizer
 from layers.gguf.blocks import FORMS, convert, widen
 from layers.gguf.header import KINDS, read_header
@@ -103,11 +108,12 @@ def as_gguf(
     architecture: str,
     path: Path,
     weights: Callable[[str, Tensor], Any] = lambda name, tensor: plain(tensor),
+    write: Callable[[Path, dict[str, Any], dict[str, Any]], object] = write_gguf,
 ) -> Path:
     heads = {"attn_q": hf.model.config.num_attention_heads, "attn_k": hf.model.config.num_key_value_heads}
     tensors = gguf_names(load_file(hf.path / "model.safetensors"), heads if architecture == "llama" else {})
     tokens = {**tokenizer_metadata(CHECKPOINT), "tokenizer.ggml.add_bos_token": False}
-    write_gguf(
+    write(
         path,
         {**metadata_of(architecture, hf.model.config), **tokens},
         {name: weights(name, tensor) for name, tensor in tensors.items()},
@@ -287,6 +293,69 @@ def test_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.served_model_names == (str(path),) and "m.gguf" in plan.checkpoint
     with pytest.raises(ValueError, match="is not a directory, nor a"):
         make_plan(EngineConfig(model=str(tmp_path / "none.gguf")))
+
+
+def tokens_of(path: Path) -> tuple[Plan, list[list[int]]]:
+    plan = make_plan(EngineConfig(model=str(path), max_model_len=64, max_num_seqs=2, data_parallel_size=1))
+    with LLM(LocalRanks(build_rank(plan)), Tokenizer(Path(plan.model_path)), block_size=plan.block_size) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        found = llm.generate([TOKENS, TOKENS[:5]], greedy)
+    return plan, [result.outputs[0].token_ids for result in found]
+
+
+@pytest.mark.parametrize("counts", [[9, 1], [0, 12]])
+def test_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+    """Each names the model: the tokens are those of one file, the identity covers them all. The first may have metadata
+    only."""
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path / "cache"))
+    hf = MAKERS["qwen3moe"](tmp_path / "hf")
+    parts: list[Path] = []
+
+    def weights(name: str, tensor: Tensor) -> Any:
+        return plain(tensor) if tensor.dim() == 1 or "gate_inp" in name else q4_0(tensor)[0]
+
+    whole = as_gguf(hf, "qwen3moe", tmp_path / "m.gguf", weights)
+    as_gguf(hf, "qwen3moe", whole, weights, lambda *what: parts.extend(write_parts(*what, counts)))
+    one, wanted = tokens_of(whole)
+    plan, found = tokens_of(parts[1])
+    assert found == wanted and {part.name for part in parts} <= set(plan.checkpoint)
+    paths = [Path(one.model_path), Path(plan.model_path)]
+    counted = [model_numbers(path, "m", read_config(path)) for path in paths]
+    assert len({(n.weight_bytes, n.expert_bytes, n.half_experts, n.dtype) for n in counted}) == 1
+    linked = tmp_path / "linked.gguf"
+    linked.symlink_to(parts[2])
+    assert {make_plan(EngineConfig(model=str(path))).model_path for path in (*parts, linked)} == {plan.model_path}
+    os.utime(parts[2], ns=(0, 0))
+    other = make_plan(EngineConfig(model=str(parts[0])))
+    assert other.model_path != plan.model_path and other.checkpoint != plan.checkpoint
+
+
+def test_parts_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESAIC_CACHE_DIR", str(tmp_path / "cache"))
+    hf = make_qwen2(tmp_path / "hf", **DENSE)
+    parts: list[Path] = []
+    as_gguf(hf, "qwen2", tmp_path / "m.gguf", write=lambda *what: parts.extend(write_parts(*what, [9, 1])))
+    alone = tmp_path / "alone.gguf"
+    alone.write_bytes(parts[0].read_bytes())
+    contents = [part.read_bytes() for part in parts]
+
+    def refused(path: Path, said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            make_plan(EngineConfig(model=str(path)))
+
+    refused(alone, "split.count: expected 1 .*NAME-00001-of-00002.gguf")
+    parts[1].write_bytes(contents[2])
+    refused(parts[0], f"{parts[1].name}: split.no: expected 1 ")
+    parts[1].write_bytes(contents[1].replace(b"split.no", b"split.on"))
+    refused(parts[0], f"{parts[1].name}: split.no: expected 1 ")
+    twice = next(iter(read_header(parts[0]).tensors))
+    write_gguf(parts[1], {"split.no": 1, "split.count": 3}, {twice: plain(torch.ones(4, 4))})
+    refused(parts[0], "also in m-00001-of-00003.gguf")
+    write_gguf(parts[1], {"split.no": 1, "split.count": 3}, {})
+    refused(parts[0], "split.tensors.count: ")
+    parts[1].unlink()
+    for path in parts:
+        refused(path, f"{parts[1].name}: missing: part 2 of 3")
 
 
 def test_threads_read_at_once(tmp_path: Path) -> None:

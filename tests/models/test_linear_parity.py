@@ -1,18 +1,15 @@
 """Models with linear attention equal Hugging Face transformers in float32: logits of every token however a prompt is cut, and
-greedy tokens; on one rank and on several."""
+greedy tokens. Varied shapes, and ranks: test_varied_configs.py."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from amounts import examples
-from drive import generate_on_ranks, mailbox_models, prompts_of
 from hf_tiny import (
     VOCAB,
     HfModel,
@@ -27,8 +24,6 @@ from hf_tiny import (
     relative_error,
     rewrite,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from models.base import CausalLM
@@ -78,67 +73,6 @@ def test_greedy_tokens_are_identical(pair: tuple[HfModel, CausalLM]) -> None:
     assert generate_greedy(ours, prompts, 32, num_blocks=128) == expected
 
 
-@st.composite
-def shapes(draw: st.DrawFn) -> dict[str, Any]:
-    layers = draw(st.integers(1, 3))
-    kinds = draw(st.lists(st.sampled_from(["linear_attention", "full_attention"]), min_size=layers, max_size=layers))
-    key_heads, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    return {
-        "num_hidden_layers": layers + 1,
-        "layer_types": [*kinds, "full_attention"],
-        "hidden_size": draw(st.sampled_from([24, 30, 33])),
-        "num_key_value_heads": kv_heads,
-        "num_attention_heads": kv_heads * draw(st.integers(1, 3)),
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": key_heads * draw(st.integers(1, 3)),
-        "linear_key_head_dim": draw(st.sampled_from([8, 16, 33])),
-        "linear_value_head_dim": draw(st.sampled_from([12, 16, 35])),  # norms of few numbers multiply roundings
-        "linear_conv_kernel_dim": draw(st.integers(2, 5)),
-        "tie_word_embeddings": draw(st.booleans()),
-    }
-
-
-@settings(max_examples=examples(40), deadline=None, derandomize=True)
-@given(shapes(), st.sampled_from([make_qwen3_next, make_qwen3_5_moe, make_qwen3_5]), st.integers(1, 69))
-def test_whatever_the_shape(shape: dict[str, Any], make: Make, cut: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        hf = make(Path(folder), **shape)
-        ours, tokens = load_ours(hf.path), tokens_of(7, 70)
-        expected = hf.logits(tokens)
-        for chunks in ([70], [cut, 70 - cut]):
-            assert relative_error(chunked_logits(ours, tokens, chunks), expected) < 1e-4
-
-
-@settings(max_examples=examples(15), deadline=None, derandomize=True)
-@given(
-    kinds=st.lists(st.sampled_from(["linear_attention", "full_attention"]), min_size=2, max_size=2),
-    heads=st.integers(1, 4),
-    width=st.sampled_from([9, 16, 35]),
-    others=st.fixed_dictionaries(
-        {
-            "hidden_size": st.sampled_from([24, 33]),
-            "kv_lora_rank": st.sampled_from([8, 12]),
-            "qk_nope_head_dim": st.sampled_from([5, 8]),
-            "qk_rope_head_dim": st.sampled_from([2, 6]),
-            "v_head_dim": st.sampled_from([5, 8]),
-            "linear_conv_kernel_dim": st.integers(2, 5),
-            "n_shared_experts": st.sampled_from([1, 2]),
-        }
-    ),
-    cut=st.integers(1, 69),
-)
-def test_whatever_the_shape_of_kimi_linear(
-    kinds: list[str], heads: int, width: int, others: dict[str, Any], cut: int
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = {"layer_types": [*kinds, "full_attention"], "linear_num_heads": heads, "linear_head_dim": width}
-        hf = make_kimi_linear(Path(folder), **sizes, **others)
-        ours, tokens = load_ours(hf.path), tokens_of(7, 70)
-        expected = hf.logits(tokens)
-        for chunks in ([70], [cut, 70 - cut]):
-            assert relative_error(chunked_logits(ours, tokens, chunks), expected) < 1e-4
-
-
 def test_the_fields_of_a_real_kimi_linear(tmp_path: Path) -> None:
     """Layers are counted from 1, in a section of their own."""
     hf = make_kimi_linear(tmp_path)
@@ -161,15 +95,6 @@ def test_the_fields_of_a_real_kimi_linear(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**raw, **real, "linear_attn_config": linear, "rope_theta": 1e4}))
     tokens = tokens_of(1, 30)
     assert relative_error(chunked_logits(load_ours(tmp_path), tokens, [30]), hf.logits(tokens)) < 1e-4
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("make", [make_qwen3_next, make_kimi_linear])
-def test_experts_spread_over_ranks(make: Make, size: int, tmp_path: Path) -> None:
-    hf = make(tmp_path)
-    prompts = [prompts_of(rank, VOCAB) for rank in range(size)]
-    ours = generate_on_ranks(mailbox_models(hf.path, size), prompts, 16)
-    assert ours == [[hf.greedy(prompt, 16) for prompt in own] for own in prompts]
 
 
 def test_the_language_model_of_one_with_vision(tmp_path: Path) -> None:

@@ -37,17 +37,12 @@ def rows() -> dict[str, list[str]]:
 
 
 TABLE = rows()
-# Families with tests of their own (test_linear_parity.py, test_linear_quantized.py, test_sparse_parity.py): varied, ranks, fewer bits.
-LINEAR = ("yes", "1, 2, 4", EVERY_FORM)
-ELSEWHERE = {
-    "DeepseekV32ForCausalLM": ("yes", "1, 2, 4", SOME_FORMS),
-    "GlmMoeDsaForCausalLM": ("yes", "1, 2, 4", SOME_FORMS),
-    "Qwen3NextForCausalLM": LINEAR,
-    "Qwen3_5MoeForCausalLM": LINEAR,
-    "Qwen3_5MoeForConditionalGeneration": LINEAR,
-    "Qwen3_5ForCausalLM": ("yes", "dense", SOME_FORMS),
-    "Qwen3_5ForConditionalGeneration": ("yes", "dense", SOME_FORMS),
-    "KimiLinearForCausalLM": LINEAR,
+# Families with tests of their own (test_sparse_parity.py): varied, ranks, fewer bits.
+SPARSE = dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), ("yes", "1, 2, 4", SOME_FORMS))
+# The text part of a model with vision is tested as the model without.
+SAME_AS = {
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
 }
 # Whose own layer drafts, as tests/speculation/test_mtp.py compares with transformers.
 MTP = {
@@ -67,13 +62,15 @@ def test_every_architecture_has_a_row() -> None:
 def test_a_row_says_what_is_tested(architecture: str) -> None:
     said = dict(zip(COLUMNS[1:], TABLE[architecture], strict=True))
     assert ("`mtp`" in said["drafts"]) == (architecture in MTP), "tests/speculation/test_mtp.py"
-    if architecture in ELSEWHERE:
-        assert (said["varied configurations"], said["ranks"], said["fewer bits"]) == ELSEWHERE[architecture]
+    if architecture in SPARSE:
+        assert (said["varied configurations"], said["ranks"], said["fewer bits"]) == SPARSE[architecture]
         return
+    architecture = SAME_AS.get(architecture, architecture)
     tested = architecture in varied.FAMILIES
     assert said["varied configurations"] == ("yes" if tested else "fixed ones"), "tests/models/test_varied_configs.py"
-    ranked = architecture in varied.RANKED and architecture not in varied.DENSE
-    assert said["ranks"] == ("1, 2, 4" if ranked else "dense"), "tests/models/test_varied_configs.py"
+    assert said["ranks"] == ("1, 2, 4" if architecture in varied.RANKED else "dense"), (
+        "tests/models/test_varied_configs.py"
+    )
     forms = EVERY_FORM if architecture in quantized.FAMILIES else SOME_FORMS if architecture in quantized.MORE else ""
     if architecture == "GptOssForCausalLM":
         forms = "MXFP4"

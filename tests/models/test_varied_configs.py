@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from models.registry import read_config
 
-pytestmark = pytest.mark.parity
+# Of layers without shared experts transformers makes tensors without numbers.
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")]
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 QUICK = settings(
@@ -29,8 +30,22 @@ QUICK = settings(
 )
 
 
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 1e6},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32},
+    {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+     "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+]  # fmt: skip
+
+
+def rope(draw: Draw) -> dict[str, Any]:
+    kind = draw(st.sampled_from([None, *ROPES]))
+    return {} if kind is None else {"rope_parameters": dict(kind)}
+
+
 def attention(draw: Draw, head_dim: bool = True) -> dict[str, Any]:
-    """Heads, groups, odd widths."""
+    """Heads, groups, odd widths, rotary positions."""
     kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 5]))
     sizes: dict[str, Any] = {"num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads}
     dim = 2 * draw(st.integers(1, 11))
@@ -40,7 +55,10 @@ def attention(draw: Draw, head_dim: bool = True) -> dict[str, Any]:
         sizes["hidden_size"] = kv_heads * group * dim
     tied, layers = draw(st.booleans()), draw(st.integers(1, 4))
     width = draw(st.sampled_from([9, 32, 41]))
-    return {**sizes, "tie_word_embeddings": tied, "num_hidden_layers": layers, "intermediate_size": width}
+    return {
+        **sizes, **rope(draw), "tie_word_embeddings": tied, "num_hidden_layers": layers, "intermediate_size": width,
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])), "seed": draw(st.integers(0, 99)),
+    }  # fmt: skip
 
 
 def window(draw: Draw) -> dict[str, Any]:
@@ -65,7 +83,7 @@ def width(draw: Draw) -> dict[str, Any]:
 
 
 def grouped(draw: Draw, layers: int) -> dict[str, Any]:
-    """DeepSeek-V3's routing, and which layers are dense."""
+    """DeepSeek-V3's routing, shared experts, and how many layers are dense."""
     groups = draw(st.sampled_from([1, 2, 4]))
     kept, size = draw(st.integers(1, groups)), draw(st.integers(2, 3))
     return {
@@ -73,7 +91,7 @@ def grouped(draw: Draw, layers: int) -> dict[str, Any]:
         "topk_group": kept,
         "n_routed_experts": groups * size,
         "num_experts_per_tok": draw(st.integers(1, min(4, kept * size))),
-        "n_shared_experts": draw(st.integers(1, 2)),
+        "n_shared_experts": draw(st.integers(0, 2)),
         "first_k_dense_replace": draw(st.integers(0, layers)),
         "norm_topk_prob": draw(st.booleans()),
         "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
@@ -83,7 +101,8 @@ def grouped(draw: Draw, layers: int) -> dict[str, Any]:
 
 def rope_part(draw: Draw, head_dim: int) -> dict[str, Any]:
     rotated = 2 * draw(st.integers(1, head_dim // 2))
-    return {"rope_parameters": hf_tiny.partial_rope(rotated / head_dim)}
+    kind = draw(st.sampled_from([*ROPES[:2], ROPES[3]]))  # transformers' yarn takes the width of the whole head
+    return {"rope_parameters": {**kind, "partial_rotary_factor": rotated / head_dim}}
 
 
 def vary_qwen3(draw: Draw) -> dict[str, Any]:
@@ -125,7 +144,7 @@ def vary_mistral(draw: Draw) -> dict[str, Any]:
 
 
 def vary_mixtral(draw: Draw) -> dict[str, Any]:
-    return {**attention(draw, head_dim=False), **window(draw), **experts(draw, "num_local_experts")}
+    return {**attention(draw), **window(draw), **experts(draw, "num_local_experts")}
 
 
 def vary_minimax(draw: Draw) -> dict[str, Any]:
@@ -162,6 +181,54 @@ def vary_gpt_oss(draw: Draw) -> dict[str, Any]:
     return {**sizes, **experts(draw, "num_local_experts"), **more, "swiglu_limit": draw(st.sampled_from([0.5, 7.0]))}
 
 
+STATE_KINDS = ["linear_attention", "full_attention"]
+
+
+def vary_next(draw: Draw) -> dict[str, Any]:
+    """Which layers keep a state, its heads and widths; norms of few numbers multiply roundings."""
+    sizes = {**attention(draw), **experts(draw), **width(draw)}
+    layers = sizes["num_hidden_layers"]
+    kinds = [draw(st.sampled_from(STATE_KINDS)) for _ in range(layers - 1)]
+    key_heads, where = draw(st.integers(1, 3)), draw(st.integers(0, layers - 1))
+    return {
+        **sizes, **rope_part(draw, sizes["head_dim"]), "attention_bias": draw(st.booleans()),
+        "layer_types": [*kinds[:where], "full_attention", *kinds[where:]],
+        "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * draw(st.integers(1, 4)),
+        "linear_key_head_dim": draw(st.sampled_from([8, 16, 33, 64])),
+        "linear_value_head_dim": draw(st.sampled_from([12, 16, 35, 64])),
+        "linear_conv_kernel_dim": draw(st.integers(2, 6)),
+        "shared_expert_intermediate_size": draw(st.sampled_from([3, 20])),
+        "decoder_sparse_step": draw(st.integers(1, 2)), "norm_topk_prob": draw(st.booleans()),
+        "mlp_only_layers": [l for l in range(layers) if draw(st.booleans())],
+    }  # fmt: skip
+
+
+def vary_qwen3_5(draw: Draw) -> dict[str, Any]:
+    """Every layer has experts, or none."""
+    names = ("decoder_sparse_step", "norm_topk_prob", "mlp_only_layers")
+    return {name: value for name, value in vary_next(draw).items() if name not in names}
+
+
+def vary_qwen3_5_dense(draw: Draw) -> dict[str, Any]:
+    of_experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    return {name: value for name, value in vary_qwen3_5(draw).items() if name not in of_experts}
+
+
+def vary_kimi_linear(draw: Draw) -> dict[str, Any]:
+    sizes = vary_mla(draw)
+    layers = sizes["num_hidden_layers"]
+    kinds = [draw(st.sampled_from(STATE_KINDS)) for _ in range(layers - 1)]
+    where = draw(st.integers(0, layers - 1))
+    del sizes["first_k_dense_replace"]
+    return {
+        **sizes, "layer_types": [*kinds[:where], "full_attention", *kinds[where:]],
+        "num_local_experts": sizes.pop("n_routed_experts"),
+        "mlp_layer_types": [draw(st.sampled_from(["dense", "sparse"])) for _ in range(layers)],
+        "linear_num_heads": draw(st.integers(1, 4)), "linear_head_dim": draw(st.sampled_from([9, 16, 35, 64])),
+        "linear_conv_kernel_dim": draw(st.integers(2, 6)),
+    }  # fmt: skip
+
+
 def vary_mla(draw: Draw) -> dict[str, Any]:
     heads, layers = draw(st.sampled_from([1, 3, 4])), draw(st.integers(1, 3))
     return {
@@ -169,12 +236,41 @@ def vary_mla(draw: Draw) -> dict[str, Any]:
         "q_lora_rank": draw(st.sampled_from([None, 11, 24])), "kv_lora_rank": draw(st.sampled_from([8, 19])),
         "qk_nope_head_dim": 2 * draw(st.integers(1, 7)), "qk_rope_head_dim": 2 * draw(st.integers(1, 4)),
         "v_head_dim": draw(st.integers(3, 13)), "num_hidden_layers": layers,
-        "tie_word_embeddings": draw(st.booleans()), **grouped(draw, layers),
+        "tie_word_embeddings": draw(st.booleans()), **grouped(draw, layers), "seed": draw(st.integers(0, 99)),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
     }  # fmt: skip
 
 
+MLA_ROPES = [None, deepseek_tiny.YARN, deepseek_tiny.V2_YARN]
+
+
 def vary_v3(draw: Draw) -> dict[str, Any]:
-    return {**vary_mla(draw), "attention_bias": draw(st.booleans())}
+    rope = draw(st.sampled_from(MLA_ROPES))
+    more = {"attention_bias": draw(st.booleans()), "rope_interleave": draw(st.booleans())}
+    return {**vary_mla(draw), **more, **({} if rope is None else {"rope_parameters": rope})}
+
+
+def vary_kimi_k2(draw: Draw) -> dict[str, Any]:
+    fixed = ("n_group", "topk_group", "routed_scaling_factor")
+    sizes = {name: value for name, value in vary_v3(draw).items() if name not in fixed}
+    return {**sizes, "num_experts_per_tok": 2, "n_routed_experts": 2 * draw(st.integers(1, 5))}
+
+
+def vary_glm_lite(draw: Draw) -> dict[str, Any]:
+    sizes = vary_mla(draw)
+    del sizes["first_k_dense_replace"]
+    kinds = [draw(st.sampled_from(["dense", "sparse"])) for _ in range(sizes["num_hidden_layers"])]
+    return {**sizes, "mlp_layer_types": kinds, "attention_bias": draw(st.booleans())}
+
+
+def vary_deepseek_moe(draw: Draw) -> dict[str, Any]:
+    """Its first layer is dense (hf_tiny.make_deepseek_moe)."""
+    sizes = {**attention(draw, head_dim=False), "num_hidden_layers": draw(st.integers(2, 4))}
+    return {
+        **sizes,
+        "num_experts_per_tok": draw(st.integers(1, 8)),
+        "num_key_value_heads": sizes["num_attention_heads"],
+    }
 
 
 def vary_v2(draw: Draw) -> dict[str, Any]:
@@ -202,7 +298,16 @@ FAMILIES: dict[str, tuple[Callable[..., hf_tiny.HfModel], Callable[[Draw], dict[
     "GptOssForCausalLM": (hf_tiny.make_gpt_oss, vary_gpt_oss),
     "DeepseekV2ForCausalLM": (deepseek_tiny.make_v2, vary_v2),
     "DeepseekV3ForCausalLM": (deepseek_tiny.make_v3, vary_v3),
+    "KimiK2ForCausalLM": (deepseek_tiny.make_kimi_k2, vary_kimi_k2),
+    "KimiK25ForConditionalGeneration": (deepseek_tiny.make_kimi_k25, vary_kimi_k2),
+    "Glm4MoeLiteForCausalLM": (deepseek_tiny.make_glm4_moe_lite, vary_glm_lite),
+    "DeepseekForCausalLM": (hf_tiny.make_deepseek_moe, vary_deepseek_moe),
+    "Qwen3NextForCausalLM": (hf_tiny.make_qwen3_next, vary_next),
+    "Qwen3_5MoeForCausalLM": (hf_tiny.make_qwen3_5_moe, vary_qwen3_5),
+    "Qwen3_5ForCausalLM": (hf_tiny.make_qwen3_5, vary_qwen3_5_dense),
+    "KimiLinearForCausalLM": (hf_tiny.make_kimi_linear, vary_kimi_linear),
 }
+LONGEST = dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "KimiLinearForCausalLM"), 80)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -211,7 +316,9 @@ FAMILIES: dict[str, tuple[Callable[..., hf_tiny.HfModel], Callable[[Draw], dict[
 def test_equal_to_transformers(family: str, tmp_path: Path, data: st.DataObject) -> None:
     make, vary = FAMILIES[family]
     hf = make(tmp_path, **vary(data.draw))
-    tokens = [(11 * i + 3) % hf_tiny.VOCAB for i in range(data.draw(st.integers(2, 50), label="length"))]
+    tokens = [
+        (11 * i + 3) % hf_tiny.VOCAB for i in range(data.draw(st.integers(2, LONGEST.get(family, 50)), label="length"))
+    ]
     first = data.draw(st.integers(1, len(tokens) - 1), label="first chunk")
     ours = drive.load_ours(tmp_path)
     expected = hf.logits(tokens)
@@ -219,19 +326,13 @@ def test_equal_to_transformers(family: str, tmp_path: Path, data: st.DataObject)
         assert drive.relative_error(drive.chunked_logits(ours, tokens, chunks), expected) < 1e-4
 
 
-DENSE = {"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"}
-RANKED = {
-    **{name: make for name, (make, _) in FAMILIES.items()},
-    "KimiK2ForCausalLM": deepseek_tiny.make_kimi_k2,
-    "KimiK25ForConditionalGeneration": deepseek_tiny.make_kimi_k25,
-    "Glm4MoeLiteForCausalLM": deepseek_tiny.make_glm4_moe_lite,
-    "DeepseekForCausalLM": hf_tiny.make_deepseek_moe,
-}
+DENSE = {"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen3_5ForCausalLM"}
+RANKED = [family for family in FAMILIES if family not in DENSE]
 
 
-@pytest.mark.parametrize("family", [family for family in RANKED if family not in DENSE])
+@pytest.mark.parametrize("family", RANKED)
 def test_ranks_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
-    hf = RANKED[family](tmp_path)
+    hf = FAMILIES[family][0](tmp_path)
     assert read_config(tmp_path).num_experts
     prompts = [drive.prompts_of(rank, hf_tiny.VOCAB) for rank in range(4)]
     expected = [[hf.greedy(prompt, 12) for prompt in own] for own in prompts]

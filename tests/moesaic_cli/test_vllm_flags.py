@@ -252,6 +252,11 @@ def test_another_tokenizer(tmp_path: Path) -> None:
         (["--override-generation-config", '{"colour": 1}'], "'colour' is no default of sampling"),
         (["--override-generation-config", '{"temperature": 9}'], "temperature must be from 0 to 2"),
         (["--default-chat-template-kwargs", "[1]"], "default_chat_template_kwargs"),
+        (["--structured-outputs-config.backend", "outlines"], "backend must be one of .*, not 'outlines'"),
+        (
+            ["--structured-outputs-config", '{"disable_any_whitespace": true}'],
+            "'disable_any_whitespace' is not supported",
+        ),
     ],
 )
 def test_options_of_the_server(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

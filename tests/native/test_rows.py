@@ -88,6 +88,19 @@ def test_silu_mul(level: Isa, dtype: torch.dtype, shape: tuple[int, int]) -> Non
     close(rows.silu_mul(gate_up), reference.silu_mul(gate_up))
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 37), (20, 5000)])
+def test_best(level: Isa, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """The first of equals: in bfloat16 there are many."""
+    limit_isa(level)
+    x = normal(*shape).to(dtype)
+    x[::2, shape[1] // 2 :] = torch.inf
+    x[1::4] = -torch.inf
+    wanted = torch.from_numpy(x.float().numpy().argmax(-1))
+    assert torch.equal(rows.best(x), wanted)
+    place = torch.full((shape[0],), -1)
+    assert rows.best(torch.cat((x, x + 1), 1)[:, : shape[1]], place) is place and torch.equal(place, wanted)
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 37), (600, 128)])
 def test_sigmoid_gate(level: Isa, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     limit_isa(level)

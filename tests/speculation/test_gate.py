@@ -124,6 +124,16 @@ def test_the_rank_with_most_sequences_decides() -> None:
     assert schedule.draft_depth == 1
 
 
+def test_no_more_is_drafted_than_may_be_verified() -> None:
+    """The memory of all passes behind a step is as large as that of drafts in a step (64)."""
+    gate = gate_of(StepTimes(), [0.8] * 8)
+    for num, wanted in ((1, 8), (16, 5), (64, 2), (65, 1)):
+        hook = gate.join(StepPlan(0, True, False, (num, 1), (9, 9)), [(8, 8, num), (8, 8, 1)])
+        assert hook is not None
+        hook.begin(schedule := Schedule(0))
+        assert schedule.draft_depth == wanted
+
+
 def test_beside_a_rank_that_practises_there_are_no_drafts() -> None:
     """It tells no number of sequences to those that do not practise, and would not take part in the layer's passes."""
     gate = gate_of(StepTimes(), [0.8, 0.7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -227,6 +228,23 @@ def test_the_embedded_model_accepts_most_drafts() -> None:
     assert stats.spec_accepted_per_pos[0] > 0.6 * stats.spec_drafts
     assert stats.steps < 80
     rank.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_whole_layer_on_every_rank(size: int) -> None:
+    """Without exchanges: the stream is the same, and so are the drafts."""
+    jobs = [Job([1, 300, 412, 250], 60, params={"ignore_eos": True}), Job([1, 9, 700], 40, params={"ignore_eos": True})]
+    found = []
+    for whole in (False, True):
+        config = dataclasses.replace(MTP, whole=whole)
+        ranks = mailbox_ranks(CHECKPOINT, size, max_model_len=256, block_size=16, speculation=config)
+        streams = [got.tokens for got in drive(ranks, jobs)]
+        found.append((streams, sum(rank.stats.spec_accepted_tokens for rank in ranks)))
+        for rank in ranks:
+            assert rank._team.placement is not None and len(rank._team.placement.slot_to_expert) == 4 - whole
+            rank._scheduler.kv.check([])
+            rank.close()
+    assert found[0] == found[1] and found[0][1] > 0
 
 
 def test_explained() -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from server_parts import Server, server
+from server_parts import Server, server, small_tokenizer
 from test_end_to_end import running
 
-from front.messages import AddRequest, SamplingParams
+from front.messages import AddRequest, SamplingParams, StructuredOutputsParams
+from front.structured.grammar import checked_grammar
 
 pytestmark = pytest.mark.structured
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -68,6 +70,12 @@ def test_text_is_free() -> None:
             assert last_params(s).grammar is None
 
     asyncio.run(run())
+
+
+def test_a_back_end_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ValueError, match=r"structured_outputs: .*pip install 'moesaic\[xgrammar\]'"):
+        checked_grammar(StructuredOutputsParams(regex="a missing one", backend="xgrammar"), small_tokenizer())
 
 
 PERSON = {

@@ -1,0 +1,149 @@
+"""Steps of nothing but decodes, of which several may be of one sequence: verifications of drafts, and passes of the
+layer that drafts. engine/step_buffers.py lays out all other steps.
+
+Legend: T tokens of the step, B sequences, S sequences that drafts are made for, P rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch_table import BatchTable
+from engine.device import make_upload
+from engine.prepared import Graphs, Ints, PreparedStep
+from engine.schedule import Schedule
+from engine.step_memory import Limits, Place, StepMemory
+from engine.step_parts import KV_LENS, POSITIONS, READS, SLOTS, TOKEN_IDS, WRITES
+from layers.step import StateInput, StepInput, TableInput
+
+
+class DecodeBuffers:
+    """The memory of every lane, and what is known of the rows of the batch."""
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self.limits = limits
+        self.device = device
+        self._block_size = limits.block_size
+        self._rows = BatchTable(limits.max_num_seqs, limits.max_model_len, limits.columns, limits.num_tables)
+        self._lanes: dict[int, StepMemory] = {}
+        self._every_row = torch.arange(limits.max_decodes, device=device)
+
+    def lane(self, index: int) -> StepMemory:
+        """What the parts of that number are read from."""
+        limits = self.limits
+        if index < 0:  # of what drafts: as many drafts as a step may have, though the step has less room for tokens
+            most = limits.max_num_seqs + limits.max_drafts
+            limits = limits._replace(max_num_tokens=max(limits.max_num_tokens, most))
+        tokens = 0, 0, *[block * self._block_size for block in limits.scratch]
+        sequences = 1, *[0, limits.scratch_record] * limits.has_state
+        if index not in self._lanes:
+            upload = make_upload(self.device)
+            self._lanes[index] = StepMemory(limits, tokens, sequences, POSITIONS, self.device, upload)
+        return self._lanes[index]
+
+    def decodes(
+        self, lane: int, rows_T: Ints, positions_T: Ints, token_ids_T: Ints | int, logits_rows_P: Tensor | None = None
+    ) -> StepInput:
+        """A step in that lane of tokens that each attend for themselves, at places of sequences that have blocks
+        there."""
+        memory, num = self.lane(lane), len(rows_T)
+        place = memory.place(num, num)
+        tokens_FT = place.tokens_FT[:, :num]
+        tokens_FT[TOKEN_IDS], tokens_FT[POSITIONS] = token_ids_T, positions_T
+        columns_T, offsets_T = np.divmod(positions_T, self._block_size)
+        for index, table in enumerate(self._rows.tables):
+            tokens_FT[SLOTS + index] = table[rows_T, columns_T] * self._block_size + offsets_T
+        place.sequences_FB[KV_LENS, :num] = positions_T + 1
+        ends = (positions_T + 1).tolist()
+        tables = self._write_tables(memory, place, rows_T, max(ends, default=0))
+        memory.send()
+        rows_P = place.token_tensors[POSITIONS][:0] if logits_rows_P is None else logits_rows_P
+        return self._input(place, tables, tuple(range(num + 1)), ends, num, rows_P)
+
+    def following(self, lane: int, rows_S: Ints, positions_S: Ints, count: int) -> list[StepInput]:
+        """So many steps of these sequences in that lane, as of `decodes`, each a token further; what the tokens are
+        says who computes them. They lie in one place, and have the same tables."""
+        num = len(rows_S)
+        positions_T = (positions_S + np.arange(count)[:, None]).ravel()
+        whole = self.decodes(lane, np.tile(rows_S, count), positions_T, 0)
+        starts, table_BN, state = tuple(range(num + 1)), whole.block_table_BN[:num], whole.state
+        return [
+            StepInput(
+                whole.token_ids_T[first : first + num],
+                whole.positions_T[first : first + num],
+                whole.slots_T[first : first + num],
+                starts,
+                whole.kv_lens[first : first + num],
+                whole.kv_lens_B[first : first + num],
+                table_BN,
+                num,
+                self._block_size,
+                whole.logits_rows_P,
+                tuple(
+                    TableInput(one.slots_T[first : first + num], one.block_table_BN[:num]) for one in whole.more_tables
+                ),
+                None if state is None else StateInput(state.reads_B[first:][:num], state.writes_B[first:][:num]),
+            )
+            for first in range(0, num * count, num or 1)
+        ] or [whole] * count
+
+    def verify(self, schedule: Schedule, graphs: Graphs) -> PreparedStep:
+        """A step of one part of nothing but decodes, of which some have drafts, in a fraction of the time that steps
+        take of whatever there may be. graphs: without padding."""
+        num = schedule.num_tokens
+        token_ids = self._rows.token_ids
+        rows: list[int] = []
+        positions: list[int] = []
+        entries: list[int] = []
+        works = zip(schedule.rows, schedule.starts, schedule.counts, schedule.drafts, strict=True)
+        for entry, (row, start, count, drafts) in enumerate(works):
+            assert start < self._rows.known[row], "a schedule computes tokens that are not known yet"
+            token_ids[row, start + 1 : start + count] = drafts
+            rows += [row] * count
+            entries += [entry] * count
+            positions += range(start, start + count)
+        rows_T, positions_T = np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64)
+        known = token_ids[rows_T, positions_T].astype(np.int64)
+        step = self.decodes(0, rows_T, positions_T, known, self._every_row[:num])
+        drafts_of = {entry: drafts for entry, drafts in enumerate(schedule.drafts) if drafts}
+        return PreparedStep(
+            (step,), graphs, step.logits_rows_P, len(schedule.rows), entries, rows_T, positions_T + 1, (), None,
+            drafts_of, (rows_T,),
+        )  # fmt: skip
+
+    def _input(
+        self,
+        place: Place,
+        tables: Sequence[Tensor],
+        query_starts: tuple[int, ...],
+        ends: Sequence[int],
+        num_decodes: int,
+        logits_rows_P: Tensor,
+    ) -> StepInput:
+        tokens, sequences = place.token_tensors, place.sequence_tensors
+        return StepInput(
+            tokens[TOKEN_IDS],
+            tokens[POSITIONS],
+            tokens[SLOTS],
+            query_starts,
+            tuple(ends),
+            sequences[KV_LENS],
+            tables[0],
+            num_decodes,
+            self._block_size,
+            logits_rows_P,
+            tuple(map(TableInput, tokens[SLOTS + 1 :], tables[1:])),
+            StateInput(sequences[READS], sequences[WRITES]) if self.limits.has_state else None,
+        )
+
+    def _write_tables(self, memory: StepMemory, place: Place, rows_B: Ints, longest: int) -> Sequence[Tensor]:
+        """Of each token group; a block behind a window is 0."""
+        num_columns = -(-longest // self._block_size)
+        return [
+            memory.write_table(index, place, np.maximum(table[rows_B, :num_columns], 0))
+            for index, table in enumerate(self._rows.tables)
+        ]

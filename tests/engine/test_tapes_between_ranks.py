@@ -1,0 +1,202 @@
+"""Decode steps whose exchanges with other ranks are on a CPU's graph equal eager ones: beside ranks whose step is in no graph, or that
+have no tokens, and with replicas of experts; and a rank that is lost while one is replayed is named as it always is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepseek_tiny
+import drive
+import hf_tiny
+import pytest
+import torch
+from laid_out import LaidOut
+from rank_threads import together
+from torch import Tensor
+
+from dbo.steps import Steps, drain
+from engine.capture import Capture, GraphPolicy
+from ep.backends.dispatchers import StepState
+from ep.parallel import Parallel
+from ep.protocol import AllToAll, PeerLost
+from ep.table import make_lanes
+from ep.transport.shm_group import ShmGroup, shm_group
+from eplb.placement import linear_placement
+from layers.step import StepInput
+from models.graph_breaks import GraphBreaks
+from models.registry import read_config
+from native import Isa, best_isa, isa
+from native.tape import CpuGraphs, Late
+
+pytestmark = pytest.mark.skipif(best_isa() == Isa.NONE, reason="the native kernels were not built")
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MOST = 4, 96, 128, 4
+MAKERS = {"qwen3_moe": hf_tiny.make_qwen3_moe, "deepseek_v3": deepseek_tiny.make_v3}
+Work = list[tuple[int, list[int], int]]  # sequence, tokens, position of the first
+
+
+@dataclass(frozen=True)
+class Step:
+    """counts: of each rank the number of its sequences that get one more token. new: of each rank the length of a prompt that comes
+    besides; 0: none."""
+
+    counts: tuple[int, int]
+    new: tuple[int, int] = (0, 0)
+
+    def tokens(self, rank: int) -> int:
+        return self.counts[rank] + self.new[rank]
+
+
+STEPS = [
+    Step((3, 4)),
+    Step((1, 0)),  # one rank only serves
+    Step((3, 2), (0, 6)),  # beside a prompt
+    Step((2, 1), (70, 0)),  # more tokens than a recorded exchange has room for
+    Step((3, 4)),
+    Step((1, 0)),
+    Step((0, 2)),
+    Step((2, 1), (0, 9)),
+    Step((1, 0)),
+]
+
+
+class Ours:
+    """One rank: a model with graphs, and a twin of its cache that only eager steps touch."""
+
+    def __init__(self, path: Path, group: ShmGroup, dtype: torch.dtype, extra: int = 0) -> None:
+        facts = read_config(path)
+        slots = -(-facts.num_experts // group.size) + extra
+        placement = linear_placement(facts.num_moe_layers, facts.num_experts, group.size, slots if extra else None)
+        self.state = StepState()
+
+        def lanes(num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
+            return make_lanes("shm", group, num_slots, hidden_size, dtype, state=self.state)
+
+        self.model = drive.load_ours(path, Parallel(group.rank, group.size, placement, lanes), dtype)
+        self.rank = group.rank
+        self.cache, self.eager = (drive.Cache.for_model(self.model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
+        self.lengths: list[int] = []
+        self.waited: list[Late] = []
+
+        def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+            return self.model.steps(step, self.cache.kv, lane, breaks)
+
+        def wait(late: Late) -> None:
+            self.waited.append(late)
+            self.state.wait_late(late)
+
+        self.laid_out = LaidOut(self.cache, 16, MAX_LEN, max_tokens=96)
+        policy = GraphPolicy(exact=MOST)
+        self.capture = Capture(forward, CpuGraphs(wait), policy, self.laid_out.buffers, self.state)
+        self.capture.capture(group.size)
+
+    def work(self, step: Step) -> Work:
+        count, new = step.counts[self.rank], step.new[self.rank]
+        work: Work = [(b, [(7 * b + 3 * self.lengths[b]) % hf_tiny.VOCAB], self.lengths[b]) for b in range(count)]
+        for b in range(count):
+            self.lengths[b] += 1
+        return [*work, *self.prompts([new] if new else [])]
+
+    def prompts(self, lengths: list[int]) -> Work:
+        first = len(self.lengths)
+        self.lengths += lengths
+        return [
+            (first + b, [(5 * b + i + self.rank) % hf_tiny.VOCAB for i in range(n)], 0) for b, n in enumerate(lengths)
+        ]
+
+    def replayed(self, work: Work, largest: int) -> Tensor:
+        self.state.begin(largest)
+        prepared = self.laid_out.fill(work, 1, self.capture.choose)
+        hidden_TD = drain(self.capture.steps(prepared))
+        self.state.confirm()
+        return hidden_TD
+
+    def check(self, work: Work, largest: int) -> None:
+        ours = self.replayed(work, largest).clone()
+        self.state.begin(largest)
+        assert torch.equal(ours, drain(self.model.steps(drive.make_step(self.eager, work), self.eager.kv)))
+        self.state.confirm()
+
+    def forms(self) -> set[tuple[int, bool]]:
+        """Rows of its graphs, and whether those hold exchanges."""
+        return {(size.rows, size.exchanges) for _, size in self.capture._passes}
+
+
+def on_two(folder: Path, act: Callable[[ShmGroup], object], timeout: float = 30.0) -> list[object]:
+    def run(rank: int) -> object:
+        group = shm_group(folder, rank, 2, timeout, "experts")
+        try:
+            return act(group)
+        finally:
+            group.close()
+
+    return list(together(2, run))
+
+
+@pytest.mark.parametrize("extra", [0, 2], ids=["no replicas", "replicas"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_replayed_exchanges_equal_eager_ones(name: str, dtype: torch.dtype, extra: int, tmp_path: Path) -> None:
+    if dtype is torch.bfloat16 and isa() < Isa.AVX512_BF16:
+        pytest.skip("this CPU has no bfloat16 arithmetic: torch computes the linear layers")
+    path = MAKERS[name](tmp_path / "model").path
+
+    def act(group: ShmGroup) -> set[tuple[int, bool]]:
+        ours = Ours(path, group, dtype, extra)
+        ours.check(ours.prompts([3, 2, 5, 2]), 12)
+        for step in STEPS:
+            ours.check(ours.work(step), max(step.tokens(0), step.tokens(1)))
+        assert not ours.capture.refused
+        return ours.forms()
+
+    # A prompt's step is in no graph; beside one of 70 tokens a decode leaves its exchanges out.
+    assert on_two(tmp_path, act) == [
+        {(3, True), (1, True), (0, True), (2, True)},
+        {(4, True), (0, True), (1, False), (2, True)},
+    ]
+
+
+@pytest.mark.parametrize("how", ["aborts", "leaves"])
+@pytest.mark.parametrize("tokens", [2, 0])
+def test_a_rank_lost_while_a_step_is_replayed(how: str, tokens: int, tmp_path: Path) -> None:
+    """The other one stops in the first exchange, waits in Python, and raises there; nothing hangs."""
+    path = MAKERS["qwen3_moe"](tmp_path / "model").path
+
+    def act(group: ShmGroup) -> object:
+        ours = Ours(path, group, torch.float32)
+        ours.check(ours.prompts([3, 2]), 5)
+        for _ in range(2):
+            ours.check(ours.work(Step((tokens, 2))), 2)
+        if group.rank == 1:
+            if how == "aborts":
+                group.abort([1])
+            return "gone"
+        ours.waited.clear()
+        with pytest.raises(PeerLost) as lost:
+            ours.replayed(ours.work(Step((tokens, 2))), 2)
+        assert (tokens, True) in ours.forms() and [late.reason for late in ours.waited] == [0]
+        return lost.value.ranks
+
+    assert on_two(tmp_path, act) == [(1,), "gone"]
+
+
+def test_tokens_that_were_not_agreed_on_stop_the_step(tmp_path: Path) -> None:
+    """A rank that sends more than a recorded exchange has room for overwrites nothing."""
+    path = MAKERS["qwen3_moe"](tmp_path / "model").path
+
+    def act(group: ShmGroup) -> object:
+        ours = Ours(path, group, torch.float32)
+        ours.check(ours.prompts([3, 2]), 5)
+        ours.check(ours.work(Step((2, 2))), 2)
+        if group.rank == 0:
+            with pytest.raises(RuntimeError, match="more tokens than the ranks had agreed on"):
+                ours.replayed(ours.work(Step((2, 2))), 2)
+            group.abort([1])
+        else:
+            with pytest.raises(PeerLost):
+                ours.replayed(ours.prompts([70]), 70)
+        return "stopped"
+
+    assert on_two(tmp_path, act) == ["stopped", "stopped"]

@@ -3,15 +3,15 @@
 Legend: P rows sampled in this step, R some of them, V vocabulary, K candidates in falling order, N listed places,
 B stretches of vocabulary entries.
 
-Order: raw log-probabilities are taken; then logits processors have their rows; then the edits that any row may have (its grammar's mask, allowed_token_ids,
-bad_words, min_tokens, logit_bias, penalties), after which greedy rows take the best; then temperature, min_p, top_k,
-top_p and the draw. A draw is a race: every kept token has an exponentially distributed number of its own
-(engine/sampling/noise.py), and the one with the largest probability / number wins, which is each with its probability.
-Rounding of the logits changes the winner only where two tokens are as close as the rounding; a number that is looked up
-in the cumulative distribution, which moves at every token as soon as it does at the first, falls to a neighbour far
-more often (benchmarks/bench_draws.py). What is written here in torch is the specification, and what runs on other
-devices; on the CPU the native kernel does the same (native/sampling.py), but for the modes of log-probabilities that
-want the processed logits of the whole vocabulary.
+Order: raw log-probabilities are taken; then logits processors have their rows; then the edits that any row may have
+(its grammar's mask, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties), after which greedy rows take the
+best; then temperature, min_p, top_k, top_p and the draw. A draw is a race: every kept token has an exponentially
+distributed number of its own (engine/sampling/noise.py), and the one with the largest probability / number wins, which
+is each with its probability. Rounding of the logits changes the winner only where two tokens are as close as the
+rounding; a number that is looked up in the cumulative distribution, which moves at every token as soon as it does at
+the first, falls to a neighbour far more often (benchmarks/bench_draws.py). What is written here in torch is the
+specification, and what runs on other devices; on the CPU the native kernel does the same (native/sampling.py), but for
+the modes of log-probabilities that want the processed logits of the whole vocabulary.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/bench_peers.py --models DIR [--vllm-python PATH] [--llama-python PATH] [--only MODEL ...] [--json]
     python benchmarks/bench_peers.py --models DIR --own-ranks 2      two ranks of one thread beside one rank of two threads
+    python benchmarks/bench_peers.py --models DIR --quantization int4 --own-quantization int8      4 bits beside 8
 
-DIR: made by benchmarks/make_models.py; for llama.cpp it also holds MODEL.gguf (bfloat16) and MODEL-q8.gguf, made with
-llama.cpp's own converter. PATH: the Python of a virtual environment that has the peer (docs/benchmarks.md says how to make one).
+DIR: made by benchmarks/make_models.py; for llama.cpp it also holds MODEL.gguf (bfloat16), MODEL-q8.gguf and MODEL-q4.gguf
+(Q8_0 and Q4_0), made with llama.cpp's own tools. PATH: the Python of a virtual environment that has the peer (docs/benchmarks.md says how to make one).
 One line per case: `ours`, `peer`, `ratio` (above 1 we are better) and the memory bandwidth seen around the repetitions.
 
 A repetition during which others kept more than --max-foreign cores busy is taken again; when the machine does not get
@@ -42,6 +43,7 @@ WHOLE = ("first", "stream", "a1", "a2", "prefill")
 MODELS = dict.fromkeys(("qwen3moe-small", "deepseek-small", "qwen3-0.6b-like"), WHOLE) | {
     "tiny-qwen3moe": ("overhead",)
 }
+LLAMA_BITS = {"fp8": "-q8", "int8": "-q8", "int4": "-q4", "mxfp4": "-q4"}
 
 
 @dataclass
@@ -60,9 +62,8 @@ class TooNoisy(Exception):
 
 def start_engines(arguments: argparse.Namespace, model: str) -> dict[str, Engine]:
     folder = Path(arguments.models) / model
-    ours = ["--dtype", "bfloat16"]
-    if arguments.quantization:
-        ours += ["--quantization", arguments.quantization]
+    plain = ["--dtype", "bfloat16"]
+    ours = [*plain, "--quantization", arguments.quantization] if arguments.quantization else plain
     single = [*ours, "--threads", str(arguments.threads)]
     if arguments.own_ranks:
         several = [
@@ -74,11 +75,14 @@ def start_engines(arguments: argparse.Namespace, model: str) -> dict[str, Engine
         ]
         return {"ours": Engine("ours", str(folder), several), "one rank": Engine("ours", str(folder), single)}
     engines = {"ours": Engine("ours", str(folder), single)}
+    if arguments.own_quantization:
+        other = [*plain, "--quantization", arguments.own_quantization, "--threads", str(arguments.threads)]
+        return engines | {arguments.own_quantization: Engine("ours", str(folder), other)}
     script, threads = str(HERE / "peer_engines.py"), ["--threads", str(arguments.threads)]
     if arguments.vllm_python and not arguments.quantization:
         environment = vllm_environment(arguments.vllm_python, arguments.threads)
         engines["vllm"] = Engine("vllm", str(folder), threads, arguments.vllm_python, script, environment)
-    gguf = folder.with_name(f"{model}-q8.gguf" if arguments.quantization else f"{model}.gguf")
+    gguf = folder.with_name(f"{model}{LLAMA_BITS.get(arguments.quantization, '')}.gguf")
     if arguments.llama_python and gguf.exists():
         engines["llama"] = Engine("llama", str(gguf), threads, arguments.llama_python, script)
     return engines
@@ -168,7 +172,8 @@ def main() -> None:
     parser.add_argument("--llama-python", metavar="PATH")
     parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--cases", nargs="*", choices=list(CASES))
-    parser.add_argument("--quantization", choices=["fp8", "int8"], help="8-bit weights, beside llama.cpp's Q8_0")
+    parser.add_argument("--quantization", choices=list(LLAMA_BITS), help="beside llama.cpp's Q8_0 or Q4_0")
+    parser.add_argument("--own-quantization", choices=list(LLAMA_BITS), help="ours in this form beside; no peers")
     parser.add_argument(
         "--own-ranks", type=int, metavar="N", help="N ranks that share the threads beside a single one; no peers"
     )
@@ -178,6 +183,8 @@ def main() -> None:
     parser.add_argument("--attempts", type=int, default=5, help="to get a clean repetition")
     parser.add_argument("--json", action="store_true", help="the lines are JSON in any case; for scripts that say it")
     arguments = parser.parse_args()
+    if arguments.own_ranks and arguments.own_quantization:
+        parser.error("--own-ranks and --own-quantization are two comparisons: take one")
     noisy = False
     for model in arguments.only:
         cases = tuple(case for case in MODELS[model] if not arguments.cases or case in arguments.cases)

@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--quantization", choices=["fp8", "int8"])
+    parser.add_argument("--quantization", choices=["fp8", "int8", "int4", "mxfp4"])
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--sync", action="store_true", help="no asynchronous scheduling")
     arguments = parser.parse_args()

@@ -75,6 +75,7 @@ class EngineConfig:
     deterministic: bool = False  # tokens and logprobs do not depend on company, ranks, chunks or threads
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
+    logits_processors: tuple[str, ...] = ()  # classes, as module:Class (engine/sampling/processors.py)
     exchange_timeout: float = 60.0  # seconds; the bound of every wait between ranks
     wait_warning_seconds: float = 2.0  # a wait between ranks that is longer is said; 0: none is
 
@@ -110,6 +111,7 @@ class Plan:
     mla_prefill: Literal["auto", "naive", "absorbed"]
     logprobs_mode: LogprobsMode
     max_logprobs: int
+    logits_processors: tuple[str, ...] = ()
     exchange_timeout: float
     wait_warning_seconds: float = 2.0
     deterministic: bool = False  # kernels add up in an order that depends on nothing but the row

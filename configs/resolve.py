@@ -43,6 +43,7 @@ _AS_ASKED = [
     "deterministic",
     "logprobs_mode",
     "max_logprobs",
+    "logits_processors",
     "exchange_timeout",
     "wait_warning_seconds",
     "kv_cache_dtype",

@@ -31,6 +31,7 @@ from engine.reading import Unread, reader
 from engine.rebalance.follower import Balance
 from engine.rebalance.start import start_placement
 from engine.runner import Runner
+from engine.sampling.processors import LogitsProcessors
 from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
 from engine.speculation.build import make_gate, make_speculation
@@ -114,7 +115,7 @@ def build_rank(
         team.begin(0, (True,) * size)
     model.load(checkpoint, store)
     checkpoint.finish()
-    scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size)
+    scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size, device)
     ready = _ready(plan, rank, network, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
     timeline, kv = Timeline(rank, model), _cache(plan, model, device)
     runner = _runner(plan, model, kv, facts, device, exchange, timeline)
@@ -243,7 +244,7 @@ def _placement(plan: Plan, facts: ModelFacts, join: bool, network: Network | Non
     return replace(found, failure_domains=machines or found.failure_domains, stores=stores)
 
 
-def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int) -> Scheduler:
+def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int, device: torch.device) -> Scheduler:
     sizes = planned_sizes(plan, spec)
     blocks = plan.num_kv_blocks, plan.block_size, plan.enable_prefix_caching
     return Scheduler(
@@ -259,6 +260,7 @@ def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int) -> Scheduler:
         async_depth=int(plan.async_scheduling),
         speculation=make_speculation(plan),
         grammars=Grammars(plan.model_path, plan.tokenizer_path, vocab_size),
+        processors=LogitsProcessors(plan.logits_processors, vocab_size, device) if plan.logits_processors else None,
     )
 
 

@@ -19,6 +19,7 @@ from configs.presets import preset_of
 from configs.resolve import DEFAULT_BATCHED_TOKENS, HALF_BYTES, QUANTIZED_BYTES, resolve
 from configs.store import with_cache
 from engine.overlap.memory import with_memory
+from engine.sampling.processor_names import check_processors
 from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation, with_whole_layer
 from ep.requirements import (
     DEVICE_NAMES,
@@ -61,6 +62,8 @@ def make_plan(
     """hosts: some of the ranks are on other machines. alone: as for `resolve`. Raises ValueError, one line that names
     the file or the field, for whatever cannot be served."""
     config = at_level(config)
+    if config.logits_processors:
+        check_processors(config.logits_processors, alone)
     path = asked_path(config.model)
     if is_gguf(path):
         path = model_directory(path, read_env().cache_root / "gguf")

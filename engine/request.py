@@ -16,6 +16,7 @@ from cache.manager import Holding
 from front.messages import AddRequest, FinishReason, Logprobs, TokenOutput
 
 if TYPE_CHECKING:
+    from engine.sampling.processors import RequestProcessors
     from engine.structured.guide import Guide
 
 
@@ -47,6 +48,7 @@ class Request:
         "num_preemptions",
         "num_rejected",
         "order",
+        "processors",
         "prompt_len",
         "prompt_logprobs",
         "queued",
@@ -85,6 +87,7 @@ class Request:
         self.prompt_logprobs: list[Logprobs | None] | None = [None] if wants else None  # None: none wanted, or all sent
 
         self.guide: Guide | None = None  # of its grammar, once that is compiled
+        self.processors: RequestProcessors | None = None  # of its logits
         self.held = held  # of the cache; the manager's
         self.speculates = False  # it may have drafts (engine/speculation/drafter.py)
         self.num_accepted = self.num_rejected = 0  # drafts, since the last output
@@ -103,6 +106,13 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on; "": it can."""
+        if self.guide is not None and self.guide.error:
+            return f"its grammar: {self.guide.error}"
+        return "" if self.processors is None else self.processors.error
 
     def first_admitted(self, num_cached: int) -> None:
         """num_cached: tokens found in the prefix cache."""

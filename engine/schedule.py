@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # so that benchmarks/gpu_check.py runs where there is torch and nothing else
+    from engine.sampling.processors import RequestProcessors
     from engine.structured.guide import Guide
     from front.messages import SamplingParams
 
@@ -27,6 +28,7 @@ class NewRow:
     seed: int
     eos_token_ids: tuple[int, ...]
     guide: Guide | None = None  # of its grammar
+    processors: RequestProcessors | None = None  # of its logits
 
 
 @dataclass(slots=True)

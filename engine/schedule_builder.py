@@ -110,6 +110,7 @@ class Draft:
                 seed=message.seed,
                 eos_token_ids=message.eos_token_ids,
                 guide=request.guide,
+                processors=request.processors,
             )
         )
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cache.manager import CacheManager
 from engine.batch_rows import BatchRows
@@ -32,8 +32,10 @@ from engine.speculation.speculation import Speculation
 from engine.structured.grammars import Grammars, failure
 from front.messages import AddRequest, Logprobs, RankStats, TokenOutput
 
-_RUNNING = Status.RUNNING
-_FINISHED = Status.FINISHED
+if TYPE_CHECKING:
+    from engine.sampling.processors import LogitsProcessors
+
+_RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
 
 
 class Scheduler:
@@ -57,29 +59,25 @@ class Scheduler:
         cache: CacheManager | None = None,
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
+        processors: LogitsProcessors | None = None,
     ) -> None:
-        """cache: of a model that keeps more than rows per token in one paged group. speculation: None: no request has
-        drafts. grammars: None: no request has one."""
+        """cache: of a model that keeps more than rows per token in one paged group. speculation, grammars, processors:
+        None: no request has any."""
         check_limits(max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill, policy, async_depth)
         self.kv = cache or CacheManager(num_blocks, block_size, enable_prefix_caching)
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_length = min(max_model_len, self.kv.capacity + 1)  # the last token sampled needs no place in the cache
-        self.enable_chunked_prefill = enable_chunked_prefill
-        self.policy, self.async_depth = policy, async_depth
+        self.enable_chunked_prefill, self.policy, self.async_depth = enable_chunked_prefill, policy, async_depth
         self.speculation = speculation or Speculation()
-        self.grammars = grammars or Grammars("", "", 0)
+        self.grammars, self._processors = grammars or Grammars("", "", 0), processors
         self.refused: list[TokenOutput] = []  # last outputs of requests that had no step
         self._requests: dict[int, Request] = {}  # all unfinished
         self._running: list[Request] = []  # sorted by order
         self.holds_prompts = False  # steps compute none until it is taken back (engine/overlap/cadence.py)
         self.waiting: list[Request] = []  # sorted by order; the preempted too
         self._in_flight: deque[tuple[Schedule, list[Request]]] = deque()
-        self.rows = BatchRows(max_num_seqs)
-        self._restates = False  # after a rollback: the next schedule tells the batch everything anew
-        self._next_step = 0
-        self._updated_step = -1
-        self._num_added = 0
+        self.rows, self._restates = BatchRows(max_num_seqs), False  # True after a rollback: the batch is told all anew
+        self._next_step, self._updated_step, self._num_added = 0, -1, 0
         self.forget_counts()
 
     def forget_counts(self) -> None:
@@ -100,6 +98,10 @@ class Scheduler:
         if not 0 < message.prompt_len < self.max_length:
             return TokenOutput(message.request_id, [], "error")
         request = Request(message, order, self.max_length, self.kv.new_holding())
+        if self._processors is not None:
+            request.processors = self._processors.of(message.params)
+            if request.error:
+                return failure(request)
         request.speculates = self.speculation.takes(request)
         if len(request.tokens) > request.prompt_len:
             _, reason, stop_reason = request.end_within(1)
@@ -327,7 +329,7 @@ class Scheduler:
                 self.kv.commit(request, start + 1 if drafts else start + count)
             if not new:
                 continue
-            if request.guide is not None and request.guide.error:
+            if (request.guide or request.processors) is not None and request.error:
                 outputs.append(failure(request))
                 self._finish(request)
                 num_finished += 1
@@ -343,8 +345,7 @@ class Scheduler:
                 continue
             if not request.first_output_sent:
                 self._counts.add_prompt(request.prompt_len, request.num_cached)
-            output = request.output(len(new), None if logprobs is None else logprobs[index])
-            outputs.append(output)
+            outputs.append(output := request.output(len(new), None if logprobs is None else logprobs[index]))
             num_tokens += len(output.new_token_ids)
             if output.finish_reason is not None:
                 self._finish(request)

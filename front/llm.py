@@ -47,13 +47,14 @@ class LLM(Driver[Ranks]):
         *,
         block_size: int = 16,
         max_logprobs: int = 20,
+        processors: bool = False,
         num_experts: int = 0,
         slots_per_rank: int = 0,
         ready_timeout: float = 600.0,
         silence_timeout: float = 600.0,
     ) -> None:
         """Waits until every rank is ready. num_experts, slots_per_rank: of one layer; they decide which losses are
-        survived.
+        survived. processors: the ranks have logits processors.
 
         Timeouts in seconds: for all ranks to be ready, and for the longest silence while requests run.
         TimeoutError, EngineFailed.
@@ -61,7 +62,7 @@ class LLM(Driver[Ranks]):
         super().__init__(
             ranks, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
         )
-        self._max_logprobs = max_logprobs
+        self._max_logprobs, self._processors = max_logprobs, processors
         self._silence_timeout = silence_timeout
         self._request_ids = itertools.count()
         self._collectors: dict[str, Collector] = {}
@@ -231,7 +232,7 @@ class LLM(Driver[Ranks]):
         for token_id in token_ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"token ids must be integers from 0 to {self.vocab_size - 1}, not {token_id!r}")
-        validate(params, self.vocab_size, self._max_logprobs)
+        validate(params, self.vocab_size, self._max_logprobs, self._processors)
         resolved = resolve(params, self.tokenizer, len(token_ids), self.max_model_len)
         return Prompt(request_id=str(next(self._request_ids)), token_ids=token_ids, params=resolved, text=text)
 

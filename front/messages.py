@@ -79,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prediction_token_ids: tuple[int, ...] = ()  # made from it by the front
     structured_outputs: StructuredOutputsParams | None = None
     grammar: Grammar | None = None  # made from it by the front
+    extra_args: dict[str, Any] | None = None  # what logits processors are told (docs/serving.md)
 
 
 # ---- front -> rank -----------------------------------------------------------------------------------------------

@@ -20,13 +20,16 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters; so that looking for them stays cheap
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 100.0
+MAX_EXTRA_ARGS = 16
+MAX_EXTRA_BYTES = 4096  # of their names and values together, as JSON
 REPETITION_PENALTIES = 0.001, 1000.0  # beyond, logits leave float32
 
 _SEED_MASK = (1 << 63) - 1
 
 
-def validate(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
-    """ValueError naming the field and its limit. max_logprobs -1: no limit but the vocabulary."""
+def validate(params: SamplingParams, vocab_size: int, max_logprobs: int, processors: bool = False) -> None:
+    """ValueError naming the field and its limit. max_logprobs -1: no limit but the vocabulary. processors: there are
+    logits processors, which are all that extra_args can mean."""
     _integer("n", params.n, 1, MAX_N)
     if params.max_tokens is not None:
         _integer("max_tokens", params.max_tokens, 1, None)
@@ -78,6 +81,8 @@ def validate(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None
         raise ValueError(f"logprob_token_ids must hold at most {limit} ids (max_logprobs), not {count}")
     if params.logprob_token_ids and params.logprobs is None:
         raise ValueError("logprob_token_ids needs logprobs")
+    if params.extra_args is not None:
+        _extra_args(params.extra_args, processors)
 
 
 def resolve(params: SamplingParams, tokenizer: Tokenizer | None, prompt_len: int, max_model_len: int) -> SamplingParams:
@@ -171,6 +176,21 @@ def _number(field: str, value: object, low: float, high: float, above: bool = Fa
     if not good:
         limit = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
         raise ValueError(f"{field} must be {'a finite number' if high == math.inf else limit}, not {value!r}")
+
+
+def _extra_args(found: object, processors: bool) -> None:
+    if not processors:
+        raise ValueError("extra_args need an engine with logits_processors")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError("extra_args must be a dict with texts for keys")
+    if len(found) > MAX_EXTRA_ARGS:
+        raise ValueError(f"extra_args must have at most {MAX_EXTRA_ARGS} entries, not {len(found)}")
+    try:
+        size = len(msgspec.json.encode(found))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"extra_args must hold what JSON can: {error}") from None
+    if size > MAX_EXTRA_BYTES:
+        raise ValueError(f"extra_args must take at most {MAX_EXTRA_BYTES} bytes as JSON, not {size}")
 
 
 def _kind(field: str, value: object, kind: type) -> None:

@@ -207,6 +207,8 @@ OPTIONS = [
     _of("mla_prefill", "How latent attention computes prompts."),
     _of("deterministic", "Bit-equal tokens and log-probabilities alone and in any batch, on any number of ranks."),
     _of("logprobs_mode", "Before or after temperature, penalties and masks; logits as they are."),
+    _of("logits_processors", "Classes that change logits, as module:Class; may be repeated (docs/serving.md).",
+        type=str, multiple=True, default=None, show_default=False),
     _of("max_logprobs", "The most that a request may ask for; -1: no limit."),
     _of("exchange_timeout", "Bound of waits between ranks, s."),
     _of("wait_warning_seconds", "Say who waits for whom from so many seconds on; 0: never."),
@@ -232,7 +234,7 @@ GROUPS = {
     "Model": [
         "model_option", "revision", "download_dir", "tokenizer", "tokenizer_revision", "hf_overrides",
         "served_model_name", "device", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "max_logprobs",
-        "logprobs_mode",
+        "logprobs_mode", "logits_processors",
     ],
     "Memory and steps": [
         "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory_bytes",

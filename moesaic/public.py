@@ -43,18 +43,21 @@ class LLM(llm.LLM):
         self.plan = make_plan(config, alone=config.data_parallel_size == 1)
         tokenizer = Tokenizer(self.plan.model_path, self.plan.tokenizer_path)
         block_size, max_logprobs = self.plan.block_size, self.plan.max_logprobs
+        processors = bool(self.plan.logits_processors)
         if self.plan.data_parallel_size == 1:
             progress = LoadProgress("moesaic", sys.stderr)
             rank = build_rank(self.plan, progress=progress)
             progress.finish(rank.ready.bytes_read)
-            super().__init__(LocalRanks(rank), tokenizer, block_size=block_size, max_logprobs=max_logprobs)
+            ranks = LocalRanks(rank)
+            super().__init__(ranks, tokenizer, block_size=block_size, max_logprobs=max_logprobs, processors=processors)
         else:
-            ranks = SpawnedRanks(self.plan, read_env().runtime_root)
+            spawned = SpawnedRanks(self.plan, read_env().runtime_root)
             super().__init__(
-                ranks,
+                spawned,
                 tokenizer,
                 block_size=block_size,
                 max_logprobs=max_logprobs,
+                processors=processors,
                 num_experts=self.plan.num_experts,
                 slots_per_rank=self.plan.slots_per_rank,
             )

@@ -92,7 +92,6 @@ REFUSED = {
     "--allow-credentials": "keys travel in headers, not in cookies",
     "--allowed-methods": "GET and POST are allowed to --allowed-origins",
     "--allowed-headers": "all headers are allowed to --allowed-origins",
-    "--logits-processors": "code of others is not run in a rank; see logit_bias, bad_words and structured outputs",
     "--model-loader-extra-config": "checkpoints are read in one way",
     "--enable-return-routed-experts": "answers do not tell which experts were used",
     "--quantization-param-path": "scales are read from the checkpoint",

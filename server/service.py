@@ -163,7 +163,7 @@ class Service:
         prompts = []
         serial = next(self._serial)
         try:
-            validate(params, self.vocab_size, self.plan.max_logprobs)
+            validate(params, self.vocab_size, self.plan.max_logprobs, bool(self.plan.logits_processors))
             for index, token_ids in enumerate(token_id_lists):
                 resolved = resolve(params, self.tokenizer, len(token_ids), self.plan.max_model_len)
                 name = f"{request_id}/{serial}.{index}"
@@ -177,5 +177,5 @@ class Service:
                 )
                 prompts.append(prompt)
         except ValueError as error:
-            raise from_value_error(error, FIELDS, names) from None
+            raise from_value_error(error, FIELDS, {"extra_args": "vllm_xargs", **names}) from None
         return prompts

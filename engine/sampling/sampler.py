@@ -3,15 +3,15 @@
 Legend: P rows sampled in this step, R some of them, V vocabulary, K candidates in falling order, N listed places,
 B stretches of vocabulary entries.
 
-Order: raw log-probabilities are taken; then the edits that any row may have (its grammar's mask, allowed_token_ids,
-bad_words, min_tokens, logit_bias, penalties), after which greedy rows take the best; then temperature, min_p, top_k,
-top_p and the draw. A draw is a race: every kept token has an exponentially distributed number of its own
-(engine/sampling/noise.py), and the one with the largest probability / number wins, which is each with its probability.
-Rounding of the logits changes the winner only where two tokens are as close as the rounding; a number that is looked up
-in the cumulative distribution, which moves at every token as soon as it does at the first, falls to a neighbour far
-more often (benchmarks/bench_draws.py). What is written here in torch is the specification, and what runs on other
-devices; on the CPU the native kernel does the same (native/sampling.py), but for the modes of log-probabilities that
-want the processed logits of the whole vocabulary.
+Order: raw log-probabilities are taken; then logits processors have their rows; then the edits that any row may have
+(its grammar's mask, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties), after which greedy rows take the
+best; then temperature, min_p, top_k, top_p and the draw. A draw is a race: every kept token has an exponentially
+distributed number of its own (engine/sampling/noise.py), and the one with the largest probability / number wins, which
+is each with its probability. Rounding of the logits changes the winner only where two tokens are as close as the
+rounding; a number that is looked up in the cumulative distribution, which moves at every token as soon as it does at
+the first, falls to a neighbour far more often (benchmarks/bench_draws.py). What is written here in torch is the
+specification, and what runs on other devices; on the CPU the native kernel does the same (native/sampling.py), but for
+the modes of log-probabilities that want the processed logits of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ from torch import Tensor
 from engine.device import to_device
 from engine.sampling.logprobs import Picked, pick_logprobs, reported_values
 from engine.sampling.noise import UInt64s, at_least, exponentials, race_bits, words
-from engine.sampling.sampling_table import EDITS, LOGPROBS, MIN_P, RANDOM, TOP_K, TOP_P, Ints, Pairs, SamplingBatch
+from engine.sampling.sampling_table import (
+    EDITS,
+    LOGPROBS,
+    MIN_P,
+    PROCESSED,
+    RANDOM,
+    TOP_K,
+    TOP_P,
+    Ints,
+    Pairs,
+    SamplingBatch,
+)
 from front.messages import Logprobs, LogprobsMode
 from layers import choice
 from layers.greedy import greedy
@@ -97,6 +108,10 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
         (rows_R,) = to_device([asked_R], logits_PV.device)
         if not keep_logits:
             values_RV = reported_values(logits_PV[rows_R].float(), logprobs_mode)
+    if needs & PROCESSED:
+        logits_PV = logits_PV.float()
+        for p, processors, drafts in batch.processed:
+            processors.apply(logits_PV[p], drafts)
     if needs & (EDITS | RANDOM) and not keep_logits and sampling.can_run(logits_PV):
         token_ids_P = _natively(logits_PV, batch)
     else:
@@ -113,8 +128,8 @@ def sample(logits_PV: Tensor, batch: SamplingBatch, logprobs_mode: LogprobsMode 
 
 def reads_on_the_host(batch: SamplingBatch, logprobs_mode: LogprobsMode) -> bool:
     """Whether `sample` may wait for the device on the way: what it does for the processed modes of
-    log-probabilities."""
-    return bool(batch.needs & LOGPROBS) and not logprobs_mode.startswith("raw")
+    log-probabilities, and what logits processors may do."""
+    return bool(batch.processed) or (bool(batch.needs & LOGPROBS) and not logprobs_mode.startswith("raw"))
 
 
 def _natively(logits_PV: Tensor, batch: SamplingBatch) -> Tensor:

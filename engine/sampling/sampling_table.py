@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.device import to_device
 from engine.sampling.noise import seed_keys
+from engine.sampling.processors import RequestProcessors
 from engine.schedule import NewRow
 from engine.structured.guide import Guide, Masks, Words
 
@@ -25,7 +26,7 @@ Floats = npt.NDArray[np.float32]
 
 # What a row needs beyond argmax, as bits.
 RANDOM, TOP_K, TOP_P, MIN_P = 1, 2, 4, 8
-LOGPROBS, ALLOWED, BAD_WORDS, MIN_TOKENS, BIAS, PENALTY, GRAMMAR = 16, 32, 64, 128, 256, 512, 1024
+LOGPROBS, ALLOWED, BAD_WORDS, MIN_TOKENS, BIAS, PENALTY, GRAMMAR, PROCESSED = 16, 32, 64, 128, 256, 512, 1024, 2048
 EDITS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTY | GRAMMAR
 HISTORY = BAD_WORDS | PENALTY
 
@@ -55,6 +56,7 @@ class SamplingBatch:
     min_p_P: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     num_logprobs_P: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     named_logprobs: list[tuple[int, Tensor]] = field(default_factory=list)  # (p, token ids), in the place of the best
+    processed: list[tuple[int, RequestProcessors, Sequence[int]]] = field(default_factory=list)  # (p, its, drafts)
     masks: tuple[Ints, Words] | None = None  # [P]: of each row the one that it has, -1: none; [N, V / 32], as bits
     allowed: list[tuple[int, Tensor]] = field(default_factory=list)  # (p, token ids)
     forbidden: Pairs | None = None
@@ -130,6 +132,7 @@ class SamplingTable:
         self._bias: dict[int, tuple[Ints, Floats]] = {}
         self._history: dict[int, History] = {}
         self._guides: dict[int, Guide] = {}
+        self._processors: dict[int, RequestProcessors] = {}
         self._masks: Masks | None = None
 
     # ---- rows come and go ----------------------------------------------------------------------------------------
@@ -140,6 +143,11 @@ class SamplingTable:
         params = new.params
         size = self.num_valid_tokens
         needs = self._edit_needs(row, new)
+        if new.processors is not None:
+            needs |= PROCESSED
+            ends = frozenset((*(() if params.ignore_eos else new.eos_token_ids), *params.stop_token_ids))
+            new.processors.restate(new.token_ids, new.prompt_len, ends)
+            self._processors[row] = new.processors
         if params.temperature > 0:
             top_k = params.top_k if 0 < params.top_k < size else 0
             needs |= RANDOM | TOP_K * (top_k > 0) | TOP_P * (params.top_p < 1) | MIN_P * (params.min_p > 0)
@@ -199,6 +207,7 @@ class SamplingTable:
         self._num_needy -= needs != 0
         self._needs[row] = 0
         self._named_logprobs.pop(row, None)
+        self._processors.pop(row, None)
         if needs & EDITS:
             for table in (self._new_row, self._stops, self._allowed, self._bias, self._history, self._guides):
                 table.pop(row, None)
@@ -235,12 +244,15 @@ class SamplingTable:
             batch.named_logprobs = [(p, named[row]) for p, row in enumerate(rows) if row in named] if named else []
         if needs & EDITS:
             self._gather_edits(batch, rows, positions, drafts)
+        if needs & PROCESSED:
+            for p in np.flatnonzero(needs_P & PROCESSED).tolist():
+                batch.processed.append((p, self._processors[rows[p]], drafts[p] if drafts else ()))
         return batch
 
     @property
     def has_history(self) -> bool:
         """Whether any row's next token depends on those before it, other than through the model."""
-        return bool(self._history or self._guides)
+        return bool(self._history or self._guides or self._processors)
 
     def note(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         """The tokens just drawn for each row become part of its history."""
@@ -252,6 +264,9 @@ class SamplingTable:
             guide = self._guides.get(row)
             if guide is not None:
                 guide.accept(tokens)
+            processors = self._processors.get(row)
+            if processors is not None:
+                processors.accept(tokens)
 
     def _gather_edits(
         self,

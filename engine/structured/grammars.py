@@ -26,9 +26,10 @@ LOOK_SECONDS = 0.0005  # a rank whose requests all wait for a grammar looks this
 
 
 def failure(request: Request) -> TokenOutput:
-    """The last output of a request that cannot go on: its grammar cannot be used, or its matcher has failed."""
-    if request.guide is not None:
-        log.error("request %d cannot go on by its grammar: %s", request.request_id, request.guide.error)
+    """The last output of a request that cannot go on: its grammar cannot be used, its matcher has failed, or one of its
+    logits processors has."""
+    if request.error:
+        log.error("request %d cannot go on: %s", request.request_id, request.error)
     return TokenOutput(request.request_id, [], "error")
 
 

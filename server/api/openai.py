@@ -78,6 +78,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

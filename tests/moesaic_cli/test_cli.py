@@ -156,7 +156,11 @@ def test_bad_input_is_one_line_and_exit_code_2(run_here: Run, arguments: list[st
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["explain", "/no/such/model"], "is not a directory"), (["serve", "--api-key", ""], "must not be empty")],
+    [
+        (["explain", "/no/such/model"], "is not a directory"),
+        (["serve", "--api-key", ""], "must not be empty"),
+        (["serve", "--logits-processors", "nowhere:Own"], "'nowhere:Own': ModuleNotFoundError"),
+    ],
 )
 def test_bad_input_to_a_process(arguments: list[str], message: str) -> None:
     check_refused(run(*arguments), message)

@@ -7,6 +7,7 @@ import asyncio
 from server_parts import MODEL, last_prompt, server
 
 from configs.server import ServerConfig
+from front.messages import AddRequest
 
 
 def test_invocations_are_what_their_body_is() -> None:
@@ -52,5 +53,20 @@ def test_defaults_of_a_server_for_what_answers_show() -> None:
             for choice, prompt in (("none", "0"), ("auto", "1")):
                 await s.chat(tools=[tool], tool_choice=choice, max_tokens=1)
                 assert last_prompt(s) == prompt
+
+    asyncio.run(run())
+
+
+def test_what_logits_processors_are_told() -> None:
+    """Without any, it is refused (test_refusals.py)."""
+
+    async def run() -> None:
+        async with server(logits_processors=("own:Processor",)) as s:
+            told = {"no_repeat": 2, "words": ["a", "b"]}
+            await s.complete(max_tokens=1, vllm_xargs=told)
+            await s.chat(max_tokens=1, vllm_xargs=told)
+            assert [sent.params.extra_args for sent in s.ranks.sent if isinstance(sent, AddRequest)] == [told, told]
+            answer = await s.post("/v1/completions", {"prompt": "a", "vllm_xargs": {str(i): i for i in range(17)}})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "vllm_xargs"
 
     asyncio.run(run())

@@ -242,7 +242,7 @@ def check_counts(pattern: str) -> None:
 
 
 def whole_pattern(pattern: str, anchored: bool = False) -> str:
-    """Of whole strings that hold a match of the pattern; anchored: that are one. ValueError: an anchor stands within it."""
+    """Of whole strings that hold a match of the pattern; anchored: that are one. ValueError: an anchor is within it."""
     bare = _IN_REGEX.sub(lambda match: "x" * len(match[0]), pattern)  # without escapes and classes
     begins, ends = bare.startswith("^"), bare.endswith("$")
     body = pattern[begins : len(pattern) - ends]

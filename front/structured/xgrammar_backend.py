@@ -13,7 +13,7 @@ from typing import Any
 
 from front.structured.lark import JsonStyle
 from front.structured.vocabulary import Vocabulary
-from front.structured.xgrammar_schema import followable
+from front.structured.xgrammar_schema import check_counts, followable, whole_pattern
 from layers.optional import load
 
 MAX_TEXT = 200_000  # characters of a grammar
@@ -34,8 +34,8 @@ def library() -> Any:
 
 
 def grammar_of(kind: str, value: Any, style: JsonStyle) -> str:
-    """EBNF. kind: json (value: a schema, decoded), regex, choice or grammar (GBNF). ValueError: it cannot be
-    followed."""
+    """EBNF. kind: json (value: a schema, decoded), regex or choice. Grammars of users are refused: a matcher of
+    one that is ambiguous may take without bound for a token. ValueError: it cannot be followed."""
     grammars = library().Grammar
 
     def check_regex(regex: str) -> None:
@@ -50,15 +50,14 @@ def grammar_of(kind: str, value: Any, style: JsonStyle) -> str:
             made = grammars.from_json_schema(schema, any_whitespace=spaced, strict_mode=False, **form)
             made = grammars.from_ebnf(_with_escapes(str(made)))
         elif kind == "regex":
-            _check_escapes(value)
-            made = grammars.from_regex(value)
+            check_counts(value)
+            check_regex(value)
+            made = grammars.from_ebnf(f"root ::= Regex({json.dumps(whole_pattern(value, True))})")
         elif kind == "choice":
             texts = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(value))
             made = grammars.from_ebnf(f"root ::= {' | '.join(texts)}")
-        elif kind == "grammar":
-            made = grammars.from_ebnf(value)
         else:
-            raise ValueError("the back end xgrammar takes json, regex, choice and grammar; llguidance takes this too")
+            raise ValueError("the back end xgrammar takes json, regex and choice here; guidance takes this too")
         text = str(made)
     except (RuntimeError, TypeError) as error:
         raise ValueError(_reason(error)) from None

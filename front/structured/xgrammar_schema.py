@@ -128,12 +128,9 @@ class _Follower:
         if "pattern" in made:
             if not isinstance(made["pattern"], str):
                 raise ValueError("pattern must be a text")
-            if prod(int(count) for count in _COUNTS.findall(made["pattern"])) > MAX_REPEATS:
-                raise ValueError(
-                    f"pattern: its counts make more than {MAX_REPEATS} if multiplied; too many for xgrammar"
-                )
+            check_counts(made["pattern"])
             self._check_regex(made["pattern"])
-            made["pattern"] = _whole_pattern(made["pattern"])
+            made["pattern"] = whole_pattern(made["pattern"])
         _check_numbers(made, ("minLength", "maxLength"), integers=True)
 
     def _write_array(self, made: dict[str, Any]) -> None:
@@ -238,11 +235,17 @@ def _check_numbers(made: Schema, keywords: Sequence[str], integers: bool = False
             raise ValueError(f"{keyword} must be {'an integer from 0 on' if integers else 'a number'}")
 
 
-def _whole_pattern(pattern: str) -> str:
-    """Of whole strings that hold a match of the pattern. ValueError: an anchor stands within it."""
+def check_counts(pattern: str) -> None:
+    """ValueError: it would take long."""
+    if prod(int(count) for count in _COUNTS.findall(pattern)) > MAX_REPEATS:
+        raise ValueError(f"pattern: its counts make more than {MAX_REPEATS} if multiplied; too many for xgrammar")
+
+
+def whole_pattern(pattern: str, anchored: bool = False) -> str:
+    """Of whole strings that hold a match of the pattern; anchored: that are one. ValueError: an anchor is within it."""
     bare = _IN_REGEX.sub(lambda match: "x" * len(match[0]), pattern)  # without escapes and classes
     begins, ends = bare.startswith("^"), bare.endswith("$")
     body = pattern[begins : len(pattern) - ends]
     if "^" in bare[begins:] or "$" in bare[: len(bare) - ends]:
         raise ValueError(f"pattern {pattern[:60]!r}: an anchor within it cannot be followed by the back end xgrammar")
-    return f"^{'' if begins else _ANY}({body}){'' if ends else _ANY}$"
+    return f"^{'' if begins or anchored else _ANY}({body}){'' if ends or anchored else _ANY}$"

@@ -8,6 +8,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
+
 from cache.manager import PAGED
 from configs.engine import Plan
 from dbo.steps import Steps
@@ -225,7 +227,7 @@ class RankProcess:
             self._read,
             clock=self.world.clock,
         )
-        self.scheduler = _scheduler(plan, PAGED, VOCABULARY)
+        self.scheduler = _scheduler(plan, PAGED, VOCABULARY, torch.device("cpu"))
         runner = StandInRunner(self.model, plan.num_kv_blocks, plan.block_size)
         ready = RankReady(
             rank=self.rank_id,

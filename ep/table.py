@@ -98,6 +98,7 @@ def make_lanes(
     if state is None:
         raise ValueError(f"all2all backend {chosen!r}: a pair needs to be told the size of every step")
     many_lanes = _lanes(large, one, others_need=few if small == "deepep_low_latency" else 0)
+    state.record(0, {})  # only steps that all ranks exchange by the other one can be on a tape
     few_lanes = _lanes(small, replace(one, max_tokens=few))
     pairs = zip(many_lanes, few_lanes, strict=True)
     return [PairedLane(state, of_many, of_few, few) for of_many, of_few in pairs]
@@ -130,7 +131,7 @@ def _lanes(name: str, order: _Order, others_need: int = 0) -> Sequence[AllToAll]
         made = [ShmAllToAll(group.heap, group.signals, *sizes, layout, rows=order.rows) for _ in lanes]
         tokens = min(lane.recorded_tokens for lane in made)
         if order.state is not None and tokens:
-            order.state.record(tokens, {lane.key: lane.wait_late for lane in made})
+            order.state.record(min(tokens, order.max_tokens), {lane.key: lane.wait_late for lane in made})
         return made
     if name == "gloo" and isinstance(group, GlooGroup):
         return [CollectiveAllToAll(group, *sizes, order.rows) for _ in lanes]

@@ -156,7 +156,9 @@ struct Job {
   }
 
   void run(int threads) const {
-    int64_t ups = team_pieces(threads, num_active * s->up_panels), downs = team_pieces(threads, s->down_panels);
+    // With few rows a piece is long for the bytes to come in a stream; with many it is short, and what it costs to begin is nothing.
+    int64_t each = start[num_active] < FEW_ROWS * num_active ? FEW_PIECES : MANY_PIECES;
+    int64_t ups = team_pieces(threads, num_active * s->up_panels, each), downs = team_pieces(threads, s->down_panels, each);
     team(threads, ups, [&](int64_t part, int worker) {
       up(part, ups, worker);
       if (bands) bands->release();

@@ -74,7 +74,7 @@ template <int FORMAT> INLINE Pair byte_pair(const uint8_t *p, int group, int par
   const uint8_t *q = p + group / 2 * 64 + group % 2 * 8 + part * LANES * 4;
   vh both;
   for (int i = 0; i < LANES / 4; i++) memcpy((char *)&both + 8 * i, q + 16 * i, 8);  // 4 columns in 8 bytes
-  vi v = __builtin_convertvector(both, vi);
+  vi v = wide(both);
   vf even = magnitude<FORMAT>(v & 0x7f), odd = magnitude<FORMAT>((v >> 8) & 0x7f);
   return {(vf)((vi)even | ((v & 0x80) << 24)), (vf)((vi)odd | ((v & 0x8000) << 16))};
 }
@@ -196,7 +196,7 @@ template <int FORMAT> INLINE vf half_value(vi code) {
 
 // float16 to float32, numbers below the normal ones too.
 INLINE vf half_floats(const uint8_t *p) {
-  vi bits = __builtin_convertvector(*(const vh *)p, vi);
+  vi bits = wide(*(const vh *)p);
   return (vf)((vi)((vf)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
 }
 
@@ -285,7 +285,7 @@ template <class X, int FORMAT> static const uint8_t *widen_halves(const uint8_t 
         if (sizeof(X) == 4) {
           store((float *)out + LANES * j, even), store((float *)(out + 256) + LANES * j, odd);
         } else {
-          vi low = __builtin_convertvector(bf16_of(even), vi), high = __builtin_convertvector(bf16_of(odd), vi);
+          vi low = wide(bf16_of(even)), high = wide(bf16_of(odd));
           *(vi *)(out + 4 * LANES * j) = low | high << 16;
         }
       }

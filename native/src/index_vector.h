@@ -20,7 +20,7 @@ static void weighted_relu(const float *c, int64_t rows, const float *weight, flo
 
 // What is exact in bfloat16 needs no rounding.
 INLINE void store_exact(float *p, vf x) { store(p, x); }
-INLINE void store_exact(bf16 *p, vf x) { *(vh *)p = __builtin_convertvector((vu)x >> 16, vh); }
+INLINE void store_exact(bf16 *p, vf x) { *(vh *)p = narrow((vi)((vu)x >> 16)); }
 
 // The exponent and the mantissa of e4m3 are those of a float32 that is smaller by 2^120.
 template <class X> static void widen(const uint8_t *key, int64_t dim, void *outv) {

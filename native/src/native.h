@@ -5,6 +5,10 @@
 #include <stdint.h>
 #include <string.h>  // inside a namespace its functions would be calls: the compiler would not know them
 
+#ifdef __AVX512BW__  // a file of that instruction set
+#include <immintrin.h>
+#endif
+
 #define NATIVE_API extern "C" __attribute__((visibility("default")))
 
 typedef uint16_t bf16;

@@ -45,10 +45,10 @@ static void pack_keys(const uint8_t *const *row, int n, int64_t words, uint8_t *
 }
 
 INLINE vi some_words(const bf16 *p, int64_t count) {
-  if (count >= LANES) return __builtin_convertvector(*(const vh *)p, vi);
+  if (count >= LANES) return wide(*(const vh *)p);
   vh part = {};
   if (count > 0) memcpy(&part, p, 2 * count);
-  return __builtin_convertvector(part, vi);
+  return wide(part);
 }
 
 template <class X> static void pack_values(const uint8_t *const *row, int64_t n, int64_t dim, uint8_t *panels, int64_t panel_bytes) {

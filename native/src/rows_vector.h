@@ -3,7 +3,7 @@
 
 // What x becomes when torch stores it between two operations.
 INLINE vf rounded(vf x, const float *) { return x; }
-INLINE vf rounded(vf x, const bf16 *) { return (vf)(__builtin_convertvector(bf16_of(x), vi) << 16); }
+INLINE vf rounded(vf x, const bf16 *) { return (vf)(wide(bf16_of(x)) << 16); }
 INLINE float rounded(float x, const float *) { return x; }
 INLINE float rounded(float x, const bf16 *type) { return rounded(splat(x), type)[0]; }
 

@@ -14,7 +14,8 @@ template <class Work> inline void team(int threads, int64_t pieces, const Work &
 }
 
 // Into how many pieces work is cut that can be cut into at most `most`: a few for each thread, so that all end at about the same time.
-static inline int64_t team_pieces(int threads, int64_t most) {
-  int64_t wanted = threads > 1 ? 4 * (int64_t)threads : 1;
+enum { FEW_PIECES = 4, MANY_PIECES = 16 };
+static inline int64_t team_pieces(int threads, int64_t most, int64_t each = FEW_PIECES) {
+  int64_t wanted = threads > 1 ? each * threads : 1;
   return wanted < most ? wanted : most;
 }

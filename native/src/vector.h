@@ -7,6 +7,16 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias
 
 #define INLINE static inline __attribute__((always_inline))
 
+// 16 bits to 32 and back. The compiler makes several instructions of it where one is to be had.
+#ifdef __AVX512BW__
+static_assert(LANES == 16);
+INLINE vi wide(vh x) { return (vi)_mm512_cvtepu16_epi32((__m256i)x); }
+INLINE vh narrow(vi x) { return (vh)_mm512_cvtepi32_epi16((__m512i)x); }
+#else
+INLINE vi wide(vh x) { return __builtin_convertvector(x, vi); }
+INLINE vh narrow(vi x) { return __builtin_convertvector(x, vh); }
+#endif
+
 INLINE vf splat(float x) { return x - (vf){}; }
 INLINE vf float_of(bf16 x) {
   uint32_t bits = (uint32_t)x << 16;
@@ -22,7 +32,7 @@ INLINE vh bf16_of(vf x) {
   vi bits = (vi)x;
   vi rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   vi nan = (x != x);
-  return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), vh);
+  return narrow((rounded & ~nan) | (nan & 0x7fc0));
 }
 
 INLINE vf exp_of(vf x) {  // x is at most 88; below -87 the result is 0 but for rounding
@@ -42,7 +52,7 @@ INLINE vf exp_of(vf x) {  // x is at most 88; below -87 the result is 0 but for 
 }
 
 INLINE vf load(const float *p) { return *(const vf *)p; }
-INLINE vf load(const bf16 *p) { return (vf)(__builtin_convertvector(*(const vh *)p, vi) << 16); }
+INLINE vf load(const bf16 *p) { return (vf)(wide(*(const vh *)p) << 16); }
 INLINE float number(const float *p) { return *p; }
 INLINE float number(const bf16 *p) { return float_of(*p)[0]; }
 INLINE void store(float *p, vf x) { *(vf *)p = x; }

@@ -8,7 +8,7 @@ DIR: made by benchmarks/make_models.py; for llama.cpp it also holds MODEL.gguf (
 (Q8_0 and Q4_0), made with llama.cpp's own tools. PATH: the Python of a virtual environment that has the peer (docs/benchmarks.md says how to make one).
 One line per case: `ours`, `peer`, `ratio` (above 1 we are better) and the memory bandwidth seen around the repetitions.
 
-A repetition during which others kept more than --max-foreign cores busy is taken again; when the machine does not get
+Each begins when the threads of the one before have stopped spinning. A repetition during which others kept more than --max-foreign cores busy is taken again; when the machine does not get
 quiet the run ends with exit code 1 and no figures for that case.
 """
 
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from engines import Engine
-from quiet import Bandwidth, Watch, await_quiet
+from quiet import Bandwidth, Watch, await_quiet, await_rest
 from vllm_server import vllm_environment
 
+REST_SECONDS = 10.0  # at most, between two engines in turn
 HERE = Path(__file__).resolve().parent
 Case = dict[str, int]
 
@@ -108,6 +109,7 @@ def measure(engines: dict[str, Engine], cases: tuple[str, ...], arguments: argpa
 
 def one(engine: Engine, case: str, repeat: int, arguments: argparse.Namespace) -> tuple[float, int]:
     for attempt in range(arguments.attempts):
+        await_rest(arguments.max_foreign, REST_SECONDS)
         with Watch() as watch:
             took = engine.run({**CASES[case], "seed": repeat * 1000 + attempt})
         if repeat < 0 or watch.foreign <= arguments.max_foreign:

@@ -101,7 +101,7 @@ struct Job {
     return rows < least ? least : rows;
   }
 
-  // Part `part` of `parts`, worked on by one thread.
+  // Part `part` of `parts`, worked on by one thread: an expert, where there are as many parts.
   void up(int64_t part, int64_t parts, int thread) const {
     int64_t total = 0, at = 0, stride = s->hidden_stride * item(), panels = s->up_panels;
     for (int64_t j = 0; j < num_active; j++) total += cost(j) * panels;
@@ -110,6 +110,8 @@ struct Job {
     for (int64_t j = 0; j < num_active; j++) {
       int64_t each = cost(j), first = low <= at ? 0 : (low - at + each - 1) / each, last = high <= at ? 0 : (high - at + each - 1) / each;
       if (last > panels) last = panels;
+      if (parts == num_active) first = j == part ? 0 : panels;
+      if (parts == num_active) last = panels;
       at += each * panels;
       if (first >= last) continue;
       auto panel_at = [&](int64_t n) { return n < panels ? up_panel(j, n) : j + 1 < num_active ? up_panel(j + 1, 0) : nullptr; };
@@ -122,43 +124,54 @@ struct Job {
     }
   }
 
+  // How many panels pass by an expert's rows at once: several where all that lies between the matrices is more than stays near.
+  int64_t abreast() const { return num_rows * s->hidden_stride * item() > NEAR_BYTES ? 4 : 1; }
+
   // A part has columns of y to itself: nothing is added up between threads. Rows are rounded to x's type before they are summed,
   // and summed in the order of a token's choices: as they are where other ranks compute some of them.
   void down(int64_t part, int64_t parts, int thread) const {
-    int64_t stride = s->hidden_stride * item(), y_item = y_type == X_F32 ? 4 : 2;
-    uint8_t *rows_of = rows + thread * num_rows * PANEL * item();
-    for (int64_t n = s->down_panels * part / parts; n < s->down_panels * (part + 1) / parts; n++) {
-      int columns = (int)(s->hidden - n * PANEL < PANEL ? s->hidden - n * PANEL : PANEL);
-      uint8_t *out = y + n * PANEL * y_item;
-      uint8_t *to_rows = first ? rows_of : out;
-      int64_t row_bytes = first ? PANEL * item() : s->hidden * y_item;
-      const RowsAt rows_at = {hidden, stride, nullptr, true};  // panels are whole: what is past F is 0
-      for (int64_t j = 0; j < num_active; j++) {
-        auto panel_at = [&](int64_t m) { return m == n ? down_panel(j, n) : j + 1 < num_active ? down_panel(j + 1, n) : nullptr; };
-        by().panels(rows_at, start[j], start[j + 1], s->down_depth, n, n + 1, panel_at, work + thread * work_bytes,
-                    [&](int64_t, float *c, int64_t i, int rows) {
-                      if (const float *own = bias(j, s->up_panels + n))
-                        for (int m = 0; m < rows * PANEL; m++) c[m] += own[m % PANEL];
-                      void *to[MAX_BAND];
-                      for (int m = 0; m < rows; m++) to[m] = to_rows + target[i + m] * row_bytes;
-                      ops->store(c, PANEL, rows, to, first ? (int)PANEL : columns);
-                    });
-      }
-      if (!first) continue;
-      for (int64_t t = 0; t < num_tokens; t++) {
-        alignas(64) float sum[PANEL];
-        ops->weigh(rows_of + first[t] * row_bytes, weight + first[t], first[t + 1] - first[t], sum);
-        void *to = out + t * s->hidden * y_item;
-        if (y_type == X_F32) memcpy(to, sum, columns * 4);
-        else ops->store(sum, PANEL, 1, &to, columns);
-      }
+    int64_t each = abreast(), groups = (s->down_panels + each - 1) / each;
+    for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; g++) {
+      int64_t low = g * each, high = low + each < s->down_panels ? low + each : s->down_panels;
+      down_panels(low, high, rows + thread * each * num_rows * PANEL * item(), work + thread * work_bytes);
     }
   }
 
+  // rows_of: of the panels one after another, 64 columns of every row.
+  void down_panels(int64_t low, int64_t high, uint8_t *rows_of, uint8_t *in) const {
+    int64_t y_item = y_type == X_F32 ? 4 : 2, row_bytes = first ? PANEL * item() : s->hidden * y_item;
+    const RowsAt rows_at = {hidden, s->hidden_stride * item(), nullptr, true};  // panels are whole: what is past F is 0
+    for (int64_t j = 0; j < num_active; j++) {
+      auto panel_at = [&](int64_t n) { return n < high ? down_panel(j, n) : j + 1 < num_active ? down_panel(j + 1, low) : nullptr; };
+      by().panels(rows_at, start[j], start[j + 1], s->down_depth, low, high, panel_at, in, [&](int64_t n, float *c, int64_t i, int rows) {
+        if (const float *own = bias(j, s->up_panels + n))
+          for (int m = 0; m < rows * PANEL; m++) c[m] += own[m % PANEL];
+        uint8_t *to_rows = first ? rows_of + (n - low) * num_rows * row_bytes : y + n * PANEL * y_item;
+        void *to[MAX_BAND];
+        for (int m = 0; m < rows; m++) to[m] = to_rows + target[i + m] * row_bytes;
+        ops->store(c, PANEL, rows, to, first ? (int)PANEL : columns_of(n));
+      });
+    }
+    for (int64_t n = low; first && n < high; n++, rows_of += num_rows * row_bytes)
+      for (int64_t t = 0; t < num_tokens; t++) {
+        alignas(64) float sum[PANEL];
+        ops->weigh(rows_of + first[t] * row_bytes, weight + first[t], first[t + 1] - first[t], sum);
+        void *to = y + n * PANEL * y_item + t * s->hidden * y_item;
+        if (y_type == X_F32) memcpy(to, sum, columns_of(n) * 4);
+        else ops->store(sum, PANEL, 1, &to, columns_of(n));
+      }
+  }
+
+  int columns_of(int64_t n) const { return (int)(s->hidden - n * PANEL < PANEL ? s->hidden - n * PANEL : PANEL); }
+
+  enum { STREAM = 8, NEAR_BYTES = 1 << 20 };  // panels; what stays in the second cache
+
   void run(int threads) const {
-    // With few rows a piece is long for the bytes to come in a stream; with many it is short, and what it costs to begin is nothing.
-    int64_t each = start[num_active] < FEW_ROWS * num_active ? FEW_PIECES : MANY_PIECES;
-    int64_t ups = team_pieces(threads, num_active * s->up_panels, each), downs = team_pieces(threads, s->down_panels, each);
+    // Many pieces, so that threads end together, but each long enough for its bytes to come in a stream; with many rows an expert,
+    // whose rows are gathered once.
+    bool many = start[num_active] >= FEW_ROWS * num_active;
+    int64_t ups = team_pieces(threads, (num_active * s->up_panels + STREAM - 1) / STREAM, MANY_PIECES), downs = team_pieces(threads, (s->down_panels + abreast() - 1) / abreast(), MANY_PIECES);
+    if (many && threads > 1 && num_active > FEW_PIECES * threads) ups = num_active;
     team(threads, ups, [&](int64_t part, int worker) {
       up(part, ups, worker);
       if (bands) bands->release();
@@ -190,17 +203,18 @@ struct Plan {
 // num_tokens: of weighted sums; 0: rows are wanted.
 Plan lay_out(Job *job, int64_t entries, int64_t num_tokens, int threads) {
   const ExpertShape *s = job->s;
+  job->num_rows = entries;
   Pieces pieces;
   size_t active = pieces.take(4 * s->num_slots), start = pieces.take(4 * (s->num_slots + 1)), count = pieces.take(4 * s->num_slots);
   size_t source = pieces.take(4 * entries), target = pieces.take(4 * entries), weight = pieces.take(4 * entries);
   size_t hidden = pieces.take(entries * s->hidden_stride * job->item());
-  size_t first = pieces.take(8 * (num_tokens + 1)), rows = pieces.take(num_tokens ? threads * entries * PANEL * job->item() : 0);
+  size_t first = pieces.take(8 * (num_tokens + 1)), rows = pieces.take(num_tokens ? threads * job->abreast() * entries * PANEL * job->item() : 0);
   job->ops = experts_ops(s->x_type), job->bands = experts_bands(s->x_type);
   job->work_bytes = job->by().work_bytes(s->up_depth, entries);
   size_t work = pieces.take(threads * job->work_bytes);
   uint8_t *base = scratch(pieces.bytes);
   job->hidden = base + hidden, job->rows = base + rows, job->work = base + work;
-  job->num_tokens = num_tokens, job->num_rows = entries;
+  job->num_tokens = num_tokens;
   Plan plan = {(int32_t *)(base + active), (int32_t *)(base + start), (int32_t *)(base + count),
                (int32_t *)(base + source), (int32_t *)(base + target), (float *)(base + weight), (int64_t *)(base + first)};
   job->first = num_tokens ? plan.first : nullptr;

@@ -180,6 +180,8 @@ def _explain_cluster(config: EngineConfig, gpu: str, installed: str | None, as_j
     for name, size in cluster.memory.items():
         memory.add_row(name, f"{size // MEBI}")
     console.print(memory)
+    total, active = (f"{number / 1e9:.2f}" for number in (cluster.parameters.total, cluster.parameters.active))
+    console.print(f"{total} billion parameters, of which a token is multiplied by {active} billion.")
     console.print(f"Libraries taken to be installed: {', '.join(there) or 'none'}.")
 
 

@@ -52,7 +52,9 @@ STEPS = [
 class Ours(Sequences):
     """One rank: a model with graphs, and a twin of its cache that only eager steps touch."""
 
-    def __init__(self, path: Path, group: ShmGroup, dtype: torch.dtype, extra: int = 0) -> None:
+    def __init__(
+        self, path: Path, group: ShmGroup, dtype: torch.dtype, extra: int = 0, backend: str = "shm", few: int = 64
+    ) -> None:
         super().__init__(group.rank)
         facts = read_config(path)
         slots = -(-facts.num_experts // group.size) + extra
@@ -60,7 +62,8 @@ class Ours(Sequences):
         self.state = StepState()
 
         def lanes(num_slots: int, hidden_size: int) -> Sequence[AllToAll]:
-            return make_lanes("shm", group, num_slots, hidden_size, dtype, state=self.state)
+            sizes = num_slots, hidden_size, dtype
+            return make_lanes(backend, group, *sizes, few_tokens=few, state=self.state)
 
         self.model = drive.load_ours(path, Parallel(group.rank, group.size, placement, lanes), dtype)
         self.cache, self.eager = (drive.Cache.for_model(self.model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
@@ -128,6 +131,29 @@ def test_replayed_exchanges_equal_eager_ones(name: str, dtype: torch.dtype, extr
         {(3, True), (1, True), (0, True), (2, True)},
         {(4, True), (0, True), (1, False), (2, True)},
     ]
+
+
+@pytest.mark.parametrize(("backend", "recorded"), [("shm_padded+shm", True), ("shm+shm_padded", False)])
+def test_graphs_hold_the_exchanges_that_all_ranks_make(backend: str, recorded: bool, tmp_path: Path) -> None:
+    """Of two backends the one for few tokens is on a graph if it can be. A rank with decodes only, beside one with a prompt, takes
+    the other, although what it sends itself would have found room in a recorded exchange."""
+    path = MAKERS["qwen3_moe"](tmp_path / "model").path
+
+    def act(group: ShmGroup) -> set[tuple[int, bool]]:
+        ours = Ours(path, group, torch.float32, backend=backend, few=MOST)
+        ours.check(ours.prompts([3, 2, 5, 2]), 12)
+        for step in STEPS:
+            ours.check(ours.work(step), max(step.tokens(0), step.tokens(1)))
+        return ours.forms()
+
+    forms = on_two(tmp_path, act)
+    if recorded:
+        assert forms == [
+            {(3, True), (1, True), (3, False), (0, True), (2, False)},
+            {(4, True), (0, True), (1, False), (2, True)},
+        ]
+    else:  # padded rows are copied by Python
+        assert forms == [{(3, False), (1, False), (2, False)}, {(4, False), (1, False), (2, False)}]
 
 
 @pytest.mark.parametrize("how", ["aborts", "leaves"])

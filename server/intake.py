@@ -40,6 +40,7 @@ FORMS: dict[Kind, type[msgspec.Struct]] = {
     "completion": CompletionRequest,
     "chat": ChatRequest,
     "responses": ResponsesRequest,
+    "compact": ResponsesRequest,
     "messages": MessagesRequest,
 }
 ANSWER_FACTOR = 8  # an answer about tokens may have so many times the bytes that a body may
@@ -105,8 +106,10 @@ class Intake:
             return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
         if kind == "chat":
             return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
-        if kind in ("responses", "input_tokens"):
+        if kind in ("responses", "compact", "input_tokens"):
             response = decoded(body, _responses_decoder)
+            if kind == "compact":
+                response = responses.compacting(response, bool(earlier))
             return self._responses(response, earlier, vocab_size, serving, kind == "input_tokens")
         return self._messages(decoded(body, _messages_decoder), vocab_size, serving, kind == "count_tokens")
 
@@ -171,8 +174,7 @@ class Intake:
             return Answered(_encode({"object": "response.input_tokens", "input_tokens": _num_tokens(prompts)}))
         body.input = None
         prompts.responses = body
-        if body.store is not False:
-            prompts.items = _encode(items)
+        prompts.items = _encode(items)
         return prompts
 
     def _shortened(self, chat: ChatRequest, vocab_size: int, serving: bool, shortens: bool) -> Prompts:

@@ -71,9 +71,10 @@ def search(sizes: Sequence[int]) -> Search:
 
 
 def between(worse: Sample, better: Sample) -> int:
-    """Where the saved part of a step reaches MARGIN, on a straight line between the two."""
+    """Where the saved part of a step reaches MARGIN, on a straight line between the two: above `worse`."""
     assert worse.saved <= 0 < better.saved
-    return round(worse.tokens + (better.tokens - worse.tokens) * -worse.saved / (better.saved - worse.saved))
+    behind = (better.tokens - worse.tokens) * -worse.saved / (better.saved - worse.saved)
+    return worse.tokens + max(1, round(behind))
 
 
 class Threshold:

@@ -15,6 +15,7 @@ import torch
 from configs.cache import cache_bytes
 from configs.chips import CHIPS, Chip
 from configs.engine import Dtype, EngineConfig, Plan
+from configs.env import read_env
 from configs.gpu import GPU_MEMORY_PART, Gpu
 from configs.levels import at_level
 from configs.machine import ModelNumbers
@@ -22,13 +23,16 @@ from configs.presets import PRESETS, preset_of
 from configs.resolve import resolve
 from engine.build import DTYPES
 from engine.plan import EMBEDDED_NAME, machine_for, model_numbers
+from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation
 from ep.explain import explain_experts
 from ep.parallel import Parallel
 from ep.requirements import DEVICE_NAMES, Situation, missing, not_captured, refusal, split_pair
 from eplb.placement import linear_placement
 from models.explain import explain_attention
 from models.facts import ModelFacts
-from models.registry import build, overridden, parse_config, read_fields
+from models.fields import Fields
+from models.quantization import is_fp8
+from models.registry import build, overridden, parse_config, read_fields, text_part
 from models.tiny import CHECKPOINT
 
 LIBRARIES = ("deep_ep", "deep_gemm", "flashinfer", "flash_mla", "nvshmem", "pplx_kernels", "torch_nvshmem")
@@ -45,6 +49,16 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Parameters:
+    """How many the model has, without layers that draft. routed: in routed experts. active: those that a token is
+    multiplied by; of embeddings it only takes a row, so a table is among them where the head shares it."""
+
+    total: int
+    routed: int
+    active: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """memory: bytes of one GPU, by what takes them."""
 
@@ -52,6 +66,7 @@ class ClusterPlan:
     gpu: Gpu
     choices: tuple[Choice, ...]
     memory: dict[str, int]
+    parameters: Parameters
 
 
 def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], bool]) -> ClusterPlan:
@@ -66,14 +81,20 @@ def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], boo
     found = CHIPS[chip]
     gpu = Gpu.of(found)
     machine = machine_for(replace(config, device="cuda"), facts, gpu, installed)
-    numbers = _numbers(config.model, raw, facts)
+    parameters = count(facts)
+    speculation, why = plan_speculation(config.speculative_config, facts, default_method(config.model, facts))
+    if config.speculative_config is not None:
+        facts = speculating(facts, speculation)
+    numbers = _numbers(config.model, raw, facts, count(facts))
     plan = resolve(config, numbers, machine)
+    plan = with_speculation(plan, config, speculation, why, read_env().cache_root)
     unknown = dict.fromkeys(
         ("threads_per_rank", "pin_ranks", "spin_threads"), "by the cores that are here, not the cluster's"
     )
     plan = replace(plan, reasons={**plan.reasons, **unknown})
     choices = [*_exchanges(plan, facts, gpu, installed), *_kernels(plan, facts, found, installed), _graphs(plan)]
-    return ClusterPlan(plan, gpu, tuple(choices), _memory(plan, numbers, gpu, config.gpu_memory_utilization))
+    memory = _memory(plan, numbers, gpu, config.gpu_memory_utilization)
+    return ClusterPlan(plan, gpu, tuple(choices), memory, parameters)
 
 
 def _read(model: str | None, overrides: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -88,14 +109,13 @@ def _read(model: str | None, overrides: dict[str, Any]) -> tuple[dict[str, Any],
     return fields.raw, fields.source
 
 
-def _numbers(model: str | None, raw: dict[str, object], facts: ModelFacts) -> ModelNumbers:
+def _numbers(model: str | None, raw: dict[str, Any], facts: ModelFacts, parameters: Parameters) -> ModelNumbers:
     """Of the checkpoint's files where there are any, else of the shapes."""
     path = CHECKPOINT if model is None else Path(model)
     if any(path.glob("*.safetensors")):
         return model_numbers(path, model or EMBEDDED_NAME, facts)
-    experts, others = _count(facts)
-    quantization = raw.get("quantization_config")
-    dtype: Dtype = "float32" if raw.get("torch_dtype", raw.get("dtype")) == "float32" else "bfloat16"
+    fields = Fields(text_part(raw, str(model)), str(model))
+    dtype: Dtype = "float32" if fields.raw.get("torch_dtype", fields.raw.get("dtype")) == "float32" else "bfloat16"
     size = 4 if dtype == "float32" else 2
     return ModelNumbers(
         path=str(model),
@@ -105,26 +125,28 @@ def _numbers(model: str | None, raw: dict[str, object], facts: ModelFacts) -> Mo
         num_experts=facts.num_experts,
         num_moe_layers=facts.num_moe_layers,
         cache_spec=facts.cache_spec,
-        weight_bytes=(experts + others) * size,
-        expert_bytes=experts * size,
+        weight_bytes=parameters.total * size,
+        expert_bytes=parameters.routed * size,
         dtype=dtype,
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
         context_limit=facts.context_limit,
         context_reason=facts.context_reason,
-        fp8_experts=isinstance(quantization, dict) and quantization.get("quant_method") == "fp8",
+        fp8_experts=is_fp8(fields),
     )
 
 
-def _count(facts: ModelFacts) -> tuple[int, int]:
-    """Numbers in the routed experts, and in everything else."""
+def count(facts: ModelFacts) -> Parameters:
+    """By the shapes of the model."""
     placement = linear_placement(facts.num_moe_layers, facts.num_experts, 1) if facts.num_experts else None
     meta = torch.device("meta")
-    model = build(facts, Parallel(0, 1, placement, lambda *_: ()), torch.bfloat16, meta)
-    assert isinstance(model, torch.nn.Module)
+    model: Any = build(facts, Parallel(0, 1, placement, lambda *_: ()), torch.bfloat16, meta)
     others = sum(parameter.numel() for parameter in model.parameters())
-    experts = 3 * facts.hidden_size * facts.moe_intermediate_size * facts.num_experts * facts.num_moe_layers
-    return experts, others
+    looked_up = model.embed.weight.numel() if model.head.tied is None else 0
+    each = 3 * facts.hidden_size * facts.moe_intermediate_size * facts.num_moe_layers
+    router = getattr(facts, "router", None)
+    chosen = 0 if router is None else each * router.experts_per_token
+    return Parameters(others + each * facts.num_experts, each * facts.num_experts, others - looked_up + chosen)
 
 
 # ---- who runs what ----

@@ -42,6 +42,13 @@ def check_quantization(fields: Fields) -> None:
         raise quantization.error("quant_method", f'"fp8", "compressed-tensors", "awq", "gptq" or "mxfp4" ({_TAKEN})')
 
 
+def is_fp8(fields: Fields) -> bool:
+    """Whether the experts of a checkpoint are in FP8, by a quantization_config that was checked."""
+    quantization = fields.raw.get("quantization_config") or {}
+    groups = quantization.get("config_groups", {}).values()
+    return quantization.get("quant_method") == "fp8" or any(group["weights"]["type"] == "float" for group in groups)
+
+
 def _check_compressed_tensors(quantization: Fields) -> None:
     quantization.only("quantization_status", None, "compressed")
     quantization.only("kv_cache_scheme", None)
@@ -82,4 +89,4 @@ def check_modelopt(fields: Fields, directory: Path) -> None:
         raise quantization.error("quant_algo", f"none ({_TAKEN})")
 
 
-__all__ = ["ConfigError", "check_modelopt", "check_quantization"]
+__all__ = ["ConfigError", "check_modelopt", "check_quantization", "is_fp8"]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from models.base import CausalLM
 
 MlaPrefill = Literal["auto", "naive", "absorbed"]
+_BESIDE_TEXT = ("quantization_config", "tie_word_embeddings")  # of a model with vision, and of its text as well
 _ROPE_NAMES = {"rope_scaling", "rope_parameters"}
 
 
@@ -88,7 +89,7 @@ def parse_config(raw: dict[str, Any], source: str) -> ModelFacts:
     fields = Fields(raw, source)
     architecture = fields.first_of("architectures")
     if architecture in WRAPPERS:
-        return parse_config(_text_part(fields, WRAPPERS[architecture]), source)
+        return parse_config(text_part(raw, source), source)
     family = FAMILIES.get(architecture)
     if family is None:
         known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
@@ -96,10 +97,14 @@ def parse_config(raw: dict[str, Any], source: str) -> ModelFacts:
     return family.parse(fields.raw, fields.source)
 
 
-def _text_part(fields: Fields, architecture: str) -> dict[str, Any]:
-    """The fields of the language model inside a model with vision."""
+def text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
+    """The fields of the language model: all of them, or those inside a model with vision."""
+    fields = Fields(raw, source)
+    architecture = WRAPPERS.get(fields.first_of("architectures"))
+    if architecture is None:
+        return raw
     text = fields.section("text_config").raw
-    beside = {name: fields.raw[name] for name in ("quantization_config",) if fields.has(name) and name not in text}
+    beside = {name: raw[name] for name in _BESIDE_TEXT if fields.has(name) and name not in text}
     return {**beside, **text, "architectures": [architecture], deepseek.WRAPPED: True}
 
 

@@ -53,7 +53,8 @@ def deepseek_experts(fields: Fields, num_layers: int) -> dict[str, Any]:
     have none."""
     glm, first_deepseek = (fields.first_of("architectures").startswith(name) for name in ("Glm", "DeepseekFor"))
     fields.only("moe_layer_freq", None, 1)
-    fields.only("scoring_func", None, "softmax" if first_deepseek else "sigmoid")
+    # dots.llm1 has the name of the method in this field.
+    fields.only("scoring_func", None, *(("softmax",) if first_deepseek else ("sigmoid", "noaux_tc")))
     fields.only("topk_method", None, "greedy" if first_deepseek else "noaux_tc")
     first = fields.integer("first_k_dense_replace", 1 if glm else 0, minimum=0)
     if not fields.has("n_routed_experts") or first >= num_layers:
@@ -81,7 +82,7 @@ def deepseek_experts(fields: Fields, num_layers: int) -> dict[str, Any]:
 
 def ernie_experts(fields: Fields, num_layers: int) -> dict[str, Any]:
     """ERNIE 4.5: some layers, by three fields."""
-    fields.only("moe_gate", None, "topk", "top2_fused")
+    fields.only("moe_gate", None, "topk", "topk_fused", "top2_fused")  # fused or not, the same experts
     num_experts = fields.integer("moe_num_experts", 64, minimum=0)
     first = fields.integer("moe_layer_start_index", 1, minimum=0)
     last = fields.integer("moe_layer_end_index", -1, minimum=-1)

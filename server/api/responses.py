@@ -119,7 +119,7 @@ def _check(body: ResponsesRequest) -> None:
     if body.n is not None and body.n != 1:
         raise bad_request("n must be 1", "n", "invalid_value")
     if body.background and body.store is False:
-        raise bad_request("background needs store: true", "background", "invalid_value")
+        raise bad_request("background can only be used when `store` is true", "background", "invalid_value")
 
 
 # ---- items --------------------------------------------------------------------------------------------------------

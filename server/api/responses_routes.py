@@ -22,9 +22,9 @@ from server.api.responses import CHAT_NAMES, ResponsesRequest
 from server.api.responses_answer import ResponsesWriter
 from server.api.stored import ResponseStore, Stored
 from server.errors import ApiError, as_api_error, bad_request
-from server.intake import Answered
 from server.logs import Record, log_request
 from server.service import Service, json_response, record_of
+from server.taken import Answered
 
 SEQUENCE_NUMBER = re.compile(r"-1|[0-9]{1,9}")
 NAMES = {
@@ -107,7 +107,9 @@ class Responses:
         """Of one that runs in the background; one that has ended stays as it is."""
         response = msgspec.json.decode(self._kept(request).response)
         if not response["background"]:
-            raise bad_request("only a response made with background: true can be cancelled", "background")
+            raise bad_request(
+                "Cannot cancel a synchronous response. It was not made with background: true", "background"
+            )
         await self._stop(response["id"])
         return Response(self._kept(request).response, media_type="application/json")
 
@@ -141,7 +143,8 @@ class Responses:
         stored = self._store.get(name)
         if stored is None:
             code = "previous_response_not_found" if field == "previous_response_id" else "response_not_found"
-            raise ApiError(404, f"there is no response {name!r:.80}, or it is kept no longer", param=field, code=code)
+            message = f"Response with id {name!r:.80} not found: there is none, or it is kept no longer"
+            raise ApiError(404, message, param=field, code=code)
         return stored
 
     async def _begin(self, job: Job, writer: ResponsesWriter, items: list[Json], record: Record) -> Response:

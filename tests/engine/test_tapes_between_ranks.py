@@ -13,6 +13,7 @@ import pytest
 import torch
 from laid_out import LaidOut, Sequences, Work
 from laid_out import TwoRankStep as Step
+from linked_groups import on_machines
 from rank_threads import together
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from ep.backends.dispatchers import StepState
 from ep.parallel import Parallel
 from ep.protocol import AllToAll, PeerLost
 from ep.table import make_lanes
+from ep.transport.group import GlooGroup
 from ep.transport.shm_group import ShmGroup, shm_group
 from eplb.placement import linear_placement
 from layers.step import StepInput
@@ -53,7 +55,13 @@ class Ours(Sequences):
     """One rank: a model with graphs, and a twin of its cache that only eager steps touch."""
 
     def __init__(
-        self, path: Path, group: ShmGroup, dtype: torch.dtype, extra: int = 0, backend: str = "shm", few: int = 64
+        self,
+        path: Path,
+        group: ShmGroup | GlooGroup,
+        dtype: torch.dtype,
+        extra: int = 0,
+        backend: str = "auto",
+        few: int = 64,
     ) -> None:
         super().__init__(group.rank)
         facts = read_config(path)
@@ -110,15 +118,18 @@ def on_two(folder: Path, act: Callable[[ShmGroup], object], timeout: float = 30.
     return list(together(2, run))
 
 
+@pytest.mark.parametrize("machines", [1, 2])
 @pytest.mark.parametrize("extra", [0, 2], ids=["no replicas", "replicas"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(MAKERS))
-def test_replayed_exchanges_equal_eager_ones(name: str, dtype: torch.dtype, extra: int, tmp_path: Path) -> None:
+def test_replayed_exchanges_equal_eager_ones(
+    name: str, dtype: torch.dtype, extra: int, machines: int, tmp_path: Path
+) -> None:
     if dtype is torch.bfloat16 and isa() < Isa.AVX512_BF16:
         pytest.skip("this CPU has no bfloat16 arithmetic: torch computes the linear layers")
     path = MAKERS[name](tmp_path / "model").path
 
-    def act(group: ShmGroup) -> set[tuple[int, bool]]:
+    def act(group: ShmGroup | GlooGroup) -> set[tuple[int, bool]]:
         ours = Ours(path, group, dtype, extra)
         ours.check(ours.prompts([3, 2, 5, 2]), 12)
         for step in STEPS:
@@ -127,7 +138,7 @@ def test_replayed_exchanges_equal_eager_ones(name: str, dtype: torch.dtype, extr
         return ours.forms()
 
     # A prompt's step is in no graph; beside one of 70 tokens a decode leaves its exchanges out.
-    assert on_two(tmp_path, act) == [
+    assert (on_two(tmp_path, act) if machines == 1 else on_machines(2, act)) == [
         {(3, True), (1, True), (0, True), (2, True)},
         {(4, True), (0, True), (1, False), (2, True)},
     ]
@@ -178,6 +189,27 @@ def test_a_rank_lost_while_a_step_is_replayed(how: str, tokens: int, tmp_path: P
         return lost.value.ranks
 
     assert on_two(tmp_path, act) == [(1,), "gone"]
+
+
+@pytest.mark.parametrize("tokens", [2, 0])
+def test_a_rank_of_another_machine_lost_while_a_step_is_replayed(tokens: int, tmp_path: Path) -> None:
+    path = MAKERS["qwen3_moe"](tmp_path / "model").path
+
+    def act(group: GlooGroup) -> object:
+        ours = Ours(path, group, torch.float32)
+        ours.check(ours.prompts([3, 2]), 5)
+        for _ in range(2):
+            ours.check(ours.work(Step((tokens, 2))), 2)
+        if group.rank == 1:
+            group.close()
+            return "gone"
+        ours.waited.clear()
+        with pytest.raises(PeerLost, match="the connection to rank 1 is broken"):
+            ours.replayed(ours.work(Step((tokens, 2))), 2)
+        assert (tokens, True) in ours.forms() and [late.reason for late in ours.waited] == [0]
+        return "lost"
+
+    assert on_machines(2, act) == ["lost", "gone"]
 
 
 def test_tokens_that_were_not_agreed_on_stop_the_step(tmp_path: Path) -> None:

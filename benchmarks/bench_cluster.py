@@ -253,9 +253,9 @@ class RankBench:
             steps.append(time.perf_counter() - began)
             assert len(outputs) == streams, f"{len(outputs)} streams got on"
         sent = sent_bytes() - before
-        wait = 0.0 if clock is None else clock.seconds
         if clock is not None:
             clock.end()
+        wait = 0.0 if clock is None else clock.seconds
         while not self.rank.idle:
             self.rank.step()
         return {"steps": steps[WARM_STEPS:], "wait": wait, "sent": sent if part["size"] > 1 else 0}

@@ -17,6 +17,7 @@ class WaitClock:
         self._noting = self._running = False
         self._group = group
         self._gloo = type(group).__name__ == "GlooGroup"
+        self._links = self._gloo and group.links
         if self._gloo:
             self._all_to_all = group.all_to_all
             group.all_to_all = self._noted
@@ -33,12 +34,17 @@ class WaitClock:
             group.signals.wait = timed
 
     def begin(self, noting: bool) -> None:
-        self.seconds, self._noting, self._running = 0.0, noting, True
+        self.seconds, self._noting, self._running = -self._linked(), noting, True
         if noting:
             self.sizes = []
 
     def end(self) -> None:
+        self.seconds += self._linked()
         self._noting = self._running = False
+
+    def _linked(self) -> float:
+        """Of exchanges of few tokens, which count for themselves."""
+        return self._links.sockets.waited if self._links else 0.0
 
     def _noted(self, out: Any, rows: Any, room: Any, sent: Any, large: bool = False) -> Any:
         if self._noting:

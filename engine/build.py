@@ -36,7 +36,7 @@ from engine.sampling.sampling_table import SamplingTable
 from engine.scheduler import Scheduler
 from engine.speculation.build import make_gate, make_speculation
 from engine.speculation.mtp import MtpPasses
-from engine.speculation.plan import speculating
+from engine.speculation.plan import planned_facts
 from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
 from engine.structured.grammars import Grammars
@@ -58,7 +58,7 @@ from layers.weights import Checkpoint
 from models.base import CausalLM
 from models.facts import ModelFacts
 from models.graph_breaks import GraphBreaks
-from models.registry import build, read_config
+from models.registry import build
 from native import Isa, choose, isa, limit_isa, parse
 from native.tape import CpuGraphs
 from store.memory import Store
@@ -101,7 +101,7 @@ def build_rank(
     mapped = store is not None and store.complete
     if plan.checkpoint and not mapped:
         check(plan.model_path, plan.checkpoint)
-    facts = _planned_facts(plan)
+    facts = planned_facts(plan)
     size = plan.data_parallel_size
     placement = _placement(plan, facts, join, network) if facts.num_moe_layers else None
     parallel = Parallel(rank, size, placement, _no_lanes)
@@ -139,11 +139,6 @@ def build_rank(
 def _preparation(scheduler: Scheduler, kv: CacheMemory, num_bytes: int) -> Iterator[int]:
     scheduler.grammars.warm()
     yield from kv.prefault(min(num_bytes, PREPARED_BYTES))
-
-
-def _planned_facts(plan: Plan) -> ModelFacts:
-    """Of the model as it is served."""
-    return speculating(read_config(plan.model_path, plan.hf_overrides), plan.speculation)
 
 
 def _model(plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.device) -> CausalLM:

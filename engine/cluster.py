@@ -15,6 +15,7 @@ import torch
 from configs.cache import cache_bytes
 from configs.chips import CHIPS, Chip
 from configs.engine import Dtype, EngineConfig, Plan
+from configs.env import read_env
 from configs.gpu import GPU_MEMORY_PART, Gpu
 from configs.levels import at_level
 from configs.machine import ModelNumbers
@@ -22,6 +23,7 @@ from configs.presets import PRESETS, preset_of
 from configs.resolve import resolve
 from engine.build import DTYPES
 from engine.plan import EMBEDDED_NAME, machine_for, model_numbers
+from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation
 from ep.explain import explain_experts
 from ep.parallel import Parallel
 from ep.requirements import DEVICE_NAMES, Situation, missing, not_captured, refusal, split_pair
@@ -80,8 +82,12 @@ def plan_cluster(config: EngineConfig, chip: str, installed: Callable[[str], boo
     gpu = Gpu.of(found)
     machine = machine_for(replace(config, device="cuda"), facts, gpu, installed)
     parameters = count(facts)
-    numbers = _numbers(config.model, raw, facts, parameters)
+    speculation, why = plan_speculation(config.speculative_config, facts, default_method(config.model, facts))
+    if config.speculative_config is not None:
+        facts = speculating(facts, speculation)
+    numbers = _numbers(config.model, raw, facts, count(facts))
     plan = resolve(config, numbers, machine)
+    plan = with_speculation(plan, config, speculation, why, read_env().cache_root)
     unknown = dict.fromkeys(
         ("threads_per_rank", "pin_ranks", "spin_threads"), "by the cores that are here, not the cluster's"
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from configs.cache import cache_bytes
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.env import read_env
 from configs.gpu import Exchange, Gpu, chosen_device, find_gpus, find_rdma
@@ -20,7 +21,14 @@ from configs.resolve import DEFAULT_BATCHED_TOKENS, HALF_BYTES, QUANTIZED_BYTES,
 from configs.store import with_cache
 from engine.overlap.memory import with_memory
 from engine.sampling.processor_names import check_processors
-from engine.speculation.plan import default_method, plan_speculation, speculating, with_speculation, with_whole_layer
+from engine.speculation.plan import (
+    default_method,
+    plan_speculation,
+    planned_facts,
+    speculating,
+    with_speculation,
+    with_whole_layer,
+)
 from ep.requirements import (
     DEVICE_NAMES,
     FEW_TOKENS,
@@ -304,6 +312,11 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
         context_limit=facts.context_limit,
         context_reason=facts.context_reason,
     )
+
+
+def planned_cache(plan: Plan) -> dict[str, int]:
+    """Bytes of a rank's cache, by what they are for."""
+    return cache_bytes(plan, planned_facts(plan).cache_spec(plan.dtype, plan.kv_cache_dtype == "fp8"))
 
 
 def step_rows(plan: Plan) -> tuple[int, int]:

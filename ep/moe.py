@@ -130,21 +130,14 @@ class MoELayers:
         moe_intermediate_size: int,
         shared: nn.Module | None = None,
         kind: ExpertKind = GATED,
+        whole: bool = False,
     ) -> MoE:
-        """The next layer; see MoE."""
-        experts = Experts(*self._sizes, moe_intermediate_size, self._dtype, self._device, kind)
+        """The next layer; see MoE. whole: each rank has all of its experts, and no placement knows it."""
+        num_slots, hidden_size = self._sizes
+        count = self._placement.num_experts if whole else num_slots
+        experts = Experts(count, hidden_size, moe_intermediate_size, self._dtype, self._device, kind)
+        if whole:
+            return MoE(router, experts, (), None, shared, exchanges=False)
         table = SlotTable(self._placement, self._num_made, self._parallel.rank, self._device)
         self._num_made += 1
         return MoE(router, experts, self._lanes, table, shared)
-
-    def make_whole(
-        self,
-        router: nn.Module,
-        moe_intermediate_size: int,
-        shared: nn.Module | None = None,
-        kind: ExpertKind = GATED,
-    ) -> MoE:
-        """A layer of which each rank has all experts, and which no placement knows."""
-        num_experts, hidden_size = self._placement.num_experts, self._sizes[1]
-        experts = Experts(num_experts, hidden_size, moe_intermediate_size, self._dtype, self._device, kind)
-        return MoE(router, experts, (), None, shared, exchanges=False)

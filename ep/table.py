@@ -17,6 +17,7 @@ from ep.backends.deepep_ll import LowLatency, confirm
 from ep.backends.deepep_v2 import Elastic, ElasticBuffers
 from ep.backends.dispatchers import PairedLane, StepState
 from ep.backends.flashinfer import OneSided
+from ep.backends.linked import LinkedAllToAll, most_tokens
 from ep.backends.local import LocalAllToAll
 from ep.backends.mailbox import Mailbox
 from ep.backends.nccl import NcclAllToAll
@@ -134,13 +135,25 @@ def _lanes(name: str, order: _Order, others_need: int = 0) -> Sequence[AllToAll]
             order.state.record(min(tokens, order.max_tokens), {lane.key: lane.wait_late for lane in made})
         return made
     if name == "gloo" and isinstance(group, GlooGroup):
-        return [CollectiveAllToAll(group, *sizes, order.rows) for _ in lanes]
+        return _over_network(group, order)
     if name == "mailbox" and isinstance(group, MailboxGroup):
         form = make_rows(order.rows, order.hidden_size, order.dtype)
         return [Mailbox(group.world, group.rank, order.num_slots, lane, layout, form) for lane in lanes]
     if family(name) == "device" and isinstance(group, DeviceGroup):
         return _on_devices(name, group, order, others_need)
     raise ValueError(f"all2all backend {name!r} cannot use a {type(group).__name__}")
+
+
+def _over_network(group: GlooGroup, order: _Order) -> Sequence[AllToAll]:
+    """Where ranks are linked they exchange few tokens over links, if those travel as they are."""
+    sizes, state, links = (order.num_slots, order.hidden_size, order.dtype), order.state, group.links
+    many = [CollectiveAllToAll(group, *sizes, order.rows) for _ in range(order.num_lanes)]
+    most = min(most_tokens(links, order.hidden_size, order.dtype, order.num_lanes), order.few_tokens)
+    if links is None or state is None or not most or order.rows != "plain":
+        return many
+    few = [LinkedAllToAll(links, *sizes, most) for _ in many]
+    state.record(most, {lane.key: lane.wait_late for lane in few})
+    return [PairedLane(state, of_many, of_few, most) for of_many, of_few in zip(many, few, strict=True)]
 
 
 def _on_devices(name: str, group: DeviceGroup, order: _Order, others_need: int) -> Sequence[AllToAll]:

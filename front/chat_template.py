@@ -76,17 +76,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-class ChatTemplate:
-    """One compiled template. ValueError when it does not parse."""
+class Encoding:
+    """What makes a prompt of a conversation."""
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        """variables: what every rendering sees, e.g. bos_token."""
-        self.source = self.marks = source
-        self._variables = dict(variables)
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat template does not parse: {_one_line(error)}") from None
+    source = ""  # of a template
+    marks: str  # holds what marks the model's formats of calls and of reasoning
 
     def render(
         self,
@@ -101,60 +95,82 @@ class ChatTemplate:
 
         ValueError, on one line: the template refuses the messages, or cannot continue the final one.
         """
-        check_conversation(messages, add_generation_prompt, continue_final_message)
-        plain = [plain_message(message) for message in messages]
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("add_generation_prompt and continue_final_message cannot both be true")
+        if not messages:
+            raise ValueError("messages must hold at least one message")
+        plain = [_plain_message(message) for message in messages]
         if continue_final_message:
-            plain[-1] = marked_end(plain[-1])
-        variables = {"documents": None, **self._variables, **kwargs}
-        variables.update(
-            messages=plain,
-            tools=plain_value(tools, "tools") if tools is not None else None,
-            add_generation_prompt=add_generation_prompt,
-        )
+            plain[-1] = _marked_end(plain[-1])
+        plain_tools = _plain_value(tools, "tools") if tools is not None else None
+        text = self._text(plain, plain_tools, add_generation_prompt, kwargs)
+        return _cut_at_end(text) if continue_final_message else text
+
+    def _text(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        add_generation_prompt: bool,
+        kwargs: dict[str, Any],
+    ) -> str:
+        """All of JSON's types. ValueError, on one line."""
+        raise NotImplementedError
+
+
+class ChatTemplate(Encoding):
+    """One compiled template. ValueError when it does not parse."""
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        """variables: what every rendering sees, e.g. bos_token."""
+        self.source = self.marks = source
+        self._variables = dict(variables)
         try:
-            text = self._template.render(variables)
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template does not parse: {_one_line(error)}") from None
+
+    def _text(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        add_generation_prompt: bool,
+        kwargs: dict[str, Any],
+    ) -> str:
+        variables = {"documents": None, **self._variables, **kwargs}
+        variables.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        try:
+            return self._template.render(variables)
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {_one_line(error)}") from None
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"chat template cannot render these messages: {_one_line(error)}") from None
-        return cut_at_end(text) if continue_final_message else text
 
 
-def check_conversation(
-    messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, continue_final_message: bool
-) -> None:
-    """ValueError where no template could render this."""
-    if add_generation_prompt and continue_final_message:
-        raise ValueError("add_generation_prompt and continue_final_message cannot both be true")
-    if not messages:
-        raise ValueError("messages must hold at least one message")
-
-
-def plain_value(value: Any, where: str) -> Any:
+def _plain_value(value: Any, where: str) -> Any:
     """JSON types only: the sandbox cannot know what methods of other objects do."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, Mapping):
-        return {key: plain_value(item, where) for key, item in value.items()}
+        return {key: _plain_value(item, where) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_value(item, where) for item in value]
+        return [_plain_value(item, where) for item in value]
     raise ValueError(f"{where} must hold JSON values only, not {type(value).__name__}")
 
 
-def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """With a role, without keys that are null; reasoning under all its names."""
     if not isinstance(message, Mapping):
         raise ValueError(f"messages must hold mappings with a role, not {type(message).__name__}")
     if not isinstance(message.get("role"), str):
         raise ValueError("messages: each message needs a role")
-    plain = {key: plain_value(value, "messages") for key, value in message.items() if value is not None}
+    plain = {key: _plain_value(value, "messages") for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain
 
 
-def marked_end(message: dict[str, Any]) -> dict[str, Any]:
+def _marked_end(message: dict[str, Any]) -> dict[str, Any]:
     """The message with a mark after its text."""
     content = message.get("content")
     if isinstance(content, str):
@@ -169,7 +185,7 @@ def marked_end(message: dict[str, Any]) -> dict[str, Any]:
     raise ValueError("continue_final_message: the last message has no text to continue")
 
 
-def cut_at_end(text: str) -> str:
+def _cut_at_end(text: str) -> str:
     """Without what follows the mark."""
     at = text.rfind(_END_MARK.strip())
     if at < 0:

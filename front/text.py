@@ -18,14 +18,14 @@ import tokenizers
 from front import tiktoken_file
 from front.chat.deepseek_v4 import DeepseekV4Encoding
 from front.chat.deepseek_v32 import DeepseekV32Encoding
-from front.chat_template import ChatTemplate
+from front.chat.dsml import DsmlEncoding
+from front.chat_template import ChatTemplate, Encoding
 from front.detokenizer import Detokenizer, TableDetokenizer, TokenTable, WindowDetokenizer, byte_level_alphabet
 from front.token_bound import TokenizerFile, longest_token
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-Template = ChatTemplate | DeepseekV32Encoding | DeepseekV4Encoding
 # How conversations with models are written whose checkpoints have no template, by architecture.
-_ENCODINGS: dict[str, type[DeepseekV32Encoding | DeepseekV4Encoding]] = {
+_ENCODINGS: dict[str, type[DsmlEncoding]] = {
     "DeepseekV32ForCausalLM": DeepseekV32Encoding,
     "DeepseekV4ForCausalLM": DeepseekV4Encoding,
 }
@@ -70,7 +70,7 @@ class Tokenizer:
         self.vocab_size = max([self._tokenizer.get_vocab_size(with_added_tokens=False) - 1, *added]) + 1
         self._table = self._make_table(file.decoder)
         self._hidden_of: dict[tuple[str, ...], frozenset[int]] = {}
-        self._templates: dict[str, Template] = {
+        self._templates: dict[str, Encoding] = {
             name: ChatTemplate(source, self._named) for name, source in _template_sources(directory, config).items()
         }
         architectures = _read_json(self.model_dir / "config.json").get("architectures") or ()
@@ -179,7 +179,7 @@ class Tokenizer:
         chat_template: source used instead of the model's. kwargs are the template's (enable_thinking, ...).
         ValueError on one line: there is no template, or it refuses.
         """
-        template: Template | None
+        template: Encoding | None
         if chat_template is not None:
             template = ChatTemplate(chat_template, self._named)
         else:

@@ -1,8 +1,8 @@
 """Who waits for whom, where and for how long, from the ranks' signs of life (engine/process/heartbeat.py): one line for
 every wait that passes a threshold, and a report for the front (/debug/waits).
 
-A rank says for whom it waits where its transport knows (shared memory, meetings). gloo does not: there the ranks are
-waited for that are behind the place where the wait is, as steps and layers have the same numbers on all ranks. When
+A rank says for whom it waits where its transport knows (shared memory, meetings, links). gloo does not: there the ranks
+are waited for that are behind the place where the wait is, as steps and layers have the same numbers on all ranks. When
 none is behind, what the others have sent has not come: a connection is broken.
 """
 

@@ -21,7 +21,7 @@ from configs.hosts import DEFAULT_PORT, Hosts, ranks_of
 from configs.machine import this_machine
 from configs.replicas import Sharing, memory_rate
 from configs.store import STANDBY_BYTES
-from engine.plan import expert_choices, is_for_gpus, make_plan
+from engine.plan import expert_choices, is_for_gpus, make_plan, planned_cache
 from moesaic.command_line import VllmCommand
 from moesaic.options import EMBEDDED_RANKS, engine_config, engine_options
 from moesaic.serve import command as serve
@@ -191,7 +191,7 @@ def _show(plan: Plan, as_json: bool, sharing: Sharing | None = None) -> None:
     values["checkpoint"] = {name: digest for name, (_, _, _, digest) in plan.checkpoint.items()}
     if as_json:
         machines = {} if sharing is None else {"machines": _numbers_of(sharing)}
-        print(json.dumps({"plan": values, "reasons": reasons, **machines}))
+        print(json.dumps({"plan": values, "reasons": reasons, "cache": planned_cache(plan), **machines}))
         return
     table = Table("field", "value", "why", title=f"Plan for {plan.served_model_names[0]}", title_justify="left")
     for name, value in values.items():
@@ -213,13 +213,16 @@ def _numbers_of(sharing: Sharing) -> dict[str, Any]:
 def _show_memory(plan: Plan) -> None:
     """What the weights and the cache take, on the machine and in each rank (docs/memory.md)."""
     ranks = plan.data_parallel_size_local or plan.data_parallel_size
+    cache = planned_cache(plan)
     table = Table("memory", "of a rank, MiB", "of the machine, MiB", title="Memory", title_justify="left")
     stores = max(1, len(plan.store_nodes)) * plan.store_bytes
     if plan.weight_store:
         table.add_row("weights in the store, mapped by each rank", "0", f"{stores // MEBI}")
-        table.add_row("cache", f"{plan.rank_bytes // MEBI}", f"{ranks * plan.rank_bytes // MEBI}")
     else:
-        table.add_row("weights and cache", f"{plan.rank_bytes // MEBI}", f"{ranks * plan.rank_bytes // MEBI}")
+        weights = plan.rank_bytes - sum(cache.values())
+        table.add_row("weights", f"{weights // MEBI}", f"{ranks * weights // MEBI}")
+    for name, size in cache.items():
+        table.add_row(f"cache: {name}", f"{size // MEBI}", f"{ranks * size // MEBI}")
     table.add_row("a server's process that waits to become a rank, about", "", f"{STANDBY_BYTES // MEBI}")
     table.add_row("together", "", f"{(stores + ranks * plan.rank_bytes + STANDBY_BYTES) // MEBI}")
     Console().print(table)

@@ -1,6 +1,7 @@
-"""Few tokens between ranks that map each other's memory, in native kernels (native/src/exchange.cpp): each stage of an
-exchange of ep/backends/shm.py in one call, over the same staging buffers and words. What changes from exchange to
-exchange is not in the calls, so they can be recorded on a tape (native/tape.py).
+"""Few tokens between ranks in native kernels (native/src/exchange.cpp), each stage of an exchange in one call: of ranks
+that map each other's memory (ep/backends/shm.py), over the same staging buffers and words, and of ranks that send each
+other messages (ep/backends/linked.py). What changes from exchange to exchange is not in the calls, so they can be
+recorded on a tape (native/tape.py).
 
 Legend: T tokens of this rank, N of all ranks, D hidden size, K experts per token, P choices of slots here, E experts, G
 ranks.
@@ -19,18 +20,20 @@ from torch import Tensor
 
 from native.features import Isa, isa
 from native.library import function
+from native.links import LinkSockets
 
 MAX_RANKS = 64
-SPIN_NS = 50_000  # a wait that is longer is the caller's
+SPIN_NS = 50_000  # a wait that is longer is the caller's; over links it sleeps first
 LATE_DISPATCH, LATE_COMBINE, TOO_MANY = range(3)  # why a recorded exchange stops
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class PeerMemory(NamedTuple):
-    """Addresses. leaving, going: staging buffers at the peer, for this rank's tokens and for rows of the peer's tokens;
-    arriving, coming: those here. *_out: the peer's word that this rank sets, *_in: the one here that the peer sets.
-    asleep: the peer's word that says whether it sleeps."""
+    """Addresses. leaving, going: staging buffers at the peer, for this rank's tokens and for rows of the peer's tokens
+    (over links: here, from where they are sent); arriving, coming: those here. *_out: the peer's word that this rank
+    sets, *_in: the one here that the peer sets. asleep: the peer's word that says whether it sleeps. Links need none of
+    those at the peer."""
 
     leaving: int
     going: int
@@ -41,6 +44,13 @@ class PeerMemory(NamedTuple):
     dispatch_in: int
     combine_in: int
     asleep: int
+
+
+class Linked(NamedTuple):
+    """What an exchange over links needs besides. box: of the peers' tokens; the next one is of their results."""
+
+    sockets: LinkSockets
+    box: int
 
 
 class _Peer(ctypes.Structure):
@@ -68,7 +78,9 @@ class _Lane(ctypes.Structure):
 
     _fields_ = (
         *((name, _NUMBER) for name in ("rank", "size", "slots", "dim", "x_type", "most", "spin_ns")),
-        *((name, _POINTER) for name in ("peers", "state", "all_x", "all_slot", "all_weight")),
+        *((name, _POINTER) for name in ("peers", "state", "all_x", "all_slot", "all_weight", "links")),
+        ("box", _NUMBER),
+        ("own", _POINTER),
     )
 
 
@@ -82,7 +94,7 @@ _LANE = ctypes.POINTER(_Lane)
 _put = function("exchange_put", _LANE, _POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER)
 _await = function("exchange_await", _LANE, _INT)
 _join = function("exchange_join", _LANE, _POINTER, _POINTER, _POINTER, _NUMBER)
-_give_back = function("exchange_give_back", _LANE, _POINTER)
+_give_back = function("exchange_give_back", _LANE, _POINTER, _NUMBER, _INT)
 _sum = function("exchange_sum", _LANE, _POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER, _INT)
 _slots = function("exchange_slots", ctypes.POINTER(_SlotCall), _POINTER, _POINTER, _NUMBER, _NUMBER)
 
@@ -113,10 +125,12 @@ class FewTokens:
         peers: Sequence[PeerMemory],
         most: int,
         top_k: int,
+        linked: Linked | None = None,
     ) -> None:
-        """peers: by rank; this rank's own is not looked at."""
+        """peers: by rank; this rank's own is not looked at. linked: None: they map each other's memory."""
         size = len(peers)
         self.most, self.top_k = most, top_k
+        self._linked = linked  # which is not freed before this
         self._size, num_all = size, most * size
         self._state = _State()
         self._peers = (_Peer * size)(*[_Peer(*peer) for peer in peers])
@@ -125,9 +139,12 @@ class FewTokens:
         self._slot_P = torch.empty(num_all * top_k, dtype=torch.int64)
         self._weight_P = torch.empty(num_all * top_k)
         self._y_PD = torch.empty(num_all * top_k, hidden_size, dtype=dtype)
+        self._own_TD = torch.empty(most if linked else 0, hidden_size, dtype=dtype)
+        links, box = (linked.sockets.address, linked.box) if linked else (None, 0)
         self._lane = _Lane(
             rank, size, num_slots, hidden_size, _X_TYPES[dtype], most, SPIN_NS, ctypes.addressof(self._peers),
             ctypes.addressof(self._state), *[x.data_ptr() for x in (self._x_ND, self._slot_P, self._weight_P)],
+            links, box, self._own_TD.data_ptr(),
         )  # fmt: skip
         # Of the number of tokens of all ranks (int64), the tokens, their slots, and the rows of choices that are here.
         arrived = self.key + _State.arrived.offset  # type: ignore[attr-defined]
@@ -147,13 +164,18 @@ class FewTokens:
         self._state.number = number
 
     def put(self, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> None:
-        """The next exchange begins: all of it to every peer."""
+        """The next exchange begins: all of it to every peer, or over links to each the tokens of its experts."""
         _put(self._lane, x_TD.data_ptr(), slot_TK.data_ptr(), weight_TK.data_ptr(), *slot_TK.shape)
 
     def dispatched(self) -> list[int] | None:
         """How many tokens there are of each rank; None: not all have come yet."""
         _await(self._lane, 0)
-        return None if self._state.late else self._state.counts[: self._size]
+        return None if self._state.late else self.counts
+
+    @property
+    def counts(self) -> list[int]:
+        """What `dispatched` has found last."""
+        return self._state.counts[: self._size]
 
     def note(self, counts: Sequence[int]) -> None:
         """What `dispatched` would have found, had it waited for longer."""
@@ -177,9 +199,9 @@ class FewTokens:
             self._views[num_tokens, top_k] = views
         return *views, self._y_PD[: sum(self._state.rows[: self._size])]
 
-    def give_back(self, y_PD: Tensor) -> None:
-        """To each peer the rows of its tokens' choices."""
-        _give_back(self._lane, self._address(y_PD))
+    def give_back(self, y_PD: Tensor, top_k: int) -> None:
+        """To each peer the rows of its tokens' choices, or over links of its tokens."""
+        _give_back(self._lane, self._address(y_PD), top_k, torch.get_num_threads())
 
     def returned(self) -> bool:
         """Whether all peers have given back."""
@@ -187,8 +209,8 @@ class FewTokens:
         return not self._state.late
 
     def sum(self, slot_TK: Tensor, weight_TK: Tensor, y_PD: Tensor, out_TD: Tensor) -> None:
-        """out = the weighted sum of each token's choices, in their order. y: what was given back, with the rows of
-        those that are here."""
+        """out = the weighted sum of each token's choices, in their order; over links in the order of ranks. y: what was
+        given back, with the rows of those that are here."""
         _sum(
             self._lane, slot_TK.data_ptr(), weight_TK.data_ptr(), *slot_TK.shape, self._address(y_PD),
             out_TD.data_ptr(), torch.get_num_threads(),

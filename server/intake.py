@@ -6,16 +6,13 @@ Pure and synchronous. `Service` calls it in place for small bodies, and in a pro
 
 from __future__ import annotations
 
-import array
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from configs.engine import Plan
 from configs.server import ServerConfig
-from front.chat.format import OutputFormat
-from front.messages import StructuredOutputsParams
 from front.sampling_params import room_for_output
 from front.text import Tokenizer
 from server.api import conversation, messages, responses
@@ -36,72 +33,25 @@ from server.api.responses import ResponsesRequest
 from server.api.tools import OutputFormats, tool_use
 from server.api.unknown import check_unknown
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
+from server.taken import Answered, Kind, Prompts, Refused, Taken, pack, unpack
 
-GeneratingKind = Literal["completion", "chat", "responses", "messages"]
-Kind = GeneratingKind | Literal["tokenize", "detokenize", "count_tokens", "input_tokens"]
 Body = TypeVar("Body")
 FORMS: dict[Kind, type[msgspec.Struct]] = {
     "completion": CompletionRequest,
     "chat": ChatRequest,
     "responses": ResponsesRequest,
+    "compact": ResponsesRequest,
     "messages": MessagesRequest,
 }
 ANSWER_FACTOR = 8  # an answer about tokens may have so many times the bytes that a body may
 
 _encode = msgspec.json.Encoder().encode
-_completion_decoder = msgspec.json.Decoder(CompletionRequest)
-_chat_decoder = msgspec.json.Decoder(ChatRequest)
-_responses_decoder = msgspec.json.Decoder(ResponsesRequest)
-_messages_decoder = msgspec.json.Decoder(MessagesRequest)
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-
-
-class Prompts(msgspec.Struct, tag=True, kw_only=True):
-    """A generating request. One of the two bodies, without its prompt or messages. token_ids: of each prompt, packed
-    (`unpack`); None: not made, as no rank serves. texts: what echo shows of each, None: nothing.
-
-    responses, messages: what became this chat request, without its input or messages; items: of the conversation so
-    far, as JSON, where the response is to be kept."""
-
-    completion: CompletionRequest | None = None
-    chat: ChatRequest | None = None
-    responses: ResponsesRequest | None = None
-    messages: MessagesRequest | None = None
-    items: bytes = b""
-    model: str
-    token_ids: list[bytes] | None = None
-    texts: list[str] | None = None
-    format: OutputFormat | None = None
-    named_tool: bool = False
-    structured_outputs: StructuredOutputsParams | None = None  # that forces calls of tools
-    prediction: bytes = b""  # packed too
-    ignored: list[str] = []  # fields that are unknown
-
-
-class Answered(msgspec.Struct, tag=True):
-    """The JSON body of the answer."""
-
-    body: bytes
-
-
-class Refused(msgspec.Struct, tag=True):
-    """An ApiError."""
-
-    status: int
-    message: str
-    param: str | None
-    code: str | None
-
-    def error(self) -> ApiError:
-        return ApiError(self.status, self.message, param=self.param, code=self.code)
-
-
-Taken = Prompts | Answered | Refused
-
-
-def unpack(token_ids: bytes) -> list[int]:
-    return array.array("i", token_ids).tolist()
+_completion_decoder = msgspec.json.Decoder(CompletionRequest, strict=False)
+_chat_decoder = msgspec.json.Decoder(ChatRequest, strict=False)
+_responses_decoder = msgspec.json.Decoder(ResponsesRequest, strict=False)
+_messages_decoder = msgspec.json.Decoder(MessagesRequest, strict=False)
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest, strict=False)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest, strict=False)
 
 
 def decoded(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
@@ -156,8 +106,10 @@ class Intake:
             return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
         if kind == "chat":
             return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
-        if kind in ("responses", "input_tokens"):
+        if kind in ("responses", "compact", "input_tokens"):
             response = decoded(body, _responses_decoder)
+            if kind == "compact":
+                response = responses.compacting(response, bool(earlier))
             return self._responses(response, earlier, vocab_size, serving, kind == "input_tokens")
         return self._messages(decoded(body, _messages_decoder), vocab_size, serving, kind == "count_tokens")
 
@@ -177,7 +129,7 @@ class Intake:
         elif texts is None or cut is not None:
             skip = either(body.skip_special_tokens, True)
             texts = [self._tokenizer.decode(token_ids, skip) for token_ids in lists]
-        return Prompts(completion=body, model=model, token_ids=[_pack(token_ids) for token_ids in lists], texts=texts)
+        return Prompts(completion=body, model=model, token_ids=[pack(token_ids) for token_ids in lists], texts=texts)
 
     def _chat(self, body: ChatRequest, vocab_size: int, serving: bool) -> Prompts:
         model = self._checked(body, vocab_size)
@@ -199,7 +151,7 @@ class Intake:
         check_token_ids(prediction, "prediction", vocab_size)
         last = messages[-1]
         texts = [text_of(last, len(messages) - 1)] if body.echo and last.role == "assistant" else None
-        tokens, prediction = [_pack(token_ids)], prediction[: self._plan.max_model_len]
+        tokens, prediction = [pack(token_ids)], prediction[: self._plan.max_model_len]
         goes_on = text_of(last, len(messages) - 1) if body.continue_final_message else None
         format = self._formats.of(use, text, goes_on)
         return Prompts(
@@ -207,7 +159,7 @@ class Intake:
             model=model,
             token_ids=tokens,
             texts=texts,
-            prediction=_pack(prediction),
+            prediction=pack(prediction),
             format=format,
             named_tool=use.named,
             structured_outputs=self._formats.grammar(use, format, body),
@@ -222,8 +174,7 @@ class Intake:
             return Answered(_encode({"object": "response.input_tokens", "input_tokens": _num_tokens(prompts)}))
         body.input = None
         prompts.responses = body
-        if body.store is not False:
-            prompts.items = _encode(items)
+        prompts.items = _encode(items)
         return prompts
 
     def _shortened(self, chat: ChatRequest, vocab_size: int, serving: bool, shortens: bool) -> Prompts:
@@ -351,7 +302,9 @@ def check_token_ids(token_ids: Sequence[int], field: str, limit: int) -> None:
     """ApiError 400."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limit):
         wrong = next(token for token in token_ids if not 0 <= token < limit)
-        raise bad_request(f"{field}: token id {wrong} is not in 0..{limit - 1}", field, "invalid_value")
+        raise bad_request(
+            f"{field}: token id {wrong} is out of vocabulary: it is not in 0..{limit - 1}", field, "invalid_value"
+        )
 
 
 def truncated(token_ids: list[int], wanted: int | None, side: str, max_tokens: int | None, limit: int) -> list[int]:
@@ -394,7 +347,3 @@ def _num_tokens(prompts: Prompts) -> int:
 
 def _bad_prompt(message: str) -> ApiError:
     return bad_request(f"prompt {message}", "prompt", "invalid_value")
-
-
-def _pack(token_ids: list[int]) -> bytes:
-    return array.array("i", token_ids).tobytes()

@@ -29,7 +29,8 @@ from engine.process.malloc import return_freed_memory
 from engine.process.orphan import child_command, die_with_parent
 from front.text import Tokenizer
 from server.errors import ApiError, unavailable
-from server.intake import Intake, Kind, Taken
+from server.intake import Intake
+from server.taken import Kind, Taken
 
 NICE = 5  # a third of the processor time that a rank gets, where both want the same core
 IDLE_SECONDS = 300.0

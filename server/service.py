@@ -23,10 +23,11 @@ from front.text import Tokenizer
 from server.api.params import FIELDS
 from server.errors import ApiError, bad_request, from_value_error, unavailable
 from server.in_flight import InFlightRequests
-from server.intake import Answered, Intake, Kind, Prompts, Refused, decoded, known_model
+from server.intake import Intake, decoded, known_model
 from server.intake_process import IntakeProcess
 from server.logs import Record
 from server.metrics import Metrics
+from server.taken import Answered, Kind, Prompts, Refused
 from server.tracing import Traces
 
 State = Literal["loading", "ready", "short", "draining", "failed"]

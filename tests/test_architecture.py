@@ -54,7 +54,7 @@ ONLY_PARTS = {
         "eplb": {"eplb.placement", "eplb.load"},
         "dbo": {"dbo.alive", "dbo.steps"},
         "layers": {"layers.optional"},
-        "native": {"native.exchange", "native.tape"},
+        "native": {"native.exchange", "native.links", "native.tape"},
     },
     "moe_kernels": {"layers": {"layers.choice", "layers.optional", "layers.triton.configs", "layers.triton.device"}},
 }

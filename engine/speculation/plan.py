@@ -11,6 +11,7 @@ from configs.speculation import Method, SpeculativeConfig, parse_speculative_con
 from dbo.memory import file_of
 from engine.speculation.times import StepTimes
 from models.facts import ModelFacts, mtp_layers, takes_drafts, with_drafts, with_kept_drafts
+from models.registry import read_config
 
 WHOLE_BYTES = 1 << 30  # of the experts of the layer that drafts in float32, where every rank has all of them
 
@@ -48,6 +49,11 @@ def speculating(facts: ModelFacts, speculation: SpeculativeConfig | None) -> Mod
         return facts
     facts = with_kept_drafts(facts, speculation.num_speculative_tokens)
     return with_drafts(facts, speculation.whole) if speculation.method == "mtp" else facts
+
+
+def planned_facts(plan: Plan) -> ModelFacts:
+    """Of the model as it is served, with what drafts."""
+    return speculating(read_config(plan.model_path, plan.hf_overrides), plan.speculation)
 
 
 def with_whole_layer(speculation: SpeculativeConfig | None, facts: ModelFacts) -> SpeculativeConfig | None:

@@ -287,7 +287,7 @@ class ShmAllToAll:
         self._stage = _RETURNED
         if isinstance(ticket, Routing):
             assert self._few is not None and y.is_contiguous() and out_TD.is_contiguous()
-            self._few.give_back(y)
+            self._few.give_back(y, ticket.slot_TK.shape[1])
             return Later(self._gather_few, self._few, y, ticket, out_TD)
         y_PD = y if ticket.row_P is None else y.view(-1, y.shape[-1]).index_select(0, ticket.row_P)
         parts = list(torch.split(y_PD, ticket.rows))

@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 import dbo.alive as alive
 from ep.protocol import PeerLost, Pending, Ready
 from ep.transport.joining import LOOPBACK, connect
+from ep.transport.links import Links
 
 LARGE_BYTES = 1 << 18  # of the longest message of an exchange (GlooGroup.all_to_all)
 _MAX_TAG = 1 << 30
@@ -100,6 +101,7 @@ class GlooGroup:
         self.over_network = over_network  # ranks are on several machines
         # Told before each exchange whether what carries it is to leave the core to the thread that computes.
         self.background: Callable[[bool], None] | None = None
+        self.links: Links | None = None  # connections for few tokens (ep/transport/links.py)
         self._tag = 0  # of the last exchange with receives posted first
         self._transport: Transport | None = transport
         self._open: set[_Exchange] = set()
@@ -164,6 +166,8 @@ class GlooGroup:
             exchange.drop()
         self._open.clear()
         self._transport = None
+        if self.links is not None:
+            self.links.close()
         self._waiter.shutdown(wait=False)
 
     def lost(self, error: RuntimeError) -> PeerLost:

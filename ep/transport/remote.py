@@ -17,6 +17,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ep.transport.group import Group, LocalGroup, join_gloo
 from ep.transport.joining import rendezvous
+from ep.transport.links import Links, open_links
 
 SILENT_SECONDS = 3  # without an answer of the other machine's kernel
 _OPTIONS = (
@@ -51,6 +52,9 @@ def remote_groups(
     agreement = join_gloo(meeting, rank, size, timeout, "agreement", epoch, address, stop)
     try:
         experts = join_gloo(meeting, rank, size, timeout, "experts", epoch, address, stop)
+        sockets = open_links(meeting, rank, size, experts.all_gather_ints, address, timeout, stop)
+        if sockets is not None:
+            experts.links = Links(rank, size, sockets, timeout, experts.lost)
         watch_connections()
         experts.background = Progress().background
     except BaseException:

@@ -1,32 +1,16 @@
 """The chat encoding of DeepSeek-V3.2, whose checkpoints have no Jinja template: what its model card describes, and the
 fixed text about tools that the model was trained with.
 
-A turn of the user ends with the tag of the assistant and <think> or </think>: with `thinking` (or `enable_thinking`)
-among the template's arguments the model reasons first. Reasoning of earlier turns is left out; that of the turn at
-hand, between calls of tools, is kept. Tool calls are DSML: one invoke for each call, one parameter for each argument,
-strings as they are and all else as JSON; results come back together, in the order of the calls.
+Reasoning of earlier turns is left out; that of the turn at hand, between calls of tools, is kept. Results of tools come
+back together, in the order of the calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from front.chat.dsml import (
-    ASSISTANT,
-    BEGIN,
-    DSML,
-    END,
-    THINK,
-    THOUGHT,
-    USER,
-    calls,
-    functions_of,
-    schemas,
-    text_of,
-    wants_thinking,
-)
-from front.chat_template import check_conversation, cut_at_end, marked_end, plain_message
+from front.chat.dsml import ASSISTANT, DSML, END, THINK, THOUGHT, USER, DsmlEncoding, calls, schemas, text_of
 
 _BLOCK = "function_calls"
 _TOOLS = """## Tools
@@ -58,38 +42,24 @@ Here are the functions available in JSONSchema format:
 """.replace("D ", DSML)
 
 
-class DeepseekV32Encoding:
-    """Renders like a front.chat_template.ChatTemplate."""
+class DeepseekV32Encoding(DsmlEncoding):
+    marks = f"<{DSML}{_BLOCK}>{THINK}{THOUGHT}"
 
-    source = ""
-    marks = f"<{DSML}function_calls>{THINK}{THOUGHT}"
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        **kwargs: Any,
+    def _turns(
+        self, messages: list[dict[str, Any]], functions: list[Any], thinking: bool, goes_on: bool, effort: object
     ) -> str:
-        """The text of the conversation. ValueError, on one line, for messages that the encoding has no place for."""
-        check_conversation(messages, add_generation_prompt, continue_final_message)
-        plain = [plain_message(message) for message in messages]
-        if continue_final_message:
-            plain[-1] = marked_end(plain[-1])
-        thinking = wants_thinking(kwargs)
-        functions = functions_of(tools)
-        if functions and plain[0]["role"] != "system":
-            plain.insert(0, {"role": "system", "content": ""})
-        last_user = max([i for i, message in enumerate(plain) if message["role"] in ("user", "developer")], default=-1)
-        parts = [BEGIN]
-        for index in range(len(plain)):
-            now = index >= last_user and thinking
-            opens = add_generation_prompt or index + 1 < len(plain) or continue_final_message
-            parts.append(_message(plain, index, functions if index == 0 else [], now, opens))
-        text = "".join(parts)
-        return cut_at_end(text) if continue_final_message else text
+        asking = [index for index, message in enumerate(messages) if message["role"] in ("user", "developer")]
+        last_user, last = max(asking, default=-1), len(messages) - 1
+        return "".join(
+            _message(
+                messages,
+                index,
+                functions if index == 0 else [],
+                thinking and index >= last_user,
+                goes_on or index < last,
+            )
+            for index in range(len(messages))
+        )
 
 
 def _message(

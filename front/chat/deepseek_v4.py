@@ -1,10 +1,9 @@
 """The chat encoding of DeepSeek-V4, whose checkpoints have no Jinja template: what its model card describes, and the
 fixed texts about tools and effort that the model was trained with.
 
-A turn of the user ends with the tag of the assistant and <think> or </think>: with `thinking` (or `enable_thinking`)
-among the template's arguments the model reasons first, and `reasoning_effort` of `max` or `xhigh` asks for more of it.
-Reasoning of earlier turns is kept where there are tools, and left out where there are none. Results of tools are part
-of the user's turn, in the order of the calls. A message of role `latest_reminder` has a tag of its own.
+`reasoning_effort` of `max` or `xhigh` asks for more reasoning. That of earlier turns is kept where there are tools, and
+left out where there are none. Results of tools are part of the user's turn, in the order of the calls. A message of
+role `latest_reminder` has a tag of its own.
 """
 
 from __future__ import annotations
@@ -12,21 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from front.chat.dsml import (
-    ASSISTANT,
-    BEGIN,
-    DSML,
-    END,
-    THINK,
-    THOUGHT,
-    USER,
-    calls,
-    functions_of,
-    schemas,
-    text_of,
-    wants_thinking,
-)
-from front.chat_template import check_conversation, cut_at_end, marked_end, plain_message
+from front.chat.dsml import ASSISTANT, DSML, END, THINK, THOUGHT, USER, DsmlEncoding, calls, schemas, text_of
 
 _BLOCK = "tool_calls"
 _REMINDER = "<｜latest_reminder｜>"
@@ -67,42 +52,23 @@ Otherwise, output directly after </think> with tool calls or final response.
 _LAW = "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
 
 
-class DeepseekV4Encoding:
-    """Renders like a front.chat_template.ChatTemplate."""
-
-    source = ""
+class DeepseekV4Encoding(DsmlEncoding):
     marks = f"<{DSML}{_BLOCK}>{THINK}{THOUGHT}"
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        **kwargs: Any,
+    def _turns(
+        self, messages: list[dict[str, Any]], functions: list[Any], thinking: bool, goes_on: bool, effort: object
     ) -> str:
-        """The text of the conversation. ValueError, on one line, for messages that the encoding has no place for."""
-        check_conversation(messages, add_generation_prompt, continue_final_message)
-        plain = [plain_message(message) for message in messages]
-        if continue_final_message:
-            plain[-1] = marked_end(plain[-1])
-        functions = functions_of(tools)
-        if functions and plain[0]["role"] != "system":
-            plain.insert(0, {"role": "system", "content": ""})
-        thinking, keeps = wants_thinking(kwargs), bool(functions)
-        turns = _turns(plain)
+        keeps, turns = bool(functions), _turns(messages)
         last_user = max([place for place, turn in enumerate(turns) if _asks(turn)], default=-1)
-        parts = [BEGIN, _EFFORT if thinking and kwargs.get("reasoning_effort") in _MOST else ""]
+        parts = [_EFFORT if thinking and effort in _MOST else ""]
         for place, turn in enumerate(turns):
             follows = turns[place + 1]["role"] if place + 1 < len(turns) else None
             if turn["role"] == "developer" and thinking and not keeps and place < last_user:
                 continue
             parts.append(_turn(turn, functions if place == 0 else [], thinking and (keeps or place > last_user)))
-            if _asks(turn) and (add_generation_prompt if follows is None else follows in ("assistant", "reminder")):
+            if _asks(turn) and (goes_on if follows is None else follows in ("assistant", "reminder")):
                 parts.append(ASSISTANT + (THINK if thinking and (keeps or place >= last_user) else THOUGHT))
-        text = "".join(parts)
-        return cut_at_end(text) if continue_final_message else text
+        return "".join(parts)
 
 
 def _asks(turn: Mapping[str, Any]) -> bool:

@@ -1,5 +1,9 @@
 """What the chat encodings of DeepSeek-V3.2 and V4 have in common: their tags, and DSML, in which tools are called: one
-invoke for each call, one parameter for each argument, strings as they are and all else as JSON."""
+invoke for each call, one parameter for each argument, strings as they are and all else as JSON.
+
+A turn of the user ends with the tag of the assistant and <think> or </think>: with `thinking` (or `enable_thinking`)
+among the template's arguments the model reasons first.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,34 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from front.chat_template import plain_value
+from front.chat_template import Encoding
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 THINK, THOUGHT, DSML = "<think>", "</think>", "｜DSML｜"
 
 
-def wants_thinking(kwargs: Mapping[str, Any]) -> bool:
-    """`thinking` among the arguments of a template, or `enable_thinking`, as other templates call it."""
-    return bool(kwargs.get("thinking", kwargs.get("enable_thinking", False)))
+class DsmlEncoding(Encoding):
+    """Of a model whose checkpoints have no Jinja template."""
+
+    def _text(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        add_generation_prompt: bool,
+        kwargs: dict[str, Any],
+    ) -> str:
+        functions = _functions_of(tools or [])
+        if functions and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": ""})
+        thinking = bool(kwargs.get("thinking", kwargs.get("enable_thinking", False)))
+        return BEGIN + self._turns(messages, functions, thinking, add_generation_prompt, kwargs.get("reasoning_effort"))
+
+    def _turns(
+        self, messages: list[dict[str, Any]], functions: list[Any], thinking: bool, goes_on: bool, effort: object
+    ) -> str:
+        """functions: what the first message, a system, tells of. goes_on: the assistant's part follows. ValueError."""
+        raise NotImplementedError
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -30,9 +52,9 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def functions_of(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+def _functions_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """ValueError where a tool is no function."""
-    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in plain_value(tools, "tools") or []]
+    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
     found = [function for function in functions if isinstance(function, dict)]
     if len(found) < len(functions):
         raise ValueError("tools: each needs a function")

@@ -91,6 +91,5 @@ def make_mlps(
         shared = GatedMLP(config.hidden_size, shared_width, dtype, device) if shared_width else None
         router = make_router(config.router, config.hidden_size, config.num_experts, dtype, device)
         whole = config.whole_drafts and layer == config.num_layers
-        make = moe_layers.make_whole if whole else moe_layers.make
-        mlps.append(make(router, config.moe_intermediate_size, shared))
+        mlps.append(moe_layers.make(router, config.moe_intermediate_size, shared, whole=whole))
     return mlps

@@ -152,8 +152,8 @@ def make_mlps(config: GqaConfig, parallel: Parallel, dtype: torch.dtype, device:
         assert config.router is not None
         router = make_router(config.router, config.hidden_size, config.num_experts, dtype, device)
         whole = config.whole_drafts and layer == config.num_layers
-        make = moe_layers.make_whole if whole else moe_layers.make
-        mlps.append(make(router, config.moe_intermediate_size, _shared(config, dtype, device), kind))
+        shared = _shared(config, dtype, device)
+        mlps.append(moe_layers.make(router, config.moe_intermediate_size, shared, kind, whole))
     return mlps
 
 

@@ -1,20 +1,25 @@
-// Few tokens between ranks that map each other's memory: what ep/backends/shm.py does with staging buffers and signals, in a call for
-// each of its stages. What lies in the buffers, and the words, are the same, so that a rank may do either. What changes from exchange to
-// exchange is in ExchangeState, not in arguments, so that the calls can be recorded (tape.h).
+// Few tokens between ranks, in a call for each stage of an exchange. What changes from exchange to exchange is in ExchangeState, not in
+// arguments, so that the calls can be recorded (tape.h).
+//
+// Ranks that map each other's memory do what ep/backends/shm.py does with staging buffers and signals. What lies in the buffers, and the
+// words, are the same, so that a rank may do either. Ranks of several machines do what ep/backends/collective.py does over a network, by
+// messages (links.h): a token goes to the ranks that have some of its experts, and each sends back one row for it, weighted and summed.
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "links.h"
 #include "native.h"
 #include "rows.h"
+#include "scratch.h"
 #include "tape.h"
 
 enum { EXCHANGE_RANKS = 64 };
 
 struct ExchangePeer {
-  uint8_t *leaving, *going;             // buffers at the peer: this rank's tokens, and rows for the peer's tokens
+  uint8_t *leaving, *going;             // buffers at the peer (with links here): this rank's tokens, and rows for the peer's tokens
   const uint8_t *arriving, *coming;     // buffers here: the peer's tokens, and rows for this rank's
   int64_t *dispatch_out, *combine_out;  // words at the peer
   int64_t *dispatch_in, *combine_in;    // words here
@@ -38,10 +43,14 @@ struct ExchangeLane {
   uint8_t *all_x;     // tokens of all ranks, one after another [most * size, dim]
   int64_t *all_slot;  // and their choices [most * size, k]
   float *all_weight;
+  Links *links;   // null: ranks map each other's memory
+  int64_t box;    // of the peers' tokens; the next one is of their results
+  uint8_t *own;   // with links: sums of this rank's tokens over the slots here [most, dim]
 };
 
 // Why a recorded exchange stops: it waits for the others' tokens, or for their results; one of them has sent too many tokens.
 enum { LATE_DISPATCH = 0, LATE_COMBINE = 1, TOO_MANY = 2 };
+enum { SLEEP_NS = 20000000 };  // with links: of a wait, before it is the caller's business
 
 static int64_t row_bytes(const ExchangeLane *lane) { return lane->dim * (lane->x_type == ROWS_F32 ? 4 : 2); }
 
@@ -61,6 +70,28 @@ static int64_t now_ns(void) {
   return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
+static bool goes(const ExchangeLane *lane, int64_t peer, const int64_t *slot, int64_t k) {
+  uint64_t first = peer * lane->slots;
+  for (int64_t i = 0; i < k; i++)
+    if ((uint64_t)slot[i] - first < (uint64_t)lane->slots) return true;
+  return false;
+}
+
+static void send_tokens(const ExchangeLane *lane, int64_t peer, const uint8_t *x, const int64_t *slot, const float *weight, int64_t rows, int64_t k) {
+  const ExchangePeer *at = lane->peers + peer;
+  int64_t count = 0, bytes = row_bytes(lane);
+  for (int64_t t = 0; t < rows; t++) count += goes(lane, peer, slot + t * k, k);
+  uint8_t *to_x = at->leaving, *to_slot = to_x + slots_at(lane, count), *to_weight = to_x + weights_at(lane, count, k);
+  for (int64_t t = 0; t < rows; t++) {
+    if (!goes(lane, peer, slot + t * k, k)) continue;
+    memcpy(to_x, x + t * bytes, bytes), to_x += bytes;
+    memcpy(to_slot, slot + t * k, k * 8), to_slot += k * 8;
+    memcpy(to_weight, weight + t * k, k * 4), to_weight += k * 4;
+  }
+  int64_t number = lane->state->number;
+  links_send(lane->links, peer, lane->box, at->leaving, to_weight - at->leaving, count << 32 | (number & 0xFFFFFFFF));
+}
+
 // The next exchange begins: x [rows, dim], slot [rows, k], weight [rows, k] to every peer.
 NATIVE_API void exchange_put(const ExchangeLane *lane, const void *x, const void *slot, const void *weight, int64_t rows, int64_t k) {
   tape_note(exchange_put, lane, x, slot, weight, rows, k);
@@ -69,11 +100,48 @@ NATIVE_API void exchange_put(const ExchangeLane *lane, const void *x, const void
   for (int64_t peer = 0; peer < lane->size; peer++) {
     if (peer == lane->rank) continue;
     const ExchangePeer *at = lane->peers + peer;
+    if (lane->links) {
+      send_tokens(lane, peer, (const uint8_t *)x, (const int64_t *)slot, (const float *)weight, rows, k);
+      continue;
+    }
     memcpy(at->leaving, x, rows * row_bytes(lane));
     memcpy(at->leaving + slots_at(lane, rows), slot, rows * k * 8);
     memcpy(at->leaving + weights_at(lane, rows, k), weight, rows * k * 4);
     announce(at->dispatch_out, at->asleep, number, rows);
   }
+}
+
+// Whether a word has not reached the exchange under way.
+static bool behind(int64_t signal, const ExchangeState *state) {
+  return (uint32_t)((uint32_t)signal - (uint32_t)state->number) >> 31;
+}
+
+// As below, receiving and sending meanwhile; no wait for anything else begins before what has been sent is on its way. A broken connection
+// is the caller's business too.
+static void await_links(const ExchangeLane *lane, int combine) {
+  ExchangeState *state = lane->state;
+  int64_t began = 0, waited = 0;
+  for (;;) {
+    bool done = links_go_on(lane->links);
+    for (int64_t peer = 0; peer < lane->size; peer++) {
+      if (peer == lane->rank) continue;
+      int64_t signal = *(combine ? lane->peers[peer].combine_in : lane->peers[peer].dispatch_in);
+      if (behind(signal, state)) done = false;
+      else if (!combine) state->counts[peer] = signal >> 32;
+    }
+    int64_t now = now_ns();
+    if (!began) began = now;
+    waited = now - began;
+    if (done) break;
+    if (waited > SLEEP_NS || links_lost(lane->links) >= 0) {
+      state->late = 1;
+      tape_stop(state, combine ? LATE_COMBINE : LATE_DISPATCH);
+      break;
+    }
+    if (waited < lane->spin_ns) sched_yield();
+    else links_sleep(lane->links, SLEEP_NS);
+  }
+  links_waited(lane->links, waited);
 }
 
 // Looks at the words of all peers until they have reached this exchange, giving the core away in between; after spin_ns without success
@@ -83,11 +151,12 @@ NATIVE_API void exchange_await(const ExchangeLane *lane, int combine) {
   ExchangeState *state = lane->state;
   int64_t end = 0;
   state->late = 0;
+  if (lane->links) return await_links(lane, combine);
   for (int64_t peer = 0; peer < lane->size; peer++) {
     if (peer == lane->rank) continue;
     const int64_t *word = combine ? lane->peers[peer].combine_in : lane->peers[peer].dispatch_in;
     int64_t signal;
-    while ((uint32_t)((uint32_t)(signal = __atomic_load_n(word, __ATOMIC_ACQUIRE)) - (uint32_t)state->number) >> 31) {
+    while (behind(signal = __atomic_load_n(word, __ATOMIC_ACQUIRE), state)) {
       int64_t now = now_ns();
       if (end == 0) end = now + lane->spin_ns;
       if (now > end) {
@@ -124,10 +193,41 @@ NATIVE_API void exchange_join(const ExchangeLane *lane, const void *x, const int
   state->arrived = arrived;
 }
 
-// y: the rows of the choices that are here, of all ranks' tokens in order.
-NATIVE_API void exchange_give_back(const ExchangeLane *lane, const uint8_t *y) {
-  tape_note(exchange_give_back, lane, y);
+// Sums of the tokens of all ranks over the choices that are here, to each rank those of its tokens. y: as below.
+static void send_sums(const ExchangeLane *lane, const uint8_t *y, int64_t k, int threads) {
   const ExchangeState *state = lane->state;
+  const int64_t all = state->arrived, bytes = row_bytes(lane);
+  const uint64_t first_slot = lane->rank * lane->slots;
+  const void **row = (const void **)scratch(all * k * (sizeof(void *) + sizeof(float)) + (all + 1) * sizeof(int64_t));
+  int64_t *first = (int64_t *)(row + all * k);
+  float *weight = (float *)(first + all + 1);
+  int64_t here = 0;
+  for (int64_t t = 0; t < all; t++) {
+    first[t] = here;
+    for (int64_t i = t * k; i < (t + 1) * k; i++)
+      if ((uint64_t)lane->all_slot[i] - first_slot < (uint64_t)lane->slots)
+        weight[here] = lane->all_weight[i], row[here] = y + here * bytes, here++;
+  }
+  first[all] = here;
+  int64_t own = 0, at = 0;
+  for (int64_t peer = 0; peer < lane->size; peer++) {
+    int64_t count = state->counts[peer];
+    if (peer == lane->rank) own = at;
+    else {
+      uint8_t *to = lane->peers[peer].going;
+      weigh_bags((int)lane->x_type, row, weight, first + at, to, count, lane->dim, threads);
+      links_send(lane->links, peer, lane->box + 1, to, count * bytes, state->number & 0xFFFFFFFF);
+    }
+    at += count;
+  }
+  weigh_bags((int)lane->x_type, row, weight, first + own, lane->own, state->counts[lane->rank], lane->dim, threads);
+}
+
+// y: the rows of the choices that are here, of all ranks' tokens in order; each token has k choices.
+NATIVE_API void exchange_give_back(const ExchangeLane *lane, const uint8_t *y, int64_t k, int threads) {
+  tape_note(exchange_give_back, lane, y, k, threads);
+  const ExchangeState *state = lane->state;
+  if (lane->links) return send_sums(lane, y, k, threads);
   for (int64_t peer = 0; peer < lane->size; peer++) {
     const ExchangePeer *at = lane->peers + peer;
     if (peer != lane->rank) {
@@ -138,10 +238,32 @@ NATIVE_API void exchange_give_back(const ExchangeLane *lane, const uint8_t *y) {
   }
 }
 
+// The ranks' rows of each token, in the order of ranks.
+static void add_sums(const ExchangeLane *lane, const int64_t *slot, int64_t tokens, int64_t k, void *out, int threads) {
+  const int64_t most = tokens * lane->size, bytes = row_bytes(lane);
+  const void **row = (const void **)scratch(most * (sizeof(void *) + sizeof(float)) + (tokens + 1) * sizeof(int64_t));
+  int64_t *first = (int64_t *)(row + most);
+  float *ones = (float *)(first + tokens + 1);
+  const uint8_t *next[EXCHANGE_RANKS];
+  for (int64_t peer = 0; peer < lane->size; peer++) next[peer] = peer == lane->rank ? lane->own : lane->peers[peer].coming;
+  int64_t rows = 0;
+  for (int64_t t = 0; t < tokens; t++) {
+    first[t] = rows;
+    for (int64_t peer = 0; peer < lane->size; peer++) {
+      bool own = peer == lane->rank, here = goes(lane, peer, slot + t * k, k);
+      if (here) ones[rows] = 1, row[rows++] = next[peer];
+      if (here || own) next[peer] += bytes;
+    }
+  }
+  first[tokens] = rows;
+  weigh_bags((int)lane->x_type, row, ones, first, out, tokens, lane->dim, threads);
+}
+
 // out [tokens, dim]: the weighted sums of what has come back; y: as above, with the rows of this rank's choices that are here.
 NATIVE_API void exchange_sum(const ExchangeLane *lane, const int64_t *slot, const float *weight, int64_t tokens, int64_t k, const uint8_t *y, void *out,
                              int threads) {
   tape_note(exchange_sum, lane, slot, weight, tokens, k, y, out, threads);
+  if (lane->links) return add_sums(lane, slot, tokens, k, out, threads);
   const void *parts[EXCHANGE_RANKS];
   for (int64_t peer = 0; peer < lane->rank; peer++) y += lane->state->rows[peer] * row_bytes(lane);
   for (int64_t peer = 0; peer < lane->size; peer++) parts[peer] = peer == lane->rank ? y : lane->peers[peer].coming;

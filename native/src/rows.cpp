@@ -127,6 +127,14 @@ void weigh_rows(int x_type, const int64_t *slot, const float *weight, int64_t sl
   });
 }
 
+void weigh_bags(int x_type, const void *const *row, const float *weight, const int64_t *first, void *y, int64_t rows, int64_t dim, int threads) {
+  const RowOps *ops = ops_for(x_type);
+  int64_t bytes = dim * (x_type == ROWS_F32 ? 4 : 2);
+  each_row(rows, rows ? (first[rows] - first[0]) * dim / rows : 0, threads, [&](int64_t i, int) {
+    ops->weigh(row + first[i], weight + first[i], first[i + 1] - first[i], (uint8_t *)y + i * bytes, dim);
+  });
+}
+
 NATIVE_API void rows_weigh(int x_type, const int64_t *slot, const float *weight, int64_t slots_per_part, const void *const *part,
                            int64_t parts, void *y, int64_t rows, int64_t top_k, int64_t dim, int threads) {
   tape_refuse("rows_weigh");

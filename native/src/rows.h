@@ -94,3 +94,5 @@ extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType
 // slot / slots_per_part, whose rows lie at part[.] in the order of tokens and choices. Rows and y have x's type.
 void weigh_rows(int x_type, const int64_t *slot, const float *weight, int64_t slots_per_part, const void *const *part, int64_t parts, void *y,
                 int64_t rows, int64_t top_k, int64_t dim, int threads);
+// y[i] = the weighted sum of rows first[i] to first[i + 1], in their order.
+void weigh_bags(int x_type, const void *const *row, const float *weight, const int64_t *first, void *y, int64_t rows, int64_t dim, int threads);

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from front.chat.events import CallArguments, CallBegin, Content, Event, Reasoning, joined
-from front.outputs import Delta
+from front.outputs import Delta, PositionLogprobs
 from server.api.endpoint import ChunkWriter, Taken, counts, encode, make_job, take
 from server.api.generate import Answer, Choice, Job, PromptFacts
 from server.api.logprobs import chat_logprobs, prompt_logprobs
@@ -20,6 +20,7 @@ from server.api.openai import (
     CalledFunction,
     ChatChoice,
     ChatCompletion,
+    ChatLogprobs,
     ChatRequest,
     Usage,
 )
@@ -81,6 +82,11 @@ class ChatWriter(ChunkWriter):
         self._called = [False] * job.num_choices  # there were calls of tools
         self._prompt_shown = not job.return_token_ids
 
+    def _logprobs(self, positions: list[PositionLogprobs]) -> ChatLogprobs:
+        """Where the request has named the alternatives, the token that was drawn is there too, as vLLM has it."""
+        job = self._job
+        return chat_logprobs(positions, job.tokens_as_ids, bool(job.prompts[0].params.logprob_token_ids))
+
     # ---- streamed ----------------------------------------------------------------------------------------------
 
     def frames(self, deltas: list[Delta], record: Record) -> bytes:
@@ -120,7 +126,7 @@ class ChatWriter(ChunkWriter):
         content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
         choice: dict[str, Any] = {"index": delta.index, "delta": content, "logprobs": None}
         if job.logprobs and delta.logprobs:
-            choice["logprobs"] = chat_logprobs(delta.logprobs, job.tokens_as_ids)
+            choice["logprobs"] = self._logprobs(delta.logprobs)
         choice["finish_reason"] = delta.finish_reason
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
@@ -139,7 +145,7 @@ class ChatWriter(ChunkWriter):
         chunks = [self._choice_of(index, one) for one in contents or [{}]]
         last = chunks[-1]
         if job.logprobs and delta.logprobs:
-            last["logprobs"] = chat_logprobs(delta.logprobs, job.tokens_as_ids)
+            last["logprobs"] = self._logprobs(delta.logprobs)
         if delta.finish_reason is not None:
             last["finish_reason"] = finish_reason(delta.finish_reason, self._called[index], job)
             last["stop_reason"] = delta.stop_reason
@@ -186,7 +192,7 @@ class ChatWriter(ChunkWriter):
         result = ChatChoice(
             index=choice.index,
             message=self._message(choice),
-            logprobs=chat_logprobs(choice.logprobs, job.tokens_as_ids) if job.logprobs else None,
+            logprobs=self._logprobs(choice.logprobs) if job.logprobs else None,
             finish_reason=finish_reason(choice.finish_reason, bool(choice.message.calls), job),
             stop_reason=choice.stop_reason,
         )
@@ -195,10 +201,12 @@ class ChatWriter(ChunkWriter):
         return result
 
     def _message(self, choice: Choice) -> AnswerMessage:
-        """content is null where an answer is calls, or reasoning, and nothing else."""
+        """content is null where an answer is calls, or reasoning, and nothing else; "" where the request named the
+        function, as vLLM has it."""
         job, message = self._job, choice.message
         text = (job.echo[0] if job.echo is not None else "") + "".join(choice.texts)
-        result = AnswerMessage(content=text if text or not (message.calls or message.reasoning) else None)
+        shown = text or job.named_tool or not (message.calls or message.reasoning)
+        result = AnswerMessage(content=text if shown else None)
         if message.reasoning and job.reasoning:
             result.reasoning = result.reasoning_content = message.reasoning
         if message.calls:

@@ -21,9 +21,9 @@ from server.api.params import either
 from server.api.responses import ResponsesRequest
 from server.api.structured import structured_outputs
 from server.errors import ApiError, unavailable
-from server.intake import GeneratingKind, Prompts, unpack
 from server.logs import Record
 from server.service import Service, record_of
+from server.taken import GeneratingKind, Prompts, unpack
 
 Body = TypeVar("Body", bound=GenerationRequest)
 LONG_PROMPT = 4096  # tokens

@@ -50,11 +50,14 @@ def completion_logprobs(
     return result
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs], as_ids: bool) -> ChatLogprobs:
+def chat_logprobs(positions: Sequence[PositionLogprobs], as_ids: bool, with_chosen: bool = False) -> ChatLogprobs:
+    """with_chosen: the alternatives hold the chosen token too, also where it is none of those that were named."""
     content = []
     for position in positions:
-        chosen = position.chosen
-        top = [TopLogprob(_name(token, as_ids), bounded(token.logprob), list(token.raw)) for token in position.top]
+        chosen, shown = position.chosen, position.top
+        if with_chosen and all(token.token_id != chosen.token_id for token in shown):
+            shown = [chosen, *shown]
+        top = [TopLogprob(_name(token, as_ids), bounded(token.logprob), list(token.raw)) for token in shown]
         content.append(TokenLogprobs(_name(chosen, as_ids), bounded(chosen.logprob), list(chosen.raw), top))
     return ChatLogprobs(content)
 

@@ -18,9 +18,9 @@ from server.api.generate import Answer, Choice, Job, PromptFacts, events_of
 from server.api.messages import CHAT_NAMES
 from server.api.openai import ChatRequest, Usage
 from server.errors import ApiError
-from server.intake import Answered
 from server.logs import Record
 from server.service import Service
+from server.taken import Answered
 
 NAMES = {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": "output_config.format"}
 SIGNATURE = "moesaic"  # of thinking; it comes back with it, and is not looked at

@@ -248,12 +248,17 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
+    """What is always null is there for clients that look for it."""
+
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
 
 
 class TopLogprob(msgspec.Struct):
@@ -287,13 +292,16 @@ class AnsweredCall(msgspec.Struct):
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
     """reasoning is vLLM's name, reasoning_content that of DeepSeek's API and of older vLLMs: clients read one or the
-    other."""
+    other, also where there is none."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -313,6 +321,9 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[JsonDict | None] | None = None
 
@@ -325,6 +336,7 @@ class Model(msgspec.Struct, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    permission: list[JsonDict] = []
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -3,6 +3,7 @@ engine."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TypeVar
@@ -50,20 +51,25 @@ def check_common(request: GenerationRequest, config: ServerConfig, priorities: b
     if request.priority and not priorities:
         raise bad_request("priority needs a server started with --scheduling-policy priority", "priority")
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
-        raise bad_request(f"seed must fit in 64 bits, got {request.seed}", "seed")
+        code = "less_than_equal" if request.seed > 0 else "greater_than_equal"
+        raise bad_request(f"seed must fit in 64 bits, got {request.seed}", "seed", code)
+    if request.logprob_token_ids is not None and not request.logprob_token_ids:
+        raise bad_request("logprob_token_ids must not be empty", "logprob_token_ids", "invalid_value")
     if request.use_beam_search:
         raise not_yet("use_beam_search")
 
 
 def token_biases(request: GenerationRequest) -> dict[int, float] | None:
-    """logit_bias, clamped; None: there is none. ApiError 400 names the key that is no token id."""
-    biases = {}
-    for key, bias in (request.logit_bias or {}).items():
-        if not TOKEN_ID.fullmatch(key):
-            message = f"logit_bias: the key {key[:40]!r} is not a token id: keys are integers, as texts"
-            raise bad_request(message, f"logit_bias.{key[:40]}", "invalid_value")
-        biases[int(key)] = max(-100.0, min(100.0, bias))
-    return biases or None
+    """logit_bias, clamped; None: there is none. ApiError 400 names the first keys that are no token ids."""
+    given = request.logit_bias or {}
+    wrong = [key[:40] for key in given if not TOKEN_ID.fullmatch(key)]
+    if wrong:
+        message = f"logit_bias: {', '.join(map(repr, wrong[:8]))}: keys are token ids, which are integers, as texts"
+        raise bad_request(message, f"logit_bias.{wrong[0]}", "invalid_value")
+    unknown = next((key for key, bias in given.items() if math.isnan(bias)), None)
+    if unknown is not None:
+        raise bad_request(f"logit_bias.{unknown} is not a number", f"logit_bias.{unknown}", "invalid_value")
+    return {int(key): max(-100.0, min(100.0, bias)) for key, bias in given.items()} or None
 
 
 def check_completion(request: CompletionRequest) -> None:

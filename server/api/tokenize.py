@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.intake import Answered, Kind
 from server.service import Service, json_response
+from server.taken import Answered, Kind
 
 
 class Tokenization:

@@ -76,7 +76,11 @@ class OutputFormats:
     def grammar(self, use: ToolUse, format: OutputFormat | None, body: ChatRequest) -> StructuredOutputsParams | None:
         """What holds the calls, and the answer that the request wants where the model calls nothing. None: it is not
         needed, or the format has none. ApiError 400."""
-        answer = None if use.mode == "required" else asked_for(body)[0]
+        answer, field = asked_for(body)
+        if use.named and field not in ("", "response_format"):  # a format is of an answer, which need not come
+            raise bad_request(f"{field} and tool_choice each say what the output must be; one may", field)
+        if use.mode == "required":
+            answer = None
         if format is None or not (use.forced or (use.mode == "auto" and answer is not None)):
             return None
         if answer is not None and format.calls == HARMONY:
@@ -123,7 +127,7 @@ def tool_use(body: ChatRequest) -> ToolUse:
     """ApiError 400."""
     choice = body.tool_choice
     if body.tools is None:
-        if choice not in (None, "none", "auto"):
+        if choice not in (None, "none"):
             raise bad_request("tool_choice needs tools", "tool_choice")
         return ToolUse()
     if not 1 <= len(body.tools) <= MAX_TOOLS:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import drive
+import hf_tiny
 import torch
 
 from cache.spec import state_groups
@@ -72,3 +74,39 @@ class LaidOut:
         self._last = self.buffers.fill(schedule, num_ubatches, choose)
         self._ends = [(sequence, first + len(tokens)) for sequence, tokens, first in work]
         return self._last
+
+
+@dataclass(frozen=True)
+class TwoRankStep:
+    """counts: of each rank the number of its sequences that get one more token. new: of each rank the length of a
+    prompt that comes besides; 0: none. split: in two parts."""
+
+    counts: tuple[int, int]
+    new: tuple[int, int] = (0, 0)
+    split: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return [count + new for count, new in zip(self.counts, self.new, strict=True)]
+
+
+class Sequences:
+    """Those of one rank, as they grow."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._lengths: list[int] = []
+
+    def work(self, step: TwoRankStep) -> Work:
+        count, new = step.counts[self.rank], step.new[self.rank]
+        work = [(b, [(7 * b + 3 * self._lengths[b]) % hf_tiny.VOCAB], self._lengths[b]) for b in range(count)]
+        for b in range(count):
+            self._lengths[b] += 1
+        return [*work, *self.prompts([new] if new else [])]
+
+    def prompts(self, lengths: list[int]) -> Work:
+        first = len(self._lengths)
+        self._lengths += lengths
+        return [
+            (first + b, [(5 * b + i + self.rank) % hf_tiny.VOCAB for i in range(n)], 0) for b, n in enumerate(lengths)
+        ]

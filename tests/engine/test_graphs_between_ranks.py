@@ -4,7 +4,6 @@ captured steps equal eager ones, also beside a rank whose step is in no graph, a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import drive
@@ -12,7 +11,8 @@ import hf_tiny
 import pytest
 import torch
 from fake_cuda_graph import FakeGraphLibrary
-from laid_out import LaidOut
+from laid_out import LaidOut, Sequences, Work
+from laid_out import TwoRankStep as Step
 from puts_in_threads import fakes_for
 from rank_threads import on_ranks
 from torch import Tensor
@@ -39,18 +39,6 @@ FEW = 8  # tokens of a rank in a step, up to which it may be in a full graph
 POLICY = GraphPolicy(full=(1, 4, FEW), few_tokens=FEW, num_ubatches=2)
 BF16 = torch.bfloat16
 
-Work = list[tuple[int, list[int], int]]  # sequence, tokens, position of the first
-
-
-@dataclass(frozen=True)
-class Step:
-    """counts: of each rank the number of its sequences that get one more token. new: of each rank the length of a prompt that comes
-    besides; 0: none. split: in two parts."""
-
-    counts: tuple[int, int]
-    new: tuple[int, int] = (0, 0)
-    split: bool = False
-
 
 STEPS = [
     Step((3, 7)),  # padded to 4 and to 8
@@ -75,10 +63,11 @@ def _plain_torch() -> Iterator[None]:
     limit_isa(before)
 
 
-class Ours:
+class Ours(Sequences):
     """One rank: a model with graphs, and a twin of its cache that only eager steps touch."""
 
     def __init__(self, path: Path, group: DeviceGroup, backend: str, rows: str) -> None:
+        super().__init__(group.rank)
         facts = read_config(path)
         placement = linear_placement(facts.num_moe_layers, facts.num_experts, group.size)
         self.state = StepState()
@@ -88,11 +77,9 @@ class Ours:
             return make_lanes(backend, group, *sizes, 2, rows=rows, max_tokens=32, few_tokens=FEW, state=self.state)
 
         self.model = drive.load_ours(path, Parallel(group.rank, group.size, placement, lanes), BF16)
-        self.rank = group.rank
         self.cache, self.eager = (drive.Cache.for_model(self.model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
         scratch = self.cache.free[0].pop()
         assert self.eager.free[0].pop() == scratch
-        self.lengths: list[int] = []
         self.library = FakeGraphLibrary()
 
         def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
@@ -101,20 +88,6 @@ class Ours:
         self.laid_out = LaidOut(self.cache, 16, MAX_LEN, scratch=scratch)
         self.capture = Capture(forward, self.library, POLICY, self.laid_out.buffers, self.state)
         self.capture.capture(group.size)
-
-    def work(self, step: Step) -> Work:
-        count, new = step.counts[self.rank], step.new[self.rank]
-        work: Work = [(b, [(7 * b + 3 * self.lengths[b]) % hf_tiny.VOCAB], self.lengths[b]) for b in range(count)]
-        for b in range(count):
-            self.lengths[b] += 1
-        return [*work, *self.prompts([new] if new else [])]
-
-    def prompts(self, lengths: list[int]) -> Work:
-        first = len(self.lengths)
-        self.lengths += lengths
-        return [
-            (first + b, [(5 * b + i + self.rank) % hf_tiny.VOCAB for i in range(n)], 0) for b, n in enumerate(lengths)
-        ]
 
     def run(self, work: Work, largest: int, split: bool) -> tuple[float, int]:
         """By how much the step differs from an eager one, and how many graphs were replayed."""
@@ -128,10 +101,6 @@ class Ours:
         self.state.confirm()
         error = drive.relative_error(ours.float(), expected.float()) if len(expected) else 0.0
         return error, self.library.num_replays - before
-
-
-def tokens_of(step: Step) -> list[int]:
-    return [count + new for count, new in zip(step.counts, step.new, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +121,7 @@ def test_captured_steps_equal_eager_ones(backend: str, rows: str, tmp_path: Path
         ours = Ours(path, group, backend, rows)
         found = [ours.run(ours.prompts([3, 2, 5, 2, 2, 3, 2, 2]), 21, False)]
         for step in STEPS:
-            found.append(ours.run(ours.work(step), max(tokens_of(step)), step.split))
+            found.append(ours.run(ours.work(step), max(step.tokens), step.split))
         return found
 
     with fakes_for(backend):
@@ -160,7 +129,7 @@ def test_captured_steps_equal_eager_ones(backend: str, rows: str, tmp_path: Path
     for rank, found in enumerate(by_rank):
         assert isinstance(found, list)
         assert max(error for error, _ in found) < 0.02, found
-        fits = [step.counts[rank] > 0 and not step.new[rank] and max(tokens_of(step)) <= FEW for step in STEPS]
+        fits = [step.counts[rank] > 0 and not step.new[rank] and max(step.tokens) <= FEW for step in STEPS]
         assert [replays for _, replays in found] == [0, *map(int, fits)]
 
 

@@ -4,7 +4,6 @@ have no tokens, and with replicas of experts; and a rank that is lost while one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import deepseek_tiny
@@ -12,7 +11,9 @@ import drive
 import hf_tiny
 import pytest
 import torch
-from laid_out import LaidOut
+from laid_out import LaidOut, Sequences, Work
+from laid_out import TwoRankStep as Step
+from linked_groups import on_machines
 from rank_threads import together
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from ep.backends.dispatchers import StepState
 from ep.parallel import Parallel
 from ep.protocol import AllToAll, PeerLost
 from ep.table import make_lanes
+from ep.transport.group import GlooGroup
 from ep.transport.shm_group import ShmGroup, shm_group
 from eplb.placement import linear_placement
 from layers.step import StepInput
@@ -34,19 +36,6 @@ pytestmark = pytest.mark.skipif(best_isa() == Isa.NONE, reason="the native kerne
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MOST = 4, 96, 128, 4
 MAKERS = {"qwen3_moe": hf_tiny.make_qwen3_moe, "deepseek_v3": deepseek_tiny.make_v3}
-Work = list[tuple[int, list[int], int]]  # sequence, tokens, position of the first
-
-
-@dataclass(frozen=True)
-class Step:
-    """counts: of each rank the number of its sequences that get one more token. new: of each rank the length of a prompt that comes
-    besides; 0: none."""
-
-    counts: tuple[int, int]
-    new: tuple[int, int] = (0, 0)
-
-    def tokens(self, rank: int) -> int:
-        return self.counts[rank] + self.new[rank]
 
 
 STEPS = [
@@ -62,12 +51,19 @@ STEPS = [
 ]
 
 
-class Ours:
+class Ours(Sequences):
     """One rank: a model with graphs, and a twin of its cache that only eager steps touch."""
 
     def __init__(
-        self, path: Path, group: ShmGroup, dtype: torch.dtype, extra: int = 0, backend: str = "shm", few: int = 64
+        self,
+        path: Path,
+        group: ShmGroup | GlooGroup,
+        dtype: torch.dtype,
+        extra: int = 0,
+        backend: str = "auto",
+        few: int = 64,
     ) -> None:
+        super().__init__(group.rank)
         facts = read_config(path)
         slots = -(-facts.num_experts // group.size) + extra
         placement = linear_placement(facts.num_moe_layers, facts.num_experts, group.size, slots if extra else None)
@@ -78,9 +74,7 @@ class Ours:
             return make_lanes(backend, group, *sizes, few_tokens=few, state=self.state)
 
         self.model = drive.load_ours(path, Parallel(group.rank, group.size, placement, lanes), dtype)
-        self.rank = group.rank
         self.cache, self.eager = (drive.Cache.for_model(self.model, NUM_BLOCKS, BLOCK_SIZE) for _ in range(2))
-        self.lengths: list[int] = []
         self.waited: list[Late] = []
 
         def forward(step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
@@ -94,20 +88,6 @@ class Ours:
         policy = GraphPolicy(exact=MOST)
         self.capture = Capture(forward, CpuGraphs(wait), policy, self.laid_out.buffers, self.state)
         self.capture.capture(group.size)
-
-    def work(self, step: Step) -> Work:
-        count, new = step.counts[self.rank], step.new[self.rank]
-        work: Work = [(b, [(7 * b + 3 * self.lengths[b]) % hf_tiny.VOCAB], self.lengths[b]) for b in range(count)]
-        for b in range(count):
-            self.lengths[b] += 1
-        return [*work, *self.prompts([new] if new else [])]
-
-    def prompts(self, lengths: list[int]) -> Work:
-        first = len(self.lengths)
-        self.lengths += lengths
-        return [
-            (first + b, [(5 * b + i + self.rank) % hf_tiny.VOCAB for i in range(n)], 0) for b, n in enumerate(lengths)
-        ]
 
     def replayed(self, work: Work, largest: int) -> Tensor:
         self.state.begin(largest)
@@ -138,24 +118,27 @@ def on_two(folder: Path, act: Callable[[ShmGroup], object], timeout: float = 30.
     return list(together(2, run))
 
 
+@pytest.mark.parametrize("machines", [1, 2])
 @pytest.mark.parametrize("extra", [0, 2], ids=["no replicas", "replicas"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(MAKERS))
-def test_replayed_exchanges_equal_eager_ones(name: str, dtype: torch.dtype, extra: int, tmp_path: Path) -> None:
+def test_replayed_exchanges_equal_eager_ones(
+    name: str, dtype: torch.dtype, extra: int, machines: int, tmp_path: Path
+) -> None:
     if dtype is torch.bfloat16 and isa() < Isa.AVX512_BF16:
         pytest.skip("this CPU has no bfloat16 arithmetic: torch computes the linear layers")
     path = MAKERS[name](tmp_path / "model").path
 
-    def act(group: ShmGroup) -> set[tuple[int, bool]]:
+    def act(group: ShmGroup | GlooGroup) -> set[tuple[int, bool]]:
         ours = Ours(path, group, dtype, extra)
         ours.check(ours.prompts([3, 2, 5, 2]), 12)
         for step in STEPS:
-            ours.check(ours.work(step), max(step.tokens(0), step.tokens(1)))
+            ours.check(ours.work(step), max(step.tokens))
         assert not ours.capture.refused
         return ours.forms()
 
     # A prompt's step is in no graph; beside one of 70 tokens a decode leaves its exchanges out.
-    assert on_two(tmp_path, act) == [
+    assert (on_two(tmp_path, act) if machines == 1 else on_machines(2, act)) == [
         {(3, True), (1, True), (0, True), (2, True)},
         {(4, True), (0, True), (1, False), (2, True)},
     ]
@@ -171,7 +154,7 @@ def test_graphs_hold_the_exchanges_that_all_ranks_make(backend: str, recorded: b
         ours = Ours(path, group, torch.float32, backend=backend, few=MOST)
         ours.check(ours.prompts([3, 2, 5, 2]), 12)
         for step in STEPS:
-            ours.check(ours.work(step), max(step.tokens(0), step.tokens(1)))
+            ours.check(ours.work(step), max(step.tokens))
         return ours.forms()
 
     forms = on_two(tmp_path, act)
@@ -206,6 +189,27 @@ def test_a_rank_lost_while_a_step_is_replayed(how: str, tokens: int, tmp_path: P
         return lost.value.ranks
 
     assert on_two(tmp_path, act) == [(1,), "gone"]
+
+
+@pytest.mark.parametrize("tokens", [2, 0])
+def test_a_rank_of_another_machine_lost_while_a_step_is_replayed(tokens: int, tmp_path: Path) -> None:
+    path = MAKERS["qwen3_moe"](tmp_path / "model").path
+
+    def act(group: GlooGroup) -> object:
+        ours = Ours(path, group, torch.float32)
+        ours.check(ours.prompts([3, 2]), 5)
+        for _ in range(2):
+            ours.check(ours.work(Step((tokens, 2))), 2)
+        if group.rank == 1:
+            group.close()
+            return "gone"
+        ours.waited.clear()
+        with pytest.raises(PeerLost, match="the connection to rank 1 is broken"):
+            ours.replayed(ours.work(Step((tokens, 2))), 2)
+        assert (tokens, True) in ours.forms() and [late.reason for late in ours.waited] == [0]
+        return "lost"
+
+    assert on_machines(2, act) == ["lost", "gone"]
 
 
 def test_tokens_that_were_not_agreed_on_stop_the_step(tmp_path: Path) -> None:

@@ -42,6 +42,17 @@ def test_deepseek_v3_on_sixteen_gpus() -> None:
     assert sum(memory) == pytest.approx(141e9, rel=0.01)
 
 
+def test_drafts_are_priced() -> None:
+    """The layer that drafts has a cache, experts and attention of its own."""
+    asked = '{"method": "mtp", "num_speculative_tokens": 3}'
+    plain = explain("--gpu", "h200", "--world", "16", "deepseek-v3")
+    found = explain("--gpu", "h200", "--world", "16", "--speculative-config", asked, "deepseek-v3")
+    assert plain["plan"]["speculation"] is None and found["plan"]["speculation"]["method"] == "mtp"
+    (without,), (with_layer,) = ([name for name in each["memory"] if "KV cache" in name] for each in (plain, found))
+    assert "61 layers" in without and "62 layers" in with_layer
+    assert list(found["memory"].values())[1] == pytest.approx(59 / 58 * list(plain["memory"].values())[1], rel=0.01)
+
+
 def test_every_reject_has_a_reason() -> None:
     found = explain("--gpu", "h200", "--world", "16", "--installed", "", "deepseek-v3")
     verdicts = {name: why for choice in found["choices"] for name, why in choice["verdicts"].items()}

@@ -17,7 +17,7 @@ from native.tape import CpuGraphs, Memory, Recording, Tape
 pytestmark = pytest.mark.skipif(best_isa() == Isa.NONE, reason="the native kernels were not built")
 SOURCES = Path(__file__).parents[2] / "native" / "src"
 # They compute nothing of a step.
-OTHERS = r"native_|weights_|probe_|eplb_|tape_|experts_shape|experts_pack|linear_packed_fill"
+OTHERS = r"native_|links_|weights_|probe_|eplb_|tape_|experts_shape|experts_pack|linear_packed_fill"
 
 
 @pytest.fixture(autouse=True, params=[1, 2, 3])

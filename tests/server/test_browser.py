@@ -107,30 +107,48 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-def test_a_conversation(browser: Any, served: Any, tmp_path: Path) -> None:
-    expect = importlib.import_module("playwright.sync_api").expect
-    page = browser.new_page(viewport={"width": 1100, "height": 760}, color_scheme="light")
+@pytest.fixture
+def page(browser: Any, served: Any) -> Iterator[Any]:
+    """It asks no other host, and nothing goes wrong on it."""
+    found = browser.new_page(viewport={"width": 1100, "height": 760}, color_scheme="light")
     requests: list[str] = []
     problems: list[str] = []
-    page.on("request", lambda request: requests.append(request.url))
-    page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
-    page.on("pageerror", lambda error: problems.append(str(error)))
+    found.on("request", lambda request: requests.append(request.url))
+    found.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+    found.on("pageerror", lambda error: problems.append(str(error)))
     base = f"http://127.0.0.1:{served.server_port}"
-    page.goto(base)
-    expect(page.locator("#state")).to_have_text("ready")
+    found.goto(base)
+    shows(found, "#state", "ready")
+    yield found
+    assert all(url.startswith((base, "data:")) for url in requests), requests
+    assert not problems
+    found.close()
+
+
+def shows(page: Any, place: str, text: str) -> None:
+    """It will."""
+    importlib.import_module("playwright.sync_api").expect(page.locator(place)).to_contain_text(text)
+
+
+def say(page: Any, text: str) -> None:
+    page.wait_for_selector("#send:visible")
+    page.fill("#text", text)
+    page.click("#send")
+
+
+def test_a_conversation(page: Any, served: Any, tmp_path: Path) -> None:
     page.fill("#system", "Be brief.")
     page.fill("#temperature", "0.5")
     page.fill("#max_tokens", "40")
     page.fill("#text", "hello")
     page.keyboard.press("Enter")
-    expect(page.locator("#figures")).to_contain_text("3 tokens in, 4 out")
+    shows(page, "#figures", "3 tokens in, 4 out")
     assert page.inner_text("#log li.assistant .content") == "You said hello."
     asked = served.asked[-1]
     assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("fox", 0.5, 40) and "top_p" not in asked
     assert [message["content"] for message in asked["messages"]] == ["Be brief.", "hello"]
 
-    page.fill("#text", "think")
-    page.click("#send")
+    say(page, "think")
     page.wait_for_selector(".thought summary:visible")
     page.wait_for_selector("text=<b>Four</b>")  # as text: nothing that a model says is markup
     assert not page.is_visible("text=Hmm, let me see.")
@@ -138,52 +156,39 @@ def test_a_conversation(browser: Any, served: Any, tmp_path: Path) -> None:
     assert page.is_visible("text=Hmm, let me see.")
 
     page.fill("#tools", '[{"type": "function", "function": {"name": "weather"}}]')
-    page.fill("#text", "call")
-    page.click("#send")
+    say(page, "call")
     page.wait_for_selector("text=Calls weather")
-    page.wait_for_selector("#send:visible")
-    page.fill("#text", "sunny")
-    page.click("#send")
+    say(page, "sunny")
     page.wait_for_selector("text=You said sunny.")
     sent = served.asked[-1]["messages"]
     assert sent[-1] == {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
     assert sent[-2]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Bern"}'}
-    page.screenshot(path=str(tmp_path / "light.png"))
-
-    page.wait_for_selector("#send:visible")
-    page.fill("#text", "forever")
-    page.click("#send")
-    page.wait_for_selector("text=on on on")
-    page.keyboard.press("Escape")
-    expect(page.locator("#state")).to_have_text("stopped")
-    assert served.left.wait(30), "the server is told"
-    page.wait_for_selector("#send:visible")
-    page.fill("#text", "again")
-    page.click("#send")
-    page.wait_for_selector("text=You said again.")
-    assert served.asked[-1]["messages"][-2]["content"].startswith("You said forever. on")
-    page.fill("#text", "short")
-    page.click("#send")
-    expect(page.locator("#state")).to_contain_text("the answer was cut off")
-    page.fill("#text", "lost")
-    page.click("#send")
-    expect(page.locator("#state")).to_have_text("the connection ended before the answer did")
-    page.wait_for_selector("#send:visible")
-    page.fill("#text", "silent")
-    page.click("#send")
-    page.wait_for_selector("#stop:visible")
-    page.click("#stop")
-    expect(page.locator("#state")).to_have_text("stopped")
-    served.left.set()
-    assert page.input_value("#text") == "silent"  # it was not answered, and may be changed
-    page.fill("#text", "after")
-    page.click("#send")
-    page.wait_for_selector("text=You said after.")
-    assert [message["content"] for message in served.asked[-1]["messages"][-2:]] == ["Half", "after"]
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.screenshot(path=str(tmp_path / f"{scheme}.png"))
     page.click("#reset")
     assert page.locator("#log li").count() == 0
-    assert all(url.startswith((base, "data:")) for url in requests), requests
-    assert not problems
-    page.emulate_media(color_scheme="dark")
-    page.screenshot(path=str(tmp_path / "dark.png"))
-    page.close()
+
+
+def test_answers_that_are_stopped_cut_off_or_lost(page: Any, served: Any) -> None:
+    say(page, "forever")
+    page.wait_for_selector("text=on on on")
+    page.keyboard.press("Escape")
+    shows(page, "#state", "stopped")
+    assert served.left.wait(30), "the server is told"
+    say(page, "again")
+    page.wait_for_selector("text=You said again.")
+    assert served.asked[-1]["messages"][-2]["content"].startswith("You said forever. on")
+    say(page, "short")
+    shows(page, "#state", "the answer was cut off")
+    say(page, "lost")
+    shows(page, "#state", "the connection ended before the answer did")
+    say(page, "silent")
+    page.wait_for_selector("#stop:visible")
+    page.click("#stop")
+    shows(page, "#state", "stopped")
+    served.left.set()
+    assert page.input_value("#text") == "silent"  # it was not answered, and may be changed
+    say(page, "after")
+    page.wait_for_selector("text=You said after.")
+    assert [message["content"] for message in served.asked[-1]["messages"][-2:]] == ["Half", "after"]

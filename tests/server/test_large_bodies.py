@@ -24,8 +24,9 @@ from test_front_process import until as wait_until
 
 from configs.server import ServerConfig
 from server import intake_process, service
-from server.intake import Answered, Intake, Kind, Prompts, Refused, Taken, unpack
+from server.intake import Intake
 from server.intake_process import IntakeProcess
+from server.taken import Answered, Kind, Prompts, Refused, Taken, unpack
 
 pytestmark = pytest.mark.attacks
 

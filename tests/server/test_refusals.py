@@ -42,6 +42,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"9999999": 1}}, "logit_bias"),
     ({"logit_bias": {"7": 1, "fox": 1}}, "logit_bias.fox"),
     ({"logprob_token_ids": [7]}, "logprob_token_ids"),  # without logprobs
+    ({"logprob_token_ids": [], "logprobs": 1}, "logprob_token_ids"),
     ({"logprob_token_ids": [10**9], "logprobs": 1}, "logprob_token_ids"),
     ({"logprob_token_ids": [1] * 21, "logprobs": 1}, "logprob_token_ids"),
     ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
@@ -122,6 +123,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": []}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "auto"}, "tool_choice"),
     ({"functions": []}, "functions"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

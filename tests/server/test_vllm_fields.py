@@ -70,3 +70,42 @@ def test_what_logits_processors_are_told() -> None:
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "vllm_xargs"
 
     asyncio.run(run())
+
+
+def test_numbers_and_flags_may_be_texts() -> None:
+    """As pydantic reads them, with which vLLM's servers do."""
+
+    async def run() -> None:
+        async with server() as s:
+            choice = (await s.chat(max_tokens="3", temperature="0", logprobs="true", top_logprobs=2.0))["choices"][0]
+            assert len(choice["logprobs"]["content"]) == 3
+            (sent,) = (sent for sent in s.ranks.sent if isinstance(sent, AddRequest))
+            assert (sent.params.max_tokens, sent.params.temperature, sent.params.logprobs) == (3, 0.0, 2)
+            for field, value in (("temperature", "nan"), ("max_tokens", "2.5"), ("logit_bias", {"5": "nan"})):
+                answer = await s.post("/v1/completions", {"prompt": "a", field: value})
+                assert answer.status_code == 400 and answer.json()["error"]["param"].split(".")[0] == field
+
+    asyncio.run(run())
+
+
+def test_what_clients_look_for_where_there_is_nothing() -> None:
+    async def run() -> None:
+        async with server() as s:
+            chat, plain = await s.chat(max_tokens=1), await s.complete(max_tokens=1)
+            for field in ("service_tier", "system_fingerprint", "kv_transfer_params"):
+                assert chat[field] is None and plain[field] is None
+            message = chat["choices"][0]["message"]
+            for field in ("reasoning", "reasoning_content", "annotations", "audio", "function_call"):
+                assert message[field] is None
+
+    asyncio.run(run())
+
+
+def test_named_alternatives_and_the_token_that_was_drawn() -> None:
+    async def run() -> None:
+        async with server() as s:
+            asked = {"logprobs": True, "logprob_token_ids": [5, 6], "return_tokens_as_token_ids": True, "max_tokens": 1}
+            (entry,) = (await s.chat(**asked))["choices"][0]["logprobs"]["content"]
+            assert entry["token"] in [top["token"] for top in entry["top_logprobs"]]
+
+    asyncio.run(run())

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from amounts import examples
-from drafting import METHODS, check_streams, drafting_choices, foretold, undrafted
+from drafting import METHODS, SIZES, STEM, Streams, close, undrafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_parts import Job, drive, make_plan
-from survivors import Survivors, tight
 
 import moesaic
 from engine.build import build_rank
-from engine.rank import Rank
 from engine.sampling.processor_names import check_processors
 from front.messages import SamplingParams
 from models.tiny import CHECKPOINT
@@ -27,8 +24,6 @@ pytestmark = pytest.mark.structured
 torch.set_num_threads(1)
 
 NAMES = ("own_processors:NoRepeats", "own_processors.Wobble", "own_processors:Fails")
-SIZES: dict[str, Any] = {"max_model_len": 36, "logits_processors": NAMES}
-STEM = [1, 300, 412, 250, 611, 300, 412, 250, 611, 300, 412]
 ASKED = [
     {"extra_args": {"no_repeat": 1}},
     {"extra_args": {"wobble": 3.0}, "temperature": 0.8, "top_k": 20},
@@ -36,64 +31,41 @@ ASKED = [
     {},
     {"extra_args": {"wobble": 5.0}, "logprobs": 2, "bad_words_token_ids": ((7,), (3, 8))},
 ]
-JOBS = [Job([*STEM[: 11 - 2 * (i % 4)], 7 + i], 14 + i % 3, params=params) for i, params in enumerate(ASKED)]
+STREAMS = Streams(ASKED, logits_processors=NAMES)
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[int, list[int]]:
-    return undrafted(JOBS, **SIZES)
-
-
-def close(rank: Rank) -> None:
-    rank._scheduler.kv.check([])
-    rank.close()
-
-
-def test_they_change_what_they_should(expected: dict[int, list[int]]) -> None:
-    plain = undrafted(JOBS, max_model_len=36)
+def test_they_change_what_they_should() -> None:
+    jobs, expected = STREAMS.jobs, STREAMS.expected
+    plain = undrafted(jobs, **SIZES)
     assert expected[3] == plain[3]
     assert all(expected[index] != plain[index] for index in (1, 2, 4))
     new = set(expected[0])
-    assert len(new) == JOBS[0].max_tokens and not new & set(JOBS[0].prompt)
+    assert len(new) == jobs[0].max_tokens and not new & set(jobs[0].prompt)
 
 
 @settings(max_examples=examples(20), deadline=None)
-@given(
-    choices=drafting_choices(st.none() | METHODS),
-    arrivals=st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
-    aborted=st.sets(st.integers(0, len(JOBS) - 1), max_size=2),
-    size=st.sampled_from([1, 2]),
-)
-def test_drafts_preemption_company_and_steps_beside_others(
-    expected: dict[int, list[int]], choices: dict[str, Any], arrivals: list[int], aborted: set[int], size: int
-) -> None:
-    check_streams(JOBS, expected, arrivals, aborted, size, close, **SIZES, **choices)
+@given(st.data())
+def test_drafts_preemption_company_and_steps_beside_others(data: st.DataObject) -> None:
+    STREAMS.check(data, st.none() | METHODS)
 
 
 @settings(max_examples=examples(8), deadline=None)
 @given(st.data())
-def test_killed_ranks(expected: dict[int, list[int]], data: st.DataObject) -> None:
-    plan = {"speculation": data.draw(st.none() | METHODS), **tight(data, 9), **SIZES}
-    cluster = Survivors(CHECKPOINT, 3, slots_per_rank=16, **plan)
-    cluster.endure(foretold(JOBS, expected), data)
-    assert cluster.released == expected
-    for rank in cluster.ranks.values():
-        close(rank)
+def test_killed_ranks(data: st.DataObject) -> None:
+    STREAMS.endure(data, speculation=data.draw(st.none() | METHODS))
 
 
 @pytest.mark.parametrize("speculation", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_one_that_fails_ends_its_request_and_no_other(
-    expected: dict[int, list[int]], speculation: bool, asynchronous: bool
-) -> None:
+def test_one_that_fails_ends_its_request_and_no_other(speculation: bool, asynchronous: bool) -> None:
     ways = [{"how": how, "at": 3} for how in ("raises", "nan", "shape", "nothing")]
     bad = [Job(STEM, 8, params={"extra_args": way}) for way in [*ways, {"no_repeat": "two"}]]
-    plain = undrafted([Job(STEM, 8)], max_model_len=36)[0]
+    plain = undrafted([Job(STEM, 8)], **SIZES)[0]
     if speculation:
         bad = [Job(job.prompt, 8, params={**job.params, "prediction_token_ids": tuple(plain)}) for job in bad]
-    rank = build_rank(make_plan(CHECKPOINT, **SIZES, async_scheduling=asynchronous))
-    got = drive([rank], [*JOBS[:3], *bad])
-    assert [one.tokens for one in got[:3]] == [expected[index] for index in range(3)]
+    rank = build_rank(make_plan(CHECKPOINT, **STREAMS.plan, async_scheduling=asynchronous))
+    got = drive([rank], [*STREAMS.jobs[:3], *bad])
+    assert [one.tokens for one in got[:3]] == [STREAMS.expected[index] for index in range(3)]
     assert all(one.finish_reason == "error" for one in got[3:])
     assert all(one.tokens == plain[: len(one.tokens)] and len(one.tokens) <= 3 for one in got[3:])
     assert got[-1].tokens == []
@@ -102,7 +74,7 @@ def test_one_that_fails_ends_its_request_and_no_other(
 
 def test_what_fails_behind_a_draft_that_does_not_come_has_not_failed() -> None:
     """Nor behind the end of the sequence."""
-    plain = undrafted([Job(STEM, 8)], max_model_len=36)[0]
+    plain = undrafted([Job(STEM, 8)], **SIZES)[0]
     fails = {"how": "raises", "at": 3}
     wrong = (*plain[:2], (plain[2] + 1) % 90, *plain[3:])
     jobs = [
@@ -113,7 +85,7 @@ def test_what_fails_behind_a_draft_that_does_not_come_has_not_failed() -> None:
             "stop_token_ids": (plain[2],),
         }),
     ]  # fmt: skip
-    rank = build_rank(make_plan(CHECKPOINT, **SIZES))
+    rank = build_rank(make_plan(CHECKPOINT, **STREAMS.plan))
     got = drive([rank], jobs)
     assert [one.finish_reason for one in got] == ["length", "length", "stop"]
     assert got[0].tokens == got[1].tokens == plain[:3]

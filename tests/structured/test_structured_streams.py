@@ -3,20 +3,17 @@ alone (float32), and what its grammar allows."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from amounts import examples
-from drafting import METHODS, check_streams, drafting_choices, foretold, undrafted
+from drafting import EDITS, METHODS, RANDOM, SIZES, STEM, Streams, close, undrafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_parts import Job, drive, make_plan
 from structured_parts import accepts
-from survivors import Survivors, tight
 
+from configs.speculation import SpeculativeConfig
 from engine.build import build_rank
-from engine.rank import Rank
 from front.messages import Grammar, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.structured.vocabulary import grammar_tokenizer
@@ -27,11 +24,6 @@ pytestmark = pytest.mark.structured
 torch.set_num_threads(1)
 
 TOKENIZER = Tokenizer(CHECKPOINT)
-RANDOM = {"temperature": 0.8, "top_k": 20}
-EDITS = {
-    "temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 4, "stop_token_ids": (5, 9),
-    "bad_words_token_ids": ((7,), (3, 8), (11, 12)), "logprobs": 1,
-}  # fmt: skip
 FULL_STOP = TOKENIZER.encode(".", add_special_tokens=False)[-1]
 ASKED = [
     StructuredOutputsParams(json={"type": "array", "items": {"type": "string", "maxLength": 5}, "minItems": 4}),
@@ -46,40 +38,14 @@ ASKED = [
         }
     ),
 ]
-STEM = [1, 300, 412, 250, 611, 300, 412, 250, 611, 300, 412]
-SIZES: dict[str, Any] = {"max_model_len": 36}
+GRAMMARS = [*[checked_grammar(one, TOKENIZER) for one in ASKED], None]
+STREAMS = Streams([{**[{}, RANDOM, EDITS][i % 3], "grammar": own} for i, own in enumerate(GRAMMARS)])
 
 
-def grammar(index: int) -> Grammar | None:
-    """Every seventh request has none."""
-    return checked_grammar(ASKED[index], TOKENIZER) if index < len(ASKED) else None
-
-
-JOBS = [
-    Job(
-        [*STEM[: 11 - 2 * (i % 4)], 7 + i],
-        14 + i % 3,
-        params={**[{}, RANDOM, EDITS][i % 3], "grammar": grammar(i)},
-    )
-    for i in range(7)
-]
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[int, list[int]]:
-    return undrafted(JOBS, **SIZES)
-
-
-def close(rank: Rank) -> None:
-    rank._scheduler.kv.check([])
-    assert not rank._scheduler.grammars.awaited
-    rank.close()
-
-
-def test_every_token_is_one_that_the_grammar_allows(expected: dict[int, list[int]]) -> None:
+def test_every_token_is_one_that_the_grammar_allows() -> None:
     tokenizer = grammar_tokenizer(TOKENIZER, 2048)
-    for index, tokens in expected.items():
-        own = grammar(index)
+    for index, tokens in STREAMS.expected.items():
+        own = GRAMMARS[index]
         if own is not None:
             begin = tokens.index(own.after_token_ids[-1]) + 1 if own.after_token_ids in [(t,) for t in tokens] else 0
             if own.after_token_ids and not begin:
@@ -88,28 +54,35 @@ def test_every_token_is_one_that_the_grammar_allows(expected: dict[int, list[int
 
 
 @settings(max_examples=examples(30), deadline=None)
-@given(
-    choices=drafting_choices(st.none() | METHODS),
-    arrivals=st.lists(st.integers(0, 12), min_size=len(JOBS), max_size=len(JOBS)),
-    aborted=st.sets(st.integers(0, len(JOBS) - 1), max_size=2),
-    size=st.sampled_from([1, 2]),
-)
-def test_whatever_the_engine_does(
-    expected: dict[int, list[int]], choices: dict[str, Any], arrivals: list[int], aborted: set[int], size: int
-) -> None:
-    check_streams(JOBS, expected, arrivals, aborted, size, close, **SIZES, **choices)
+@given(st.data())
+def test_whatever_the_engine_does(data: st.DataObject) -> None:
+    STREAMS.check(data, st.none() | METHODS)
 
 
 @settings(max_examples=examples(12), deadline=None)
 @given(st.data())
-def test_kills_at_any_moment(expected: dict[int, list[int]], data: st.DataObject) -> None:
+def test_kills_at_any_moment(data: st.DataObject) -> None:
     """A request goes on elsewhere: its matcher is made again from the tokens that are out."""
-    plan = {"speculation": data.draw(st.none() | METHODS), **tight(data, 9), **SIZES}
-    cluster = Survivors(CHECKPOINT, 3, slots_per_rank=16, **plan)
-    cluster.endure(foretold(JOBS, expected), data)
-    assert cluster.released == expected
-    for rank in cluster.ranks.values():
+    STREAMS.endure(data, speculation=data.draw(st.none() | METHODS))
+
+
+def test_tokens_that_a_grammar_makes_certain_are_drafts_of_a_request_alone() -> None:
+    """Fewer steps, the same tokens; none where steps are scheduled beside others, and none where nothing may draft."""
+    number = {"type": "integer", "minimum": 1, "maximum": 3}
+    schema = {"type": "object", "properties": {"sleeping": number, "walking": number}, "required": ["walking"]}
+    form = checked_grammar(StructuredOutputsParams(json=schema, disable_any_whitespace=True), TOKENIZER)
+    job = Job(STEM, 24, params={"grammar": form})
+    expected = undrafted([job], **SIZES)[0]
+    steps, accepted = {}, {}
+    for count, asynchronous in ((1, False), (2, False), (1, True)):
+        speculation = SpeculativeConfig(method="prediction", num_speculative_tokens=5)
+        rank = build_rank(make_plan(CHECKPOINT, **SIZES, speculation=speculation, async_scheduling=asynchronous))
+        assert all(got.tokens == expected for got in drive([rank], [job] * count))
+        steps[count, asynchronous] = rank.stats.steps
+        accepted[count, asynchronous] = rank.stats.spec_accepted_tokens
         close(rank)
+    assert accepted[1, False] > 3 and steps[1, False] == len(expected) - accepted[1, False]
+    assert accepted[2, False] == accepted[1, True] == 0
 
 
 def test_a_grammar_that_cannot_be_used_ends_its_request_and_no_other() -> None:

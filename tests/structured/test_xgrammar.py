@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 import torch
 from amounts import examples
-from drafting import METHODS, check_streams, drafting_choices, foretold, undrafted
+from drafting import METHODS, RANDOM, Streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_parts import Job
 from refused import error_of
 from schema_cases import CASES, Case
 from server_parts import MODEL, server
-from survivors import Survivors, tight
 from test_schemas import made_by
 
 from configs.server import ServerConfig
-from engine.rank import Rank
 from engine.structured.guide import Guide, Masks
 from engine.structured.xgrammar_matcher import XgrammarMatcher
 from front.messages import AddRequest, StructuredOutputsParams
@@ -224,7 +221,6 @@ def test_masks_of_a_run_are_those_of_its_steps() -> None:
         assert valid == next((i for i, draft in enumerate(drafts) if draft == 999), min(len(drafts), 3))
 
 
-RANDOM = {"temperature": 0.8, "top_k": 20}
 ASKED = [
     asked(json={"type": "array", "items": {"type": "string", "maxLength": 5}, "minItems": 4}),
     asked(regex=r"([a-z]{2,5} ){2}\d+"),
@@ -232,50 +228,26 @@ ASKED = [
     asked(regex="(no|yes)+", after_token_ids=tuple(TOKENIZER.encode(".", add_special_tokens=False)[-1:])),
     StructuredOutputsParams(regex="[a-z ]+"),  # by llguidance, in the same steps
 ]
-STEM = [1, 300, 412, 250, 611, 300, 412, 250, 611, 300, 412]
-SIZES: dict[str, Any] = {"max_model_len": 36}
-JOBS = [
-    Job(
-        [*STEM[: 11 - 2 * (i % 4)], 7 + i],
-        14,
-        params={**[{}, RANDOM][i % 2], "grammar": checked_grammar(one, TOKENIZER)},
-    )
-    for i, one in enumerate(ASKED)
-] + [Job([*STEM, 9], 14)]
+GRAMMARS = [*[checked_grammar(one, TOKENIZER) for one in ASKED], None]
+STREAMS = Streams([{**[{}, RANDOM][i % 2], "grammar": own} for i, own in enumerate(GRAMMARS)])
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[int, list[int]]:
-    return undrafted(JOBS, **SIZES)
-
-
-def close(rank: Rank) -> None:
-    rank._scheduler.kv.check([])
-    assert not rank._scheduler.grammars.awaited
-    rank.close()
-
-
-def test_every_token_is_one_that_the_grammar_allows(expected: dict[int, list[int]]) -> None:
+def test_every_token_is_one_that_the_grammar_allows() -> None:
     for index, params in enumerate(ASKED[:3]):
         matcher = matcher_of(checked_grammar(params, TOKENIZER).text)
-        for token in expected[index]:
+        for token in STREAMS.expected[index]:
             assert token in (ENDS if matcher.is_stopped() else allowed(matcher)), index
             matcher.consume_tokens([token])
         assert not matcher.is_error()
 
 
 @settings(max_examples=examples(8), deadline=None)
-@given(choices=drafting_choices(st.none() | METHODS), arrivals=st.lists(st.integers(0, 12), min_size=6, max_size=6))
-def test_whatever_the_engine_does(expected: dict[int, list[int]], choices: dict[str, Any], arrivals: list[int]) -> None:
-    check_streams(JOBS, expected, arrivals, set(), 1, close, **SIZES, **choices)
+@given(st.data())
+def test_whatever_the_engine_does(data: st.DataObject) -> None:
+    STREAMS.check(data, st.none() | METHODS)
 
 
 @settings(max_examples=examples(4), deadline=None)
 @given(st.data())
-def test_kills_at_any_moment(expected: dict[int, list[int]], data: st.DataObject) -> None:
-    plan = {"speculation": data.draw(st.none() | METHODS), **tight(data, 9), **SIZES}
-    cluster = Survivors(CHECKPOINT, 3, slots_per_rank=16, **plan)
-    cluster.endure(foretold(JOBS, expected), data)
-    assert cluster.released == expected
-    for rank in cluster.ranks.values():
-        close(rank)
+def test_kills_at_any_moment(data: st.DataObject) -> None:
+    STREAMS.endure(data, speculation=data.draw(st.none() | METHODS))

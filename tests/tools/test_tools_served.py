@@ -67,7 +67,7 @@ def test_forced_calls_and_their_results(server: Server) -> None:
         ask: Any = {"model": model, "temperature": 0.8, "seed": 5, "tools": [STORY, WEATHER], "max_tokens": 400}
         named = {"type": "function", "function": {"name": "tell"}}
         choice = api.chat.completions.create(messages=MESSAGES, tool_choice=named, **ask).choices[0]
-        assert choice.finish_reason == "stop" and choice.message.content is None
+        assert choice.finish_reason == "stop" and choice.message.content == ""
         assert choice.message.tool_calls is not None
         [call] = choice.message.tool_calls
         assert call.type == "function" and call.function.name == "tell"

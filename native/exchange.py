@@ -23,7 +23,7 @@ from native.library import function
 from native.links import LinkSockets
 
 MAX_RANKS = 64
-SPIN_NS = 50_000  # a wait that is longer is the caller's; over links it sleeps first
+SPIN_NS = 50_000  # a wait that is longer is the caller's, if others want the core; over links it sleeps first
 LATE_DISPATCH, LATE_COMBINE, TOO_MANY = range(3)  # why a recorded exchange stops
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int

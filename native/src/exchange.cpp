@@ -37,7 +37,7 @@ struct ExchangeState {
 struct ExchangeLane {
   int64_t rank, size, slots, dim, x_type;
   int64_t most;     // tokens of a rank for which there is room
-  int64_t spin_ns;  // for which words are looked at before that is the caller's business
+  int64_t spin_ns;  // for which words are looked at before that is the caller's business, where others want the core
   const ExchangePeer *peers;  // [size], this rank's own unused
   ExchangeState *state;
   uint8_t *all_x;     // tokens of all ranks, one after another [most * size, dim]
@@ -51,6 +51,8 @@ struct ExchangeLane {
 // Why a recorded exchange stops: it waits for the others' tokens, or for their results; one of them has sent too many tokens.
 enum { LATE_DISPATCH = 0, LATE_COMBINE = 1, TOO_MANY = 2 };
 enum { SLEEP_NS = 20000000 };  // with links: of a wait, before it is the caller's business
+// Without: how long one waits at most on a core that no other thread wants, and how long it takes to give it away if one does.
+enum { ALONE_NS = 2000000, SHARED_NS = 10000 };
 
 static int64_t row_bytes(const ExchangeLane *lane) { return lane->dim * (lane->x_type == ROWS_F32 ? 4 : 2); }
 
@@ -144,12 +146,13 @@ static void await_links(const ExchangeLane *lane, int combine) {
   links_waited(lane->links, waited);
 }
 
-// Looks at the words of all peers until they have reached this exchange, giving the core away in between; after spin_ns without success
-// that is `late`, and a tape that is played stops. Then the caller waits, and calls it again.
+// Looks at the words of all peers until they have reached this exchange, giving the core away in between; after a while without success
+// that is `late`, and a tape that is played stops. Then the caller waits, and calls it again. Who has a core to itself looks for longer: to
+// be woken takes about as long as the experts of a layer do.
 NATIVE_API void exchange_await(const ExchangeLane *lane, int combine) {
   tape_note(exchange_await, lane, combine);
   ExchangeState *state = lane->state;
-  int64_t end = 0;
+  int64_t began = 0, last = 0, most = ALONE_NS;
   state->late = 0;
   if (lane->links) return await_links(lane, combine);
   for (int64_t peer = 0; peer < lane->size; peer++) {
@@ -158,8 +161,10 @@ NATIVE_API void exchange_await(const ExchangeLane *lane, int combine) {
     int64_t signal;
     while (behind(signal = __atomic_load_n(word, __ATOMIC_ACQUIRE), state)) {
       int64_t now = now_ns();
-      if (end == 0) end = now + lane->spin_ns;
-      if (now > end) {
+      if (!began) began = last = now;
+      if (now - last > SHARED_NS) most = lane->spin_ns;
+      last = now;
+      if (now - began > most) {
         state->late = 1;
         tape_stop(state, combine ? LATE_COMBINE : LATE_DISPATCH);
         return;

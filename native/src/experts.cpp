@@ -194,7 +194,7 @@ Plan lay_out(Job *job, int64_t entries, int64_t num_tokens, int threads) {
   size_t hidden = pieces.take(entries * s->hidden_stride * job->item());
   size_t first = pieces.take(8 * (num_tokens + 1)), rows = pieces.take(num_tokens ? threads * entries * PANEL * job->item() : 0);
   job->ops = experts_ops(s->x_type), job->bands = experts_bands(s->x_type);
-  job->work_bytes = job->by().work_bytes(s->up_depth, entries);
+  job->work_bytes = job->by().work_bytes(s->up_depth > s->down_depth ? s->up_depth : s->down_depth, entries);
   size_t work = pieces.take(threads * job->work_bytes);
   uint8_t *base = scratch(pieces.bytes);
   job->hidden = base + hidden, job->rows = base + rows, job->work = base + work;

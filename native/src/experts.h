@@ -11,13 +11,14 @@
 // two; others: float16), then with zero points as many of those (float16), then for each 8 k 4 groups of 16 columns, 4 bytes for each:
 // the codes of k, k + 2, k + 4 and k + 6 from the lowest bits on, then those between them. A code is e2m1 (MXFP4), or 8 more than a
 // number from -8 to 7 (INT4), from which the zero point is subtracted before it is scaled. With few rows they are widened in
-// registers and sums scaled; else they are widened with their scales, a block at a time, and rounded to x's type.
+// registers and sums scaled; else they are widened with their scales, rounded to x's type, and then as plain as any.
 // Columns and k beyond the matrix are zero. Behind the panels of an expert with biases there are theirs: 64 numbers of float32 for
 // each panel, in its columns' order. moe_kernels/panels.py says the same in torch.
 #pragma once
 #include "native.h"
 
 enum { PANEL = 64, K_BLOCK = 128, MAX_ROWS = 6, MAX_NARROW_ROWS = 6, MAX_BAND = 96, FEW_ROWS = 24, BYTE_BLOCK = PANEL * 4 + K_BLOCK * PANEL };
+enum { WIDE_K = 1024 };  // k of a panel of fewer bits that are widened at a time, for all rows, where there are matrix tiles
 enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_STEP = 8, HALF_STEP_BYTES = PANEL * HALF_STEP / 2 };
 enum XType { X_F32 = 0, X_BF16 = 1 };
 enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5 };  // plain: of x's type
@@ -55,7 +56,7 @@ struct ExpertOps {
   TileFn plain[MAX_ROWS + 1];                // weights of x's type
   TileFn scaled[MAX_ROWS + 1];               // 8-bit weights that `widen` has made x's type, with their scales
   TileFn narrow[5][MAX_NARROW_ROWS + 1];     // weights of fewer bits, from FP8 on, widened in registers
-  const uint8_t *(*widen[5])(const uint8_t *block, int64_t depth, uint8_t *out);  // from FP8 on; scales, then numbers; returns out
+  void (*widen[5])(const uint8_t *block, int64_t depth, uint8_t *out);  // from FP8 on, to numbers of x's type; of 8 bits behind their scales
   void (*gated)(const float *c, int rows, void *const *h, const Gating &gating);      // 64 columns to 32 of x's type
   void (*weigh)(const void *rows, const float *weight, int64_t n, float *sum);        // sum = their weighted sum; n rows of 64 of x's type
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
@@ -71,10 +72,9 @@ struct Ahead {
 // before, and behind its `depth` numbers there are zeros up to a multiple of TILE_K.
 enum { TILE_ROWS = 16, TILE_K = 32 };
 struct BandOps {
-  // A panel of bfloat16.
-  void (*plain)(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, Ahead *ahead, float *c);
-  // The first k, or with `more` those after them, of a panel of 8-bit weights: a block that `widen` has made bfloat16, with its scales.
-  void (*scaled)(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *block, int64_t depth, bool more, Ahead *ahead, float *c);
+  typedef void (*Fn)(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *weights, int64_t depth, bool more, Ahead *ahead, float *c);
+  Fn plain;   // the first k of a panel of bfloat16, or with `more` those after them
+  Fn scaled;  // of a panel of 8-bit weights: blocks that `widen` has made bfloat16, with their scales
   void (*release)();  // a thread has done its part: without tiles in use it is cheaper to interrupt
 };
 extern const BandOps *const bands_amx;
@@ -125,7 +125,7 @@ struct Multiplier {
   const BandOps *bands;  // or null
   int64_t x_type, format, narrow_rows;  // the last: with up to so many rows weights of fewer bits are widened in registers
 
-  enum { GATHERED = 1 << 20, MOST_GATHERED = 2 * MAX_BAND };  // bytes and rows that stay in the second cache
+  enum { GATHERED = 1 << 20, MOST_GATHERED = 2 * MAX_BAND, MOST_WIDENED = 5 * MAX_BAND };  // bytes and rows that stay in the second cache
   enum { NEAR = 8192 };  // bytes between what is multiplied and what is asked for, where each weight is used once
   int64_t item() const { return x_type == X_F32 ? 4 : 2; }
   bool halves() const { return format >= W_MXFP4; }
@@ -138,15 +138,19 @@ struct Multiplier {
   }
   // A gathered row: not a power of two, of which many would share a few places of a cache.
   static int64_t gathered_stride(int64_t depth) { return (depth + TILE_K - 1) / TILE_K * TILE_K * 2 + 64; }
-  static int64_t gathered_rows(int64_t depth) {
-    int64_t rows = GATHERED / gathered_stride(depth);
-    return rows > MOST_GATHERED ? (int64_t)MOST_GATHERED : rows < TILE_K ? (int64_t)TILE_K : rows;
+  // To widen a panel once more for more rows costs more than what the second cache lacks.
+  int64_t gathered_rows(int64_t depth) const {
+    int64_t rows = GATHERED / gathered_stride(depth), most = format == W_PLAIN ? (int64_t)MOST_GATHERED : (int64_t)MOST_WIDENED;
+    return rows > most ? most : rows < TILE_K ? (int64_t)TILE_K : rows;
   }
-  // What a thread needs to work in, a multiple of 64: a block of x's type, then rows (at most `rows` of `depth`) that lie together.
-  int64_t wide_bytes() const { return format == W_PLAIN ? 0 : PANEL * 4 + K_BLOCK * PANEL * item(); }
+  // What a thread needs to work in, a multiple of 64: weights that are widened, sums of rows that take several parts of a panel, then
+  // rows (at most `rows` of `depth`) that lie together.
+  int64_t wide_block() const { return K_BLOCK * PANEL * item() + (halves() ? 0 : PANEL * 4); }
+  int64_t wide_bytes() const { return format == W_PLAIN ? 0 : (bands ? WIDE_K / K_BLOCK : 1) * wide_block(); }
+  int64_t sums_bytes(int64_t depth, int64_t rows) const { return format == W_PLAIN || depth <= WIDE_K || rows <= MAX_BAND ? 0 : rows * PANEL * 4; }
   int64_t work_bytes(int64_t depth, int64_t rows) const {
-    int64_t most = gathered_rows(depth);
-    return wide_bytes() + (bands ? (rows < most ? rows : most) * gathered_stride(depth) : 0);
+    int64_t most = gathered_rows(depth), here = rows < most ? rows : most;
+    return wide_bytes() + (bands ? sums_bytes(depth, here) + here * gathered_stride(depth) : 0);
   }
 
   // Rows `first` to `last` times panels `low` to `high`, which at(n) tells; at(high) is what follows them, or null. Then
@@ -162,7 +166,7 @@ struct Multiplier {
     for (int64_t i = first; i < last;) {
       int64_t rows = last - i < most ? last - i : most;
       RowsAt here = {a[direct ? i : 0], a.stride, nullptr, true};
-      if (!direct) here = gather(a, i, rows, depth, work + wide_bytes(), stride);
+      if (!direct) here = gather(a, i, rows, depth, work + wide_bytes() + sums_bytes(depth, rows), stride);
       for (int64_t n = low; n < high; n++)
         band(here, rows, at(n), depth, i + rows == last ? at(n + 1) : n + 1 < high ? at(n + 1) : at(low), work,
              [&](float *c, int64_t m, int64_t count) { then(n, c, i + m, (int)count); });
@@ -180,26 +184,36 @@ struct Multiplier {
     return {to, stride, nullptr, true};
   }
 
-  // The first `rows` of `a` times one panel, on matrix tiles.
+  // `depth` k of a panel, from a block's first on, as numbers of x's type.
+  void widen(const uint8_t *p, int64_t depth, uint8_t *wide) const {
+    for (int64_t k = 0; k < depth; k += K_BLOCK, p += block_bytes(), wide += wide_block())
+      ops->widen[format - W_FP8](p, depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK, wide);
+  }
+
+  // The first `rows` of `a` times one panel, on matrix tiles. What is not plain is widened once for all of them: for few rows, which take
+  // less time than reading does, a block at a time, because meanwhile the next one comes.
   template <class Then>
-  void band(const RowsAt &a, int64_t rows, const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *wide, const Then &then) const {
-    alignas(64) float c[MAX_BAND * PANEL];
+  void band(const RowsAt &a, int64_t rows, const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *work, const Then &then) const {
+    alignas(64) float near[MAX_BAND * PANEL];
+    float *sums = (float *)(work + wide_bytes());
     int64_t steps = rows / (2 * TILE_ROWS) * 2 + (rows % (2 * TILE_ROWS) + TILE_ROWS - 1) / TILE_ROWS, bytes = panel_bytes(depth);
     Ahead ahead = {next, next ? next + bytes : nullptr, nullptr, 0, (bytes / 64 * TILE_K / 4 + depth * steps - 1) / (depth * steps)};
     if (format == W_PLAIN && steps == 1) ahead.at = p + NEAR, ahead.end = p + bytes, ahead.next = next, ahead.next_bytes = next ? (int64_t)NEAR : 0;
-    for (int64_t m = 0; m < rows;) {
-      int64_t count = rows - m < MAX_BAND ? rows - m : (int64_t)MAX_BAND;
-      if (format == W_PLAIN) bands->plain(a[m], a.stride, count, p, depth, &ahead, c);
-      for (int64_t k = 0; format != W_PLAIN && k < depth; k += K_BLOCK) {
-        int64_t n = depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK;
-        const uint8_t *bytes_at = p + k / K_BLOCK * block_bytes(), *block = ops->widen[format - W_FP8](bytes_at, n, wide);
-        // `widen` has asked for the first half of what follows.
-        int64_t size = block_bytes();
-        ahead = {bytes_at + size * 3 / 2, bytes_at + size * 2, nullptr, 0, (size / 128 + 16 * steps - 1) / (16 * steps)};
-        bands->scaled(a[m] + k * 2, a.stride, count, block, n, k > 0, &ahead, c);
+    BandOps::Fn multiply = format == W_PLAIN || halves() ? bands->plain : bands->scaled;
+    int64_t step = format == W_PLAIN ? depth : rows <= MAX_BAND ? (int64_t)K_BLOCK : (int64_t)WIDE_K, size = block_bytes();
+    for (int64_t k = 0; k < depth; k += step) {
+      int64_t n = depth - k < step ? depth - k : step;
+      const uint8_t *weights = format == W_PLAIN ? p : work;
+      const uint8_t *block = p + k / K_BLOCK * size;
+      if (format != W_PLAIN) widen(block, n, work);
+      // To widen a block asks for the first half of what follows.
+      if (step == K_BLOCK) ahead = {block + size * 3 / 2, block + size * 2, nullptr, 0, (size / 128 + 16 * steps - 1) / (16 * steps)};
+      for (int64_t m = 0; m < rows; m += MAX_BAND) {
+        int64_t count = rows - m < MAX_BAND ? rows - m : (int64_t)MAX_BAND;
+        float *c = step < depth && rows > MAX_BAND ? sums + m * PANEL : near;
+        multiply(a[m] + k * 2, a.stride, count, weights, n, k > 0, &ahead, c);
+        if (k + n == depth) then(c, m, count);
       }
-      then(c, m, count);
-      m += count;
     }
   }
 
@@ -210,7 +224,7 @@ struct Multiplier {
     const void *a[MAX_BAND];
     // Of 8 bits both ways give the same sums; of 4 not.
     bool bytes = format != W_PLAIN, narrow = bytes && last - first <= (halves() ? narrow_rows : 2 * MAX_NARROW_ROWS), widened = bytes && !narrow;
-    const TileFn *tiles = narrow ? ops->narrow[format - W_FP8] : widened ? ops->scaled : ops->plain;
+    const TileFn *tiles = narrow ? ops->narrow[format - W_FP8] : widened && !halves() ? ops->scaled : ops->plain;
     // For many rows products take longest: a panel that comes from the second cache is no matter, sums put away and taken up are.
     int64_t step = bytes || last - first <= FEW_ROWS ? (int64_t)K_BLOCK : depth;
     int64_t whole = bytes ? block_bytes() : step * PANEL * item();
@@ -220,7 +234,7 @@ struct Multiplier {
       const uint8_t *following = i + rows == last ? next : step < depth ? p : nullptr;
       multiply_band(tiles, narrow ? MAX_NARROW_ROWS : MAX_ROWS, a, rows, depth, step, c, [&](int64_t k, int64_t n) {
         const uint8_t *at = p + k / step * whole, *ahead = k + n < depth ? at + whole : following;
-        if (widened) at = ops->widen[format - W_FP8](at, n, wide);
+        if (widened) widen(at, n, wide), at = wide;
         return Block{at, k, n, ahead, ahead ? (int)(whole / step / 32) : 0, ahead && bytes ? (int)scale_bytes() : 0};
       });
       then(c, i, (int)rows);

@@ -99,29 +99,35 @@ INLINE void part(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *
   }
 }
 
-void plain(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, Ahead *ahead, float *c) {
+void plain(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, bool more, Ahead *ahead, float *c) {
   alignas(64) uint8_t last[STEP];
   if (depth % TILE_K) last_step(panel, depth, last);
   int64_t step = rows > TILE_ROWS ? (int64_t)NEAR_K : depth;
-  for (int64_t k = 0; k < depth; k += step) part(a, stride, rows, panel, last, k, k + step < depth ? k + step : depth, k > 0, ahead, c);
+  for (int64_t k = 0; k < depth; k += step) part(a, stride, rows, panel, last, k, k + step < depth ? k + step : depth, more || k > 0, ahead, c);
 }
 
-void scaled(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *block, int64_t depth, bool more, Ahead *ahead, float *c) {
+// Up to 32 rows times a block: c = sums times its scales, with `more` added to c.
+INLINE void scaled_block(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *block, int64_t depth, bool more, Ahead *ahead, float *c) {
   alignas(64) uint8_t last[STEP];
   alignas(64) float sums[2 * TILE_ROWS * PANEL];
   const uint8_t *p = block + PANEL * 4;
   if (depth % TILE_K) last_step(p, depth, last);
   vf scale[4];
   for (int j = 0; j < 4; j++) scale[j] = load((const float *)block + 16 * j);
-  for (int64_t m = 0; m < rows; m += 2 * TILE_ROWS) {
-    int64_t here = rows - m < 2 * TILE_ROWS ? rows - m : 2 * (int64_t)TILE_ROWS;
-    part(a + m * stride, stride, here, p, last, 0, depth, false, ahead, sums);
-    for (int64_t i = 0; i < here; i++)
-      for (int j = 0; j < 4; j++) {
-        float *to = c + (m + i) * PANEL + 16 * j;
-        store(to, load(sums + i * PANEL + 16 * j) * scale[j] + (more ? load(to) : (vf){}));
-      }
-  }
+  part(a, stride, rows, p, last, 0, depth, false, ahead, sums);
+  for (int64_t i = 0; i < rows; i++)
+    for (int j = 0; j < 4; j++) {
+      float *to = c + i * PANEL + 16 * j;
+      store(to, load(sums + i * PANEL + 16 * j) * scale[j] + (more ? load(to) : (vf){}));
+    }
+}
+
+void scaled(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *blocks, int64_t depth, bool more, Ahead *ahead, float *c) {
+  for (int64_t k = 0; k < depth; k += K_BLOCK, blocks += PANEL * 4 + K_BLOCK * PANEL * 2)
+    for (int64_t m = 0; m < rows; m += 2 * TILE_ROWS) {
+      int64_t here = rows - m < 2 * TILE_ROWS ? rows - m : 2 * (int64_t)TILE_ROWS, n = depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK;
+      scaled_block(a + m * stride + k * 2, stride, here, blocks, n, more || k > 0, ahead, c + m * PANEL);
+    }
 }
 
 void release() { tile_release(); }

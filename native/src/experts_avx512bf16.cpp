@@ -107,13 +107,11 @@ void dot(const void *const *av, const Block &block, float *c) {
     }
 }
 
-template <int FORMAT> const uint8_t *widen_bytes(const uint8_t *start_of_block, int64_t depth, uint8_t *start) {
-  const uint8_t *block = start_of_block;
+template <int FORMAT> void widen_bytes(const uint8_t *block, int64_t depth, uint8_t *out) {
   Widener widener = Widener::of(FORMAT);
-  uint8_t *out = start;
+  const uint8_t *next = block + BYTE_BLOCK;  // its first half is brought nearer meanwhile
   memcpy(out, block, PANEL * 4);
   block += PANEL * 4, out += PANEL * 4;
-  const uint8_t *next = start_of_block + BYTE_BLOCK;  // its first half is brought nearer meanwhile
   for (int64_t k = 0; k < depth; k += 2, block += 128, out += 256, next += 64) {
     _mm_prefetch((const char *)next, _MM_HINT_T0);
     __m512bh b[4];
@@ -121,7 +119,6 @@ template <int FORMAT> const uint8_t *widen_bytes(const uint8_t *start_of_block, 
     widener(block + 64, b + 2);
     for (int j = 0; j < 4; j++) _mm512_storeu_si512(out + 64 * j, (__m512i)b[j]);
   }
-  return start;
 }
 
 // What codes of 4 bits stand for, as bfloat16, twice: a lookup looks at 5 bits.
@@ -236,9 +233,7 @@ template <int FORMAT> INLINE void widen_step(const uint8_t *p, int n, const Half
     }
 }
 
-template <int FORMAT> const uint8_t *widen_pairs(const uint8_t *block, int64_t depth, uint8_t *start) {
-  uint8_t *out = start + PANEL * 4;
-  for (int j = 0; j < 4; j++) _mm512_storeu_ps((float *)start + 16 * j, _mm512_set1_ps(1.f));
+template <int FORMAT> void widen_pairs(const uint8_t *block, int64_t depth, uint8_t *out) {
   const uint8_t *scales = block, *p = block + half_scales(FORMAT);
   const __m512i table = half_table(FORMAT);
   for (int64_t first = 0; first < depth; first += K_GROUP, scales += PANEL * 2) {
@@ -250,7 +245,6 @@ template <int FORMAT> const uint8_t *widen_pairs(const uint8_t *block, int64_t d
     }
     if (i < n) widen_step<FORMAT>(p, (int)(n - i), scale, table, out);
   }
-  return start;
 }
 
 template <bool SCALED, int N> constexpr TileFn wide() { return dot<BF16, SCALED, N>; }

@@ -163,8 +163,7 @@ static void tile(const void *const *av, const Block &block, float *c) {
 }
 
 // A block of 8-bit weights as one of X, its scales copied.
-template <class X, int FORMAT> static const uint8_t *widen(const uint8_t *block, int64_t depth, uint8_t *start) {
-  uint8_t *out = start;
+template <class X, int FORMAT> static void widen(const uint8_t *block, int64_t depth, uint8_t *out) {
   memcpy(out, block, PANEL * 4);
   block += PANEL * 4, out += PANEL * 4;
   for (int64_t k = 0; k < depth; k += 2, block += 128, out += 128 * sizeof(X))
@@ -178,7 +177,6 @@ template <class X, int FORMAT> static const uint8_t *widen(const uint8_t *block,
         *(vi *)(out + 4 * LANES * j) = (int32_t)0xffff0000 & odd | (vi)((even >> 16) & 0xffff);
       }
     }
-  return start;
 }
 
 // ---- weights of 4 bits ----
@@ -266,12 +264,9 @@ static void half_tile(const void *const *av, const Block &block, float *c) {
   }
 }
 
-// A block of 4-bit weights as one of X: its scales are in the numbers, and 1. What bfloat16 cannot hold is rounded.
-template <class X, int FORMAT> static const uint8_t *widen_halves(const uint8_t *block, int64_t depth, uint8_t *start) {
-  uint8_t *out = start;
-  for (int j = 0; j < PANEL; j += LANES) store((float *)out + j, splat(1.f));
+// A block of 4-bit weights as one of X: its scales are in the numbers. What bfloat16 cannot hold is rounded.
+template <class X, int FORMAT> static void widen_halves(const uint8_t *block, int64_t depth, uint8_t *out) {
   const uint8_t *scales = block, *p = block + half_scales(FORMAT);
-  out += PANEL * 4;
   for (int64_t first = 0; first < depth; first += K_GROUP, scales += PANEL * 2) {
     int64_t n = depth - first < K_GROUP ? depth - first : (int64_t)K_GROUP;
     HalfScale scale[4 * PARTS];
@@ -292,7 +287,6 @@ template <class X, int FORMAT> static const uint8_t *widen_halves(const uint8_t 
       if (k % HALF_STEP == HALF_STEP - 2 || k + 2 >= n) p += HALF_STEP_BYTES;
     }
   }
-  return start;
 }
 
 template <class X> struct Ops {

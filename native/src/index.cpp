@@ -103,7 +103,7 @@ struct Job {
   void multiply(const uint8_t *q, int64_t heads, const uint8_t *panel, float *products) const {
     if (bands) {
       Ahead nothing = {};
-      bands->plain(q, q_bytes, heads, panel, c->dim, &nothing, products);
+      bands->plain(q, q_bytes, heads, panel, c->dim, false, &nothing, products);
       return;
     }
     const void *a[MAX_ROWS];

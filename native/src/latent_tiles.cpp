@@ -120,13 +120,13 @@ struct Job {
     alignas(64) float products[LATENT_ROWS * PANEL], factor[LATENT_ROWS];
     Ahead nothing = {};
     for (int64_t panel = 0; panel * PANEL < n; panel++)
-      bands->plain(work.q + head * q_bytes, q_bytes, rows, work.keys + panel * key_panel, c->key_dim, &nothing, work.scores + panel * LATENT_ROWS * PANEL);
+      bands->plain(work.q + head * q_bytes, q_bytes, rows, work.keys + panel * key_panel, c->key_dim, false, &nothing, work.scores + panel * LATENT_ROWS * PANEL);
     int64_t depth = up_to(n, TILE_K);
     for (int64_t i = 0; i < rows; i++)
       factor[i] = prefill_avx512_bf16->softmax(work.scores + i * PANEL, LATENT_ROWS * PANEL, n, depth, c->scale, work.largest + head + i,
                                                work.sum + head + i, work.p + i * LATENT_CHUNK * 2);
     for (int64_t panel = 0; panel < value_panels; panel++) {
-      bands->plain(work.p, LATENT_CHUNK * 2, rows, work.values + panel * value_panel, depth, &nothing, products);
+      bands->plain(work.p, LATENT_CHUNK * 2, rows, work.values + panel * value_panel, depth, false, &nothing, products);
       prefill_avx512_bf16->fold(products, (int)rows, factor, work.acc + head * acc_stride + panel * PANEL, acc_stride);
     }
   }

@@ -157,7 +157,7 @@ struct Job {
   template <class RowAt> void multiply(const RowAt &row_at, int64_t stride, int64_t height, const uint8_t *panel, int64_t depth, float *out) const {
     if (bands) {
       Ahead nothing = {};
-      bands->plain(row_at(0), stride, height, panel, depth, &nothing, out);
+      bands->plain(row_at(0), stride, height, panel, depth, false, &nothing, out);
       return;
     }
     const void *a[MAX_ROWS];

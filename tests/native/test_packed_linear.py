@@ -43,7 +43,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("sizes", [(64, 64), (2, 1), (34, 7), (130, 200), (1000, 515)])
+@pytest.mark.parametrize("sizes", [(64, 64), (2, 1), (34, 7), (130, 200), (1000, 515), (2086, 70)])
 @pytest.mark.parametrize("form", [WeightFormat.FP8, WeightFormat.INT8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_torch(
@@ -67,7 +67,7 @@ def test_equals_torch(
 
 
 @pytest.mark.parametrize("half_rows", [0, 3, 12])
-@pytest.mark.parametrize("sizes", [(64, 64), (2, 1), (34, 7), (130, 200), (1000, 515)])
+@pytest.mark.parametrize("sizes", [(64, 64), (2, 1), (34, 7), (130, 200), (1000, 515), (2086, 70)])
 @pytest.mark.parametrize("form", HALVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_4_bits_equal_torch(

@@ -2,9 +2,10 @@
 
     python benchmarks/bench_structured.py [--json] [--model DIR] [--streams 1 16 64] [--tokens 64] [--repeats 5]
 
-Both run in turns in one process, the least of the repeats counts. The grammar is a list of strings that goes on as long as it is asked
-for, so that both generate the same number of tokens. ttft_added_ms: a prompt's first token with a schema that no request had before,
-less one without.
+All write the same tokens, those that the grammar's run draws: what a step draws is replaced by them, in each run alike. They come in
+turns in one process; times are the least of the repeats, percents the middle of what each turn says. forced: where tokens that the
+grammar makes certain are drafts; else nothing drafts. processors: without a grammar, where the engine has a logits processor that no
+request asks for. ttft_added_ms: a prompt's first token with a schema that no request had before, less one without.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ import json
 import statistics
 import time
 
+import torch
+from torch import Tensor
+
+import engine.runner
+from engine.sampling.processors import RequestLogitsProcessor
+from engine.sampling.sampler import Sampled, sample
+from engine.sampling.sampling_table import SamplingBatch
+from front.messages import LogprobsMode
 from moesaic import LLM, SamplingParams, StructuredOutputsParams
 
 PROMPT = "Once upon a time there was a small fox"
@@ -33,27 +42,77 @@ def schema(number: int) -> StructuredOutputsParams:
     return StructuredOutputsParams(json={"type": "array", "items": person, "minItems": 50})
 
 
+class Script:
+    """Draws, and remembers what was drawn where; or draws, and says what was drawn there before."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[int, int], int] = {}
+        self.records = True
+
+    def __call__(self, logits_PV: Tensor, batch: SamplingBatch, mode: LogprobsMode) -> Sampled:
+        drawn = sample(logits_PV, batch, mode)
+        places = zip(batch.seed_keys_P.tolist(), batch.positions_P.tolist(), strict=True)
+        found = dict(zip(places, drawn.token_ids_P.tolist(), strict=True))
+        if self.records:
+            self.tokens |= found
+            return drawn
+        return Sampled(torch.tensor([self.tokens.get(place, token) for place, token in found.items()]), None)
+
+
+class Unused:
+    """A logits processor that no request has."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        pass
+
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        return None
+
+
 def seconds(llm: LLM, streams: int, tokens: int, asked: StructuredOutputsParams | None) -> float:
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0, seed=1, structured_outputs=asked)
-    began = time.perf_counter()
-    results = llm.generate([f"{PROMPT} {number}" for number in range(streams)], params)
-    assert all(len(result.outputs[0].token_ids) == tokens for result in results)
-    return time.perf_counter() - began
+    """For one token behind the first."""
+
+    def run(count: int) -> float:
+        params = [
+            SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, seed=seed, structured_outputs=asked)
+            for seed in range(streams)
+        ]
+        began = time.perf_counter()
+        results = llm.generate([f"{PROMPT} {number}" for number in range(streams)], params)
+        assert all(len(result.outputs[0].token_ids) == count for result in results)
+        return time.perf_counter() - began
+
+    whole = run(tokens)
+    return whole if tokens == 1 else (whole - run(1)) / (tokens - 1)
 
 
-def cost(llm: LLM, streams: int, tokens: int, repeats: int) -> dict[str, object]:
-    least = {False: float("inf"), True: float("inf")}
-    asked = schema(0)
-    for _ in range(repeats + 1):  # the first time is for what is made once
-        for guided in (False, True):
-            own = asked if guided else None
-            whole, one = seconds(llm, streams, tokens, own), seconds(llm, streams, 1, own)
-            least[guided] = min(least[guided], (whole - one) / (tokens - 1))
-    free, bound = least[False] * 1e3, least[True] * 1e3
-    return {
-        "streams": streams, "tpot_ms": round(free, 4), "structured_tpot_ms": round(bound, 4),
-        "cost_percent": round(100 * (bound / free - 1), 2),
-    }  # fmt: skip
+def cost(engines: dict[str, LLM], streams: int, tokens: int, repeats: int) -> dict[str, object]:
+    script, asked = Script(), schema(0)
+    vars(engine.runner)["sample"] = script
+    runs: dict[str, tuple[LLM, StructuredOutputsParams | None]] = {
+        "tpot": (engines["plain"], None),
+        "structured": (engines["plain"], asked),
+        "forced": (engines["forced"], asked),
+        "processors": (engines["processors"], None),
+    }
+    for name in (
+        "structured",
+        "tpot",
+        "forced",
+        "processors",
+    ):  # the first time is for what is made once, and the script
+        seconds(runs[name][0], streams, tokens, runs[name][1])
+        script.records = False
+    turns = [{name: seconds(llm, streams, tokens, own) for name, (llm, own) in runs.items()} for _ in range(repeats)]
+    vars(engine.runner)["sample"] = sample
+    row: dict[str, object] = {"streams": streams}
+    for name in runs:
+        row[f"{name}_ms"] = round(min(turn[name] for turn in turns) * 1e3, 4)
+        if name != "tpot":
+            row[f"{name}_percent"] = round(
+                100 * (statistics.median(turn[name] / turn["tpot"] for turn in turns) - 1), 2
+            )
+    return row
 
 
 def first_token(llm: LLM, repeats: int) -> dict[str, object]:
@@ -72,18 +131,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    more = {
-        "speculative_config": {"method": "none"},
-        "enable_prefix_caching": True,
-        "max_num_seqs": max(options.streams),
-    }
-    with LLM(*([options.model] if options.model else []), **more) as llm:
-        seconds(llm, 1, 2, schema(0))
-        for streams in options.streams:
-            row = cost(llm, streams, options.tokens, options.repeats)
-            print(json.dumps(row) if options.json else row, flush=True)
-        row = first_token(llm, options.repeats)
-        print(json.dumps(row) if options.json else row, flush=True)
+    model = [options.model] if options.model else []
+    more = {"enable_prefix_caching": True, "max_num_seqs": max(options.streams)}
+    drafts = {"plain": "none", "forced": "prediction", "processors": "none"}
+    engines = {
+        name: LLM(
+            *model, speculative_config={"method": method}, **more,
+            logits_processors=["bench_structured:Unused"] if name == "processors" else [],
+        )
+        for name, method in drafts.items()
+    }  # fmt: skip
+    for streams in options.streams:
+        show(cost(engines, streams, options.tokens, options.repeats), options.json)
+    show(first_token(engines["plain"], options.repeats), options.json)
+    for llm in engines.values():
+        llm.close()
+
+
+def show(row: dict[str, object], as_json: bool) -> None:
+    print(json.dumps(row) if as_json else row, flush=True)
 
 
 if __name__ == "__main__":

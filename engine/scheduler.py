@@ -177,7 +177,7 @@ class Scheduler:
         for request in self._running:  # preemption pops from its end, which the loop allows for
             start = request.num_computed
             length = request.length
-            if length - start != 1 or request.speculates:
+            if length - start != 1 or (request.speculates and self.speculation.asks(request, len(self._running))):
                 draft.partial.append(request)
                 continue
             if length >= request.max_length:

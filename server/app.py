@@ -27,6 +27,7 @@ from server.middleware import AuthMiddleware
 from server.openapi import document, page
 from server.profile import Profiles
 from server.service import Service, json_response
+from server.sockets import Sockets
 from server.web import FILES, Web
 
 _MESSAGES = re.compile(rb'"messages"\s*:')
@@ -38,7 +39,8 @@ _abort_decoder = msgspec.json.Decoder(AbortRequest)
 def build_app(service: Service) -> ASGIApp:
     """Its runner also runs `service.in_flight.clock()` beside it."""
     pages = Pages(service)
-    handlers = _handlers(service, pages)
+    responses = Responses(service)
+    handlers = _handlers(service, pages, responses)
     pages.routes = [(method, path) for method, path, _ in handlers if path not in FILES]
     routes = [Route(path, Endpoint(handler), methods=[method]) for method, path, handler in handlers]
     app: ASGIApp = AuthMiddleware(Router(routes, redirect_slashes=False), service)
@@ -51,12 +53,12 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    return app
+    return Sockets(app, service, responses.store)
 
 
-def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
+def _handlers(service: Service, pages: Pages, responses: Responses) -> list[tuple[str, str, Handler]]:
     """Method, path and handler of each route."""
-    responses, messages, tokenization = Responses(service), Messages(service), Tokenization(service)
+    messages, tokenization = Messages(service), Tokenization(service)
     rank_admin = RankAdmin(service)
     eplb = Eplb(service)
     profiles = Profiles(service)
@@ -86,9 +88,11 @@ def _handlers(service: Service, pages: Pages) -> list[tuple[str, str, Handler]]:
     post: dict[str, Handler] = {
         "/v1/completions": completions.answer,
         "/v1/chat/completions": chat.answer,
+        "/v1/chat/completions/batch": chat.batch,
         "/invocations": Invocations(service, chat, completions).answer,
         "/v1/responses": responses.answer,
         "/v1/responses/input_tokens": responses.input_tokens,
+        "/v1/responses/compact": responses.compact,
         "/v1/responses/{response_id}/cancel": responses.cancel,
         "/v1/messages": messages.answer,
         "/v1/messages/count_tokens": messages.count_tokens,

@@ -19,6 +19,7 @@ from server.api import conversation, messages, responses
 from server.api.conversation import chat_of, predicted_text, render_messages, template_kwargs, text_of
 from server.api.messages import MessagesRequest
 from server.api.openai import (
+    BatchChatRequest,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -39,7 +40,9 @@ Body = TypeVar("Body")
 FORMS: dict[Kind, type[msgspec.Struct]] = {
     "completion": CompletionRequest,
     "chat": ChatRequest,
+    "batch": BatchChatRequest,
     "responses": ResponsesRequest,
+    "compact": ResponsesRequest,
     "messages": MessagesRequest,
 }
 ANSWER_FACTOR = 8  # an answer about tokens may have so many times the bytes that a body may
@@ -47,6 +50,7 @@ ANSWER_FACTOR = 8  # an answer about tokens may have so many times the bytes tha
 _encode = msgspec.json.Encoder().encode
 _completion_decoder = msgspec.json.Decoder(CompletionRequest, strict=False)
 _chat_decoder = msgspec.json.Decoder(ChatRequest, strict=False)
+_batch_decoder = msgspec.json.Decoder(BatchChatRequest, strict=False)
 _responses_decoder = msgspec.json.Decoder(ResponsesRequest, strict=False)
 _messages_decoder = msgspec.json.Decoder(MessagesRequest, strict=False)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest, strict=False)
@@ -105,8 +109,12 @@ class Intake:
             return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
         if kind == "chat":
             return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
-        if kind in ("responses", "input_tokens"):
+        if kind == "batch":
+            return self._batch(decoded(body, _batch_decoder), vocab_size, serving)
+        if kind in ("responses", "compact", "input_tokens"):
             response = decoded(body, _responses_decoder)
+            if kind == "compact":
+                response = responses.compacting(response, bool(earlier))
             return self._responses(response, earlier, vocab_size, serving, kind == "input_tokens")
         return self._messages(decoded(body, _messages_decoder), vocab_size, serving, kind == "count_tokens")
 
@@ -162,6 +170,27 @@ class Intake:
             structured_outputs=self._formats.grammar(use, format, body),
         )
 
+    def _batch(self, body: BatchChatRequest, vocab_size: int, serving: bool) -> Prompts:
+        """One chat request of several prompts, which all have the same format."""
+        asked = {"stream": body.stream, "tools": body.tools, "prediction": body.prediction}
+        asked |= {"prompt_logprobs": body.prompt_logprobs is not None, "n": either(body.n, 1) != 1}
+        for field, unfit in asked.items():
+            if unfit:
+                raise bad_request(f"{field} cannot be had for several conversations", field, "unsupported_parameter")
+        count, limit = len(body.messages), self._config.max_prompts
+        if not 1 <= count <= limit:
+            raise bad_request(f"messages must hold 1 to {limit} conversations, got {count}", "messages")
+        shared = {name: getattr(body, name) for name in ChatRequest.__struct_fields__ if name != "messages"}
+        each = [self._chat(ChatRequest(messages=one, **shared), vocab_size, serving) for one in body.messages]
+        first = each[0]
+        if any(prompts.format != first.format for prompts in each):
+            raise bad_request("messages: the conversations do not end alike", "messages", "unsupported_parameter")
+        if first.token_ids is not None:
+            first.token_ids = [packed for prompts in each for packed in prompts.token_ids or ()]
+            if any(prompts.texts for prompts in each):
+                first.texts = [(prompts.texts or [""])[0] for prompts in each]
+        return first
+
     def _responses(
         self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool, counts: bool
     ) -> Prompts | Answered:
@@ -171,8 +200,7 @@ class Intake:
             return Answered(_encode({"object": "response.input_tokens", "input_tokens": _num_tokens(prompts)}))
         body.input = None
         prompts.responses = body
-        if body.store is not False:
-            prompts.items = _encode(items)
+        prompts.items = _encode(items)
         return prompts
 
     def _shortened(self, chat: ChatRequest, vocab_size: int, serving: bool, shortens: bool) -> Prompts:

@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from configs.engine import Plan
 from configs.server import ServerConfig
@@ -141,6 +142,27 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+def http_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=bounded_protocol(config.max_header_bytes),
+        ws="websockets-sansio",
+        ws_max_size=config.max_body_bytes,
+        ws_per_message_deflate=False,  # it would cost more than a token does
+        loop="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(LAST_WORDS_SECONDS),
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+
+
 class FrontProcess:
     def __init__(
         self,
@@ -181,7 +203,7 @@ class FrontProcess:
         service = Service(
             engine, self._tokenizer, self._plan, self._config, self._defaults, int(time.time()), self._traces
         )
-        http = HttpServer(self._uvicorn_config(service))
+        http = HttpServer(http_config(build_app(service), self._config))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         clock = asyncio.create_task(service.in_flight.clock())
         try:
@@ -193,24 +215,6 @@ class FrontProcess:
             service.close()
             await engine.close()
         return code
-
-    def _uvicorn_config(self, service: Service) -> uvicorn.Config:
-        return uvicorn.Config(
-            build_app(service),
-            http=bounded_protocol(self._config.max_header_bytes),
-            ws="none",
-            loop="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(LAST_WORDS_SECONDS),
-            ssl_certfile=self._config.ssl_certfile,
-            ssl_keyfile=self._config.ssl_keyfile,
-        )
 
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()

@@ -15,7 +15,7 @@ from server.api.openai import ChatRequest, CompletionRequest
 from server.api.responses import ResponsesRequest
 from server.errors import ApiError
 
-GeneratingKind = Literal["completion", "chat", "responses", "messages"]
+GeneratingKind = Literal["completion", "chat", "batch", "responses", "compact", "messages"]
 Kind = GeneratingKind | Literal["tokenize", "detokenize", "count_tokens", "input_tokens"]
 
 
@@ -24,7 +24,7 @@ class Prompts(msgspec.Struct, tag=True, kw_only=True):
     (`unpack`); None: not made, as no rank serves. texts: what echo shows of each, None: nothing.
 
     responses, messages: what became this chat request, without its input or messages; items: of the conversation so
-    far, as JSON, where the response is to be kept."""
+    far, as JSON."""
 
     completion: CompletionRequest | None = None
     chat: ChatRequest | None = None

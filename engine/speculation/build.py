@@ -31,9 +31,9 @@ def make_speculation(plan: Plan) -> Speculation | None:
         )
     elif config.method == "mtp":
         drafter, lookahead = ModelDrafts(), config.num_speculative_tokens
-    return Speculation(
-        drafter, config.num_speculative_tokens, config.most_drafts(plan.max_num_seqs), lookahead, plan.block_size
-    )
+    forced = not plan.async_scheduling  # they follow tokens that are known
+    most = config.most_drafts(plan.max_num_seqs)
+    return Speculation(drafter, config.num_speculative_tokens, most, lookahead, plan.block_size, forced)
 
 
 def make_gate(plan: Plan, speculation: Speculation, leads: bool) -> Gate:

@@ -19,7 +19,9 @@ RECENT = 1 / 64  # of a draft that came back
 class Speculation:
     """drafter: for all requests; None: only the predictions that requests bring. max_drafts: of a request in a step;
     max_in_step: of all; 0: nobody has any. depth: of a request, how many are wanted now (engine/speculation/gate.py).
-    lookahead: tokens behind the drafts for which the drafter wants room in the cache.
+    lookahead: tokens behind the drafts for which the drafter wants room in the cache. forced: tokens that a request's
+    grammar makes certain are drafts too, before all others and whatever depth is, where nothing else drafts only of a
+    request that runs alone: each takes a row that it would have taken a step later, so all that is gained is steps.
 
     A model that drafts (`ModelDrafts`) has a cache of its own, a layer more. Steps may leave it out, where drafts are
     not worth their while; a request that was in such a step is *cold*, and gets no drafts any more, and so are requests
@@ -35,8 +37,10 @@ class Speculation:
         max_in_step: int = 0,
         lookahead: int = 0,
         block_size: int = 1,
+        forced: bool = False,
     ) -> None:
         self._block_size = block_size
+        self._forced = forced
         self.depth = self.max_drafts = max_drafts
         self.max_in_step = max_in_step
         self.lookahead = lookahead
@@ -77,13 +81,24 @@ class Speculation:
 
     def takes(self, request: Request) -> bool:
         """Whether that request may ever have drafts. They wait until all its tokens are known."""
-        takes = self._drafter is not None or bool(request.message.params.prediction_token_ids)
-        if takes and self.max_drafts:
+        if not self.max_drafts:
+            return False
+        params = request.message.params
+        if self._drafter is not None or params.prediction_token_ids:
             self._open.add(request.request_id)
-        return takes and self.max_drafts > 0
+            return True
+        return self._forced and params.grammar is not None
+
+    def asks(self, request: Request, num_running: int) -> bool:
+        """Whether a request that may have drafts is to be asked for some, all its tokens being known."""
+        return request.request_id in self._open or num_running == 1
 
     def propose(self, request: Request, limit: int) -> list[int]:
         """At most `limit` drafts, and no more than are wanted now."""
+        if self._forced and request.guide is not None and limit > 0:
+            certain = request.guide.forced()
+            if certain:
+                return certain[: min(limit, self.max_drafts)]
         limit = min(limit, self.depth)
         if limit <= 0:
             return []
@@ -102,13 +117,14 @@ class Speculation:
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
+        source = self._sources.pop(request.request_id, None)  # None: its grammar
         for position in range(min(num_accepted + 1, num_drafts)):
             right = position < num_accepted
             self.accepted_per_pos[position] += right
-            self.acceptance[position] += RECENT * (right - self.acceptance[position])
+            if source is not None:
+                self.acceptance[position] += RECENT * (right - self.acceptance[position])
         request.num_accepted += num_accepted
         request.num_rejected += num_drafts - num_accepted
-        source = self._sources.pop(request.request_id, None)
         if source is not None:
             source.observe(request, num_accepted)
 

@@ -57,7 +57,7 @@ class Guide:
                 return
             self.active = True
             tokens = self._output[begin:]
-        if tokens and not self._ended and not self._matcher.consume_tokens(list(tokens)):
+        if tokens and not self._matcher.is_stopped() and not self._matcher.consume_tokens(list(tokens)):
             self.check()
 
     def num_valid(self, drafts: Sequence[int]) -> int:
@@ -68,6 +68,10 @@ class Guide:
         if free == len(drafts):
             return free
         return free + int(self._matcher.validate_tokens(list(drafts[free:])))
+
+    def forced(self) -> list[int]:
+        """Tokens that come next for certain, though others may spell the same text."""
+        return self._matcher.compute_ff_tokens() if self.active and not self._ended else []
 
     def masks(self, drafts: Sequence[int]) -> tuple[int, list[int]]:
         """Of the places before, between and behind these drafts: how many of the first are free, and the drafts between
@@ -134,52 +138,47 @@ class Masks:
         """For each of the P rows which mask it has (-1: none), and the masks, which stay as they are until the next
         call. guides: None: the row has no grammar. drafts: of each row those before it; the rows of a run come one
         after another, and each has one draft more. Empty: there are none."""
-        if drafts:
-            return self._fill_runs(guides, drafts)
         masks_NW = self._room(len(guides))
         start, size = masks_NW.ctypes.data, 4 * self.num_words
         mask_of = [-1] * len(guides)
-        for place, guide in enumerate(guides):
-            if guide is None or not guide.active:
+        end = 0
+        while end < len(guides):
+            first, guide = end, guides[end]
+            end += 1
+            while end < len(drafts) and len(drafts[end]) == end - first:
+                end += 1  # the rows of a run
+            if guide is None:
                 continue
-            mask_of[place] = place
-            matcher = guide.matcher
-            if matcher is not None:
-                matcher.unsafe_compute_mask_ptr(start + place * size, size)
-            if matcher is None or not guide.check():
-                masks_NW[place] = self._end_W
+            if end - first > 1:
+                begin = self._fill_run(guide, drafts[end - 1], masks_NW, first)
+                mask_of[begin:end] = range(begin, end)
+            elif guide.active:
+                mask_of[first] = first
+                matcher = guide.matcher
+                if matcher is not None:
+                    matcher.unsafe_compute_mask_ptr(start + first * size, size)
+                if matcher is None or not guide.check():
+                    masks_NW[first] = self._end_W
         return np.array(mask_of, np.int64), masks_NW
 
-    def _fill_runs(self, guides: Sequence[Guide | None], drafts: Sequence[Sequence[int]]) -> tuple[Ints, Words]:
-        mask_P = np.arange(len(guides))
-        masks_NW = self._room(len(guides))
-        masks_NW[:] = self._end_W  # what stays so: behind the end, and behind a draft that is refused
-        start, size = masks_NW.ctypes.data, 4 * self.num_words
-        first = 0
-        while first < len(guides):
-            guide, count = guides[first], 1
-            while first + count < len(guides) and len(drafts[first + count]) == count:
-                count += 1  # the rows of this run
-            end = first = first + count
-            if guide is None:
-                mask_P[end - count : end] = -1
-                continue
-            num_free, between = guide.masks(drafts[end - 1])
-            begin = end - count + num_free
-            mask_P[end - count : begin] = -1
-            matcher = guide.matcher
-            if begin == end or matcher is None:
-                continue
-            if not between:
-                matcher.unsafe_compute_mask_ptr(start + begin * size, size)
-            elif isinstance(matcher, XgrammarMatcher):
-                matcher.compute_masks_of_run(start + begin * size, size, between)
-            else:
-                run = [(matcher, begin, between)]  # one alone is computed in place
-                self._executor.unsafe_compute_mask_ptr_with_draft_token(run, start, size, len(guides))
-            if not guide.check():
-                masks_NW[begin:end] = self._end_W
-        return mask_P, masks_NW
+    def _fill_run(self, guide: Guide, drafts: Sequence[int], masks_NW: Words, first: int) -> int:
+        """The masks before, between and behind these drafts; the first row that has one."""
+        start, size, end = masks_NW.ctypes.data, 4 * self.num_words, first + len(drafts) + 1
+        num_free, between = guide.masks(drafts)
+        begin, matcher = first + num_free, guide.matcher
+        masks_NW[begin:end] = self._end_W  # what stays so: behind the end, and behind a draft that is refused
+        if begin == end or matcher is None:
+            return begin
+        if not between:
+            matcher.unsafe_compute_mask_ptr(start + begin * size, size)
+        elif isinstance(matcher, XgrammarMatcher):
+            matcher.compute_masks_of_run(start + begin * size, size, between)
+        else:  # one alone is computed in place
+            run = [(matcher, begin, between)]
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(run, start, size, end)
+        if not guide.check():
+            masks_NW[begin:end] = self._end_W
+        return begin
 
     def _room(self, num: int) -> Words:
         if len(self._masks_NW) < num:

@@ -33,6 +33,10 @@ class XgrammarMatcher:
                 self._error = f"token {token} is none that the grammar allows"
         return not self._error
 
+    def compute_ff_tokens(self) -> list[int]:
+        """The library knows what text must come, and no tokens of it."""
+        return []
+
     def validate_tokens(self, tokens: Sequence[int]) -> int:
         """How many of them may come, one after another. Nothing changes."""
         num = 0

@@ -4,7 +4,7 @@
 // For m tokens whose decays are d_1 .. m, with D_i their product up to i, and a state S: what S holds under the keys is read at once,
 // R_i = (k_i D_i)^T S, and so is (q_i D_i)^T S; then, token by token, x_i = beta_i (v_i - R_i - sum_{j<i} (k_i . k_j D_i / D_j) x_j); then
 // S becomes D_m S + sum_i (k_i D_m / D_i) x_i^T. Quotients of decays are products of those between, so nothing overflows.
-#include "vector.h"
+#include "delta_inputs.h"
 
 enum { TOGETHER = 4, SLAB = 16, WIDE = LANES == 16 ? 2 : 1, ROW = LANES == 16 ? 8 : 4 };
 // Tokens; of a slab; registers of a state's row that are taken at once with several tokens, and with one.
@@ -13,30 +13,6 @@ enum { TOGETHER = 4, SLAB = 16, WIDE = LANES == 16 ? 2 : 1, ROW = LANES == 16 ? 
 INLINE void store_far(float *p, vf x) {
   typedef float plain __attribute__((vector_size(4 * LANES)));
   STREAM(p, (plain)x);
-}
-
-INLINE vf sigmoid_of(vf x) { return 1.f / (1.f + exp_of(-x)); }
-INLINE vf log_of(vf x) {  // x is at least 1
-  vi bits = (vi)x, power = ((bits - 0x3f3504f3) >> 23);
-  vf m = (vf)(bits - (power << 23)), s = (m - 1.f) / (m + 1.f), z = s * s;
-  vf p = splat(2.f / 9);
-  p = p * z + 2.f / 7;
-  p = p * z + 2.f / 5;
-  p = p * z + 2.f / 3;
-  p = p * z + 2.f;
-  return p * s + __builtin_convertvector(power, vf) * 0.693147181f;
-}
-INLINE vf decay_of(vf x, float rate, float lower_bound) {
-  if (lower_bound) return exp_of(lower_bound * sigmoid_of(rate * x));
-  vf soft = log_of(1.f + exp_of(x));
-  return exp_of(-rate * (x > 20.f ? x : soft));
-}
-
-// A row's last numbers, of which there are fewer than a register has.
-template <class X> INLINE vf some(const X *p, int64_t count) {
-  X part[LANES] = {};
-  memcpy(part, p, count * sizeof(X));
-  return load(part);
 }
 
 struct Sizes {
@@ -50,27 +26,6 @@ static int64_t room(const DeltaCall &c) {
   Sizes s(c);
   return SLAB * (s.mixed + 4 * s.key_pad + s.value_pad) + SLAB / TOGETHER * s.key_pad +
          (c.starts || c.value_dim % LANES ? s.group * c.key_dim * s.value_pad : 0);
-}
-
-// y = silu of a stretch of channels' weighted inputs; zeros behind it.
-template <class X> INLINE void convolve(const X *const *row, const float *conv, int64_t stride, int64_t taps, int64_t n, float *y) {
-  for (int64_t i = 0; i < n; i += LANES) {
-    int64_t count = n - i;
-    vf sum = {};
-    for (int64_t w = 0; w < taps; w++)
-      sum += count >= LANES ? load(row[w] + i) * load(conv + w * stride + i) : some(row[w] + i, count) * some(conv + w * stride + i, count);
-    store(y + i, sum * sigmoid_of(sum));
-  }
-}
-
-INLINE float dot(const float *a, const float *b, int64_t n) {
-  vf sum = {};
-  for (int64_t i = 0; i < n; i += LANES) sum += load(a + i) * load(b + i);
-  return total(sum);
-}
-
-INLINE void scale(float *x, int64_t n, float factor) {
-  for (int64_t i = 0; i < n; i += LANES) store(x + i, load(x + i) * factor);
 }
 
 // What a group of tokens needs of the keys and queries; rows of key_pad numbers.
@@ -172,17 +127,32 @@ template <class X> struct Run {
 
   // Queries, keys and values of n tokens from `token` on.
   void convolve_slab(int64_t token, int64_t n) const {
+    const X *from[SLAB + 16], *row[SLAB + 16];
+    for (int64_t t = 0; t < n + c.taps - 1; t++) from[t] = row_of(token + t - c.taps + 1);
+    stretches([&](int64_t channel, int64_t numbers, int64_t at) {
+      for (int64_t t = 0; t < n + c.taps - 1; t++) row[t] = from[t] + channel;
+      (c.taps == 4 ? convolve<4, X> : convolve<0, X>)(row, c.conv + channel, channels, c.taps, n, numbers, mixed + at, size.mixed);
+    });
     for (int64_t t = 0; t < n; t++) {
-      float *to = mixed + t * size.mixed;
-      const X *row[16];
-      stretches([&](int64_t channel, int64_t numbers, int64_t at) {
-        for (int64_t w = 0; w < c.taps; w++) row[w] = row_of(token + t - c.taps + 1 + w) + channel;
-        convolve(row, c.conv + channel, channels, c.taps, numbers, to + at);
-      });
-      float *key = to + size.key_pad;
-      scale(to, size.key_pad, 1 / (__builtin_sqrtf(dot(to, to, size.key_pad) + 1e-6f) * __builtin_sqrtf((float)c.key_dim)));
+      float *query = mixed + t * size.mixed, *key = query + size.key_pad;
+      scale(query, size.key_pad, 1 / (__builtin_sqrtf(dot(query, query, size.key_pad) + 1e-6f) * __builtin_sqrtf((float)c.key_dim)));
       scale(key, size.key_pad, 1 / __builtin_sqrtf(dot(key, key, size.key_pad) + 1e-6f));
     }
+  }
+
+  // What `token` brings from memory, while others are computed: its rows lie too far apart for the processor to foresee.
+  // Not a call: of one that only fetches the compiler says that it does nothing.
+  __attribute__((always_inline)) inline void fetch(int64_t token) const {
+    if (token >= count) return;
+    auto lines = [](const auto *p, int64_t numbers) __attribute__((always_inline)) {
+      for (int64_t i = 0; i < numbers; i += 64 / (int64_t)sizeof *p) __builtin_prefetch(p + i);
+    };
+    const X *row = row_of(token);
+    stretches([&](int64_t channel, int64_t numbers, int64_t) { lines(row + channel, numbers); });
+    int64_t head = key_head * size.group, width = c.channel_decay ? c.key_dim : 1;
+    lines(input(token, c.decay, c.decay_stride, c.kept_decay, decays_width) + head * width, size.group * width);
+    lines(input(token, c.beta, c.beta_stride, c.kept_beta, c.heads) + head, size.group);
+    if (token >= applied) lines((const X *)c.gate + (first + token) * c.gate_stride + head * c.value_dim, size.group * c.value_dim);
   }
 
   void find_decays(int64_t token, int64_t n, int64_t head) const {
@@ -323,14 +293,17 @@ template <class X> struct Run {
     for (int64_t token = begin; token < end; token += SLAB) {
       int64_t n = end - token < SLAB ? end - token : (int64_t)SLAB;
       convolve_slab(token, n);
+      int64_t next = token + SLAB, part = (WIDE * LANES * TOGETHER + size.value_pad * size.group - 1) / (size.value_pad * size.group);
       for (int64_t g = 0; g < size.group; g++)
         head_slab(token, n, g, [&](const Pairs *pairs, const float *v) {
           blocks([&](int64_t at, int64_t width) {
             float *own = copies + g * padded + at * c.key_dim;
-            for (int64_t t = 0; t < n; t += TOGETHER)
+            for (int64_t t = 0; t < n; t += TOGETHER) {
+              for (int64_t i = 0; i < part && next < token + 2 * SLAB; i++) fetch(next++);
               (width == LANES ? some_tokens<1> : some_tokens<WIDE>)(n - t < TOGETHER ? (int)(n - t) : (int)TOGETHER, pairs[t / TOGETHER], c.key_dim,
                                                                      size.key_pad, own, own, width, v + t * size.mixed + at, size.mixed,
                                                                      heads_out + t * size.value_pad + at, size.value_pad);
+            }
           });
         });
     }

@@ -20,6 +20,12 @@ Json = dict[str, Any]
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 CHAT_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 _CUSTOM_PARAMETER = "input"
+_SUM_UP = (
+    "Sum up the conversation so far for an assistant who will go on with it and sees nothing else of it. Keep what was "
+    "asked, decided and found out, names, numbers and files as they were written, and what is still to be done. Answer "
+    "with the summary only."
+)
+_SUMMARY_TOKENS = 2048
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
@@ -89,8 +95,7 @@ def to_chat(body: ResponsesRequest, earlier: Sequence[Json]) -> tuple[ChatReques
     given = body.input
     if not given:
         raise bad_request("input must not be empty", "input", "invalid_value")
-    items = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
-    items = [*earlier, *items]
+    items = [*earlier, *([_user(given)] if isinstance(given, str) else given)]
     fields: Json = {
         "messages": _messages(items, body.instructions, len(earlier)),
         "max_completion_tokens": body.max_output_tokens,
@@ -110,6 +115,27 @@ def to_chat(body: ResponsesRequest, earlier: Sequence[Json]) -> tuple[ChatReques
         if value is not None and name not in fields:
             setattr(chat, name, value)
     return chat, items
+
+
+def compacting(body: ResponsesRequest, has_earlier: bool) -> ResponsesRequest:
+    """The request that sums up what this one holds. has_earlier: it continues a response. ApiError 400."""
+    if not body.model:
+        raise bad_request("model is missing", "model", "invalid_value")
+    if not body.input and not has_earlier:
+        raise bad_request("input must not be empty", "input", "invalid_value")
+    if body.stream or body.background:
+        field = "stream" if body.stream else "background"
+        raise bad_request(f"a compaction cannot be had with {field}", field, "unsupported_parameter")
+    given = body.input or []
+    items = [_user(given)] if isinstance(given, str) else given
+    tokens = body.max_output_tokens or _SUMMARY_TOKENS
+    return msgspec.structs.replace(
+        body, input=[*items, _user(_SUM_UP)], tools=None, tool_choice=None, text=None, max_output_tokens=tokens
+    )
+
+
+def _user(text: str) -> Json:
+    return {"type": "message", "role": "user", "content": text}
 
 
 def _check(body: ResponsesRequest) -> None:
@@ -137,6 +163,8 @@ def _messages(items: Sequence[Json], instructions: str | None, num_earlier: int)
             if found is None:
                 raise bad_request(f"{where}: the item {item.get('id')!r:.80} is not stored", where, "invalid_value")
             item = found
+        if num_earlier and str(item.get("type")).endswith("_call_output"):
+            _check_called(item, items[:index], where)
         _add(messages, item, where)
     first = [instructions] if instructions else []
     while messages and messages[0]["role"] in ("system", "developer"):
@@ -144,6 +172,14 @@ def _messages(items: Sequence[Json], instructions: str | None, num_earlier: int)
     if not messages and first:
         raise bad_request("input holds no message but instructions", "input", "invalid_value")
     return [{"role": "system", "content": "\n\n".join(first)}, *messages] if first else messages
+
+
+def _check_called(output: Json, items: Sequence[Json], where: str) -> None:
+    """ApiError 400 where no call before it is this output's."""
+    name = output.get("call_id")
+    if not any(item.get("call_id") == name and str(item.get("type")).endswith("_call") for item in items):
+        field = f"{where}.call_id"
+        raise bad_request(f"{field}: the conversation has no call {name!r:.80}", field, "invalid_value")
 
 
 def _add(messages: list[Json], item: Json, where: str) -> None:
@@ -160,6 +196,10 @@ def _add(messages: list[Json], item: Json, where: str) -> None:
         text = _reasoning(item, where)
         if text:
             messages.append({"role": "assistant", "content": "", "reasoning": text})
+    elif kind == "compaction":
+        messages.append(
+            {"role": "system", "content": f"The conversation so far, summed up:\n\n{_summary(item, where)}"}
+        )
     elif kind == "function_call":
         _call(messages, item, item.get("arguments") or "{}", where)
     elif kind == "custom_tool_call":
@@ -194,6 +234,14 @@ def _reasoning(item: Json, where: str) -> str:
         if item.get(field):
             return text_of(item[field], f"{where}.{field}")
     return opened(item.get("encrypted_content"))
+
+
+def _summary(item: Json, where: str) -> str:
+    text = item.get("encrypted_content")
+    if not isinstance(text, str) or not text.startswith(SEALED):
+        field = f"{where}.encrypted_content"
+        raise bad_request(f"{field} was not made by this server: it cannot be read", field, "invalid_value")
+    return opened(text)
 
 
 def text_of(content: object, where: str) -> str:

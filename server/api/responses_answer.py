@@ -198,16 +198,7 @@ class ResponsesWriter:
     # ---- the response ------------------------------------------------------------------------------------------
 
     def _ended(self, total: Usage) -> Json:
-        usage = {
-            "input_tokens": total.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": total.prompt_tokens_details.cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": total.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": total.completion_tokens_details.reasoning_tokens},
-            "total_tokens": total.total_tokens,
-        }
+        usage = _usage(total)
         if self._reason == "length":
             response = self.response("incomplete", usage, incomplete_details={"reason": "max_output_tokens"})
         elif self._reason == "abort":
@@ -277,6 +268,35 @@ class ResponsesWriter:
     def _say(self, name: str, /, **fields: Any) -> None:
         fields = {"type": name, "sequence_number": self._next(), **fields}
         self._frames.append(b"event: %b\ndata: %b\n\n" % (name.encode(), encode(fields)))
+
+
+class CompactionWriter(ResponsesWriter):
+    """Of an answer that sums the conversation up: the text, sealed, is all that it shows."""
+
+    def whole(self, choices: list[Choice], prompts: list[PromptFacts], total: Usage) -> Json:
+        (choice,) = choices
+        text = choice.message.content.strip() or choice.message.reasoning  # the latter where the answer was cut
+        item = {"id": self._name("cmp"), "type": "compaction", "encrypted_content": sealed(text)}
+        return {
+            "id": self._job.answer_id,
+            "object": "response.compaction",
+            "created_at": self._job.created,
+            "output": [item],
+            "usage": _usage(total),
+        }
+
+
+def _usage(total: Usage) -> Json:
+    return {
+        "input_tokens": total.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": total.prompt_tokens_details.cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": total.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": total.completion_tokens_details.reasoning_tokens},
+        "total_tokens": total.total_tokens,
+    }
 
 
 def _shown(tool: Json) -> Json:

@@ -19,8 +19,8 @@ from server.api.event_log import EventLog, Followed
 from server.api.generate import Answer, Job
 from server.api.openai import ChatRequest
 from server.api.responses import CHAT_NAMES, ResponsesRequest
-from server.api.responses_answer import ResponsesWriter
-from server.api.stored import ResponseStore, Stored
+from server.api.responses_answer import CompactionWriter, ResponsesWriter
+from server.api.stored import CHAIN, ResponseStore, Stored
 from server.errors import ApiError, as_api_error, bad_request
 from server.logs import Record, log_request
 from server.service import Service, json_response, record_of
@@ -47,7 +47,7 @@ class Responses:
     def __init__(self, service: Service) -> None:
         self._service = service
         config = service.config
-        self._store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
+        self.store = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
         self._running: dict[str, asyncio.Task[None]] = {}  # in the background, by the response's id
         self._logs: dict[str, EventLog] = {}  # of those among them that are streamed
 
@@ -60,12 +60,13 @@ class Responses:
             raise error.renamed(CHAT_NAMES) from None
         source = taken.source
         assert isinstance(source, ResponsesRequest)
-        keeps = source.store is not False
+        chain = request.scope.get(CHAIN, "") if source.store is False else ""
+        keeps = source.store is not False or chain
         items: list[Json] = msgspec.json.decode(taken.items) if keeps else []
 
         def on_end(response: Json) -> None:
             if keeps:
-                self._store.put(response, items)
+                self.store.put(response, items, chain)
 
         writer = ResponsesWriter(job, source, on_end)
         if source.background:
@@ -80,6 +81,17 @@ class Responses:
             raise error.renamed(CHAT_NAMES) from None
         assert isinstance(taken, Answered)
         return Response(taken.body, media_type="application/json")
+
+    async def compact(self, request: Request) -> Response:
+        """The conversation as one item, in which the model has summed it up."""
+        earlier = await self._earlier(request)
+        try:
+            taken = await take(self._service, request, "compact", ChatRequest, earlier)
+            job = chat_job(self._service, taken, f"resp_{uuid.uuid4().hex}", NAMES)
+        except ApiError as error:
+            raise error.renamed(CHAT_NAMES) from None
+        assert isinstance(taken.source, ResponsesRequest)
+        return Answer(self._service, job, CompactionWriter(job, taken.source, lambda response: None))
 
     async def retrieve(self, request: Request) -> Response:
         """With stream=true the events behind that of the number starting_after: those that were, then those that
@@ -100,7 +112,7 @@ class Responses:
         self._kept(request)
         name = request.path_params["response_id"]
         await self._stop(name)
-        self._store.drop(name)
+        self.store.drop(name)
         return json_response({"id": name, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
@@ -131,7 +143,10 @@ class Responses:
                 msgspec.DecodeError, RecursionError, UnicodeError
             ):  # the intake says what is wrong
                 name = _previous.decode(body).previous_response_id
-        return b"" if name is None else self._found(name, "previous_response_id").items
+        if name is None:
+            return b""
+        chained = self.store.get(request.scope[CHAIN] + name) if CHAIN in request.scope else None
+        return (chained or self._found(name, "previous_response_id")).items
 
     def _kept(self, request: Request) -> Stored:
         name = request.path_params["response_id"]
@@ -140,7 +155,7 @@ class Responses:
         return self._found(name, "response_id")
 
     def _found(self, name: str, field: str) -> Stored:
-        stored = self._store.get(name)
+        stored = self.store.get(name)
         if stored is None:
             code = "previous_response_not_found" if field == "previous_response_id" else "response_not_found"
             message = f"Response with id {name!r:.80} not found: there is none, or it is kept no longer"
@@ -176,7 +191,7 @@ class Responses:
         except ApiError as refused:
             admitted.set_exception(refused)
             return
-        self._store.put(writer.response("queued"), items)
+        self.store.put(writer.response("queued"), items)
         if log is not None:
             self._logs[job.answer_id] = log
             log.add(writer.queued())
@@ -204,11 +219,11 @@ class Responses:
             in_flight.close(current)
             if status:
                 response = writer.response(status, error=error)
-                self._store.put(response, items)
+                self.store.put(response, items)
             if log is not None:
                 if status:
                     log.add(writer.gone(response))
-                self._store.put_events(job.answer_id, log.end())
+                self.store.put_events(job.answer_id, log.end())
                 del self._logs[job.answer_id]
             log_request(record)
 

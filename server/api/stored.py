@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 Json = dict[str, Any]
+CHAIN = "moesaic.chain"  # in the scope of a request: what the names begin with that its connection alone may look up
 _encode = msgspec.json.Encoder().encode
 
 
@@ -37,9 +38,10 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, response: Json, items: list[Json]) -> None:
-        """In place of what is kept under its id. items: before its output."""
-        self._put(response["id"], Stored(_encode(response), _encode([*items, *response["output"]]), len(items)))
+    def put(self, response: Json, items: list[Json], chain: str = "") -> None:
+        """In place of what is kept under its id, behind `chain`. items: before its output."""
+        stored = Stored(_encode(response), _encode([*items, *response["output"]]), len(items))
+        self._put(chain + response["id"], stored)
 
     def put_events(self, name: str, events: bytes) -> None:
         """Beside a response that is kept; they are left out where they are too many."""

@@ -35,7 +35,7 @@ REFUSED = frozenset(
         "dry_allowed_length", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "n_predict",
         "repeat_penalty", "repeat_last_n", "penalty_alpha", "epsilon_cutoff", "eta_cutoff", "guidance_scale",
         "negative_prompt", "banned_tokens", "dynamic_temperature", "smoothing_factor", "min_new_tokens",
-        "max_new_tokens", "sampling_params", "image_data", "input_ids",
+        "max_new_tokens", "sampling_params", "image_data", "input_ids", "generate",
     }
 )  # fmt: skip
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 from amounts import examples
-from drafting import EDITS, METHODS, RANDOM, SIZES, STEM, Streams, close
+from drafting import EDITS, METHODS, RANDOM, SIZES, STEM, Streams, close, undrafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_parts import Job, drive, make_plan
 from structured_parts import accepts
 
+from configs.speculation import SpeculativeConfig
 from engine.build import build_rank
 from front.messages import Grammar, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
@@ -63,6 +64,25 @@ def test_whatever_the_engine_does(data: st.DataObject) -> None:
 def test_kills_at_any_moment(data: st.DataObject) -> None:
     """A request goes on elsewhere: its matcher is made again from the tokens that are out."""
     STREAMS.endure(data, speculation=data.draw(st.none() | METHODS))
+
+
+def test_tokens_that_a_grammar_makes_certain_are_drafts_of_a_request_alone() -> None:
+    """Fewer steps, the same tokens; none where steps are scheduled beside others, and none where nothing may draft."""
+    number = {"type": "integer", "minimum": 1, "maximum": 3}
+    schema = {"type": "object", "properties": {"sleeping": number, "walking": number}, "required": ["walking"]}
+    form = checked_grammar(StructuredOutputsParams(json=schema, disable_any_whitespace=True), TOKENIZER)
+    job = Job(STEM, 24, params={"grammar": form})
+    expected = undrafted([job], **SIZES)[0]
+    steps, accepted = {}, {}
+    for count, asynchronous in ((1, False), (2, False), (1, True)):
+        speculation = SpeculativeConfig(method="prediction", num_speculative_tokens=5)
+        rank = build_rank(make_plan(CHECKPOINT, **SIZES, speculation=speculation, async_scheduling=asynchronous))
+        assert all(got.tokens == expected for got in drive([rank], [job] * count))
+        steps[count, asynchronous] = rank.stats.steps
+        accepted[count, asynchronous] = rank.stats.spec_accepted_tokens
+        close(rank)
+    assert accepted[1, False] > 3 and steps[1, False] == len(expected) - accepted[1, False]
+    assert accepted[2, False] == accepted[1, True] == 0
 
 
 def test_a_grammar_that_cannot_be_used_ends_its_request_and_no_other() -> None:

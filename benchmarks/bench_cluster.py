@@ -1,6 +1,6 @@
 """How decoding scales from one host to several, a rank with one thread on a core of its own on each.
 
-    .venv/bin/python benchmarks/bench_cluster.py --hosts 2 --mbit 1000,10000 [--streams 64] [--steps 12] [--rounds 3] [--rows plain] [--json]
+    .venv/bin/python benchmarks/bench_cluster.py --hosts 2 [--ranks 1] --mbit 1000,10000 [--streams 64] [--steps 12] [--rounds 3]
 
 The same streams on one host, and spread over --hosts hosts (network namespaces with a bandwidth limit, benchmarks/hosts.py; needs
 root) whose ranks share the experts. Every rank decodes its part of the streams in lockstep with the others: agreement, schedule,
@@ -8,11 +8,13 @@ exchanges and sampling are included. Hosts of one machine share its memory and i
 others does the same work for itself, without a network. All are loaded at once and take turns, --rounds times. A row per bandwidth,
 medians of all steps, in milliseconds:
 
+With more ranks than cores they share the cores, "one host" too. A row's `ranks` are those of all hosts.
+
     alone_ms                 a step with all streams on one host, the others idle
     one_ms                   the same while the other hosts work too: what scaling is told against
     replicas_ms              a step with a part of the streams on each host, each for itself: servers behind a router
     step_ms, wait_ms         a step of hosts that share the experts (of the slowest rank), and what it waits for exchanges
-    scaling, of_ideal        tokens per second over those of one host (one_ms), and that over the number of hosts
+    scaling, of_ideal        tokens per second over those of one host (one_ms), and that over the number of ranks
     over_replicas            tokens per second over those of replicas
     low, high                of_ideal of the worst and of the best round
     bytes_per_token          of a stream that left a host (all interfaces of its namespace), both directions of an exchange
@@ -32,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="of a host, which exchange through its memory")
     parser.add_argument("--mbit", default="1000,10000", help="megabits per second of a host, separated by commas")
     parser.add_argument("--model", help=f"folder; else {MODEL} is made once, which takes a minute")
     parser.add_argument("--streams", type=int, default=64)
@@ -67,7 +71,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """Prints the rows."""
-    size, streams = options.hosts, options.streams
+    size, streams = options.hosts * options.ranks, options.streams
     with contextlib.ExitStack() as stack:
         singles = [stack.enter_context(ranks(options, 1, core)) for core in range(size)]
         hosts, many = stack.enter_context(cluster(options))
@@ -80,7 +84,14 @@ def measure(options: argparse.Namespace) -> None:
                 runs["one"].append(decode(on_all, streams))
                 runs["replicas"].append(decode(on_all, streams // size))
                 runs["many"].append(decode(many, streams // size, together=True))
-            row: Row = {"hosts": size, "mbit": mbit, "streams": streams, "rows": options.rows, "dbo": options.dbo}
+            row: Row = {
+                "hosts": options.hosts,
+                "ranks": size,
+                "mbit": mbit,
+                "streams": streams,
+                "rows": options.rows,
+                "dbo": options.dbo,
+            }
             row |= figures(runs, size, streams)
             row = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
             print(json.dumps(row) if options.json else row, flush=True)
@@ -130,7 +141,8 @@ def cluster(options: argparse.Namespace) -> Iterator[tuple[Any, list[subprocess.
     """Hosts with a rank on each."""
     from hosts import Hosts
 
-    with Hosts(options.hosts, 10000) as hosts, ranks(options, options.hosts, 0, hosts) as workers:
+    size = options.hosts * options.ranks
+    with Hosts(options.hosts, 10000) as hosts, ranks(options, size, 0, hosts) as workers:
         yield hosts, workers
 
 
@@ -146,7 +158,7 @@ def ranks(
         plan = Path(folder) / "plan.json"
         plan.write_text(plan_text(options, size))
         part: Row = {"plan": str(plan), "size": size, "steps": options.steps}
-        part |= {"addresses": hosts.addresses if hosts else []}
+        part |= {"addresses": hosts.addresses if hosts else [], "ranks": options.ranks}
         if hosts is not None:
             store = ["-m", "engine.process.store_process", "--host", hosts.addresses[0], "--port", str(PORT)]
             hosts.start(0, [sys.executable, *store], env=environment)  # ends with its host
@@ -156,7 +168,8 @@ def ranks(
             command = ["taskset", "-c", str((core + rank) % cores), sys.executable, __file__, "--worker"]
             command.append(json.dumps({**part, "rank": rank}))
             pipes: Row = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-            workers.append(subprocess.Popen(command, **pipes) if hosts is None else hosts.start(rank, command, **pipes))
+            of_host = None if hosts is None else partial(hosts.start, rank // options.ranks)
+            workers.append((of_host or subprocess.Popen)(command, **pipes))
             stack.callback(end, workers[-1])
         ask(workers, "ready")
         yield workers
@@ -217,9 +230,13 @@ class RankBench:
         self.part = part
         plan = msgspec.json.decode(Path(part["plan"]).read_bytes(), type=Plan)
         rank, addresses = part["rank"], part["addresses"]
+        host = rank // part["ranks"]
 
         def open_groups(stop: Any) -> Groups:
-            return Groups(*remote_groups((addresses[0], PORT), addresses[rank], rank, part["size"], SECONDS, 0, stop))
+            place = Path(part["plan"]).with_name(f"host-{host}")
+            place.mkdir(exist_ok=True)
+            store, size = (addresses[0], PORT), part["size"]
+            return Groups(*remote_groups(store, addresses[host], rank, size, SECONDS, 0, stop, place))
 
         self.rank = build_rank(plan, rank, (lambda *_: OpeningThread(open_groups)) if addresses else None)
         deadline = time.monotonic() + SECONDS
@@ -258,7 +275,7 @@ class RankBench:
         wait = 0.0 if clock is None else clock.seconds
         while not self.rank.idle:
             self.rank.step()
-        return {"steps": steps[WARM_STEPS:], "wait": wait, "sent": sent if part["size"] > 1 else 0}
+        return {"steps": steps[WARM_STEPS:], "wait": wait, "sent": 0 if part["rank"] % part["ranks"] else sent}
 
 
 if __name__ == "__main__":

@@ -18,12 +18,14 @@ from layers.greedy import greedy
 from layers.step import StepInput
 from mla.attention import TorchMla
 from mla.protocol import MlaShape
+from moe_kernels.matrix import HALVES, SCALE_ROWS, WeightFormat, quantize, quantize_halves
 from native import Isa, isa, limit_isa, routing, rows
 from native.linear import best_output, linear
 from native.packed_linear import PackedLinear
 
 FAR = 96 << 20  # bytes taken in turn: more than the caches hold
 BLOCK_SIZE = 16
+FORMS = ("bf16", "int8", "int4", "mxfp4")
 CONTEXTS = ((1, 256), (1, 4096), (32, 192), (128, 64))  # sequences, tokens of each
 
 
@@ -36,6 +38,20 @@ def in_torch(make: Callable[[], Any]) -> Any:
     return made
 
 
+def pack(weights: Sequence[Tensor], form: str) -> list[PackedLinear]:
+    """As many layers of this form; of fewer bits all are the first one's, in memory of their own."""
+    if form == "bf16":
+        return [PackedLinear(weight) for weight in weights]
+    kind = WeightFormat(form)
+    if kind in HALVES:
+        halves = quantize_halves(weights[0], kind)
+        first = PackedLinear(halves.codes, halves.words, form=kind, num_inputs=halves.shape[1])
+    else:
+        scaled = quantize(weights[0], kind)
+        first = PackedLinear(scaled.weight_OI, scaled.scale, SCALE_ROWS[kind])
+    return [PackedLinear.over(first.packed_B.clone(), kind, *weights[0].shape) for _ in weights]
+
+
 def linear_ops(tokens: Sequence[int]) -> list[Op]:
     """Projections of the size of a small model's, as they lie and packed, and its head with and without argmax."""
     ops = []
@@ -43,7 +59,7 @@ def linear_ops(tokens: Sequence[int]) -> list[Op]:
         size = 2 * num_inputs * num_outputs
         weights = [torch.randn(num_outputs, num_inputs).bfloat16() for _ in range(-(-FAR // size))]
         num = len(weights)
-        packed = [PackedLinear(weight) for weight in weights] if num_outputs <= 8192 else []
+        packed = {form: pack(weights, form) for form in FORMS} if num_outputs <= 8192 else {}
         for rows_now in tokens:
             x = torch.randn(rows_now, num_inputs).bfloat16()
             shape, flops = f"T={rows_now} I={num_inputs} O={num_outputs}", rows_now * size
@@ -55,13 +71,14 @@ def linear_ops(tokens: Sequence[int]) -> list[Op]:
                 )
             )  # fmt: skip
             if packed:
-                ops.append(
-                    Op(
-                        "packed linear", shape, size, flops,
-                        lambda i, x=x, w=packed, n=num: w[i % n](x),  # type: ignore[misc]
-                        lambda i, x=x, w=weights, n=num: F.linear(x, w[i % n]),  # type: ignore[misc]
-                    )
-                )  # fmt: skip
+                for form, layers in packed.items():
+                    ops.append(
+                        Op(
+                            f"packed linear {form}", shape, layers[0].packed_B.numel(), flops,
+                            lambda i, x=x, w=layers, n=num: w[i % n](x),  # type: ignore[misc]
+                            lambda i, x=x, w=weights, n=num: F.linear(x, w[i % n]),  # type: ignore[misc]
+                        )
+                    )  # fmt: skip
             else:
                 ops.append(
                     Op(

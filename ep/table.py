@@ -17,6 +17,7 @@ from ep.backends.deepep_ll import LowLatency, confirm
 from ep.backends.deepep_v2 import Elastic, ElasticBuffers
 from ep.backends.dispatchers import PairedLane, StepState
 from ep.backends.flashinfer import OneSided
+from ep.backends.hierarchical import HierarchicalAllToAll
 from ep.backends.linked import LinkedAllToAll, most_tokens
 from ep.backends.local import LocalAllToAll
 from ep.backends.mailbox import Mailbox
@@ -148,11 +149,14 @@ def _over_network(group: GlooGroup, order: _Order) -> Sequence[AllToAll]:
     """Where ranks are linked they exchange few tokens over links, if those travel as they are."""
     sizes, state, links = (order.num_slots, order.hidden_size, order.dtype), order.state, group.links
     many = [CollectiveAllToAll(group, *sizes, order.rows) for _ in range(order.num_lanes)]
-    most = min(most_tokens(links, order.hidden_size, order.dtype, order.num_lanes), order.few_tokens)
+    most = min(most_tokens(group, order.hidden_size, order.dtype, order.num_lanes), order.few_tokens)
     if links is None or state is None or not most or order.rows != "plain":
         return many
-    few = [LinkedAllToAll(links, *sizes, most) for _ in many]
-    state.record(most, {lane.key: lane.wait_late for lane in few})
+    few: list[LinkedAllToAll | HierarchicalAllToAll] = [
+        LinkedAllToAll(links, *sizes, most) if group.machine is None else HierarchicalAllToAll(group, *sizes, most)
+        for _ in many
+    ]
+    state.record(most, {key: wait for lane in few for key, wait in lane.waits.items()})
     return [PairedLane(state, of_many, of_few, most) for of_many, of_few in zip(many, few, strict=True)]
 
 

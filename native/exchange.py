@@ -23,7 +23,7 @@ from native.library import function
 from native.links import LinkSockets
 
 MAX_RANKS = 64
-SPIN_NS = 50_000  # a wait that is longer is the caller's; over links it sleeps first
+SPIN_NS = 50_000  # a wait that is longer is the caller's, if others want the core; over links it sleeps first
 LATE_DISPATCH, LATE_COMBINE, TOO_MANY = range(3)  # why a recorded exchange stops
 _X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -81,6 +81,8 @@ class _Lane(ctypes.Structure):
         *((name, _POINTER) for name in ("peers", "state", "all_x", "all_slot", "all_weight", "links")),
         ("box", _NUMBER),
         ("own", _POINTER),
+        ("base", _NUMBER),
+        ("given", _POINTER),
     )
 
 
@@ -113,8 +115,12 @@ class FewTokens:
     """The stages of one lane's exchanges in which no rank has more than `most` tokens, of at most `top_k` experts each.
 
     number: of exchanges that have begun; the caller counts those that go another way. key: names the lane where a tape
-    stops.
+    stops. first_slot: of this rank. memory: addresses of the number of tokens of all ranks (int64), the tokens, their
+    slots, and the rows of choices that are here.
     """
+
+    first_slot: int
+    memory: tuple[int, int, int, int]
 
     def __init__(
         self,
@@ -126,8 +132,11 @@ class FewTokens:
         most: int,
         top_k: int,
         linked: Linked | None = None,
+        within: FewTokens | None = None,
     ) -> None:
-        """peers: by rank; this rank's own is not looked at. linked: None: they map each other's memory."""
+        """peers: by rank; this rank's own is not looked at. linked: None: they map each other's memory. within: an
+        exchange over links with other machines; these ranks share the slots that it counts as one rank's, and what
+        arrives in it is what each of them brings here."""
         size = len(peers)
         self.most, self.top_k = most, top_k
         self._linked = linked  # which is not freed before this
@@ -145,10 +154,12 @@ class FewTokens:
             rank, size, num_slots, hidden_size, _X_TYPES[dtype], most, SPIN_NS, ctypes.addressof(self._peers),
             ctypes.addressof(self._state), *[x.data_ptr() for x in (self._x_ND, self._slot_P, self._weight_P)],
             links, box, self._own_TD.data_ptr(),
+            *((within.first_slot, within.memory[0]) if within else (0, None)),
         )  # fmt: skip
-        # Of the number of tokens of all ranks (int64), the tokens, their slots, and the rows of choices that are here.
-        arrived = self.key + _State.arrived.offset  # type: ignore[attr-defined]
-        self.memory = arrived, *[x.data_ptr() for x in (self._x_ND, self._slot_P, self._y_PD)]
+        self.first_slot = (within.first_slot if within else 0) + rank * num_slots
+        self._within = within
+        arrived: int = self.key + _State.arrived.offset  # type: ignore[attr-defined]
+        self.memory = arrived, self._x_ND.data_ptr(), self._slot_P.data_ptr(), self._y_PD.data_ptr()
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
@@ -165,7 +176,7 @@ class FewTokens:
 
     def put(self, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> None:
         """The next exchange begins: all of it to every peer, or over links to each the tokens of its experts."""
-        _put(self._lane, x_TD.data_ptr(), slot_TK.data_ptr(), weight_TK.data_ptr(), *slot_TK.shape)
+        _put(self._lane, *self._brought(x_TD, slot_TK, weight_TK), *slot_TK.shape)
 
     def dispatched(self) -> list[int] | None:
         """How many tokens there are of each rank; None: not all have come yet."""
@@ -187,7 +198,7 @@ class FewTokens:
         """x [N, D], slot [N, K], weight [N, K] of all ranks, one after another, and place for the rows of the choices
         that are here [P, D]: until the next call, and always in the same memory. num_tokens: N."""
         top_k = slot_TK.shape[1]
-        _join(self._lane, x_TD.data_ptr(), slot_TK.data_ptr(), weight_TK.data_ptr(), top_k)
+        _join(self._lane, *self._brought(x_TD, slot_TK, weight_TK), top_k)
         views = self._views.get((num_tokens, top_k))
         if views is None:
             num_pairs, shape = num_tokens * top_k, (num_tokens, top_k)
@@ -215,6 +226,22 @@ class FewTokens:
             self._lane, slot_TK.data_ptr(), weight_TK.data_ptr(), *slot_TK.shape, self._address(y_PD),
             out_TD.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
+
+    def sum_within(self, slot_TK: Tensor, weight_TK: Tensor, y_PD: Tensor) -> None:
+        """The same for an exchange within another one, which gives back the sums. slot, weight: as for `put`."""
+        within, threads = self._within, torch.get_num_threads()
+        assert within is not None
+        _, slot, weight = self._brought(y_PD, slot_TK, weight_TK)
+        sums = within.memory[3]
+        _sum(self._lane, slot, weight, *slot_TK.shape, self._address(y_PD), sums, threads)
+        _give_back(within._lane, sums, 0, threads)
+
+    def _brought(self, x_TD: Tensor, slot_TK: Tensor, weight_TK: Tensor) -> tuple[int, int, int]:
+        """Addresses. What has arrived in another exchange has them even if it is nothing now."""
+        within = self._within
+        if within is None:
+            return x_TD.data_ptr(), slot_TK.data_ptr(), weight_TK.data_ptr()
+        return within.memory[1], within.memory[2], within._weight_P.data_ptr()
 
     def _address(self, y_PD: Tensor) -> int:
         """Without rows it has none of its own, but a recorded call will have rows."""

@@ -88,6 +88,7 @@ def _handlers(service: Service, pages: Pages, responses: Responses) -> list[tupl
     post: dict[str, Handler] = {
         "/v1/completions": completions.answer,
         "/v1/chat/completions": chat.answer,
+        "/v1/chat/completions/batch": chat.batch,
         "/invocations": Invocations(service, chat, completions).answer,
         "/v1/responses": responses.answer,
         "/v1/responses/input_tokens": responses.input_tokens,

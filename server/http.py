@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -12,6 +13,7 @@ from server.errors import ApiError
 
 HEADER_SECONDS = 30.0  # a client that has not sent its headers by then is not one
 _EXTENSION = "moesaic.response"
+_OFFER = (b"upgrade", b"connection", b"http2-settings")  # headers that offer another protocol
 
 
 class ResponseWriter:
@@ -48,10 +50,46 @@ def _offer_response_writer(cycle: RequestResponseCycle | None, scope: object) ->
         cycle.scope["extensions"] = {_EXTENSION: {"writer": ResponseWriter(cycle)}}
 
 
+class StayingProtocol(HttpToolsProtocol):
+    """A client may offer another protocol beside its request (Java's offers h2c), which a server need not take. The
+    parser takes all behind such headers for the other protocol: so they are read again without the offer."""
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+            elif self.scope["method"] == "CONNECT":
+                self.send_400_response("CONNECT is not allowed here")
+            else:
+                self._read_again(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _read_again(self, rest: bytes) -> None:
+        """rest: what came behind the headers."""
+        lines = [b"%b %b HTTP/1.1" % (self.scope["method"].encode(), self.url)]
+        lines += [b"%b: %b" % item for item in self.scope["headers"] if item[0] not in _OFFER]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and not self._should_upgrade():
+            self.scope["method"] = self.parser.get_method().decode("ascii")
+        else:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+
 def bounded_protocol(max_header_bytes: int) -> type[asyncio.Protocol]:
     """A protocol class that answers 431 while headers come, before they fill the memory (httptools has no limit)."""
 
-    class BoundedProtocol(HttpToolsProtocol):
+    class BoundedProtocol(StayingProtocol):
         _header_bytes = 0
         _in_headers = False
         _header_timer: asyncio.TimerHandle | None = None

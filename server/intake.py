@@ -19,6 +19,7 @@ from server.api import conversation, messages, responses
 from server.api.conversation import chat_of, predicted_text, render_messages, template_kwargs, text_of
 from server.api.messages import MessagesRequest
 from server.api.openai import (
+    BatchChatRequest,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -39,6 +40,7 @@ Body = TypeVar("Body")
 FORMS: dict[Kind, type[msgspec.Struct]] = {
     "completion": CompletionRequest,
     "chat": ChatRequest,
+    "batch": BatchChatRequest,
     "responses": ResponsesRequest,
     "compact": ResponsesRequest,
     "messages": MessagesRequest,
@@ -48,6 +50,7 @@ ANSWER_FACTOR = 8  # an answer about tokens may have so many times the bytes tha
 _encode = msgspec.json.Encoder().encode
 _completion_decoder = msgspec.json.Decoder(CompletionRequest, strict=False)
 _chat_decoder = msgspec.json.Decoder(ChatRequest, strict=False)
+_batch_decoder = msgspec.json.Decoder(BatchChatRequest, strict=False)
 _responses_decoder = msgspec.json.Decoder(ResponsesRequest, strict=False)
 _messages_decoder = msgspec.json.Decoder(MessagesRequest, strict=False)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest, strict=False)
@@ -106,6 +109,8 @@ class Intake:
             return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
         if kind == "chat":
             return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
+        if kind == "batch":
+            return self._batch(decoded(body, _batch_decoder), vocab_size, serving)
         if kind in ("responses", "compact", "input_tokens"):
             response = decoded(body, _responses_decoder)
             if kind == "compact":
@@ -164,6 +169,27 @@ class Intake:
             named_tool=use.named,
             structured_outputs=self._formats.grammar(use, format, body),
         )
+
+    def _batch(self, body: BatchChatRequest, vocab_size: int, serving: bool) -> Prompts:
+        """One chat request of several prompts, which all have the same format."""
+        asked = {"stream": body.stream, "tools": body.tools, "prediction": body.prediction}
+        asked |= {"prompt_logprobs": body.prompt_logprobs is not None, "n": either(body.n, 1) != 1}
+        for field, unfit in asked.items():
+            if unfit:
+                raise bad_request(f"{field} cannot be had for several conversations", field, "unsupported_parameter")
+        count, limit = len(body.messages), self._config.max_prompts
+        if not 1 <= count <= limit:
+            raise bad_request(f"messages must hold 1 to {limit} conversations, got {count}", "messages")
+        shared = {name: getattr(body, name) for name in ChatRequest.__struct_fields__ if name != "messages"}
+        each = [self._chat(ChatRequest(messages=one, **shared), vocab_size, serving) for one in body.messages]
+        first = each[0]
+        if any(prompts.format != first.format for prompts in each):
+            raise bad_request("messages: the conversations do not end alike", "messages", "unsupported_parameter")
+        if first.token_ids is not None:
+            first.token_ids = [packed for prompts in each for packed in prompts.token_ids or ()]
+            if any(prompts.texts for prompts in each):
+                first.texts = [(prompts.texts or [""])[0] for prompts in each]
+        return first
 
     def _responses(
         self, body: ResponsesRequest, earlier: bytes, vocab_size: int, serving: bool, counts: bool

@@ -14,6 +14,7 @@ from server.admin import RankTable
 from server.api.messages import MessagesRequest
 from server.api.openai import (
     AbortRequest,
+    BatchChatRequest,
     ChatCompletion,
     ChatRequest,
     Completion,
@@ -40,6 +41,7 @@ class Operation(NamedTuple):
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation("Continue a prompt.", CompletionRequest, Completion),
     ("POST", "/v1/chat/completions"): Operation("Continue a conversation.", ChatRequest, ChatCompletion),
+    ("POST", "/v1/chat/completions/batch"): Operation("Continue several.", BatchChatRequest, ChatCompletion),
     ("POST", "/invocations"): Operation("As /v1/chat/completions or /v1/completions, by what the body has."),
     ("POST", "/v1/responses"): Operation("OpenAI's Responses.", ResponsesRequest),
     ("POST", "/v1/responses/input_tokens"): Operation("The tokens of such a request's prompt.", ResponsesRequest),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from rank_threads import together
@@ -20,13 +21,16 @@ ADDRESS = "127.0.0.2"
 _epochs = itertools.count()
 
 
-def on_machines(size: int, act: Callable[[GlooGroup], T], timeout: float = 30.0) -> list[T | PeerLost]:
-    """act(group) on every rank."""
+def on_machines(
+    size: int, act: Callable[[GlooGroup], T], timeout: float = 30.0, places: Sequence[Path | None] = ()
+) -> list[T | PeerLost]:
+    """act(group) on every rank. places: by rank, of its machine; without them each rank is a machine of its own."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     epoch = next(_epochs) + os.getpid()
 
     def run(rank: int) -> T:
-        agreement, group = remote_groups(("127.0.0.1", store.port), ADDRESS, rank, size, timeout, epoch)
+        place = places[rank] if places else None
+        agreement, group = remote_groups(("127.0.0.1", store.port), ADDRESS, rank, size, timeout, epoch, place=place)
         assert isinstance(group, GlooGroup)
         try:
             value = act(group)

@@ -138,7 +138,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
     if start.join and plan.checkpoint and not mapped:
         await_checkpoint(plan.model_path, plan.checkpoint, WEIGHTS_SECONDS, partial(_say_waiting, socket, rank_id))
     phases.end("open")
-    meet = _meet_in(plan, rank_id, places.meetings) if network is None else _meet_at(plan, network, rank_id)
+    meet = _meet(plan, rank_id, places.meetings, network)
     rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store, network)
     progress.finish(rank.ready.bytes_read)
     phases.end("build", {"load": rank.ready.load_seconds})
@@ -227,6 +227,10 @@ def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:
     socket.send(Waiting(rank_id, reason))
 
 
+def _meet(plan: Plan, rank_id: int, place: Path, network: Network | None) -> Meet:
+    return _meet_in(plan, rank_id, place) if network is None else _meet_at(plan, network, rank_id, place)
+
+
 def _meet_in(plan: Plan, own: int, place: Path) -> Meet:
     """Ranks of one machine meet in a file (ep/transport/shm_rendezvous.py)."""
 
@@ -250,13 +254,13 @@ def backend_of(plan: Plan, size: int) -> str:
     return choose("auto", size) if plan.device == "cpu" or size == 1 else "nccl"
 
 
-def _meet_at(plan: Plan, network: Network, rank_id: int) -> Meet:
+def _meet_at(plan: Plan, network: Network, rank_id: int, place: Path) -> Meet:
     """Ranks of several machines meet in the head's store."""
 
     def meet(epoch: int, rank: int, size: int) -> Opening:
         def open_groups(stop: Callable[[], bool]) -> Groups:
             address = network.addresses[rank_id]
-            return Groups(*remote_groups(network.store, address, rank, size, plan.exchange_timeout, epoch, stop))
+            return Groups(*remote_groups(network.store, address, rank, size, plan.exchange_timeout, epoch, stop, place))
 
         return OpeningThread(open_groups)
 

@@ -11,12 +11,15 @@ ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 import dbo.alive as alive
 from ep.protocol import Arrived, Later, Routing
 from ep.recorder import Kind
+from ep.transport.group import GlooGroup
 from ep.transport.links import Links
 from moe_kernels import Layout, TokenBatch, TokenMemory
 from native.exchange import LATE_COMBINE, TOO_MANY, FewTokens, Linked, PeerMemory, can_run
@@ -24,17 +27,18 @@ from native.links import MAX_BOXES
 from native.tape import Late
 
 TOP_K = 16  # choices of a token for which there is place
-_CHOICE_BYTES = 12  # a slot and a weight
+CHOICE_BYTES = 12  # a slot and a weight
 _MOST_BYTES = 1 << 29  # of the rows of all choices of all ranks
 _BOXES = 2  # of a lane
 _LINE = 64  # bytes
 
 
-def most_tokens(links: Links | None, hidden_size: int, dtype: torch.dtype, num_lanes: int) -> int:
+def most_tokens(group: GlooGroup, hidden_size: int, dtype: torch.dtype, num_lanes: int) -> int:
     """Of a rank in one exchange; 0: there can be none."""
-    if links is None or not can_run(dtype, links.size) or links.sockets.num_boxes + _BOXES * num_lanes > MAX_BOXES:
+    links = group.links
+    if links is None or not can_run(dtype, group.size) or links.sockets.num_boxes + _BOXES * num_lanes > MAX_BOXES:
         return 0
-    return _MOST_BYTES // (links.size * TOP_K * hidden_size * dtype.itemsize)
+    return _MOST_BYTES // (group.size * TOP_K * hidden_size * dtype.itemsize)
 
 
 class LinkedAllToAll:
@@ -48,7 +52,7 @@ class LinkedAllToAll:
         self._links = links
         self._first_slot = links.rank * num_slots
         size, row_bytes = links.size, hidden_size * dtype.itemsize
-        token_bytes = most * (row_bytes + TOP_K * _CHOICE_BYTES) + 8
+        token_bytes = most * (row_bytes + TOP_K * CHOICE_BYTES) + 8
         self._memory: list[Tensor] = []  # by rank: what leaves and arrives, and words
         leaving, arriving = (self._by_rank(size, token_bytes) for _ in range(2))
         going, coming = (self._by_rank(size, most * row_bytes) for _ in range(2))
@@ -62,7 +66,7 @@ class LinkedAllToAll:
             )
             for peer in range(size)
         ]
-        self._few = FewTokens(
+        self.few = FewTokens(
             links.rank, num_slots, hidden_size, dtype, peers, most, TOP_K, Linked(links.sockets, first)
         )
 
@@ -75,12 +79,12 @@ class LinkedAllToAll:
     @property
     def recorded_tokens(self) -> int:
         """Up to so many tokens of a rank exchanges can be recorded on a tape."""
-        return self._few.most
+        return self.few.most
 
     @property
-    def key(self) -> int:
-        """What a tape says that stops in an exchange of this lane."""
-        return self._few.key
+    def waits(self) -> dict[int, Callable[[Late], None]]:
+        """What waits where a tape stops in an exchange of this lane, by what the tape then says."""
+        return {self.few.key: self.wait_late}
 
     def wait_late(self, late: Late) -> None:
         """Until an exchange on a tape can go on. PeerLost."""
@@ -94,13 +98,13 @@ class LinkedAllToAll:
         """x_TD and the routing must not change until it has been waited for."""
         x_TD = x_TD.contiguous()
         routing = Routing(routing.slot_TK.contiguous(), routing.weight_TK.contiguous())
-        assert x_TD.shape[0] <= self._few.most and routing.slot_TK.shape[1] <= TOP_K, "few tokens, of few experts each"
-        self._few.put(x_TD, routing.slot_TK, routing.weight_TK)
-        return Later(self._arrive, x_TD, routing)
+        assert x_TD.shape[0] <= self.few.most and routing.slot_TK.shape[1] <= TOP_K, "few tokens, of few experts each"
+        self.few.put(x_TD, routing.slot_TK, routing.weight_TK)
+        return Later(self.arrive, x_TD, routing)
 
     def _wait(self, combine: bool) -> None:
         """Until all ranks' tokens have come, or their results."""
-        few, words_G = self._few, self._words[combine]
+        few, words_G = self.few, self._words[combine]
 
         def missing() -> list[int]:
             words = words_G.tolist()
@@ -109,8 +113,9 @@ class LinkedAllToAll:
 
         self._links.wait(few.returned if combine else lambda: few.dispatched() is not None, missing)
 
-    def _arrive(self, x_TD: Tensor, routing: Routing) -> Arrived:
-        few = self._few
+    def arrive(self, x_TD: Tensor, routing: Routing) -> Arrived:
+        """The second half of a dispatch."""
+        few = self.few
         counts = few.dispatched()
         if counts is None:
             self._wait(False)
@@ -124,13 +129,14 @@ class LinkedAllToAll:
 
     def combine(self, y_PD: Tensor, ticket: object, out_TD: Tensor) -> Later[Tensor]:
         assert isinstance(ticket, Routing) and y_PD.is_contiguous() and out_TD.is_contiguous()
-        self._few.give_back(y_PD, ticket.slot_TK.shape[1])
-        return Later(self._gather, y_PD, ticket, out_TD)
+        self.few.give_back(y_PD, ticket.slot_TK.shape[1])
+        return Later(self.gather, y_PD, ticket, out_TD)
 
-    def _gather(self, y_PD: Tensor, routing: Routing, out_TD: Tensor) -> Tensor:
-        if not self._few.returned():
+    def gather(self, y_PD: Tensor, routing: Routing, out_TD: Tensor) -> Tensor:
+        """The second half of a combine."""
+        if not self.few.returned():
             self._wait(True)
-        self._few.sum(routing.slot_TK, routing.weight_TK, y_PD, out_TD)
+        self.few.sum(routing.slot_TK, routing.weight_TK, y_PD, out_TD)
         return out_TD
 
     def close(self) -> None:

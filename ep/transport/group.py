@@ -25,6 +25,7 @@ import dbo.alive as alive
 from ep.protocol import PeerLost, Pending, Ready
 from ep.transport.joining import LOOPBACK, connect
 from ep.transport.links import Links
+from ep.transport.shm_group import ShmGroup
 
 LARGE_BYTES = 1 << 18  # of the longest message of an exchange (GlooGroup.all_to_all)
 _MAX_TAG = 1 << 30
@@ -102,6 +103,8 @@ class GlooGroup:
         # Told before each exchange whether what carries it is to leave the core to the thread that computes.
         self.background: Callable[[bool], None] | None = None
         self.links: Links | None = None  # connections for few tokens (ep/transport/links.py)
+        # Where every machine has as many ranks: those of this one; links are then to one rank of each other machine.
+        self.machine: ShmGroup | None = None
         self._tag = 0  # of the last exchange with receives posted first
         self._transport: Transport | None = transport
         self._open: set[_Exchange] = set()
@@ -168,6 +171,8 @@ class GlooGroup:
         self._transport = None
         if self.links is not None:
             self.links.close()
+        if self.machine is not None:
+            self.machine.close()
         self._waiter.shutdown(wait=False)
 
     def lost(self, error: RuntimeError) -> PeerLost:

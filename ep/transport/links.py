@@ -34,14 +34,16 @@ class Links:
     def __init__(
         self,
         rank: int,
-        size: int,
+        members: Sequence[int],
         sockets: dict[int, socket.socket],
         timeout: float,
         lost: Callable[[RuntimeError], PeerLost],
     ) -> None:
-        """lost: closes the group, because of that."""
-        self.rank, self.size = rank, size
-        self.sockets = LinkSockets([sockets[peer].fileno() if peer in sockets else -1 for peer in range(size)])
+        """members: of the group, that exchange over these; sockets: by rank of the group. lost: closes the group,
+        because of that."""
+        self.members = members
+        self.rank, self.size = members.index(rank), len(members)
+        self.sockets = LinkSockets([sockets[peer].fileno() if peer in sockets else -1 for peer in members])
         self._lost = lost
         self._open = sockets
         # Not before: until then a descriptor is no other connection's.
@@ -57,13 +59,13 @@ class Links:
             while not arrived():
                 lost, waited = self.sockets.lost, time.monotonic() - began
                 if lost >= 0:
-                    raise self._lost(RuntimeError(f"the connection to rank {lost} is broken"))
+                    raise self._lost(RuntimeError(f"the connection to rank {self.members[lost]} is broken"))
                 if waited > self._timeout:
                     raise self._lost(RuntimeError(f"waited {waited:.1f} s for the others' tokens"))
                 if waited > _SHOWN_SECONDS:
                     shown = True
                     alive.mark()
-                    alive.waits(alive.COMPUTING, began, alive.mask(missing()))
+                    alive.waits(alive.COMPUTING, began, alive.mask(self.members[peer] for peer in missing()))
         finally:
             if shown:
                 alive.goes_on(alive.COMPUTING)

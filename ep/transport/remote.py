@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
+import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from ep.protocol import Pending
 from ep.transport.group import Group, LocalGroup, join_gloo
 from ep.transport.joining import rendezvous
 from ep.transport.links import Links, open_links
+from ep.transport.shm_futex import unsupported
+from ep.transport.shm_group import ShmGroup, shm_group
 
+log = logging.getLogger("moesaic.remote")
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 SILENT_SECONDS = 3  # without an answer of the other machine's kernel
 _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -37,10 +45,13 @@ def remote_groups(
     timeout: float,
     epoch: int = 0,
     stop: Callable[[], bool] | None = None,
+    place: Path | None = None,
 ) -> tuple[Group, Group]:
     """As ep.table.make_groups with gloo, for ranks of several machines.
 
-    store: host and port of the TCPStore; address: of this machine, where the other ranks reach it.
+    store: host and port of the TCPStore; address: of this machine, where the other ranks reach it. place: a directory
+    that exists, where the ranks of this machine find each other (ep/transport/shm_rendezvous.py); None: they exchange
+    as those of different machines do.
     """
     if size == 1:
         return LocalGroup(), LocalGroup()
@@ -54,13 +65,53 @@ def remote_groups(
         experts = join_gloo(meeting, rank, size, timeout, "experts", epoch, address, stop)
         sockets = open_links(meeting, rank, size, experts.all_gather_ints, address, timeout, stop)
         if sockets is not None:
-            experts.links = Links(rank, size, sockets, timeout, experts.lost)
+            experts.machine = machine_group(place, rank, size, experts.all_gather_ints, timeout, epoch, stop)
+            each = 1 if experts.machine is None else experts.machine.size
+            experts.links = Links(rank, range(rank % each, size, each), sockets, timeout, experts.lost)
         watch_connections()
         experts.background = Progress().background
     except BaseException:
         agreement.close()
         raise
     return agreement, experts
+
+
+def machine_group(
+    place: Path | None,
+    rank: int,
+    size: int,
+    gather: Callable[[Sequence[int]], Pending[list[list[int]]]],
+    timeout: float,
+    epoch: int,
+    stop: Callable[[], bool] | None = None,
+) -> ShmGroup | None:
+    """The ranks of this machine, that is with this place, in shared memory; all ranks call this. None on all of them:
+    machines have different numbers of ranks, or one each, or memory cannot be shared."""
+    told = 0 if place is None or unsupported() else _name_of(place)
+    names = [name for (name,) in gather([told]).wait()]
+    each = names.count(names[0])
+    alike = all(names[first : first + each].count(names[first]) == each for first in range(0, size, each))
+    if 0 in names or each == 1 or size == each or not alike or len(set(names)) * each != size:
+        return None
+    assert place is not None
+    group = None
+    try:
+        group = shm_group(place, rank % each, each, timeout, "machine", epoch, stop)
+        group.signals.shown_from = rank // each * each
+    except OSError as error:
+        log.warning("ranks of this machine exchange by its network: %s", error)
+    if all(joined for (joined,) in gather([group is not None]).wait()):
+        return group
+    if group is not None:
+        group.close()
+    return None
+
+
+def _name_of(place: Path) -> int:
+    """Other places, and those of other machines, have other names."""
+    found = place.stat()
+    text = f"{_BOOT.read_text()} {found.st_dev} {found.st_ino}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") + 1
 
 
 def watch_connections() -> None:

@@ -127,6 +127,7 @@ class ShmSignals:
     ) -> None:
         """track: where its waits are shown (dbo/alive.py)."""
         self._rank = rank
+        self.shown_from = 0  # the number by which rank 0 is shown when it is waited for
         self._track = track
         self._size = len(segments)
         self._timeout = timeout
@@ -249,7 +250,7 @@ class ShmSignals:
                     return signal
                 alive.mark()  # this rank gets on; whom it waits for may not
                 missing = self._check(number, word, peers, deadline)
-                alive.waits(self._track, deadline - self._timeout, alive.mask(missing))
+                alive.waits(self._track, deadline - self._timeout, alive.mask(missing) << self.shown_from)
                 nap = min(2 * nap, _LONGEST_NAP)
         finally:
             own[_ASLEEP] = 0

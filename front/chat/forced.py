@@ -16,35 +16,22 @@ from front.chat.values import STRING, kinds_of
 
 Tag = dict[str, Any]
 _DEFINITIONS = ("$defs", "definitions")
-_NO_TAG = r"([^<]|<[^\/])*"  # free text where the tag that ends it cannot be searched for: without "</"
 _SPACES = {"type": "regex", "pattern": r"\n{0,2}"}
 
 
-def forced_calls(
-    functions: Sequence[Mapping[str, Any]], format: OutputFormat, specials: Mapping[str, int], *, required: bool
-) -> Tag:
-    """functions: name, parameters. required: the answer is one call, or several; else text in which calls may stand.
-    specials: the tokenizer's special tokens. ValueError: the format has no such grammar."""
+def forced_calls(functions: Sequence[Mapping[str, Any]], format: OutputFormat, *, required: bool) -> Tag:
+    """functions: name, parameters. required: the answer is one call, or several; else text in which calls may stand."""
     several = format.max_calls != 1
     if format.calls == HARMONY:
         return {"type": "structural_tag", "format": _harmony(functions, required)}
     table = CALLS[format.calls]
-    calls = [_call(function, table, specials) for function in functions]
+    calls = [_call(function, table) for function in functions]
     body = _answer(calls, table, several) if required else _triggered(calls, table, several)
     if format.reasoning in REASONING and format.begins_reasoning is None:
         thinks = REASONING[format.reasoning]
         block = {"type": "tag", "begin": thinks.begin, "content": {"type": "any_text"}, "end": thinks.end}
         body = _sequence({"type": "optional", "content": _sequence(_SPACES, block, _SPACES)}, body)
     return {"type": "structural_tag", "format": body}
-
-
-def can_trigger(format: OutputFormat, specials: Mapping[str, int]) -> bool:
-    """Calls can be made by a grammar where the model chooses: text ends at a tag that is one token, or none at all."""
-    if format.calls == HARMONY:
-        return False
-    table = CALLS[format.calls]
-    trigger = table.section[0] if table.section is not None else table.begin
-    return trigger in specials or not any(special in trigger for special in specials)
 
 
 def _text(value: str) -> Tag:
@@ -142,7 +129,7 @@ def _without(tag: Tag, begin: str) -> Tag:
 # ---- calls --------------------------------------------------------------------------------------------------------
 
 
-def _call(function: Mapping[str, Any], table: CallFormat, specials: Mapping[str, int]) -> Tag:
+def _call(function: Mapping[str, Any], table: CallFormat) -> Tag:
     """A function without parameters takes any object where its format holds one."""
     name, schema = function["name"], function.get("parameters") or {}
     if table.arguments == "named_json":
@@ -156,25 +143,25 @@ def _call(function: Mapping[str, Any], table: CallFormat, specials: Mapping[str,
         fence = ("\n".join(["", table.fence[1]]) if table.fence[1] else "") + table.end
         opened = table.named + (f"{table.fence[0]}\n" if table.fence[0] else "")
         return _sequence(_text(begin), *index, _text(opened), _json(schema), _text(fence))
-    return _parameters(name, schema, table, specials)
+    return _parameters(name, schema, table)
 
 
 def _json(schema: Mapping[str, Any]) -> Tag:
     return {"type": "json_schema", "json_schema": {"type": "object", **schema}}
 
 
-def _parameters(name: str, schema: Mapping[str, Any], table: CallFormat, specials: Mapping[str, int]) -> Tag:
+def _parameters(name: str, schema: Mapping[str, Any], table: CallFormat) -> Tag:
     """In the order of the schema."""
     properties = schema.get("properties")
     required = schema.get("required")
     elements = [_text(f"{table.begin}{name}{table.named or ''}\n")]
     for key, own in (properties if isinstance(properties, Mapping) else {}).items():
-        one = _parameter(key, own, schema, table, specials)
+        one = _parameter(key, own, schema, table)
         elements.append(one if isinstance(required, list) and key in required else _optional(one))
     return _sequence(*elements, _text(table.end))
 
 
-def _parameter(key: str, own: object, schema: Mapping[str, Any], table: CallFormat, specials: Mapping[str, int]) -> Tag:
+def _parameter(key: str, own: object, schema: Mapping[str, Any], table: CallFormat) -> Tag:
     kinds = kinds_of(schema, key)
     is_text = not kinds or "string" in kinds
     begin = f"{table.key_begin}{key}"
@@ -192,8 +179,6 @@ def _parameter(key: str, own: object, schema: Mapping[str, Any], table: CallForm
         }
     elif kinds == STRING and isinstance(choices, list) and choices:
         value = _either([_text(str(choice)) for choice in choices])
-    elif any(token in end and token != end for token in specials):
-        value = {"type": "regex", "pattern": _NO_TAG}
     else:
         return _sequence(
             {"type": "tag", "begin": begin + line, "content": {"type": "any_text"}, "end": end}, _text("\n")
@@ -202,9 +187,7 @@ def _parameter(key: str, own: object, schema: Mapping[str, Any], table: CallForm
 
 
 def _harmony(functions: Sequence[Mapping[str, Any]], required: bool) -> Tag:
-    """Reasoning, and one call: the token that ends it ends the answer."""
-    if not required:
-        raise ValueError("calls of gpt-oss can be forced where one is required, not where the model may choose")
+    """Reasoning and preambles, and one call: the token that ends it ends the answer."""
     calls = [
         _sequence(
             _text(f"<|channel|>commentary to=functions.{function['name']} <|constrain|>json<|message|>"),
@@ -212,10 +195,11 @@ def _harmony(functions: Sequence[Mapping[str, Any]], required: bool) -> Tag:
         )
         for function in functions
     ]
-    thinks = {
-        "type": "tag",
-        "begin": "<|channel|>analysis<|message|>",
-        "content": {"type": "any_text"},
-        "end": "<|end|>",
-    }
-    return _sequence(_optional(_sequence(thinks, _text("<|start|>assistant"))), _either(calls))
+    if not required:
+        calls.append(_sequence(_text("<|channel|>final<|message|>"), {"type": "any_text"}))
+    before = [
+        {"type": "tag", "begin": f"<|channel|>{channel}<|message|>", "content": {"type": "any_text"}, "end": "<|end|>"}
+        for channel in (["analysis"] if required else ["analysis", "commentary"])
+    ]
+    said = _sequence(_either(before), _text("<|start|>assistant"))
+    return _sequence(_optional(said) if required else {"type": "star", "content": said}, _either(calls))

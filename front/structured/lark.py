@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 # Between the tokens of JSON: a line and its indentation. Longer runs are refused, or a model could go on with spaces
 # for ever.
 WHITESPACE = r"[ \t]{1,40}|\r?\n[ \t]{0,40}"
-TEXT = r"/(.|\n)*/"
+ANY_TEXT = r"(.|\n)*"
+TEXT = f"/{ANY_TEXT}/"
 
 
 class Specials(Protocol):

@@ -9,13 +9,14 @@ text is free until a trigger has come, and then one of the tags that begin with 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from front.messages import StructuredOutputsParams
-from front.structured.lark import TEXT, JsonStyle, Specials, json_rule, literal, regex_rule
+from front.structured.lark import ANY_TEXT, TEXT, JsonStyle, Specials, json_rule, literal, regex_rule
 
 MAX_DEPTH = 32  # of formats
 MAX_TAGS = 512
@@ -139,8 +140,10 @@ class _Writer:
         special = self._tokenizer.special_tokens
         if end in special:
             return f"{self._named(TEXT)} {self._literal(end)}"
-        if any(name in end for name in special):
-            raise ValueError(f"{end!r} holds a special token and text; free text ends at one of the two")
+        begins = [end.index(name) for name in special if name in end]
+        if begins:  # the token ends a text that ends with what stands before it
+            before = end[: min(begins)]
+            return f"{self._named(regex_rule(ANY_TEXT + re.escape(before)))} {self._literal(end[len(before) :])}"
         return self._named(f"{TEXT} {self._literal(end)}", lazy=True)
 
     def _triggered(self, form: Mapping[str, Any], depth: int) -> str:

@@ -37,7 +37,7 @@ struct ExchangeState {
 struct ExchangeLane {
   int64_t rank, size, slots, dim, x_type;
   int64_t most;     // tokens of a rank for which there is room
-  int64_t spin_ns;  // for which words are looked at before that is the caller's business
+  int64_t spin_ns;  // for which words are looked at before that is the caller's business, where others want the core
   const ExchangePeer *peers;  // [size], this rank's own unused
   ExchangeState *state;
   uint8_t *all_x;     // tokens of all ranks, one after another [most * size, dim]
@@ -46,11 +46,15 @@ struct ExchangeLane {
   Links *links;   // null: ranks map each other's memory
   int64_t box;    // of the peers' tokens; the next one is of their results
   uint8_t *own;   // with links: sums of this rank's tokens over the slots here [most, dim]
+  int64_t base;   // the first slot of rank 0; what is not of a slot of these ranks counts nothing
+  const int64_t *given;  // where it is said how many tokens this rank brings; null: the calls say it
 };
 
 // Why a recorded exchange stops: it waits for the others' tokens, or for their results; one of them has sent too many tokens.
 enum { LATE_DISPATCH = 0, LATE_COMBINE = 1, TOO_MANY = 2 };
 enum { SLEEP_NS = 20000000 };  // with links: of a wait, before it is the caller's business
+// Without: how long one waits at most on a core that no other thread wants, and how long it takes to give it away if one does.
+enum { ALONE_NS = 2000000, SHARED_NS = 10000 };
 
 static int64_t row_bytes(const ExchangeLane *lane) { return lane->dim * (lane->x_type == ROWS_F32 ? 4 : 2); }
 
@@ -71,7 +75,7 @@ static int64_t now_ns(void) {
 }
 
 static bool goes(const ExchangeLane *lane, int64_t peer, const int64_t *slot, int64_t k) {
-  uint64_t first = peer * lane->slots;
+  uint64_t first = lane->base + peer * lane->slots;
   for (int64_t i = 0; i < k; i++)
     if ((uint64_t)slot[i] - first < (uint64_t)lane->slots) return true;
   return false;
@@ -96,6 +100,7 @@ static void send_tokens(const ExchangeLane *lane, int64_t peer, const uint8_t *x
 NATIVE_API void exchange_put(const ExchangeLane *lane, const void *x, const void *slot, const void *weight, int64_t rows, int64_t k) {
   tape_note(exchange_put, lane, x, slot, weight, rows, k);
   int64_t number = ++lane->state->number;
+  if (lane->given) rows = *lane->given;
   lane->state->counts[lane->rank] = rows;
   for (int64_t peer = 0; peer < lane->size; peer++) {
     if (peer == lane->rank) continue;
@@ -144,12 +149,13 @@ static void await_links(const ExchangeLane *lane, int combine) {
   links_waited(lane->links, waited);
 }
 
-// Looks at the words of all peers until they have reached this exchange, giving the core away in between; after spin_ns without success
-// that is `late`, and a tape that is played stops. Then the caller waits, and calls it again.
+// Looks at the words of all peers until they have reached this exchange, giving the core away in between; after a while without success
+// that is `late`, and a tape that is played stops. Then the caller waits, and calls it again. Who has a core to itself looks for longer: to
+// be woken takes about as long as the experts of a layer do.
 NATIVE_API void exchange_await(const ExchangeLane *lane, int combine) {
   tape_note(exchange_await, lane, combine);
   ExchangeState *state = lane->state;
-  int64_t end = 0;
+  int64_t began = 0, last = 0, most = ALONE_NS;
   state->late = 0;
   if (lane->links) return await_links(lane, combine);
   for (int64_t peer = 0; peer < lane->size; peer++) {
@@ -158,8 +164,10 @@ NATIVE_API void exchange_await(const ExchangeLane *lane, int combine) {
     int64_t signal;
     while (behind(signal = __atomic_load_n(word, __ATOMIC_ACQUIRE), state)) {
       int64_t now = now_ns();
-      if (end == 0) end = now + lane->spin_ns;
-      if (now > end) {
+      if (!began) began = last = now;
+      if (now - last > SHARED_NS) most = lane->spin_ns;
+      last = now;
+      if (now - began > most) {
         state->late = 1;
         tape_stop(state, combine ? LATE_COMBINE : LATE_DISPATCH);
         return;
@@ -174,7 +182,7 @@ NATIVE_API void exchange_await(const ExchangeLane *lane, int combine) {
 NATIVE_API void exchange_join(const ExchangeLane *lane, const void *x, const int64_t *slot, const float *weight, int64_t k) {
   tape_note(exchange_join, lane, x, slot, weight, k);
   ExchangeState *state = lane->state;
-  uint64_t first = lane->rank * lane->slots;
+  uint64_t first = lane->base + lane->rank * lane->slots;
   int64_t arrived = 0;
   for (int64_t peer = 0; peer < lane->size; peer++)
     if (state->counts[peer] > lane->most) return tape_stop(state, TOO_MANY);
@@ -197,7 +205,7 @@ NATIVE_API void exchange_join(const ExchangeLane *lane, const void *x, const int
 static void send_sums(const ExchangeLane *lane, const uint8_t *y, int64_t k, int threads) {
   const ExchangeState *state = lane->state;
   const int64_t all = state->arrived, bytes = row_bytes(lane);
-  const uint64_t first_slot = lane->rank * lane->slots;
+  const uint64_t first_slot = lane->base + lane->rank * lane->slots;
   const void **row = (const void **)scratch(all * k * (sizeof(void *) + sizeof(float)) + (all + 1) * sizeof(int64_t));
   int64_t *first = (int64_t *)(row + all * k);
   float *weight = (float *)(first + all + 1);
@@ -223,11 +231,24 @@ static void send_sums(const ExchangeLane *lane, const uint8_t *y, int64_t k, int
   weigh_bags((int)lane->x_type, row, weight, first + own, lane->own, state->counts[lane->rank], lane->dim, threads);
 }
 
-// y: the rows of the choices that are here, of all ranks' tokens in order; each token has k choices.
+// Sums that another exchange has made: y [arrived, dim].
+static void pass_sums(const ExchangeLane *lane, const uint8_t *y) {
+  const ExchangeState *state = lane->state;
+  for (int64_t peer = 0; peer < lane->size; peer++) {
+    int64_t count = state->counts[peer], bytes = count * row_bytes(lane);
+    bool own = peer == lane->rank;
+    uint8_t *to = own ? lane->own : lane->peers[peer].going;
+    memcpy(to, y, bytes);
+    if (!own) links_send(lane->links, peer, lane->box + 1, to, bytes, state->number & 0xFFFFFFFF);
+    y += bytes;
+  }
+}
+
+// y: the rows of the choices that are here, of all ranks' tokens in order; each token has k choices. k 0, with links: a row per token.
 NATIVE_API void exchange_give_back(const ExchangeLane *lane, const uint8_t *y, int64_t k, int threads) {
   tape_note(exchange_give_back, lane, y, k, threads);
   const ExchangeState *state = lane->state;
-  if (lane->links) return send_sums(lane, y, k, threads);
+  if (lane->links) return k ? send_sums(lane, y, k, threads) : pass_sums(lane, y);
   for (int64_t peer = 0; peer < lane->size; peer++) {
     const ExchangePeer *at = lane->peers + peer;
     if (peer != lane->rank) {
@@ -263,11 +284,27 @@ static void add_sums(const ExchangeLane *lane, const int64_t *slot, int64_t toke
 NATIVE_API void exchange_sum(const ExchangeLane *lane, const int64_t *slot, const float *weight, int64_t tokens, int64_t k, const uint8_t *y, void *out,
                              int threads) {
   tape_note(exchange_sum, lane, slot, weight, tokens, k, y, out, threads);
+  if (lane->given) tokens = *lane->given;
   if (lane->links) return add_sums(lane, slot, tokens, k, out, threads);
-  const void *parts[EXCHANGE_RANKS];
-  for (int64_t peer = 0; peer < lane->rank; peer++) y += lane->state->rows[peer] * row_bytes(lane);
-  for (int64_t peer = 0; peer < lane->size; peer++) parts[peer] = peer == lane->rank ? y : lane->peers[peer].coming;
-  weigh_rows((int)lane->x_type, slot, weight, lane->slots, parts, lane->size, out, tokens, k, lane->dim, threads);
+  const int64_t bytes = row_bytes(lane);
+  const uint8_t *next[EXCHANGE_RANKS];
+  for (int64_t peer = 0; peer < lane->rank; peer++) y += lane->state->rows[peer] * bytes;
+  for (int64_t peer = 0; peer < lane->size; peer++) next[peer] = peer == lane->rank ? y : lane->peers[peer].coming;
+  const void **row = (const void **)scratch(tokens * k * (sizeof(void *) + sizeof(float)) + (tokens + 1) * sizeof(int64_t));
+  int64_t *first = (int64_t *)(row + tokens * k);
+  float *shares = (float *)(first + tokens + 1);
+  int64_t rows = 0;
+  for (int64_t t = 0; t < tokens; t++) {
+    first[t] = rows;
+    for (int64_t i = t * k; i < (t + 1) * k; i++) {
+      uint64_t at = slot[i] - lane->base;
+      if (at >= (uint64_t)(lane->size * lane->slots)) continue;
+      const uint8_t *&from = next[at / lane->slots];
+      row[rows] = from, shares[rows++] = weight[i], from += bytes;
+    }
+  }
+  first[tokens] = rows;
+  weigh_bags((int)lane->x_type, row, shares, first, out, tokens, lane->dim, threads);
 }
 
 // What ctypes passes to exchange_slots: where the replicas of each expert are (ep/place.py).

@@ -58,22 +58,22 @@ void test_sampling(int logit_type, int64_t rows, int64_t tokens, int threads) {
   std::vector<int64_t> random, top_k, position, has, start, ids, token(rows, -1);
   std::vector<float> temperature, top_p, min_p, value, penalty;
   std::vector<uint64_t> key;
+  std::vector<uint32_t> mask((tokens + 31) / 32, 0x5a5a5a5b);
+  std::vector<int64_t> mask_of;
   for (int64_t r = 0; r < rows; r++) {
+    mask_of.push_back(r % 6 == 1 ? 0 : -1);
     random.push_back(r % 7 != 3), top_k.push_back(r % 3 ? 0 : 1 + r % tokens), position.push_back(r), has.push_back(r % 5 == 4);
     temperature.push_back(.1f + r % 4), top_p.push_back(r % 2 ? 1 : .7f), min_p.push_back(r % 11 == 5 ? .2f : 0), key.push_back(r * 0x123456789u);
     start.push_back(ids.size());
     for (int64_t i = r % 4; r % 5 > 2 && i < tokens; i += 3) ids.push_back(i), value.push_back(number());
   }
   start.push_back(ids.size());
-  std::vector<uint32_t> masks((tokens + 31) / 32, 0xdb6db6dbu);  // no longer than the tokens need
-  std::vector<int64_t> mask_of;
-  for (int64_t r = 0; r < rows; r++) mask_of.push_back(r % 3 ? -1 : 0);
   for (size_t i = 0; i < 4 * ids.size(); i++) penalty.push_back(1 + fabsf(number()));
   for (bool edits : {false, true}) {
     auto some = [&](const int64_t *array) { return edits ? array : nullptr; };
     SampleCall call = {logit_type, rows, tokens, tokens, logits.bytes.data(), random.data(), temperature.data(), top_p.data(), min_p.data(), top_k.data(),
-                       key.data(), position.data(), some(mask_of.data()), masks.data(), some(has.data()), some(start.data()), ids.data(), nullptr, nullptr, some(start.data()), ids.data(),
-                       value.data(), some(start.data()), ids.data(), penalty.data(), (int64_t)ids.size(), (int64_t)masks.size(), token.data()};
+                       key.data(), position.data(), mask_of.data(), mask.data(), some(has.data()), some(start.data()), ids.data(), nullptr, nullptr, some(start.data()), ids.data(),
+                       value.data(), some(start.data()), ids.data(), penalty.data(), (int64_t)ids.size(), (int64_t)mask.size(), token.data()};
     for (int forbids : {0, 1}) {
       call.forbidden_start = forbids ? some(start.data()) : nullptr, call.forbidden = ids.data();
       sampling_rows(&call, threads);

@@ -27,6 +27,7 @@ from server.api.openai import (
 from server.api.params import either, sampling_params
 from server.logs import Record
 from server.service import Service
+from server.taken import GeneratingKind
 
 CONTENT = b'{"content":'
 NAMES = {"logprobs": "top_logprobs", "prompt": "messages"}  # the engine's names of what a chat request calls otherwise
@@ -37,7 +38,14 @@ class ChatCompletions:
         self._service = service
 
     async def answer(self, request: Request) -> Response:
-        taken = await take(self._service, request, "chat", ChatRequest)
+        return await self._answer(request, "chat")
+
+    async def batch(self, request: Request) -> Response:
+        """vLLM's /v1/chat/completions/batch: a choice for each conversation."""
+        return await self._answer(request, "batch")
+
+    async def _answer(self, request: Request, kind: GeneratingKind) -> Response:
+        taken = await take(self._service, request, kind, ChatRequest)
         names = NAMES
         if taken.body.max_completion_tokens is not None:
             names = {**NAMES, "max_tokens": "max_completion_tokens"}
@@ -181,7 +189,7 @@ class ChatWriter(ChunkWriter):
             choices=[self._choice(choice) for choice in choices],
             usage=total,
         )
-        if job.return_token_ids:
+        if job.return_token_ids and len(job.prompts) == 1:
             result.prompt_token_ids = job.prompts[0].token_ids
         if job.prompt_logprobs:
             result.prompt_logprobs = prompt_logprobs(prompts[0].logprobs or [])
@@ -204,7 +212,7 @@ class ChatWriter(ChunkWriter):
         """content is null where an answer is calls, or reasoning, and nothing else; "" where the request named the
         function, as vLLM has it."""
         job, message = self._job, choice.message
-        text = (job.echo[0] if job.echo is not None else "") + "".join(choice.texts)
+        text = (job.echo[choice.index // job.n] if job.echo is not None else "") + "".join(choice.texts)
         shown = text or job.named_tool or not (message.calls or message.reasoning)
         result = AnswerMessage(content=text if shown else None)
         if message.reasoning and job.reasoning:

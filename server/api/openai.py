@@ -164,6 +164,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template: str | None = None
 
 
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """vLLM's: a list of conversations, and one choice for each."""
+
+    messages: list[list[ChatMessage]]  # type: ignore[assignment]
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """`prompt` or `messages`, the latter with what else becomes part of a chat request's prompt. add_special_tokens:
     true for a prompt, false for messages."""

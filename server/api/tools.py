@@ -10,7 +10,7 @@ import msgspec
 
 from configs.server import ServerConfig
 from front.chat.families import HARMONY, chosen_families
-from front.chat.forced import can_trigger, forced_calls
+from front.chat.forced import forced_calls
 from front.chat.format import OutputFormat, output_format
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
@@ -75,7 +75,7 @@ class OutputFormats:
 
     def grammar(self, use: ToolUse, format: OutputFormat | None, body: ChatRequest) -> StructuredOutputsParams | None:
         """What holds the calls, and the answer that the request wants where the model calls nothing. None: it is not
-        needed, or the format has none. ApiError 400."""
+        needed. ApiError 400."""
         answer, field = asked_for(body)
         if use.named and field not in ("", "response_format"):  # a format is of an answer, which need not come
             raise bad_request(f"{field} and tool_choice each say what the output must be; one may", field)
@@ -89,23 +89,16 @@ class OutputFormats:
 
     def _forced(
         self, use: ToolUse, format: OutputFormat, answer: StructuredOutputsParams | None
-    ) -> StructuredOutputsParams | None:
+    ) -> StructuredOutputsParams:
         """Arguments are what the schemas say. Where the grammar cannot hold all of them, those that are not strict are
-        any objects. None: the model may choose, in a format whose calls have no grammar then. ApiError 400."""
-        if (
-            answer is None
-            and use.mode == "auto"
-            and not use.limited
-            and not can_trigger(format, self._tokenizer.special_tokens)
-        ):
-            return None
+        any objects. ApiError 400."""
         after = after_reasoning(format, self._tokenizer)
         loose = [function if function.get("strict") else _loose(function) for function in use.callable]
         message = ""
         for functions in (list(use.callable), loose):
             try:
                 required = use.mode == "required" or answer is not None
-                tag = forced_calls(functions, format, self._tokenizer.special_tokens, required=required)
+                tag = forced_calls(functions, format, required=required)
                 params = StructuredOutputsParams(structural_tag=tag, whitespace_pattern=WHITESPACE)
                 if answer is not None:
                     params = either_of(tag, answer)

@@ -89,7 +89,7 @@ def _forced_call() -> Grammar:
     schema = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^([a-z]+ ){60}$"}}}
     functions = [{"name": "tell", "parameters": {**schema, "required": ["text"], "additionalProperties": False}}]
     tokenizer = Tokenizer(CHECKPOINT)
-    tag = forced_calls(functions, TOOLS, tokenizer.special_tokens, required=True)
+    tag = forced_calls(functions, TOOLS, required=True)
     return checked_grammar(StructuredOutputsParams(structural_tag=tag), tokenizer)
 
 

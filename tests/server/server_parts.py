@@ -42,6 +42,7 @@ from front.messages import (
 )
 from front.text import Tokenizer
 from server.app import build_app
+from server.process import HttpServer, http_config, listen
 from server.service import Service
 from server.tracing import Traces
 
@@ -353,6 +354,19 @@ async def server(
     clock.cancel()
     service.close()
     await engine.close()
+
+
+@contextlib.asynccontextmanager
+async def listening(s: Server) -> AsyncIterator[str]:
+    """A real connection's way to it: the address of its WebSocket."""
+    listener = listen("127.0.0.1", 0)
+    http = HttpServer(http_config(s.app, s.service.config))
+    task = asyncio.create_task(http.serve(sockets=[listener]))
+    try:
+        yield f"ws://127.0.0.1:{listener.getsockname()[1]}/v1/responses"
+    finally:
+        http.should_exit = True
+        await task
 
 
 async def until(condition: Any, what: str, timeout: float = 5.0) -> Any:

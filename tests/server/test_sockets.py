@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,30 +11,16 @@ import websockets
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from refused import error_of
-from server_parts import MODEL, STORY, Server, last_prompt, server, until
+from server_parts import MODEL, STORY, last_prompt, listening, server, until
 from websockets.asyncio.client import ClientConnection, connect
 
 from configs.server import ServerConfig
 from server import sockets
 from server.middleware import digest
-from server.process import HttpServer, http_config, listen
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ENDS = ("error", "response.completed", "response.incomplete", "response.failed")
 OUTPUT = [{"type": "function_call_output", "call_id": "call_1", "output": "x"}]
-
-
-@contextlib.asynccontextmanager
-async def listening(s: Server) -> AsyncIterator[str]:
-    """The address of the WebSocket."""
-    listener = listen("127.0.0.1", 0)
-    http = HttpServer(http_config(s.app, s.service.config))
-    task = asyncio.create_task(http.serve(sockets=[listener]))
-    try:
-        yield f"ws://127.0.0.1:{listener.getsockname()[1]}{sockets.PATH}"
-    finally:
-        http.should_exit = True
-        await task
 
 
 async def turn(client: ClientConnection, **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from server_parts import MODEL, last_prompt, server
+from server_parts import MODEL, last_prompt, server, small_tokenizer
 
 from configs.server import ServerConfig
 from front.messages import AddRequest
@@ -107,5 +107,32 @@ def test_named_alternatives_and_the_token_that_was_drawn() -> None:
             asked = {"logprobs": True, "logprob_token_ids": [5, 6], "return_tokens_as_token_ids": True, "max_tokens": 1}
             (entry,) = (await s.chat(**asked))["choices"][0]["logprobs"]["content"]
             assert entry["token"] in [top["token"] for top in entry["top_logprobs"]]
+
+    asyncio.run(run())
+
+
+def test_several_conversations_at_once() -> None:
+    async def run() -> None:
+        async with server() as s:
+            talks = [[{"role": "user", "content": text}] for text in ("Hello", "Bye")]
+            talks[1].append({"role": "assistant", "content": "So"})
+            path = "/v1/chat/completions/batch"
+            goes_on = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}
+            body = {"messages": [talks[1], talks[1]], "max_tokens": 2, "logprobs": True, "return_token_ids": True}
+            answer = (await s.post(path, {**body, **goes_on})).json()
+            assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+            for choice in answer["choices"]:
+                assert choice["message"]["content"].startswith("So") and len(choice["token_ids"]) == 2
+            assert answer["usage"]["completion_tokens"] == 4
+            await s.post(path, {"messages": talks, "max_tokens": 1})
+            sent = [message.token_ids for message in s.ranks.sent if isinstance(message, AddRequest)][-2:]
+            told = {small_tokenizer().decode(token_ids) for token_ids in sent}
+            assert told == {"user: Hello\nassistant:", "user: Bye\nassistant: So\nassistant:"}
+            for field, value in (
+                ("stream", True), ("n", 2), ("tools", [{"type": "function", "function": {"name": "f"}}]),
+                ("prompt_logprobs", 1), ("messages", []), ("messages", [[]]), ("messages", talks[0]),
+            ):  # fmt: skip
+                refused = await s.post(path, {"messages": talks, field: value})
+                assert refused.status_code == 400 and refused.json()["error"]["param"].startswith(field), refused.text
 
     asyncio.run(run())

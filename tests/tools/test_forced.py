@@ -12,7 +12,7 @@ import pytest
 from tool_formats import RENDERED, harmony, hermes
 
 from front.chat.families import HARMONY
-from front.chat.forced import can_trigger, forced_calls
+from front.chat.forced import forced_calls
 from front.chat.format import OutputFormat
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
@@ -38,7 +38,7 @@ VOCABULARY = grammar_tokenizer(TOKENIZER, TOKENIZER.vocab_size)
 def accepts(family: str, text: str, *, required: bool, **format: Any) -> bool:
     """As a whole answer."""
     found = OutputFormat(calls=family, **format)
-    tag = forced_calls([FUNCTION, OTHER], found, TOKENIZER.special_tokens, required=required)
+    tag = forced_calls([FUNCTION, OTHER], found, required=required)
     grammar = checked_grammar(StructuredOutputsParams(structural_tag=tag), TOKENIZER)
     matcher = llguidance.LLMatcher(VOCABULARY, grammar.text)
     ids = TOKENIZER.encode(text, add_special_tokens=False)
@@ -83,17 +83,38 @@ def test_reasoning_may_stand_before_forced_calls() -> None:
 
 def test_gpt_oss() -> None:
     text = harmony([("f", {"text": "x"})]).removeprefix("<|start|>assistant").removesuffix("<|call|>")
-    assert accepts(HARMONY, text, required=True)
-    assert not accepts(HARMONY, "<|channel|>final<|message|>x", required=True)
-    with pytest.raises(ValueError, match="gpt-oss"):
-        accepts(HARMONY, text, required=False)
+    wrong = harmony([("f", {"number": 3})]).removeprefix("<|start|>assistant").removesuffix("<|call|>")
+    final = "<|channel|>final<|message|>x, f(3)"
+    thinks, says = (
+        f"<|channel|>{channel}<|message|>hm<|end|><|start|>assistant" for channel in ("analysis", "commentary")
+    )
+    for before in ("", thinks):
+        assert accepts(HARMONY, before + text, required=True)
+        assert not accepts(HARMONY, before + final, required=True)
+    for before in ("", thinks, thinks + says, says):
+        assert accepts(HARMONY, before + text, required=False)
+        assert accepts(HARMONY, before + final, required=False)
+        assert not accepts(HARMONY, before + wrong, required=False)
 
 
-def test_tags_of_which_a_part_is_a_special_token() -> None:
-    """As DeepSeek-V3.2's tokenizer may have it; then strings hold no `</`."""
-    specials = {"｜DSML｜": 7}
-    tag = forced_calls([FUNCTION], OutputFormat(calls="deepseek_v32"), specials, required=True)
-    assert "[^<]" in json.dumps(tag) and "any_text" not in json.dumps(tag)
-    assert not can_trigger(OutputFormat(calls="deepseek_v32"), specials)
-    assert can_trigger(OutputFormat(calls="kimi_k2"), {"<|tool_calls_section_begin|>": 3})
-    assert not can_trigger(OutputFormat(calls=HARMONY), {})
+@pytest.mark.parametrize("required", [False, True])
+def test_tags_of_which_a_part_is_a_special_token(required: bool) -> None:
+    """As DeepSeek-V3.2's tokenizer may have it: text ends with what stands before the token, then comes the token."""
+    special = next(name for name, token in TOKENIZER.special_tokens.items() if token not in TOKENIZER.eos_token_ids)
+
+    def taken(answer: str) -> bool:
+        tag = forced_calls([FUNCTION, OTHER], OutputFormat(calls="deepseek_v32"), required=required)
+        own = json.loads(json.dumps(tag, ensure_ascii=False).replace("｜DSML｜", special))
+        grammar = checked_grammar(StructuredOutputsParams(structural_tag=own), TOKENIZER)
+        matcher = llguidance.LLMatcher(VOCABULARY, grammar.text)
+        ids = TOKENIZER.encode(answer.replace("｜DSML｜", special), add_special_tokens=False)
+        count = matcher.try_consume_tokens(ids)
+        assert not matcher.get_error(), matcher.get_error()
+        return count == len(ids) and matcher.is_accepting()
+
+    render = RENDERED["deepseek_v32"][1]
+    one = render([("f", {"text": 'a "b" < c </ d', "number": 5, "kind": "b"})])
+    assert taken(one) and taken(render([("f", {"text": "x"}), ("other", {})]))
+    assert not taken(render([("f", {"number": 3})])) and not taken(one.replace(">5<", ">five<"))
+    assert taken("No call, a < b.") != required
+    assert taken("I look it up. <" + one) != required

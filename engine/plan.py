@@ -274,6 +274,7 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     """Weights are counted from the headers of the safetensors files: their own sizes, nothing estimated; those of
     fewer bits as wide as they are at load, unless they are kept (configs/resolve.py)."""
     total = experts = fp8_experts = 0
+    whole = f"model.layers.{facts.num_layers}." if getattr(facts, "whole_drafts", False) else None
     halves = ""
     by_dtype: dict[str, int] = {}
     if (path / GGUF_INDEX).is_file() and facts.num_experts:
@@ -285,11 +286,13 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
                 continue
             size *= _widening(known, dtype)
             total += size
-            experts += size if ".mlp.experts." in known else 0
-            fp8_experts += size if ".mlp.experts." in known and dtype == "F8_E4M3" else 0
-            if ".mlp.experts." in known and known.endswith(("_packed", "_blocks", ".qweight")):
-                halves = "mxfp4" if known.endswith("_blocks") else "int4"
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
+            if ".mlp.experts." not in known or (whole is not None and known.startswith(whole)):
+                continue  # all ranks have such weights
+            experts += size
+            fp8_experts += size if dtype == "F8_E4M3" else 0
+            if known.endswith(("_packed", "_blocks", ".qweight")):
+                halves = "mxfp4" if known.endswith("_blocks") else "int4"
     if not by_dtype:
         raise ValueError(f"{path}: no *.safetensors or *.gguf file with tensors in it")
     common = max(by_dtype, key=lambda dtype: by_dtype[dtype])

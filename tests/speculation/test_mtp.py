@@ -28,7 +28,10 @@ from configs.engine import EngineConfig
 from configs.speculation import SpeculativeConfig
 from engine.build import build_rank
 from engine.plan import make_plan as plan_of
+from engine.plan import model_numbers
 from engine.rank import Rank
+from models.facts import with_drafts
+from models.registry import read_config
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.speculation
@@ -320,3 +323,12 @@ def test_kills_at_any_moment(tmp_path_factory: pytest.TempPathFactory, make: Cal
         assert cluster.released == expected
 
     endure()
+
+
+def test_experts_of_the_whole_layer_count_on_every_rank() -> None:
+    """In the plan of memory: those of a layer that is spread are shared by the ranks."""
+    facts = read_config(CHECKPOINT)
+    spread, whole = (model_numbers(CHECKPOINT, "tiny", with_drafts(facts, whole)) for whole in (False, True))
+    layer = 3 * facts.num_experts * facts.moe_intermediate_size * facts.hidden_size * 2  # bytes in bfloat16
+    assert spread.weight_bytes == whole.weight_bytes
+    assert spread.expert_bytes - whole.expert_bytes == layer == whole.expert_bytes // facts.num_moe_layers

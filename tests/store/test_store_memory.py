@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from store.memory import Store, StoreError, await_parts, complete_key, make_store
+from store.memory import HEADER_BYTES, Store, StoreError, await_parts, complete_key, make_store
 
 pytestmark = pytest.mark.store
 
@@ -105,6 +105,21 @@ def test_a_killed_process_gives_its_claim_up(file: int) -> None:
     store.finish()
     assert store.read(store.offset(0), 5) == b"first"
     store.close()
+
+
+def test_a_rank_that_ends_before_it_counts_what_it_has_filled(file: int) -> None:
+    """Parts are marked as full one by one, and counted in the header after that."""
+    one, other = open_store(file), open_store(file)
+    one.begin(1)
+    other.begin(1)
+    assert one.claim(0)
+    one.write(one.room(0, 5), b"first")
+    os.pwrite(file, b"\x01", HEADER_BYTES + 8)  # all that `fill` has come to
+    one.close()
+    assert other.full_parts() == b"\x01" and not complete_key(file)
+    other.finish()
+    assert complete_key(file) == "key" and other.read(other.offset(0), 5) == b"first"
+    other.close()
 
 
 def test_nobody_writes_to_a_full_store(file: int) -> None:

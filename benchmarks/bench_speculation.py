@@ -25,6 +25,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from quiet import await_rest
 from server_process import Server
 
 PROMPTS = [
@@ -38,6 +39,7 @@ STORY = (
     "door of the village, but none of them opened. At last Tom saw a little box under the old bridge. The key fitted, and in the box "
     "Tom found a letter from his grandfather."
 )
+REST_CORES, REST_SECONDS = 0.3, 20.0
 NAMES = ("Max", "Sam", "Ben", "Leo", "Jack", "Peter", "Paul", "Mark")
 METHODS = {"editing": "ngram", "edited": "prediction"}  # of cases that are not called as they are
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -148,6 +150,7 @@ def main() -> None:
             config |= {"num_speculative_tokens": options.drafts, "adaptive": False}
         drafting = Server([*model, "--speculative-config", json.dumps(config)])
         drafting.wait_ready()
+        await_rest(REST_CORES, REST_SECONDS)  # a server makes ready the process that waits to become a rank
         for streams in map(int, options.streams.split(",")):
             row = measure(case, streams, options, plain, drafting)
             print(json.dumps(row) if options.json else row, flush=True)

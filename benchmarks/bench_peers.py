@@ -3,6 +3,7 @@
     python benchmarks/bench_peers.py --models DIR [--vllm-python PATH] [--llama-python PATH] [--only MODEL ...] [--json]
     python benchmarks/bench_peers.py --models DIR --own-ranks 2      two ranks of one thread beside one rank of two threads
     python benchmarks/bench_peers.py --models DIR --quantization int4 --own-quantization int8      4 bits beside 8
+    python benchmarks/bench_peers.py --models DIR --before CHECKOUT      this tree beside an earlier one
 
 DIR: made by benchmarks/make_models.py; for llama.cpp it also holds MODEL.gguf (bfloat16), MODEL-q8.gguf and MODEL-q4.gguf
 (Q8_0 and Q4_0), made with llama.cpp's own tools. PATH: the Python of a virtual environment that has the peer (docs/benchmarks.md says how to make one).
@@ -76,6 +77,11 @@ def start_engines(arguments: argparse.Namespace, model: str) -> dict[str, Engine
         ]
         return {"ours": Engine("ours", str(folder), several), "one rank": Engine("ours", str(folder), single)}
     engines = {"ours": Engine("ours", str(folder), single)}
+    if arguments.before:
+        python, script = (
+            str(Path(arguments.before).resolve() / part) for part in (".venv/bin/python", "benchmarks/engines.py")
+        )
+        return engines | {"before": Engine("ours", str(folder), single, python, script)}
     if arguments.own_quantization:
         other = [*plain, "--quantization", arguments.own_quantization, "--threads", str(arguments.threads)]
         return engines | {arguments.own_quantization: Engine("ours", str(folder), other)}
@@ -179,14 +185,15 @@ def main() -> None:
     parser.add_argument(
         "--own-ranks", type=int, metavar="N", help="N ranks that share the threads beside a single one; no peers"
     )
+    parser.add_argument("--before", metavar="DIR", help="another checkout of this, with its .venv, beside; no peers")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--max-foreign", type=float, default=0.15, help="cores that others may keep busy")
     parser.add_argument("--attempts", type=int, default=5, help="to get a clean repetition")
     parser.add_argument("--json", action="store_true", help="the lines are JSON in any case; for scripts that say it")
     arguments = parser.parse_args()
-    if arguments.own_ranks and arguments.own_quantization:
-        parser.error("--own-ranks and --own-quantization are two comparisons: take one")
+    if sum(map(bool, (arguments.own_ranks, arguments.own_quantization, arguments.before))) > 1:
+        parser.error("--own-ranks, --own-quantization and --before are comparisons of their own: take one")
     noisy = False
     for model in arguments.only:
         cases = tuple(case for case in MODELS[model] if not arguments.cases or case in arguments.cases)

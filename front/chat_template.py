@@ -8,9 +8,10 @@ keys whose value is None are dropped from messages, `reasoning`/`thinking`/`reas
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -76,7 +77,16 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-class Encoding:
+class Conversation(NamedTuple):
+    """What is rendered, in JSON's types. arguments: seen by the template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    add_generation_prompt: bool
+    arguments: Mapping[str, Any]
+
+
+class Encoding(ABC):
     """What makes a prompt of a conversation."""
 
     source = ""  # of a template
@@ -103,18 +113,12 @@ class Encoding:
         if continue_final_message:
             plain[-1] = _marked_end(plain[-1])
         plain_tools = _plain_value(tools, "tools") if tools is not None else None
-        text = self._text(plain, plain_tools, add_generation_prompt, kwargs)
+        text = self._text(Conversation(plain, plain_tools, add_generation_prompt, kwargs))
         return _cut_at_end(text) if continue_final_message else text
 
-    def _text(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        add_generation_prompt: bool,
-        kwargs: dict[str, Any],
-    ) -> str:
-        """All of JSON's types. ValueError, on one line."""
-        raise NotImplementedError
+    @abstractmethod
+    def _text(self, given: Conversation) -> str:
+        """ValueError, on one line."""
 
 
 class ChatTemplate(Encoding):
@@ -129,15 +133,9 @@ class ChatTemplate(Encoding):
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template does not parse: {_one_line(error)}") from None
 
-    def _text(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        add_generation_prompt: bool,
-        kwargs: dict[str, Any],
-    ) -> str:
-        variables = {"documents": None, **self._variables, **kwargs}
-        variables.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+    def _text(self, given: Conversation) -> str:
+        variables = {"documents": None, **self._variables, **given.arguments}
+        variables.update(messages=given.messages, tools=given.tools, add_generation_prompt=given.add_generation_prompt)
         try:
             return self._template.render(variables)
         except jinja2.TemplateError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -74,8 +73,6 @@ class LLM(Driver[Ranks]):
         except BaseException:
             self.close()
             raise
-        gc.collect()
-        gc.freeze()  # what was made at the start lives long: no collection in the middle of a step need look through it
         ready = self.front.ready.values()
         self.vocab_size = min(rank.vocab_size for rank in ready)
         self.max_model_len = min(rank.max_model_len for rank in ready)

@@ -122,7 +122,11 @@ def open_links(
     for connection in sockets.values():
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    went = gather([not reason]).wait()
+    try:
+        went = gather([not reason]).wait()
+    except BaseException:
+        _close_all(sockets)
+        raise
     without = [peer for peer, (connected,) in enumerate(went) if not connected]
     if without:
         _close_all(sockets)

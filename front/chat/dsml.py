@@ -8,10 +8,11 @@ among the template's arguments the model reasons first.
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from front.chat_template import Encoding
+from front.chat_template import Conversation, Encoding
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
@@ -21,24 +22,19 @@ THINK, THOUGHT, DSML = "<think>", "</think>", "｜DSML｜"
 class DsmlEncoding(Encoding):
     """Of a model whose checkpoints have no Jinja template."""
 
-    def _text(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        add_generation_prompt: bool,
-        kwargs: dict[str, Any],
-    ) -> str:
-        functions = _functions_of(tools or [])
+    def _text(self, given: Conversation) -> str:
+        functions, messages, arguments = _functions_of(given.tools or []), given.messages, given.arguments
         if functions and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": ""})
-        thinking = bool(kwargs.get("thinking", kwargs.get("enable_thinking", False)))
-        return BEGIN + self._turns(messages, functions, thinking, add_generation_prompt, kwargs.get("reasoning_effort"))
+            messages = [{"role": "system", "content": ""}, *messages]
+        thinking = bool(arguments.get("thinking", arguments.get("enable_thinking", False)))
+        effort = arguments.get("reasoning_effort")
+        return BEGIN + self._turns(messages, functions, thinking, given.add_generation_prompt, effort)
 
+    @abstractmethod
     def _turns(
         self, messages: list[dict[str, Any]], functions: list[Any], thinking: bool, goes_on: bool, effort: object
     ) -> str:
         """functions: what the first message, a system, tells of. goes_on: the assistant's part follows. ValueError."""
-        raise NotImplementedError
 
 
 def text_of(message: Mapping[str, Any]) -> str:

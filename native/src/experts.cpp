@@ -110,8 +110,7 @@ struct Job {
     for (int64_t j = 0; j < num_active; j++) {
       int64_t each = cost(j), first = low <= at ? 0 : (low - at + each - 1) / each, last = high <= at ? 0 : (high - at + each - 1) / each;
       if (last > panels) last = panels;
-      if (parts == num_active) first = j == part ? 0 : panels;
-      if (parts == num_active) last = panels;
+      if (parts == num_active) first = j == part ? 0 : panels, last = panels;
       at += each * panels;
       if (first >= last) continue;
       auto panel_at = [&](int64_t n) { return n < panels ? up_panel(j, n) : j + 1 < num_active ? up_panel(j + 1, 0) : nullptr; };

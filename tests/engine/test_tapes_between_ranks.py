@@ -102,6 +102,12 @@ class Ours(Sequences):
         assert torch.equal(ours, drain(self.model.steps(drive.make_step(self.eager, work), self.eager.kv)))
         self.state.confirm()
 
+    def record(self, tokens: int) -> None:
+        """Prompts, and two steps in which the first rank has so many tokens: the second is replayed."""
+        self.check(self.prompts([3, 2]), 5)
+        for _ in range(2):
+            self.check(self.work(Step((tokens, 2))), 2)
+
     def forms(self) -> set[tuple[int, bool]]:
         """Rows of its graphs, and whether those hold exchanges."""
         return {(size.rows, size.exchanges) for _, size in self.capture._passes}
@@ -183,9 +189,7 @@ def test_a_rank_lost_while_a_step_is_replayed(how: str, tokens: int, tmp_path: P
 
     def act(group: ShmGroup) -> object:
         ours = Ours(path, group, torch.float32)
-        ours.check(ours.prompts([3, 2]), 5)
-        for _ in range(2):
-            ours.check(ours.work(Step((tokens, 2))), 2)
+        ours.record(tokens)
         if group.rank == 1:
             if how == "aborts":
                 group.abort([1])
@@ -205,9 +209,7 @@ def test_a_rank_of_another_machine_lost_while_a_step_is_replayed(tokens: int, tm
 
     def act(group: GlooGroup) -> object:
         ours = Ours(path, group, torch.float32)
-        ours.check(ours.prompts([3, 2]), 5)
-        for _ in range(2):
-            ours.check(ours.work(Step((tokens, 2))), 2)
+        ours.record(tokens)
         if group.rank == 1:
             group.close()
             return "gone"

@@ -1,4 +1,4 @@
-"""The config.json of models as they were published (tests/models/published): the fields that say what is computed."""
+"""The configurations of published models (tests/models/published): the fields that say what is computed, typed in."""
 
 from __future__ import annotations
 

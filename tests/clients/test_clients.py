@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ports import free_port
 
 from configs.env import child_environment
 
@@ -30,9 +30,7 @@ PACKAGES = {"agents": "openai-agents", "langchain": "langchain-openai", "pydanti
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, "-m", "moesaic", "serve", "--data-parallel-size", "1", "--port", str(port)]
     command += ["--served-model-name", "tiny"]

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from ports import free_port
 
 STARTUP = 90.0  # seconds; generous, because CI may share its cores
 
@@ -62,12 +63,6 @@ class Server:
 
     def wait(self, timeout: float) -> int:
         return self.process.wait(timeout)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def command_line(pid: int) -> list[str]:

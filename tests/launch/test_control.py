@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import free_port, until
+from ports import free_ports
+from served import until
 
 from configs.engine import EngineConfig, Plan
 from configs.hosts import Hosts
@@ -103,7 +104,7 @@ def test_silence_is_measured_from_when_this_process_ran(pair: tuple[ControlConne
 
 class Head:
     def __init__(self, size: int, local: int) -> None:
-        port = free_port()
+        port = free_ports(4 + size)
         self.hosts = Hosts(head="127.0.0.1", port=port, size=size, first=0, local=local)
         self.plan = make_plan(EngineConfig(data_parallel_size=size), hosts=self.hosts)
         self.connections: list[ControlConnection] = []

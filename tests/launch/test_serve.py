@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from served import Server, command_line, descendants, free_port, served, starting, until
+from ports import free_port
+from served import Server, command_line, descendants, served, starting, until
 
 from models.tiny import CHECKPOINT
 

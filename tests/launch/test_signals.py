@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from served import Server, descendants, free_port, served, starting, until
+from ports import free_ports
+from served import Server, descendants, served, starting, until
 
 pytestmark = pytest.mark.attacks
 AT_ONCE = 5.0  # seconds, on a machine whose cores are shared; waiting for ranks to leave takes 10
@@ -119,7 +120,7 @@ def test_generate_while_it_loads(num_ranks: str) -> None:
 def test_two_parts_of_a_server_on_one_machine(tmp_path: Path) -> None:
     """Head and headless part have one address. The part ends at once while it looks for the head, loads and serves with it, and
     ends with it."""
-    rpc = free_port()
+    rpc = free_ports(6)
     parts = ["-dp", "2", "-dpl", "1", "-dpa", "127.0.0.1", "-dpp", str(rpc)]
     alone, other = tmp_path / "alone", tmp_path / "other"
     alone.mkdir()

@@ -13,16 +13,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from served import descendants, free_port, until
+from served import descendants, until
 
 READY = 120.0  # seconds; generous, because CI may share its cores
 TOKENS = 200
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy this machine has
-
-
-def free_ports(count: int) -> int:
-    """The first of so many neighbours that are free now; below the kernel's own choices, which connections take."""
-    return 20000 + (free_port() % 1000) * (count + 1)
 
 
 def get(url: str, timeout: float = 5.0) -> tuple[int, dict[str, Any]]:

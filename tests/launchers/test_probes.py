@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster import READY, Streams, command_lines, free_ports, get, gone, kill, wait_code, wait_mode
-from served import descendants, free_port, until
+from cluster import READY, Streams, command_lines, get, gone, kill, wait_code, wait_mode
+from ports import free_port, free_ports
+from served import descendants, until
 
 from models.tiny import CHECKPOINT
 

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import READY, Streams, alive, free_ports, gone, kill, ranks, servers, wait_code, wait_mode
-from served import command_line, descendants, free_port, until
+from cluster import READY, Streams, alive, gone, kill, ranks, servers, wait_code, wait_mode
+from ports import free_port, free_ports
+from served import command_line, descendants, until
 
 pytestmark = [
     pytest.mark.launchers,

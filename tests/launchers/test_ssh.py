@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import READY, Streams, complete, free_ports, gone, kill, ranks, servers, wait_code, wait_mode
-from served import descendants, free_port, until
+from cluster import READY, Streams, complete, gone, kill, ranks, servers, wait_code, wait_mode
+from ports import free_port, free_ports
+from served import descendants, until
 
 from moesaic import LLM, SamplingParams
 

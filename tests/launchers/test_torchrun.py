@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import READY, Streams, command_lines, free_ports, gone, kill, ranks, servers, wait_code, wait_mode
-from served import descendants, free_port, until
+from cluster import READY, Streams, command_lines, gone, kill, ranks, servers, wait_code, wait_mode
+from ports import free_port, free_ports
+from served import descendants, until
 
 pytestmark = [pytest.mark.launchers, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import httpx
 import msgspec
 import pytest
 from openai import OpenAI
+from ports import free_port
 
 from configs.engine import EngineConfig
 from configs.env import child_environment
@@ -31,9 +31,7 @@ MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a dog."}]
 @contextlib.contextmanager
 def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[subprocess.Popen[bytes]], str]]:
     """The front, the ranks and the address. Processes are started by hand: no supervisor here."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     plan = make_plan(EngineConfig(data_parallel_size=2, served_model_name=("tiny",)))
     plan = dataclasses.replace(plan, weight_store=False)  # the supervisor would hold it
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))

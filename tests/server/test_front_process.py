@@ -20,6 +20,7 @@ import httpx
 import msgspec
 import pytest
 from openai import NotFoundError, OpenAI
+from ports import free_port
 from server_parts import (
     MODEL,
     STORY,
@@ -116,12 +117,6 @@ class Front:
 
     def ready_text(self) -> str:
         return (self.directory / "ready").read_text().rstrip("\0")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def until(condition: Any, what: str, timeout: float = STARTUP) -> Any:

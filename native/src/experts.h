@@ -62,11 +62,24 @@ struct ExpertOps {
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
 };
 
-// What a thread asks to be brought nearer while it multiplies: so many lines in each step, up to an end, and then from the next place on.
+// What a thread asks to be brought nearer while it multiplies: beside each of the four products of a step so many lines, `gap` bytes
+// apart, from `at` on, which goes on by `step`, up to `end`. ALL: instead what is SHORTLY bytes behind the step's weights.
 struct Ahead {
-  const uint8_t *at, *end, *next;
-  int64_t next_bytes, lines;
-};  // lines: beside each of the four products of a step
+  enum { ALL = -1, SHORTLY = 2560 };
+  const uint8_t *at, *end;
+  int64_t gap, step, lines;
+  static Ahead shortly() { return {nullptr, (const uint8_t *)UINTPTR_MAX, 0, 0, ALL}; }
+  // `bytes` from p on (or nothing, of null), nearly all of them, in the course of so many steps, beside each product at least so many lines: from as many places at once as there are
+  // lines beside a step.
+  static Ahead all(const uint8_t *p, int64_t bytes, int64_t steps, int64_t lines) {
+    if (!p) return {};
+    while (lines < 16 && 256 * lines * steps < bytes - bytes / 8) lines *= 2;
+    int64_t gap = (bytes + 256 * lines - 1) / (256 * lines) * 64;
+    return {p, p + gap, gap, 64, lines};
+  }
+  // One line after another.
+  static Ahead in_order(const uint8_t *p, int64_t bytes, int64_t lines) { return {p, p + bytes, 64, 256 * lines, lines}; }
+};
 
 // Up to MAX_BAND rows of bfloat16 at once on matrix tiles: c[rows][64] = rows times a panel. A row begins `stride` bytes behind the one
 // before, and behind its `depth` numbers there are zeros up to a multiple of TILE_K.
@@ -126,7 +139,7 @@ struct Multiplier {
   int64_t x_type, format, narrow_rows;  // the last: with up to so many rows weights of fewer bits are widened in registers
 
   enum { GATHERED = 1 << 20, MOST_GATHERED = 2 * MAX_BAND, MOST_WIDENED = 5 * MAX_BAND };  // bytes and rows that stay in the second cache
-  enum { NEAR = 8192 };  // bytes between what is multiplied and what is asked for, where each weight is used once
+  enum { NEAR_ROWS = 64 };  // whose sums stay in the nearest cache
   int64_t item() const { return x_type == X_F32 ? 4 : 2; }
   bool halves() const { return format >= W_MXFP4; }
   int64_t scale_bytes() const { return halves() ? half_scales(format) : (int64_t)PANEL * 4; }  // of a block
@@ -147,7 +160,7 @@ struct Multiplier {
   // rows (at most `rows` of `depth`) that lie together.
   int64_t wide_block() const { return K_BLOCK * PANEL * item() + (halves() ? 0 : PANEL * 4); }
   int64_t wide_bytes() const { return format == W_PLAIN ? 0 : (bands ? WIDE_K / K_BLOCK : 1) * wide_block(); }
-  int64_t sums_bytes(int64_t depth, int64_t rows) const { return format == W_PLAIN || depth <= WIDE_K || rows <= MAX_BAND ? 0 : rows * PANEL * 4; }
+  int64_t sums_bytes(int64_t depth, int64_t rows) const { return format == W_PLAIN || depth <= WIDE_K || rows <= NEAR_ROWS ? 0 : rows * PANEL * 4; }
   int64_t work_bytes(int64_t depth, int64_t rows) const {
     int64_t most = gathered_rows(depth), here = rows < most ? rows : most;
     return wide_bytes() + (bands ? sums_bytes(depth, here) + here * gathered_stride(depth) : 0);
@@ -190,27 +203,27 @@ struct Multiplier {
       ops->widen[format - W_FP8](p, depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK, wide);
   }
 
-  // The first `rows` of `a` times one panel, on matrix tiles. What is not plain is widened once for all of them: for few rows, which take
-  // less time than reading does, a block at a time, because meanwhile the next one comes.
+  // The first `rows` of `a` times one panel, on matrix tiles. What is not plain is widened once for all of them: for few rows a block at
+  // a time, which stays in the nearest cache.
   template <class Then>
   void band(const RowsAt &a, int64_t rows, const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *work, const Then &then) const {
-    alignas(64) float near[MAX_BAND * PANEL];
+    alignas(64) float near[NEAR_ROWS * PANEL];
     float *sums = (float *)(work + wide_bytes());
-    int64_t steps = rows / (2 * TILE_ROWS) * 2 + (rows % (2 * TILE_ROWS) + TILE_ROWS - 1) / TILE_ROWS, bytes = panel_bytes(depth);
-    Ahead ahead = {next, next ? next + bytes : nullptr, nullptr, 0, (bytes / 64 * TILE_K / 4 + depth * steps - 1) / (depth * steps)};
-    if (format == W_PLAIN && steps == 1) ahead.at = p + NEAR, ahead.end = p + bytes, ahead.next = next, ahead.next_bytes = next ? (int64_t)NEAR : 0;
+    int64_t strips = rows / (2 * TILE_ROWS) * 2 + (rows % (2 * TILE_ROWS) + TILE_ROWS - 1) / TILE_ROWS, size = block_bytes();
+    const int64_t least = format == W_PLAIN || halves() ? 1 : 4;  // experts_amx.cpp: BYTE_LINES
+    Ahead ahead = format == W_PLAIN && rows <= TILE_ROWS ? Ahead::shortly() : Ahead::all(next, panel_bytes(depth), strips * ((depth + TILE_K - 1) / TILE_K), least);
     BandOps::Fn multiply = format == W_PLAIN || halves() ? bands->plain : bands->scaled;
-    int64_t step = format == W_PLAIN ? depth : rows <= MAX_BAND ? (int64_t)K_BLOCK : (int64_t)WIDE_K, size = block_bytes();
+    int64_t step = format == W_PLAIN ? depth : rows <= NEAR_ROWS ? (int64_t)K_BLOCK : (int64_t)WIDE_K;
     for (int64_t k = 0; k < depth; k += step) {
       int64_t n = depth - k < step ? depth - k : step;
       const uint8_t *weights = format == W_PLAIN ? p : work;
       const uint8_t *block = p + k / K_BLOCK * size;
       if (format != W_PLAIN) widen(block, n, work);
       // To widen a block asks for the first half of what follows.
-      if (step == K_BLOCK) ahead = {block + size * 3 / 2, block + size * 2, nullptr, 0, (size / 128 + 16 * steps - 1) / (16 * steps)};
-      for (int64_t m = 0; m < rows; m += MAX_BAND) {
-        int64_t count = rows - m < MAX_BAND ? rows - m : (int64_t)MAX_BAND;
-        float *c = step < depth && rows > MAX_BAND ? sums + m * PANEL : near;
+      if (step == K_BLOCK) ahead = Ahead::in_order(block + size * 3 / 2, size / 2, 4);
+      for (int64_t m = 0; m < rows; m += NEAR_ROWS) {
+        int64_t count = rows - m < NEAR_ROWS ? rows - m : (int64_t)NEAR_ROWS;
+        float *c = step < depth && rows > NEAR_ROWS ? sums + m * PANEL : near;
         multiply(a[m] + k * 2, a.stride, count, weights, n, k > 0, &ahead, c);
         if (k + n == depth) then(c, m, count);
       }

@@ -11,7 +11,8 @@ enum { LANES = 16 };
 #include "tiles.h"
 #include "vector.h"
 
-enum { STEP = TILE_K * PANEL * 2, PAIR = PANEL * 4, NEAR_K = 1024 };  // bytes of 32 k and of a pair of them; k that stay near
+enum { STEP = TILE_K * PANEL * 2, PAIR = PANEL * 4 };  // bytes of 32 k and of a pair of them
+enum { NEAR_K = 128, NEAR_DEPTH = 256 };  // k of which weights and rows stay in the nearest cache; up to so many all do
 
 // Tiles 0 to 3 are sums. Up to 16 rows: all four of a panel's groups of columns by the rows in tile 4, the panel in 5 to 7. More: two
 // groups (0 and 1 of the first 16 rows, 2 and 3 of the others) by the rows in 4 and 5, the panel in 6 and 7.
@@ -26,20 +27,15 @@ INLINE void shape(int64_t rows) {
   tile_shapes(s);
 }
 
-// How many lines to bring nearer beside each product of a step.
-INLINE int lines_of(Ahead *ahead) {
-  if (ahead->at >= ahead->end) {
-    if (!ahead->next) return 0;
-    ahead->at = ahead->next, ahead->end = ahead->next + ahead->next_bytes, ahead->next = nullptr;
-  }
-  return (int)ahead->lines;
-}
-
-// A few at a time: as many as may be on their way would keep the tiles of the second cache waiting.
-template <int NEARNESS> INLINE void bring(Ahead *ahead, int lines) {
-  const uint8_t *at = ahead->at;
-  for (int i = 0; i < lines; i++, at += 64) __builtin_prefetch(at, 0, NEARNESS);
-  ahead->at = at;
+// Beside product `number` of a step: weights that are read once are asked for shortly before; else what follows them is, from all over
+// it, because a CPU that sees several places read at once has more lines on their way.
+enum { AT_HAND = -1 };
+template <int LINES, int NEARNESS> INLINE void bring(const uint8_t *at, int64_t gap, const uint8_t *b, int number) {
+  if (LINES == AT_HAND)
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) __builtin_prefetch(b + Ahead::SHORTLY + number * 1024 + i * 64, 0, 3);
+#pragma GCC unroll 16
+  for (int i = 0; i < LINES; i++) __builtin_prefetch(at + (number * LINES + i) * gap, 0, NEARNESS);
 }
 
 // The pairs behind the last whole step, and zeros.
@@ -49,62 +45,102 @@ INLINE void last_step(const uint8_t *panel, int64_t depth, uint8_t *out) {
   memset(out + bytes, 0, STEP - bytes);
 }
 
-INLINE void few_step(const uint8_t *a, int64_t stride, const uint8_t *b, Ahead *ahead, int lines) {
+template <int LINES> INLINE void few_step(const uint8_t *a, int64_t stride, const uint8_t *b, const uint8_t *at, int64_t gap) {
   tile_load<4>(a, stride);
-  tile_load<5>(b, PAIR), tile_products<0, 4, 5>(), bring<3>(ahead, lines);
-  tile_load<6>(b + 64, PAIR), tile_products<1, 4, 6>(), bring<3>(ahead, lines);
-  tile_load<7>(b + 128, PAIR), tile_products<2, 4, 7>(), bring<3>(ahead, lines);
-  tile_load<5>(b + 192, PAIR), tile_products<3, 4, 5>(), bring<3>(ahead, lines);
+  tile_load<5>(b, PAIR), tile_products<0, 4, 5>(), bring<LINES, 3>(at, gap, b, 0);
+  tile_load<6>(b + 64, PAIR), tile_products<1, 4, 6>(), bring<LINES, 3>(at, gap, b, 1);
+  tile_load<7>(b + 128, PAIR), tile_products<2, 4, 7>(), bring<LINES, 3>(at, gap, b, 2);
+  tile_load<5>(b + 192, PAIR), tile_products<3, 4, 5>(), bring<LINES, 3>(at, gap, b, 3);
 }
 
-INLINE void many_step(const uint8_t *a, int64_t stride, const uint8_t *b, Ahead *ahead, int lines) {
+template <int LINES> INLINE void many_step(const uint8_t *a, int64_t stride, const uint8_t *b, const uint8_t *at, int64_t gap) {
   tile_load<4>(a, stride);
-  tile_load<6>(b, PAIR), tile_products<0, 4, 6>(), bring<2>(ahead, lines);
-  tile_load<7>(b + 64, PAIR), tile_products<1, 4, 7>(), bring<2>(ahead, lines);
+  tile_load<6>(b, PAIR), tile_products<0, 4, 6>(), bring<LINES, 2>(at, gap, b, 0);
+  tile_load<7>(b + 64, PAIR), tile_products<1, 4, 7>(), bring<LINES, 2>(at, gap, b, 1);
   tile_load<5>(a + TILE_ROWS * stride, stride);
-  tile_products<2, 5, 6>(), bring<2>(ahead, lines);
-  tile_products<3, 5, 7>(), bring<2>(ahead, lines);
+  tile_products<2, 5, 6>(), bring<LINES, 2>(at, gap, b, 2);
+  tile_products<3, 5, 7>(), bring<LINES, 2>(at, gap, b, 3);
 }
 
-// Up to 16 rows; `more`: c has sums already. Rows are not looked at but for k0 to k1.
-void few(const uint8_t *a, int64_t stride, const uint8_t *p, const uint8_t *last, int64_t k0, int64_t k1, bool more, Ahead *ahead, float *c) {
-  if (more) tile_load<0>(c, PAIR), tile_load<1>(c + 16, PAIR), tile_load<2>(c + 32, PAIR), tile_load<3>(c + 48, PAIR);
+// Some rows, all columns, for k0 to k1; `more`: c has sums already. last: what is behind the last whole step, or null.
+struct Part {
+  const uint8_t *a;
+  int64_t stride;
+  const uint8_t *p, *last;
+  int64_t k0, k1;
+  bool more;
+  Ahead *ahead;
+  float *c;
+};
+
+// Up to 16 rows.
+template <int LINES> INLINE void few(const Part &o) {
+  float *c = o.c;
+  if (o.more) tile_load<0>(c, PAIR), tile_load<1>(c + 16, PAIR), tile_load<2>(c + 32, PAIR), tile_load<3>(c + 48, PAIR);
   else tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-  int64_t k = k0;
-  for (; k + TILE_K <= k1; k += TILE_K) few_step(a + 2 * k, stride, p + k * PANEL * 2, ahead, lines_of(ahead));
-  if (k < k1) few_step(a + 2 * k, stride, last, ahead, 0);
+  const uint8_t *at = o.ahead->at;
+  const uint8_t *const end = o.ahead->end;
+  const int64_t gap = o.ahead->gap, step = o.ahead->step;
+  int64_t k = o.k0;
+  for (; LINES && k + TILE_K <= o.k1 && at < end; k += TILE_K, at += step) few_step<LINES>(o.a + 2 * k, o.stride, o.p + k * PANEL * 2, at, gap);
+  for (; k + TILE_K <= o.k1; k += TILE_K) few_step<0>(o.a + 2 * k, o.stride, o.p + k * PANEL * 2, at, gap);
+  if (k < o.k1) few_step<0>(o.a + 2 * k, o.stride, o.last, at, gap);
+  o.ahead->at = at;
   tile_store<0>(c, PAIR), tile_store<1>(c + 16, PAIR), tile_store<2>(c + 32, PAIR), tile_store<3>(c + 48, PAIR);
 }
 
 // 17 to 32 rows.
-void many(const uint8_t *a, int64_t stride, const uint8_t *p, const uint8_t *last, int64_t k0, int64_t k1, bool more, Ahead *ahead, float *c) {
+template <int LINES> INLINE void many(const Part &o) {
+  float *c = o.c;
+  const uint8_t *at = o.ahead->at, *const end = o.ahead->end;
+  const int64_t gap = o.ahead->gap, step = o.ahead->step;
   for (int half = 0; half < 2; half++, c += 32) {
     float *low = c + TILE_ROWS * PANEL;
-    if (more) tile_load<0>(c, PAIR), tile_load<1>(c + 16, PAIR), tile_load<2>(low, PAIR), tile_load<3>(low + 16, PAIR);
+    if (o.more) tile_load<0>(c, PAIR), tile_load<1>(c + 16, PAIR), tile_load<2>(low, PAIR), tile_load<3>(low + 16, PAIR);
     else tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-    int64_t k = k0;
-    for (; k + TILE_K <= k1; k += TILE_K) many_step(a + 2 * k, stride, p + k * PANEL * 2 + half * 128, ahead, lines_of(ahead));
-    if (k < k1) many_step(a + 2 * k, stride, last + half * 128, ahead, 0);
+    int64_t k = o.k0;
+    const uint8_t *p = o.p + half * 128;
+    for (; LINES && k + TILE_K <= o.k1 && at < end; k += TILE_K, at += step) many_step<LINES>(o.a + 2 * k, o.stride, p + k * PANEL * 2, at, gap);
+    for (; k + TILE_K <= o.k1; k += TILE_K) many_step<0>(o.a + 2 * k, o.stride, p + k * PANEL * 2, at, gap);
+    if (k < o.k1) many_step<0>(o.a + 2 * k, o.stride, o.last + half * 128, at, gap);
     tile_store<0>(c, PAIR), tile_store<1>(c + 16, PAIR), tile_store<2>(low, PAIR), tile_store<3>(low + 16, PAIR);
   }
+  o.ahead->at = at;
 }
 
-// All rows, for k0 to k1.
-INLINE void part(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *p, const uint8_t *last, int64_t k0, int64_t k1, bool more, Ahead *ahead, float *c) {
+#define WITH_LINES(FN, LINES, PART)          \
+  switch (LINES) {                           \
+    case 0: FN<0>(PART); break;              \
+    case Ahead::ALL: FN<AT_HAND>(PART); break; \
+    case 1: FN<1>(PART); break;              \
+    case 2: FN<2>(PART); break;              \
+    case 4: FN<4>(PART); break;              \
+    case 8: FN<8>(PART); break;              \
+    default: FN<16>(PART);                   \
+  }
+
+// All rows.
+INLINE void part(Part o, int64_t rows) {
+  const uint8_t *a = o.a;
+  float *c = o.c;
   for (int64_t m = 0; m < rows; m += 2 * TILE_ROWS) {
     int64_t here = rows - m < 2 * TILE_ROWS ? rows - m : 2 * (int64_t)TILE_ROWS;
     if (here != 2 * TILE_ROWS || m == 0) shape(here);
-    if (here > TILE_ROWS) many(a + m * stride, stride, p, last, k0, k1, more, ahead, c + m * PANEL);
-    else few(a + m * stride, stride, p, last, k0, k1, more, ahead, c + m * PANEL);
+    int64_t lines = o.ahead->at < o.ahead->end ? o.ahead->lines : 0;
+    o.a = a + m * o.stride, o.c = c + m * PANEL;
+    if (here > TILE_ROWS) WITH_LINES(many, lines, o)
+    else WITH_LINES(few, lines, o)
   }
 }
 
 void plain(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, bool more, Ahead *ahead, float *c) {
   alignas(64) uint8_t last[STEP];
   if (depth % TILE_K) last_step(panel, depth, last);
-  int64_t step = rows > TILE_ROWS ? (int64_t)NEAR_K : depth;
-  for (int64_t k = 0; k < depth; k += step) part(a, stride, rows, panel, last, k, k + step < depth ? k + step : depth, more || k > 0, ahead, c);
+  int64_t step = rows > TILE_ROWS && depth > NEAR_DEPTH ? (int64_t)NEAR_K : depth;
+  for (int64_t k = 0; k < depth; k += step) part({a, stride, panel, last, k, k + step < depth ? k + step : depth, more || k > 0, ahead, c}, rows);
 }
+
+enum { BYTE_LINES = 4 };
 
 // Up to 32 rows times a block: c = sums times its scales, with `more` added to c.
 INLINE void scaled_block(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *block, int64_t depth, bool more, Ahead *ahead, float *c) {
@@ -114,7 +150,10 @@ INLINE void scaled_block(const uint8_t *a, int64_t stride, int64_t rows, const u
   if (depth % TILE_K) last_step(p, depth, last);
   vf scale[4];
   for (int j = 0; j < 4; j++) scale[j] = load((const float *)block + 16 * j);
-  part(a, stride, rows, p, last, 0, depth, false, ahead, sums);
+  const Part all = {a, stride, p, last, 0, depth, false, ahead, sums};
+  shape(rows);
+  if (rows > TILE_ROWS) many<BYTE_LINES>(all);
+  else few<BYTE_LINES>(all);
   for (int64_t i = 0; i < rows; i++)
     for (int j = 0; j < 4; j++) {
       float *to = c + i * PANEL + 16 * j;

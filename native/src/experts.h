@@ -160,7 +160,7 @@ struct Multiplier {
   // rows (at most `rows` of `depth`) that lie together.
   int64_t wide_block() const { return K_BLOCK * PANEL * item() + (halves() ? 0 : PANEL * 4); }
   int64_t wide_bytes() const { return format == W_PLAIN ? 0 : (bands ? WIDE_K / K_BLOCK : 1) * wide_block(); }
-  int64_t sums_bytes(int64_t depth, int64_t rows) const { return format == W_PLAIN || depth <= WIDE_K || rows <= NEAR_ROWS ? 0 : rows * PANEL * 4; }
+  int64_t sums_bytes(int64_t depth, int64_t rows) const { return format == W_PLAIN || depth <= WIDE_K || rows <= MAX_BAND ? 0 : rows * PANEL * 4; }
   int64_t work_bytes(int64_t depth, int64_t rows) const {
     int64_t most = gathered_rows(depth), here = rows < most ? rows : most;
     return wide_bytes() + (bands ? sums_bytes(depth, here) + here * gathered_stride(depth) : 0);
@@ -207,23 +207,24 @@ struct Multiplier {
   // a time, which stays in the nearest cache.
   template <class Then>
   void band(const RowsAt &a, int64_t rows, const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *work, const Then &then) const {
-    alignas(64) float near[NEAR_ROWS * PANEL];
+    alignas(64) float near[MAX_BAND * PANEL];
+    const int64_t group = format == W_PLAIN ? (int64_t)NEAR_ROWS : (int64_t)MAX_BAND;
     float *sums = (float *)(work + wide_bytes());
     int64_t strips = rows / (2 * TILE_ROWS) * 2 + (rows % (2 * TILE_ROWS) + TILE_ROWS - 1) / TILE_ROWS, size = block_bytes();
-    const int64_t least = format == W_PLAIN || halves() ? 1 : 4;  // experts_amx.cpp: BYTE_LINES
+    const int64_t least = format == W_PLAIN || halves() ? 1 : 5;  // experts_amx.cpp: BYTE_LINES
     Ahead ahead = format == W_PLAIN && rows <= TILE_ROWS ? Ahead::shortly() : Ahead::all(next, panel_bytes(depth), strips * ((depth + TILE_K - 1) / TILE_K), least);
     BandOps::Fn multiply = format == W_PLAIN || halves() ? bands->plain : bands->scaled;
-    int64_t step = format == W_PLAIN ? depth : rows <= NEAR_ROWS ? (int64_t)K_BLOCK : (int64_t)WIDE_K;
+    int64_t step = format == W_PLAIN ? depth : rows <= group ? (int64_t)K_BLOCK : (int64_t)WIDE_K;
     for (int64_t k = 0; k < depth; k += step) {
       int64_t n = depth - k < step ? depth - k : step;
       const uint8_t *weights = format == W_PLAIN ? p : work;
       const uint8_t *block = p + k / K_BLOCK * size;
       if (format != W_PLAIN) widen(block, n, work);
       // To widen a block asks for the first half of what follows.
-      if (step == K_BLOCK) ahead = Ahead::in_order(block + size * 3 / 2, size / 2, 4);
-      for (int64_t m = 0; m < rows; m += NEAR_ROWS) {
-        int64_t count = rows - m < NEAR_ROWS ? rows - m : (int64_t)NEAR_ROWS;
-        float *c = step < depth && rows > NEAR_ROWS ? sums + m * PANEL : near;
+      if (step == K_BLOCK) ahead = Ahead::in_order(block + size * 3 / 2, size / 2, (size / 128 + 16 * strips - 1) / (16 * strips));
+      for (int64_t m = 0; m < rows; m += group) {
+        int64_t count = rows - m < group ? rows - m : group;
+        float *c = step < depth && rows > group ? sums + m * PANEL : near;
         multiply(a[m] + k * 2, a.stride, count, weights, n, k > 0, &ahead, c);
         if (k + n == depth) then(c, m, count);
       }

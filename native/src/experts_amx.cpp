@@ -114,7 +114,9 @@ template <int LINES> INLINE void many(const Part &o) {
     case Ahead::ALL: FN<AT_HAND>(PART); break; \
     case 1: FN<1>(PART); break;              \
     case 2: FN<2>(PART); break;              \
+    case 3: FN<3>(PART); break;              \
     case 4: FN<4>(PART); break;              \
+    case 5: FN<5>(PART); break;              \
     case 8: FN<8>(PART); break;              \
     default: FN<16>(PART);                   \
   }
@@ -140,7 +142,7 @@ void plain(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel,
   for (int64_t k = 0; k < depth; k += step) part({a, stride, panel, last, k, k + step < depth ? k + step : depth, more || k > 0, ahead, c}, rows);
 }
 
-enum { BYTE_LINES = 4 };
+enum { BYTE_LINES = 5 };
 
 // Up to 32 rows times a block: c = sums times its scales, with `more` added to c.
 INLINE void scaled_block(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *block, int64_t depth, bool more, Ahead *ahead, float *c) {
@@ -152,8 +154,9 @@ INLINE void scaled_block(const uint8_t *a, int64_t stride, int64_t rows, const u
   for (int j = 0; j < 4; j++) scale[j] = load((const float *)block + 16 * j);
   const Part all = {a, stride, p, last, 0, depth, false, ahead, sums};
   shape(rows);
-  if (rows > TILE_ROWS) many<BYTE_LINES>(all);
-  else few<BYTE_LINES>(all);
+  const int64_t lines = ahead->at < ahead->end ? ahead->lines : 0;
+  if (rows > TILE_ROWS) WITH_LINES(many, lines, all)
+  else WITH_LINES(few, lines, all)
   for (int64_t i = 0; i < rows; i++)
     for (int j = 0; j < 4; j++) {
       float *to = c + i * PANEL + 16 * j;

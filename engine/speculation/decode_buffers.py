@@ -61,6 +61,7 @@ class DecodeBuffers:
         self.device = device
         self._block_size = limits.block_size
         self._rows = BatchTable(limits.max_num_seqs, limits.max_model_len, limits.columns, limits.num_tables)
+        self.tables = [torch.from_numpy(table) for table in self._rows.tables]  # of each token group, of every row
         self._lanes: dict[int, StepMemory] = {}
         self._every_row = torch.arange(limits.max_decodes, device=device)
 
@@ -104,6 +105,14 @@ class DecodeBuffers:
             return Ahead(None, num, 0)
         positions_T = (positions_S + np.arange(count)[:, None]).ravel()
         return Ahead(self.decodes(lane, np.tile(rows_S, count), positions_T, 0), num, count)
+
+    def fields(self, lane: int, num: int, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of so many decodes in that lane, which whoever computes them writes: positions, slots and kv_lens, and the
+        block table, of a token group."""
+        memory = self.lane(lane)
+        place = memory.place(num, num)
+        tokens = place.token_tensors
+        return tokens[POSITIONS], tokens[SLOTS + group], place.sequence_tensors[KV_LENS], memory.tables[group]
 
     def verify(self, schedule: Schedule, graphs: Graphs) -> PreparedStep:
         """A step of one part of nothing but decodes, of which some have drafts, in a fraction of the time that steps

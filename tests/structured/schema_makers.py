@@ -250,7 +250,7 @@ class OwnVocabulary:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokens[token_id]
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode_bit(self, text: str) -> list[int]:
         data, ids = text.encode(), []
         while data:
             size = next(n for n in range(min(self._longest, len(data)), 0, -1) if data[:n] in self._ids)

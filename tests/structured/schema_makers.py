@@ -251,6 +251,9 @@ class OwnVocabulary:
         return self._tokens[token_id]
 
     def encode_bit(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         data, ids = text.encode(), []
         while data:
             size = next(n for n in range(min(self._longest, len(data)), 0, -1) if data[:n] in self._ids)

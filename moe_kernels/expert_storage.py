@@ -16,7 +16,7 @@ from moe_kernels.token_sums import run_tokens
 
 
 class ExpertWeights(Protocol):
-    """Experts of rows in `dtype`, in S slots. What has a body here is for those that have no form of their own for it."""
+    """Experts of rows in `dtype`, in S slots. Bodies here are for forms that have none of their own."""
 
     num_slots: int
     format: WeightFormat

@@ -16,7 +16,7 @@ from models.fields import Fields
 from models.key_names import KIMI_WRAPPER, PLAIN, KeyNames
 from models.quantization import check_quantization
 from models.router_config import RouterConfig, RouterMethod, read_groups
-from models.shared_fields import context_limit, read_rope
+from models.shared_fields import SharedFacts, read_rope
 
 V2 = "DeepseekV2ForCausalLM"
 _LITE = "Glm4MoeLiteForCausalLM"
@@ -40,7 +40,7 @@ LATENT_NORM_EPS = 1e-6  # of the norms inside attention: the originals do not pa
 
 
 @dataclass(frozen=True, slots=True)
-class DeepseekConfig:
+class DeepseekConfig(SharedFacts):
     """q_lora_rank 0: queries come from one projection. router None and num_experts 0: a dense model.
 
     moe_layers: those with routed experts, in order; what drafts has some if the last has. num_mtp_layers: extra layers
@@ -77,22 +77,6 @@ class DeepseekConfig:
     drafts: bool = False
     whole_drafts: bool = False
     head_gates: bool = False
-
-    @property
-    def context_limit(self) -> int:
-        return context_limit(self.max_position_embeddings, self.rope)[0]
-
-    @property
-    def context_reason(self) -> str:
-        return context_limit(self.max_position_embeddings, self.rope)[1]
-
-    @property
-    def num_moe_layers(self) -> int:
-        spread = self.drafts and not self.whole_drafts
-        return sum(self.has_experts(layer) for layer in range(self.num_layers + spread))
-
-    def has_experts(self, layer: int) -> bool:
-        return min(layer, self.num_layers - 1) in self.moe_layers
 
     @property
     def mla_dims(self) -> tuple[int, int, int, int, int]:

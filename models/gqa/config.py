@@ -16,11 +16,11 @@ from models.gqa.windows import NO_WINDOWS
 from models.key_names import PLAIN, KeyNames
 from models.quantization import check_quantization
 from models.router_config import RouterConfig
-from models.shared_fields import context_limit, read_rope
+from models.shared_fields import SharedFacts, context_limit, read_rope
 
 
 @dataclass(frozen=True, slots=True)
-class GqaConfig:
+class GqaConfig(SharedFacts):
     """qk_norm: "none", "head" (each head of queries and keys by itself) or "vector" (all heads of the queries as one
     vector, all of the keys as another). o_bias: bias of the output projection of attention. intermediate_size: of the
     layers without experts. moe_layers: which layers have routed experts, in order (empty for a dense model).
@@ -66,24 +66,8 @@ class GqaConfig:
     whole_drafts: bool = False
 
     @property
-    def context_limit(self) -> int:
-        return context_limit(self.max_position_embeddings, self.rope)[0]
-
-    @property
-    def context_reason(self) -> str:
-        return context_limit(self.max_position_embeddings, self.rope)[1]
-
-    @property
     def mla_dims(self) -> None:
         return None
-
-    @property
-    def num_moe_layers(self) -> int:
-        spread = self.drafts and not self.whole_drafts
-        return sum(self.has_experts(layer) for layer in range(self.num_layers + spread))
-
-    def has_experts(self, layer: int) -> bool:
-        return min(layer, self.num_layers - 1) in self.moe_layers
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         """Keys and values of every layer: first of those that see everything, then of those with a window."""

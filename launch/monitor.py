@@ -42,6 +42,7 @@ RESTART_PAUSE = 0.5
 BECOME_SECONDS = 5.0  # for one that waits to give a first sign of life as a rank
 LONGEST_PAUSE = 30.0  # each failed try in a row doubles the pause, up to this ...
 LONGEST_PAUSE_ALONE = 10.0  # ... or this, when no rank is left
+CALM_SECONDS = 0.2  # an idle rank's loop turns twice a second
 SERVED_SECONDS = 1.0  # a rank that beat for so long was no failed try
 QUIET_TRIES = 3  # so many failed tries are not worth a word of their own
 MAX_TRIES = 15  # of every rank in a row, when none is left: then none will be started again
@@ -198,7 +199,7 @@ class RankMonitor:
                 else:
                     self._restart(place, now)
         if self._standby is not None and self.restarts and all(place.serves for place in self._places if place.wanted):
-            self._standby.keep(self._words(self._places[-1]), now)
+            self._standby.keep(self._words(self._places[-1]), now, self._calm(now))
         return lost
 
     def fence(self, process: int) -> None:
@@ -373,6 +374,11 @@ class RankMonitor:
         """Every rank that serves has computed a step since the last loss."""
         joined = [self._beat(place.rank, "joined") for place in self._places if place.serves]
         return all(when is not None and when >= self._last_loss for when in joined)
+
+    def _calm(self, now: float) -> bool:
+        """No rank's loop has turned just now: it turns all the time while there is work, or memory to bring in."""
+        beats = [self._beat(place.rank) for place in self._places if place.serves]
+        return all(when is not None and now - when > CALM_SECONDS for when in beats)
 
     def _beat(self, rank: int, name: str = "beat") -> float | None:
         """When the rank last wrote. None: it has not (or is just writing)."""

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from store.memory import complete_key
+from store.memory import bring_in, complete_key
 
 SUFFIX = ".weights"
 DRAFT = ".draft"
@@ -67,6 +67,8 @@ class WeightCache:
             while done < size:
                 done += os.sendfile(file, source, done, min(CHUNK, size - done))
             os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # what was written lies in small pages
+            bring_in(file)
             os.fchmod(file, 0o400)
             draft.replace(self._path(key))
         except BaseException:

@@ -41,7 +41,7 @@ LOCK_SECONDS = 10.0  # for the lock on the header, which is held for microsecond
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
-_MADV_POPULATE_READ, _MADV_COLLAPSE = 22, 25
+_MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_COLLAPSE = 14, 22, 25
 MAPPED_AT_ONCE = 16 << 20  # bytes by one system call: about a millisecond
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -84,6 +84,29 @@ def in_use(file: int) -> bool:
     asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _USE_LOCK, 1, 0)
     found, *_ = _LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))
     return bool(found != fcntl.F_UNLCK)
+
+
+def bring_in(file: int) -> None:
+    """Have the system read this file into its page cache, in large pages where the file system has them (ext4 of Linux
+    6.16, XFS): a process that maps it takes a page fault for each of them, not for each 4 KiB. What is there already
+    stays as it is."""
+    libc, size = _libc(), os.fstat(file).st_size
+    reserved = libc.mmap(None, size + LARGE_PAGE, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+    if reserved == _FAILED:
+        return
+    address = _up(reserved, LARGE_PAGE)
+    if libc.mmap(address, size, _PROT_READ, _MAP_SHARED | _MAP_FIXED, file, 0) != _FAILED:
+        libc.madvise(address, size, _MADV_HUGEPAGE)
+        _populate(libc, address, size)
+    libc.munmap(reserved, size + LARGE_PAGE)
+
+
+def _populate(libc: ctypes.CDLL, address: int, size: int) -> None:
+    """Map what is mapped there, page by page, or by large pages."""
+    for start in range(address, address + size, MAPPED_AT_ONCE):
+        length = min(MAPPED_AT_ONCE, address + size - start)
+        if libc.madvise(start, _up(length, ALIGNMENT), _MADV_POPULATE_READ) != 0:
+            return
 
 
 class Store:
@@ -252,10 +275,7 @@ class Store:
         """Have the kernel map the pages of a full store now (MADV_POPULATE_READ of Linux 5.14; nothing where it is
         older), so that the step that reads an expert for the first time does not pay for it. For a thread of its own,
         while others read."""
-        for start in range(self.address, self.address + self.used, MAPPED_AT_ONCE):
-            length = min(MAPPED_AT_ONCE, self.address + self.used - start)
-            if self._libc.madvise(start, _up(length, ALIGNMENT), _MADV_POPULATE_READ) != 0:
-                return
+        _populate(self._libc, self.address, self.used)
 
     def close(self) -> None:
         """Nothing that lies in the store may be used after this."""
@@ -305,6 +325,7 @@ class Store:
         raw = os.pread(self._reader, _HEADER.size, 0)
         self.num_parts = _HEADER.unpack(raw)[2]
         self._map(self._reader, _up(self.used, ALIGNMENT), _PROT_READ)
+        self._libc.madvise(self.address, _up(self.used, ALIGNMENT), _MADV_HUGEPAGE)  # how a file is read (bring_in)
         end = self.address + _up(self.used, ALIGNMENT)
         rest = self._reserved + self._size + LARGE_PAGE - end
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED

@@ -55,6 +55,7 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return libc
 
 
@@ -86,6 +87,15 @@ def in_use(file: int) -> bool:
     return bool(found != fcntl.F_UNLCK)
 
 
+def _in_memory(file: int) -> bool:
+    """Whether this is a memfd: only those have seals."""
+    try:
+        fcntl.fcntl(file, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
 def bring_in(file: int) -> None:
     """Have the system read this file into its page cache, in large pages where the file system has them (ext4 of Linux
     6.16, XFS): a process that maps it takes a page fault for each of them, not for each 4 KiB. What is there already
@@ -101,11 +111,13 @@ def bring_in(file: int) -> None:
     libc.munmap(reserved, size + LARGE_PAGE)
 
 
-def _populate(libc: ctypes.CDLL, address: int, size: int) -> None:
-    """Map what is mapped there, page by page, or by large pages."""
+def _populate(libc: ctypes.CDLL, address: int, size: int, locked: bool = False) -> None:
+    """Have the kernel map the pages there. locked: and keep them in memory, as far as this process may (mlock(2),
+    RLIMIT_MEMLOCK)."""
     for start in range(address, address + size, MAPPED_AT_ONCE):
-        length = min(MAPPED_AT_ONCE, address + size - start)
-        if libc.madvise(start, _up(length, ALIGNMENT), _MADV_POPULATE_READ) != 0:
+        length = _up(min(MAPPED_AT_ONCE, address + size - start), ALIGNMENT)
+        locked = locked and libc.mlock(start, length) == 0
+        if not locked and libc.madvise(start, length, _MADV_POPULATE_READ) != 0:
             return
 
 
@@ -273,9 +285,11 @@ class Store:
 
     def map_ahead(self) -> None:
         """Have the kernel map the pages of a full store now (MADV_POPULATE_READ of Linux 5.14; nothing where it is
-        older), so that the step that reads an expert for the first time does not pay for it. For a thread of its own,
-        while others read."""
-        _populate(self._libc, self.address, self.used)
+        older), so that the step that reads an expert for the first time does not pay for it. Those of a file on disk
+        stay in memory then, as far as this process may say so: a system that is short of memory, or takes back what
+        has not been used for a while, would read them again in the middle of a step. For a thread of its own, while
+        others read."""
+        _populate(self._libc, self.address, self.used, locked=not _in_memory(self._reader))
 
     def close(self) -> None:
         """Nothing that lies in the store may be used after this."""

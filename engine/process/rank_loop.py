@@ -52,7 +52,6 @@ EXIT_ERROR = 3
 MOST_WIDENED = 4  # times: FP8 to float32
 EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
-NICENESS = 10  # of what has time
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
 # For weights that are away to come back, when a rank is started again; then the monitor has its turn.
 WEIGHTS_SECONDS = 20.0
@@ -142,7 +141,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
     rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store, network)
     progress.finish(rank.ready.bytes_read)
     phases.end("build", {"load": rank.ready.load_seconds})
-    if store is not None and mapped:
+    if store is not None and mapped and start.rehearsed is None:
         _start_mapping(store)
     _warm_up(start, rank, mapped)
     phases.end("practice")
@@ -203,11 +202,8 @@ def _warm_up(start: Start, rank: Rank, mapped: bool) -> None:
 
 
 def _start_mapping(store: Store) -> None:
-    def run() -> None:
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # on Linux of this thread
-        store.map_ahead()
-
-    threading.Thread(target=run, name="mapping", daemon=True).start()
+    """Not at low priority: whatever else of this process asks for memory waits for a piece of it to end."""
+    threading.Thread(target=store.map_ahead, name="mapping", daemon=True).start()
 
 
 def _store(plan: Plan, places: Places) -> Store | None:

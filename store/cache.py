@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from store.memory import bring_in, complete_key
+from store.memory import brought_in, complete_key
 
 SUFFIX = ".weights"
 DRAFT = ".draft"
@@ -68,9 +68,9 @@ class WeightCache:
                 done += os.sendfile(file, source, done, min(CHUNK, size - done))
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # what was written lies in small pages
-            bring_in(file)
-            os.fchmod(file, 0o400)
-            draft.replace(self._path(key))
+            with brought_in(file):
+                os.fchmod(file, 0o400)
+                draft.replace(self._path(key))
         except BaseException:
             with contextlib.suppress(OSError):
                 draft.unlink()

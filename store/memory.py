@@ -12,13 +12,14 @@ from then on the kernel lets nobody write to it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -44,7 +45,6 @@ _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x
 _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_COLLAPSE = 14, 22, 25
 MAPPED_AT_ONCE = 16 << 20  # bytes by one system call: about a millisecond
 _FAILED = ctypes.c_void_p(-1).value
-
 
 Buffer: TypeAlias = "bytes | ctypes.Array[ctypes.c_uint8]"
 
@@ -96,29 +96,35 @@ def _in_memory(file: int) -> bool:
     return True
 
 
-def bring_in(file: int) -> None:
-    """Have the system read this file into its page cache, in large pages where the file system has them (ext4 of Linux
-    6.16, XFS): a process that maps it takes a page fault for each of them, not for each 4 KiB. What is there already
-    stays as it is."""
+@contextlib.contextmanager
+def brought_in(file: int) -> Iterator[None]:
+    """Have the system read this file into its page cache, and keep it there for a block as far as this process may. In
+    large pages, where the file system has them (ext4 of Linux 6.16, XFS): a process that maps the file takes a page
+    fault for each of them, not for each 4 KiB. What is in the page cache already stays as it is."""
     libc, size = _libc(), os.fstat(file).st_size
     reserved = libc.mmap(None, size + LARGE_PAGE, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
     if reserved == _FAILED:
+        yield
         return
     address = _up(reserved, LARGE_PAGE)
-    if libc.mmap(address, size, _PROT_READ, _MAP_SHARED | _MAP_FIXED, file, 0) != _FAILED:
-        libc.madvise(address, size, _MADV_HUGEPAGE)
-        _populate(libc, address, size)
-    libc.munmap(reserved, size + LARGE_PAGE)
+    try:
+        if libc.mmap(address, size, _PROT_READ, _MAP_SHARED | _MAP_FIXED, file, 0) != _FAILED:
+            libc.madvise(address, size, _MADV_HUGEPAGE)
+            _populate(libc, address, size, locked=True)
+        yield
+    finally:
+        libc.munmap(reserved, size + LARGE_PAGE)
 
 
-def _populate(libc: ctypes.CDLL, address: int, size: int, locked: bool = False) -> None:
-    """Have the kernel map the pages there. locked: and keep them in memory, as far as this process may (mlock(2),
-    RLIMIT_MEMLOCK)."""
+def _populate(libc: ctypes.CDLL, address: int, size: int, locked: bool) -> None:
+    """Have the kernel map the pages there, and touch each, as the host of a virtual machine maps what a disk has written
+    when it is read. locked: and keep them in memory, as far as this process may (mlock(2), RLIMIT_MEMLOCK)."""
     for start in range(address, address + size, MAPPED_AT_ONCE):
-        length = _up(min(MAPPED_AT_ONCE, address + size - start), ALIGNMENT)
-        locked = locked and libc.mlock(start, length) == 0
-        if not locked and libc.madvise(start, length, _MADV_POPULATE_READ) != 0:
+        length = min(MAPPED_AT_ONCE, address + size - start)
+        locked = locked and libc.mlock(start, _up(length, ALIGNMENT)) == 0
+        if not locked and libc.madvise(start, _up(length, ALIGNMENT), _MADV_POPULATE_READ) != 0:
             return
+        memoryview((ctypes.c_uint8 * length).from_address(start)).cast("B")[::ALIGNMENT].tobytes()
 
 
 class Store:
@@ -339,7 +345,7 @@ class Store:
         raw = os.pread(self._reader, _HEADER.size, 0)
         self.num_parts = _HEADER.unpack(raw)[2]
         self._map(self._reader, _up(self.used, ALIGNMENT), _PROT_READ)
-        self._libc.madvise(self.address, _up(self.used, ALIGNMENT), _MADV_HUGEPAGE)  # how a file is read (bring_in)
+        self._libc.madvise(self.address, _up(self.used, ALIGNMENT), _MADV_HUGEPAGE)  # how a file is read (brought_in)
         end = self.address + _up(self.used, ALIGNMENT)
         rest = self._reserved + self._size + LARGE_PAGE - end
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED

@@ -197,7 +197,7 @@ class RankMonitor:
                     self._add(place)
                 else:
                     self._restart(place, now)
-        if self._standby is not None and self.restarts and self._settled:
+        if self._standby is not None and self.restarts and self._settled(now):
             self._standby.keep(self._words(self._places[-1]), now)
         return lost
 
@@ -368,12 +368,11 @@ class RankMonitor:
         assert place.child is not None
         say("rank_restarted", rank=place.rank, pid=place.child.process.pid, restart=place.tries + 1)
 
-    @property
-    def _settled(self) -> bool:
-        """All ranks that are wanted serve, and have computed a step together since the last loss: a process that gets
-        ready before that takes the cores from the return of the one that was lost."""
-        whole = all(place.serves for place in self._places if place.wanted)
-        return whole and (self._recovered or not any(place.ended for place in self._places))
+    def _settled(self, now: float) -> bool:
+        """All ranks that are wanted have served for a moment: a process that gets ready before that takes the cores
+        from the return of one that was lost."""
+        wanted = [place for place in self._places if place.wanted]
+        return all(place.serves and now - place.served_since >= SERVED_SECONDS for place in wanted)
 
     @property
     def _recovered(self) -> bool:

@@ -117,8 +117,8 @@ def brought_in(file: int) -> Iterator[None]:
 
 
 def _populate(libc: ctypes.CDLL, address: int, size: int, locked: bool) -> None:
-    """Have the kernel map the pages there, and touch each, as the host of a virtual machine maps what a disk has written
-    when it is read. locked: and keep them in memory, as far as this process may (mlock(2), RLIMIT_MEMLOCK)."""
+    """Have the kernel map the pages there, and touch each, as the host of a virtual machine maps what a disk has
+    written when it is read. locked: and keep them in memory, as far as this process may (mlock(2), RLIMIT_MEMLOCK)."""
     for start in range(address, address + size, MAPPED_AT_ONCE):
         length = min(MAPPED_AT_ONCE, address + size - start)
         locked = locked and libc.mlock(start, _up(length, ALIGNMENT)) == 0

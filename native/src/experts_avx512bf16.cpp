@@ -1,6 +1,6 @@
 // Expert kernels for bfloat16 rows with AVX512-BF16: products of pairs, sums in float32.
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,fma,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx512vnni,fma,prefer-vector-width=512")
 #include "experts.h"
 
 #include <immintrin.h>
@@ -138,60 +138,91 @@ alignas(64) constexpr HalfTable mxfp4_values(W_MXFP4), int4_values(W_INT4);
 
 INLINE __m512i half_table(int format) { return _mm512_load_si512((format == W_MXFP4 ? mxfp4_values : int4_values).value); }
 
-// acc += n numbers of the rows (8, or at the end of all fewer) times the codes of as many k. A shift brings the codes of a pair to where
-// the lookup wants them.
-template <int FORMAT, int MR> INLINE void half_pairs(const bf16 *const *a, int64_t k, int n, const uint8_t *p, __m512i table, __m512 (&acc)[MR][4]) {
-  __m512i codes[4];
-  for (int j = 0; j < 4; j++) codes[j] = _mm512_loadu_si512(p + 64 * j);
-#pragma GCC unroll 4
-  for (int i = 0; i < n; i += 2) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      __m512bh b = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi32(codes[j], 2 * i), table);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], b, pair_of(a[m] + k + i));
+// Scales and zero points as float32, by the CPU's own conversion.
+template <int FORMAT> INLINE HalfScale half_scale_of(const uint8_t *p) {
+  if (FORMAT == W_MXFP4) return half_scale<FORMAT>(p);
+  __m512 by = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+  if (FORMAT == W_INT4) return {(vf)by, splat(0.f)};
+  return {(vf)by, (vf)_mm512_fnmadd_ps(by, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + GROUP_SCALES))), _mm512_setzero_ps())};
+}
+
+// 32 numbers of a row as whole numbers of 15 bits times a scale, which loses at most 2^-15 of the largest of them: 128 times those in
+// `high` and those in `low`, of each 8 k in the order in which codes lie. A group with what is no number has such a scale.
+struct WholeGroup {
+  alignas(32) int8_t high[K_GROUP], low[K_GROUP];
+  float scale;
+  int sum;
+
+  inline __attribute__((always_inline)) void set(const bf16 *x, int64_t n) {
+    const __mmask32 here = n == K_GROUP ? ~(__mmask32)0 : ((__mmask32)1 << n) - 1;
+    const __m512i raw = _mm512_maskz_loadu_epi16(here, x);
+    __m512 part[2] = {(__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(raw)), 16),
+                      (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(raw, 1)), 16)};
+    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(part[0]), _mm512_abs_ps(part[1])));
+    const bool numbers = !(_mm512_cmp_ps_mask(part[0], part[1], _CMP_UNORD_Q)) && most < __builtin_inff();
+    scale = !numbers ? __builtin_nanf("") : most > 1e-30f ? most / 16256 : 0.f;
+    const __m512 by = _mm512_set1_ps(most > 1e-30f && numbers ? 16256 / most : 0.f);
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    __m512i total = _mm512_setzero_si512();
+    for (int i = 0; i < 2; i++) {
+      __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(part[i], by));
+      __m512i above = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(64)), 7);
+      total = _mm512_add_epi32(total, whole);
+      _mm_store_si128((__m128i *)(high + 16 * i), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(above), order));
+      _mm_store_si128((__m128i *)(low + 16 * i), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(_mm512_sub_epi32(whole, _mm512_slli_epi32(above, 7))), order));
     }
+    sum = _mm512_reduce_add_epi32(total);
   }
-}
+};
 
-INLINE float sum_of_row(const bf16 *x, int64_t n) {
-  if (n == K_GROUP) {
-    __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-    return _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)_mm512_loadu_si512(x), ones));
-  }
-  float sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += number(x + i);
-  return sum;
-}
+INLINE __m512i four_of(const int8_t *p) { return _mm512_set1_epi32(*(const int __attribute__((may_alias)) *)p); }
 
+// Codes are multiplied as whole numbers that are not negative, by sums of four products of bytes: what they are larger by, times the sum
+// of the row's numbers, is taken off. MXFP4's are twice its numbers.
 template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &block, float *c) {
+  enum { MORE = FORMAT == W_MXFP4 ? 12 : 8 };
   const bf16 *const *a = (const bf16 *const *)av;
   const uint8_t *p = block.panel + half_scales(FORMAT), *next = block.ahead, *scales = block.panel;
-  const __m512i table = half_table(FORMAT);
+  const __m512i nibble = _mm512_set1_epi8(15);
+  const __m512i twice = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
   const int64_t lines = 4 * block.lines;
+  WholeGroup row[MR];
   for (int64_t first = 0; first < block.depth; first += K_GROUP, scales += PANEL * 2) {
-    int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first, i = 0;
-    __m512 acc[MR][4];
+    const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first;
+    const int steps = (int)(n + HALF_STEP - 1) / HALF_STEP;
 #pragma GCC unroll 8
-    for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) acc[m][j] = _mm512_setzero_ps();
-    for (; i + HALF_STEP <= n; i += HALF_STEP, p += HALF_STEP_BYTES) {
-      for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
-      half_pairs<FORMAT, MR>(a, k + i, HALF_STEP, p, table, acc);
-    }
-    if (i < n) half_pairs<FORMAT, MR>(a, k + i, (int)(n - i), p, table, acc);
-#pragma GCC unroll 4
+    for (int m = 0; m < MR; m++) row[m].set(a[m] + k, n);
     for (int j = 0; j < 4; j++) {
-      HalfScale scale = half_scale<FORMAT>(scales + 32 * j);
+      __m512i high[MR], low[MR];
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) high[m] = low[m] = _mm512_setzero_si512();
+      for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
+#pragma GCC unroll 4
+      for (int step = 0; step < steps; step++) {
+        const __m512i codes = _mm512_loadu_si512(p + step * HALF_STEP_BYTES + 64 * j);
+        __m512i even = _mm512_and_si512(codes, nibble), odd = _mm512_and_si512(_mm512_srli_epi32(codes, 4), nibble);
+        if (FORMAT == W_MXFP4) even = _mm512_shuffle_epi8(twice, even), odd = _mm512_shuffle_epi8(twice, odd);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) {
+          high[m] = _mm512_dpbusd_epi32(high[m], even, four_of(row[m].high + 8 * step));
+          low[m] = _mm512_dpbusd_epi32(low[m], even, four_of(row[m].low + 8 * step));
+          high[m] = _mm512_dpbusd_epi32(high[m], odd, four_of(row[m].high + 8 * step + 4));
+          low[m] = _mm512_dpbusd_epi32(low[m], odd, four_of(row[m].low + 8 * step + 4));
+        }
+      }
+      const HalfScale scale = half_scale_of<FORMAT>(scales + 32 * j);
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++) {
         float *to = c + m * PANEL + 16 * j;
-        __m512 sum = _mm512_fmadd_ps(acc[m][j], (__m512)scale.by, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps());
-        if (FORMAT == W_INT4_ZERO) sum = _mm512_fmadd_ps((__m512)scale.more, _mm512_set1_ps(sum_of_row(a[m] + k, n)), sum);
+        const __m512i whole = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[m], 7), low[m]), _mm512_set1_epi32(MORE * row[m].sum));
+        const float by = FORMAT == W_MXFP4 ? row[m].scale / 2 : row[m].scale;
+        const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(by));
+        __m512 sum = _mm512_fmadd_ps(product, (__m512)scale.by, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps());
+        if (FORMAT == W_INT4_ZERO) sum = _mm512_fmadd_ps((__m512)scale.more, _mm512_set1_ps(by * (float)row[m].sum), sum);
         _mm512_storeu_ps(to, sum);
       }
     }
+    p += steps * HALF_STEP_BYTES;
   }
 }
 
@@ -202,7 +233,7 @@ struct HalfScales {
   template <int FORMAT> INLINE HalfScales at(const uint8_t *p) {
     HalfScales s;
     for (int j = 0; j < 4; j++) {
-      s.of[j] = half_scale<FORMAT>(p + 32 * j);
+      s.of[j] = half_scale_of<FORMAT>(p + 32 * j);
       __m512i more = _mm512_sub_epi32(_mm512_srli_epi32((__m512i)s.of[j].by, 16), _mm512_set1_epi32(127 << 7));  // 0 or a multiple of 1 << 7
       s.exponent[j] = _mm512_or_si512(_mm512_slli_epi32(more, 16), _mm512_and_si512(more, _mm512_set1_epi32(0xffff)));
     }

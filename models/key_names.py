@@ -41,6 +41,14 @@ MIXTRAL = KeyNames(
         (".w3.", ".up_proj."),
     )
 )
+LING = KeyNames(
+    parts=(
+        ("model.word_embeddings.", "model.embed_tokens."),
+        (".attention.", ".self_attn."),
+        (".self_attn.dense.", ".self_attn.o_proj."),
+        (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    )
+)
 QWEN2_MOE = KeyNames(parts=(SHARED_EXPERT,))
 QWEN3_NEXT = KeyNames(  # Qwen3.5 has vision, and the language model inside it
     parts=(("model.language_model.", "model."), SHARED_EXPERT), skipped=("model.visual.",)

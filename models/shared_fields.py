@@ -30,9 +30,7 @@ _ROPE_KEYS = frozenset(
 _KINDS: dict[str, RopeKind] = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
-def read_rope(
-    fields: Fields, dim: int, max_position: int, partial: float | None = None, default_theta: float = 10000.0
-) -> RopeParameters:
+def read_rope(fields: Fields, dim: int, max_position: int, partial: float | None = None) -> RopeParameters:
     """Reads transformers 5's `rope_parameters`, or transformers 4's `rope_theta` and `rope_scaling`.
 
     dim: of a head. partial: which part of it is rotated where config.json does not say; None: all of it, and it may not
@@ -41,14 +39,14 @@ def read_rope(
     Raises ConfigError for a kind that is not supported (default, linear, llama3 and yarn are).
     """
     rotated = _rotated(fields, dim, partial)
-    return _read_rope(fields, rotated, max_position, default_theta, dim - rotated)
+    return _read_rope(fields, rotated, max_position, dim - rotated)
 
 
 def _rotated(fields: Fields, dim: int, partial: float | None) -> int:
     """How many of a head's dimensions are rotated: rotary_dim, or partial_rotary_factor, at the top or among the rope
     parameters."""
-    inner = fields.section("rope_parameters") if fields.has("rope_parameters") else fields
-    holder = inner if inner.has("partial_rotary_factor") else fields
+    inner = _section(fields)
+    holder = inner if inner is not None and inner.has("partial_rotary_factor") else fields
     if partial is None:
         holder.only("partial_rotary_factor", None, 1, 1.0)
         return dim
@@ -63,12 +61,16 @@ def _rotated(fields: Fields, dim: int, partial: float | None) -> int:
     return rotated
 
 
-def _read_rope(fields: Fields, dim: int, max_position: int, default_theta: float, unrotated: int = 0) -> RopeParameters:
-    top_theta = fields.positive("rope_theta", default_theta)
+def _section(fields: Fields) -> Fields | None:
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
-    if not fields.has(name):
+    return fields.section(name) if fields.has(name) else None
+
+
+def _read_rope(fields: Fields, dim: int, max_position: int, unrotated: int) -> RopeParameters:
+    top_theta = fields.positive("rope_theta", 10000.0)
+    inner = _section(fields)
+    if inner is None:
         return RopeParameters(dim, top_theta, unrotated=unrotated)
-    inner = fields.section(name)
     key = "rope_type" if inner.has("rope_type") else "type"
     kind = _KINDS.get(inner.text(key, "default"))
     if kind is None:

@@ -92,6 +92,9 @@ def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> Gqa
     fields = Fields(raw, source)
     architecture = fields.first_of("architectures")
     family = family or ARCHITECTURES[architecture]
+    fields = Fields({**family.absent, **raw}, source)
+    if family.rope is not None and not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+        fields = Fields({**fields.raw, "rope_parameters": dict(family.rope)}, source)
     fields.only("hidden_act", "silu")
     check_quantization(fields)
     hidden_size = fields.integer("hidden_size")
@@ -99,13 +102,13 @@ def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> Gqa
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    head_dim = fields.integer("head_dim", family.head_dim or hidden_size // num_heads, minimum=2)
+    head_dim = fields.integer("head_dim", hidden_size // num_heads, minimum=2)
     if head_dim % 2:
         raise fields.error("head_dim", "an even number")
     max_position = fields.integer("max_position_embeddings")
     num_layers = fields.integer("num_hidden_layers")
     experts = {} if family.experts is None else family.experts(fields, num_layers)
-    rope = read_rope(fields, head_dim, max_position, family.partial, family.theta)
+    rope = read_rope(fields, head_dim, max_position, family.partial)
     windows = family.windows(fields, num_layers)
     if windows.size >= context_limit(max_position, rope)[0]:
         windows = NO_WINDOWS  # no sequence is longer
@@ -122,7 +125,7 @@ def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> Gqa
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         rope=rope,
         rope_interleave=family.interleaved,
-        tie_word_embeddings=fields.flag("tie_word_embeddings", family.tied),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         qk_norm=_qk_norm(fields, family),
         qkv_bias=family.qkv.read(fields),
         o_bias=family.out.read(fields),

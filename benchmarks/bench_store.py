@@ -8,7 +8,7 @@ written there and lie in the page cache. pss_mb: memory of all processes of the 
 that waits to become a rank.
 return_s: from a kill until all ranks serve again, the mean. p95_gap_s and max_gap_s: of each stream the longest gap around each kill
 (bench_faults.py says how). With one rank every kill is the loss of all ranks. failed and mismatched: requests, compared with the same ones
-before the first kill. --together: every kill is one of all ranks.
+before the first kill, which comes when a process waits. --together: every kill is one of all ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from moesaic.http_client import Client
 from store.memory import brought_in
 
 WRITTEN_SECONDS = 600.0
+STANDBY_SECONDS = 60.0
 MEGA = 10**6
 
 
@@ -70,6 +71,13 @@ def wait_written(cache: Path) -> bool:
     return True
 
 
+def wait_standby(server: Server) -> None:
+    """For a process that waits to become a rank, as one does where no rank was lost a moment ago."""
+    deadline = time.monotonic() + STANDBY_SECONDS
+    while "event=standby_ready" not in (server.root / "log").read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 @contextlib.contextmanager
 def in_page_cache(cache: Path) -> Iterator[None]:
     """What was written stays there for a block."""
@@ -87,6 +95,7 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
     killer = Killer(server, argparse.Namespace(**{**vars(arguments), "ranks": ranks}))
     try:
         await load.done(1)
+        await asyncio.to_thread(wait_standby, server)
         pss = pss_bytes(server)
         waiting = [pid for pid in server.seen if "engine.process.standby_process" in command_line(pid)]
         standby = sum(map(pss_of, waiting))

@@ -44,6 +44,7 @@ LONGEST_PAUSE = 30.0  # each failed try in a row doubles the pause, up to this .
 LONGEST_PAUSE_ALONE = 10.0  # ... or this, when no rank is left
 CALM_SECONDS = 0.2  # an idle rank's loop turns twice a second
 SERVED_SECONDS = 1.0  # a rank that beat for so long was no failed try
+STANDBY_SECONDS = 10.0  # after the first start, before a process gets ready beside ranks that have work
 QUIET_TRIES = 3  # so many failed tries are not worth a word of their own
 MAX_TRIES = 15  # of every rank in a row, when none is left: then none will be started again
 LEAVE_SECONDS = 10.0  # a rank that is not wanted any more is killed when it has not left by then
@@ -198,8 +199,8 @@ class RankMonitor:
                     self._add(place)
                 else:
                     self._restart(place, now)
-        if self._standby is not None and self.restarts and all(place.serves for place in self._places if place.wanted):
-            self._standby.keep(self._words(self._places[-1]), now, self._calm(now))
+        if self._standby is not None and self.restarts and self._settled(now):
+            self._standby.keep(self._words(self._places[-1]), now)
         return lost
 
     def fence(self, process: int) -> None:
@@ -368,6 +369,14 @@ class RankMonitor:
         self._start(place)
         assert place.child is not None
         say("rank_restarted", rank=place.rank, pid=place.child.process.pid, restart=place.tries + 1)
+
+    def _settled(self, now: float) -> bool:
+        """All ranks that are wanted serve, and have no work, or have served for a while: getting ready takes a core for
+        a second or two, and caches. After a loss another one may be near, so that the while is short."""
+        wanted = [place for place in self._places if place.wanted]
+        least = SERVED_SECONDS if any(place.joins for place in wanted) else STANDBY_SECONDS
+        serve = all(place.serves for place in wanted)
+        return serve and (self._calm(now) or all(now - place.served_since >= least for place in wanted))
 
     @property
     def _recovered(self) -> bool:

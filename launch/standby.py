@@ -20,8 +20,6 @@ MODULE = "engine.process.standby_process"
 NAME = "standby"
 LONGEST_PAUSE = 60.0  # seconds: each one in a row that has ended by itself doubles the pause before the next ...
 FIRST_PAUSE = 1.0  # ... from this on
-# The first one takes a core for a second or two, and caches: it begins when the ranks have no work, or after this.
-LATEST_SECONDS = 10.0
 
 
 class Standby:
@@ -34,7 +32,6 @@ class Standby:
         self._ready = False
         self._failed = 0  # in a row
         self._ended = 0.0
-        self._first: float | None = None  # since when one is wanted; None: none was
 
     @property
     def process(self) -> int:
@@ -64,18 +61,14 @@ class Standby:
             self._child, self._ready = None, False
         self._hear()
 
-    def keep(self, words: list[str], now: float, calm: bool) -> None:
-        """Start one when there is none. words: a rank's command line as it may be; calm: the ranks have no work."""
-        self._first = now if self._first is None else self._first
-        if not calm and now - self._first < LATEST_SECONDS:
-            return
+    def keep(self, words: list[str], now: float) -> None:
+        """Start one when there is none. words: a rank's command line as it may be."""
         pause = min(FIRST_PAUSE * 2 ** (self._failed - 1), LONGEST_PAUSE) if self._failed else 0.0
         if self._child is not None or now - self._ended < pause:
             return
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         arguments = [*self._options, "--words", json.dumps(words)]
-        self._first = -LATEST_SECONDS  # later ones follow a loss, and begin at once
         with theirs:
             child = self._children.start(NAME, -1, MODULE, arguments, self._environment, theirs.fileno())
         child.link = ours

@@ -16,7 +16,6 @@ from engine.plan import make_plan
 from engine.process.heartbeat import last_beat
 from front.messages import RankLost
 from launch import monitor as monitor_module
-from launch import standby as standby_module
 from launch.monitor import RankMonitor
 from launch.processes import Children, RuntimeDir
 from launch.standby import NAME
@@ -61,7 +60,7 @@ class Kept:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setattr(standby_module, "LATEST_SECONDS", 0.0)  # these ranks beat as if they had work all the time
+    monkeypatch.setattr(monitor_module, "STANDBY_SECONDS", 0.0)  # these ranks beat as if they had work all the time
     runtime = RuntimeDir(Path(tempfile.gettempdir()))
     one = Kept(runtime)
     yield one
@@ -82,19 +81,19 @@ def test_it_becomes_the_lost_rank(kept: Kept) -> None:
     assert len(kept.children.all) == 3
 
 
-def test_the_first_one_does_not_begin_beside_work(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby_module, "LATEST_SECONDS", 30.0)
-    environment: dict[str, str] = {}
-    standby = standby_module.Standby(kept.children, "beating_rank", "", environment)
-    for now, calm, begins in ((100.0, False, False), (129.0, False, False), (129.5, True, True)):
-        standby.keep([], now, calm)
-        assert bool(standby.process) is begins
-    monkeypatch.setattr(standby_module, "LATEST_SECONDS", 1.0)
-    other = standby_module.Standby(kept.children, "beating_rank", "", environment)
-    other.keep([], 200.0, calm=False)
-    assert not other.process
-    other.keep([], 201.5, calm=False)
-    assert other.process
+@pytest.mark.parametrize("name, seconds", [("STANDBY_SECONDS", 0.0), ("CALM_SECONDS", -1.0)])
+def test_the_first_one_does_not_begin_beside_work(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, name: str, seconds: float
+) -> None:
+    """It does when the ranks have served for long enough, and when they have no work."""
+    standby = kept.monitor._standby
+    assert standby is not None
+    for least in ("STANDBY_SECONDS", "CALM_SECONDS"):
+        monkeypatch.setattr(monitor_module, least, 1e6)
+    for _ in range(3):
+        assert not kept.monitor.look([]) and not standby.process
+    monkeypatch.setattr(monitor_module, name, seconds)
+    kept.wait_ready()
 
 
 def test_its_own_end_costs_nothing(kept: Kept) -> None:

@@ -74,4 +74,8 @@ ERNIE = KeyNames(
     parts=((".mlp.moe_statics.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
     skipped=("model.mtp_",),
 )
-KIMI_WRAPPER = KeyNames(prefix="language_model.", skipped=("vision_tower.", "mm_projector.", "multi_modal_projector."))
+KIMI_WRAPPER = KeyNames(  # what transformers writes has blocks where the published checkpoints have layers
+    prefix="language_model.",
+    skipped=("vision_tower.", "mm_projector.", "multi_modal_projector.", "model.mm_projector.", "model.vision_tower."),
+    parts=(("model.blocks.", "model.layers."),),
+)

@@ -58,6 +58,7 @@ FAMILIES: dict[str, Family] = {
 # Models with vision: what their text_config describes is served, by the architecture that it is.
 WRAPPERS = {
     "KimiK25ForConditionalGeneration": "KimiK2ForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "KimiK2ForCausalLM",  # by which transformers calls it
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
 }

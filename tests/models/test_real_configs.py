@@ -18,6 +18,7 @@ DENSE = {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralFor
 SAME = {"KimiK2ForCausalLM": "DeepseekV3ForCausalLM", "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration"}
 # Its published config.json is not known here, only transformers' config class.
 UNPUBLISHED = {"BailingHybridForCausalLM"}
+SAME |= {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}
 SAME |= {"Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration"}
 
 

@@ -131,7 +131,7 @@ def vary_qwen2_moe(draw: Draw) -> dict[str, Any]:
     sizes = attention(draw, head_dim=False)
     only = {"mlp_only_layers": [l for l in range(sizes["num_hidden_layers"]) if draw(st.booleans())]}
     more = {"qkv_bias": draw(st.booleans()), "norm_topk_prob": draw(st.booleans())}
-    shared = {"shared_expert_intermediate_size": draw(st.sampled_from([3, 20]))}
+    shared = {"shared_expert_intermediate_size": draw(st.sampled_from([0, 3, 20]))}
     return {**sizes, **experts(draw), **width(draw), **qwen_window(draw), **only, **more, **shared}
 
 
@@ -199,7 +199,7 @@ def vary_next(draw: Draw) -> dict[str, Any]:
         "linear_key_head_dim": draw(st.sampled_from([8, 16, 33, 64])),
         "linear_value_head_dim": draw(st.sampled_from([12, 16, 35, 64])),
         "linear_conv_kernel_dim": draw(st.integers(2, 6)),
-        "shared_expert_intermediate_size": draw(st.sampled_from([3, 20])),
+        "shared_expert_intermediate_size": draw(st.sampled_from([0, 3, 20])),
         "decoder_sparse_step": draw(st.integers(1, 2)), "norm_topk_prob": draw(st.booleans()),
         "mlp_only_layers": [l for l in range(layers) if draw(st.booleans())],
     }  # fmt: skip

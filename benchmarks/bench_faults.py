@@ -197,6 +197,8 @@ class Killer:
             if arguments.during == "rebalance":
                 self.num_moving += await until_experts_move(self.server)
             first = self.strike(found)
+            while arguments.together and (left := {rank: pid for rank, pid in found.items() if pid not in self._gone}):
+                self.strike(left)
             if arguments.during in MOMENTS:
                 await MOMENTS[arguments.during](self, first, known)
                 self.strike({rank: pid for rank, pid in found.items() if rank != first})
@@ -331,6 +333,7 @@ def main() -> None:
     when.add_argument("--spacing-ms", type=int)
     when.add_argument("--during", choices=["rebalance", *sorted(MOMENTS)])
     parser.add_argument("--spare-ranks", type=int, help="expert slots for the loss of so many ranks at once")
+    parser.add_argument("--together", action="store_true", help="each kill is one of all ranks at once")
     parser.add_argument("--model", help="a checkpoint's directory; default: the embedded model")
     parser.add_argument("--overhead-rounds", type=int, default=3, help="of the measurement of overhead_pct; 0: none")
     parser.add_argument("--max-tokens", type=int, default=128)

@@ -1,12 +1,13 @@
 """Whole engine beside vLLM (CPU) and llama.cpp: same models, same prompts, one run, repetitions taken in turn.
 
     python benchmarks/bench_peers.py --models DIR [--vllm-python PATH] [--llama-python PATH] [--only MODEL ...] [--json]
+    python benchmarks/bench_peers.py --models DIR --llama-python PATH --gguf q4_k_m      both on the same file
     python benchmarks/bench_peers.py --models DIR --own-ranks 2      two ranks of one thread beside one rank of two threads
     python benchmarks/bench_peers.py --models DIR --quantization int4 --own-quantization int8      4 bits beside 8
     python benchmarks/bench_peers.py --models DIR --before CHECKOUT      this tree beside an earlier one
 
-DIR: made by benchmarks/make_models.py; for llama.cpp it also holds MODEL.gguf (bfloat16), MODEL-q8.gguf and MODEL-q4.gguf
-(Q8_0 and Q4_0), made with llama.cpp's own tools. PATH: the Python of a virtual environment that has the peer (docs/benchmarks.md says how to make one).
+DIR: made by benchmarks/make_models.py; for llama.cpp it also holds MODEL.gguf (bfloat16) and MODEL-KIND.gguf, made by
+benchmarks/make_gguf.py. PATH: the Python of a virtual environment that has the peer (docs/benchmarks.md says how to make one).
 One line per case: `ours`, `peer`, `ratio` (above 1 we are better) and the memory bandwidth seen around the repetitions.
 
 Each begins when the threads of the one before have stopped spinning. A repetition during which others kept more than --max-foreign cores busy is taken again; when the machine does not get
@@ -42,10 +43,15 @@ CASES: dict[str, Case] = {
     "overhead": {"prompts": 256, "input": 16, "output": 32},
 }
 WHOLE = ("first", "stream", "a1", "a2", "prefill")
-MODELS = dict.fromkeys(("qwen3moe-small", "deepseek-small", "qwen3-0.6b-like"), WHOLE) | {
-    "tiny-qwen3moe": ("overhead",)
+USUAL = ("qwen3moe-small", "deepseek-small", "qwen3-0.6b-like")
+MODELS = dict.fromkeys((*USUAL, "qwen2-1.5b-like"), WHOLE) | {
+    "tiny-qwen3moe": ("overhead",),
+    "qwen3next-small": ("first", "stream", "a1", "prefill"),
 }
-LLAMA_BITS = {"fp8": "-q8", "int8": "-q8", "int4": "-q4", "mxfp4": "-q4"}
+FEW = (
+    "qwen3next-small",
+)  # models whose sequences have states: there is no memory for as many as engines.py begins with
+LLAMA_KINDS = {"fp8": "q8_0", "int8": "q8_0", "int4": "q4_0", "mxfp4": "q4_0"}
 
 
 @dataclass
@@ -64,7 +70,12 @@ class TooNoisy(Exception):
 
 def start_engines(arguments: argparse.Namespace, model: str) -> dict[str, Engine]:
     folder = Path(arguments.models) / model
+    kind = arguments.gguf or LLAMA_KINDS.get(arguments.quantization, "bf16")
+    gguf = folder.with_name(f"{model}.gguf" if kind == "bf16" else f"{model}-{kind}.gguf")
+    folder = gguf if arguments.gguf else folder
     plain = ["--dtype", "bfloat16"]
+    if model in FEW:
+        plain += ["--max-num-seqs", str(max(CASES[case]["prompts"] for case in MODELS[model]))]
     ours = [*plain, "--quantization", arguments.quantization] if arguments.quantization else plain
     single = [*ours, "--threads", str(arguments.threads)]
     if arguments.own_ranks:
@@ -86,12 +97,12 @@ def start_engines(arguments: argparse.Namespace, model: str) -> dict[str, Engine
         other = [*plain, "--quantization", arguments.own_quantization, "--threads", str(arguments.threads)]
         return engines | {arguments.own_quantization: Engine("ours", str(folder), other)}
     script, threads = str(HERE / "peer_engines.py"), ["--threads", str(arguments.threads)]
-    if arguments.vllm_python and not arguments.quantization:
+    if arguments.vllm_python and kind == "bf16":
         environment = vllm_environment(arguments.vllm_python, arguments.threads)
         engines["vllm"] = Engine("vllm", str(folder), threads, arguments.vllm_python, script, environment)
-    gguf = folder.with_name(f"{model}{LLAMA_BITS.get(arguments.quantization, '')}.gguf")
     if arguments.llama_python and gguf.exists():
-        engines["llama"] = Engine("llama", str(gguf), threads, arguments.llama_python, script)
+        words = [*threads, "--no-tiles"] if arguments.no_tiles else threads
+        engines["llama"] = Engine("llama", str(gguf), words, arguments.llama_python, script)
     return engines
 
 
@@ -178,10 +189,16 @@ def main() -> None:
     parser.add_argument("--models", required=True, metavar="DIR")
     parser.add_argument("--vllm-python", metavar="PATH")
     parser.add_argument("--llama-python", metavar="PATH")
-    parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--only", nargs="*", choices=list(MODELS), default=[*USUAL, "tiny-qwen3moe"])
     parser.add_argument("--cases", nargs="*", choices=list(CASES))
-    parser.add_argument("--quantization", choices=list(LLAMA_BITS), help="beside llama.cpp's Q8_0 or Q4_0")
-    parser.add_argument("--own-quantization", choices=list(LLAMA_BITS), help="ours in this form beside; no peers")
+    parser.add_argument("--quantization", choices=list(LLAMA_KINDS), help="beside llama.cpp's Q8_0 or Q4_0")
+    parser.add_argument("--gguf", choices=["bf16", "q8_0", "q4_0", "q4_k_m"], help="ours and llama.cpp on this file")
+    parser.add_argument(
+        "--no-tiles",
+        action="store_true",
+        help="llama.cpp takes its layouts for vectors in the place of those for AMX, where these crash",
+    )
+    parser.add_argument("--own-quantization", choices=list(LLAMA_KINDS), help="ours in this form beside; no peers")
     parser.add_argument(
         "--own-ranks", type=int, metavar="N", help="N ranks that share the threads beside a single one; no peers"
     )
@@ -194,6 +211,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if sum(map(bool, (arguments.own_ranks, arguments.own_quantization, arguments.before))) > 1:
         parser.error("--own-ranks, --own-quantization and --before are comparisons of their own: take one")
+    if arguments.gguf and arguments.quantization:
+        parser.error("--gguf says what the file has; --quantization is for checkpoints in bfloat16")
     noisy = False
     for model in arguments.only:
         cases = tuple(case for case in MODELS[model] if not arguments.cases or case in arguments.cases)

@@ -3,12 +3,12 @@
     python benchmarks/bench_store.py [--model DIR] [--ranks 1,2,4] [--streams 16] [--kills 10] [--json] [-- more options of `moesaic serve`]
 
 One row for each number of ranks. cold_s: until the server is ready with an empty cache of packed weights, in a directory that this script
-makes and removes; warm_s: the same once the weights have been written there; whether the checkpoint and the cache are in the system's page cache
-is the caller's business. pss_mb: memory of all processes of the server together (proportional set size, /proc/PID/smaps_rollup), under load; standby_mb: of the one
+makes and removes (whether the checkpoint is in the system's page cache is the caller's business); warm_s: the same once the weights have been
+written there and lie in the page cache. pss_mb: memory of all processes of the server together (proportional set size, /proc/PID/smaps_rollup), under load; standby_mb: of the one
 that waits to become a rank.
 return_s: from a kill until all ranks serve again, the mean. p95_gap_s and max_gap_s: of each stream the longest gap around each kill
 (bench_faults.py says how). With one rank every kill is the loss of all ranks. failed and mismatched: requests, compared with the same ones
-before the first kill.
+before the first kill, which comes when a process waits. --together: every kill is one of all ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from bench_faults import BACK_SECONDS, Killer, Load, at
 from server_process import Server, command_line
 
 from moesaic.http_client import Client
+from store.memory import brought_in
 
 WRITTEN_SECONDS = 600.0
+STANDBY_SECONDS = 60.0
 MEGA = 10**6
 
 
@@ -68,6 +71,23 @@ def wait_written(cache: Path) -> bool:
     return True
 
 
+def wait_standby(server: Server) -> None:
+    """For a process that waits to become a rank, as one does where no rank was lost a moment ago."""
+    deadline = time.monotonic() + STANDBY_SECONDS
+    while "event=standby_ready" not in (server.root / "log").read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def in_page_cache(cache: Path) -> Iterator[None]:
+    """What was written stays there for a block."""
+    with contextlib.ExitStack() as stack:
+        for path in cache.glob("*.weights"):
+            file = stack.enter_context(path.open("rb"))
+            stack.enter_context(brought_in(file.fileno()))
+        yield
+
+
 async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
     load = Load(Client(server.url), arguments.streams, arguments.max_tokens, in_words=not arguments.model)
     stopping = asyncio.Event()
@@ -75,6 +95,7 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
     killer = Killer(server, argparse.Namespace(**{**vars(arguments), "ranks": ranks}))
     try:
         await load.done(1)
+        await asyncio.to_thread(wait_standby, server)
         pss = pss_bytes(server)
         waiting = [pid for pid in server.seen if "engine.process.standby_process" in command_line(pid)]
         standby = sum(map(pss_of, waiting))
@@ -99,21 +120,25 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
 
 
 def measure(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    cache = Path(tempfile.mkdtemp(prefix="bench-store-", dir=arguments.cache_root))
+    cache = arguments.cache or Path(tempfile.mkdtemp(prefix="bench-store-", dir=arguments.cache_root))
     words = ["-dp", str(ranks), "--weight-cache", str(cache), *arguments.options]
     words += ["--model", arguments.model] if arguments.model else []
     try:
-        server, cold = started(words)
-        written = wait_written(cache)
-        server.end()
-        server, warm = started(words)
+        cold, written = None, True
+        if not arguments.cache:
+            server, seconds = started(words)
+            cold, written = round(seconds, 2), wait_written(cache)
+            server.end()
+        with in_page_cache(cache):
+            server, warm = started(words)
         try:
             found = asyncio.run(under_load(server, arguments, ranks))
         finally:
             orphans = server.end()
     finally:
-        shutil.rmtree(cache)
-    row = {"ranks": ranks, "cold_s": round(cold, 2), "warm_s": round(warm, 2) if written else None, **found}
+        if not arguments.cache:
+            shutil.rmtree(cache)
+    row = {"ranks": ranks, "cold_s": cold, "warm_s": round(warm, 2) if written else None, **found}
     return {**row, "orphans": orphans}
 
 
@@ -126,6 +151,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0, help="which ranks are killed, and when")
     parser.add_argument("--cache-root", type=Path, help="where the cache is made; default: the temporary directory")
+    parser.add_argument("--cache", type=Path, help="that has the packed weights already: no cold start")
+    parser.add_argument("--together", action="store_true", help="each kill is one of all ranks at once")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON lines")
     parser.add_argument("options", nargs="*", help="more options of `moesaic serve`, after --")
     parser.set_defaults(signal="KILL", spacing_ms=None, during=None)

@@ -1,11 +1,14 @@
 """What structured output costs: time per output token with a grammar and without, and what a new schema adds to the first token.
 
-    python benchmarks/bench_structured.py [--json] [--model DIR] [--streams 1 16 64] [--tokens 64] [--repeats 5]
+    python benchmarks/bench_structured.py [--json] [--model DIR] [--train-tokenizer] [--plain] [--streams 1 16 64]
+        [--tokens 64] [--repeats 5]
 
 All write the same tokens, those that the grammar's run draws: what a step draws is replaced by them, in each run alike. They come in
 turns in one process; times are the least of the repeats, percents the middle of what each turn says. forced: where tokens that the
 grammar makes certain are drafts; else nothing drafts. processors: without a grammar, where the engine has a logits processor that no
-request asks for. ttft_added_ms: a prompt's first token with a schema that no request had before, less one without.
+request asks for; --plain leaves both out, and their engines. ttft_added_ms: a prompt's first token with a schema that no request had
+before, less one without. --train-tokenizer: for a model whose own cannot spell JSON (make_models.py), byte-level BPE of as many tokens
+as the model has, of the text of Python's library.
 """
 
 from __future__ import annotations
@@ -13,8 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sysconfig
+import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -90,17 +98,12 @@ def cost(engines: dict[str, LLM], streams: int, tokens: int, repeats: int) -> di
     script, asked = Script(), schema(0)
     vars(engine.runner)["sample"] = script
     runs: dict[str, tuple[LLM, StructuredOutputsParams | None]] = {
-        "tpot": (engines["plain"], None),
         "structured": (engines["plain"], asked),
-        "forced": (engines["forced"], asked),
-        "processors": (engines["processors"], None),
+        "tpot": (engines["plain"], None),
     }
-    for name in (
-        "structured",
-        "tpot",
-        "forced",
-        "processors",
-    ):  # the first time is for what is made once, and the script
+    if len(engines) > 1:
+        runs |= {"forced": (engines["forced"], asked), "processors": (engines["processors"], None)}
+    for name in runs:  # the first time is for what is made once, and the script
         seconds(runs[name][0], streams, tokens, runs[name][1])
         script.records = False
     turns = [{name: seconds(llm, streams, tokens, own) for name, (llm, own) in runs.items()} for _ in range(repeats)]
@@ -123,17 +126,40 @@ def first_token(llm: LLM, repeats: int) -> dict[str, object]:
     return {"ttft_added_ms": round(statistics.median(added), 3), "worst_ms": round(max(added), 3)}
 
 
+def train_tokenizer(model: Path, directory: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=config["vocab_size"], special_tokens=["<end>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    tokenizer.train_from_iterator((file.read_text(errors="replace") for file in files), trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", default=None)
+    parser.add_argument("--train-tokenizer", action="store_true")
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        if options.train_tokenizer:
+            train_tokenizer(Path(options.model), Path(directory))
+        measure(options, {"tokenizer": directory} if options.train_tokenizer else {})
+
+
+def measure(options: argparse.Namespace, more: dict[str, Any]) -> None:
     model = [options.model] if options.model else []
-    more = {"enable_prefix_caching": True, "max_num_seqs": max(options.streams)}
-    drafts = {"plain": "none", "forced": "prediction", "processors": "none"}
+    more |= {"enable_prefix_caching": True, "max_num_seqs": max(options.streams), "max_model_len": 1024}
+    drafts = {"plain": "none"} if options.plain else {"plain": "none", "forced": "prediction", "processors": "none"}
     engines = {
         name: LLM(
             *model, speculative_config={"method": method}, **more,

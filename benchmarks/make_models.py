@@ -66,6 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3moe-small": qwen3_moe(1024, 16, 16, 4, 64, 64, 8, 384),
     "deepseek-small": deepseek_v3(1024, 12, 16, 384, 128, 64, 128, 64, 6, 8, 4, 384, 3072),
     "qwen3-0.6b-like": qwen3(1024, 28, 16, 8, 128, 3072, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2-1.5b-like": qwen3(1536, 28, 12, 2, 128, 8960, vocab_size=151936, model_type="qwen2"),
     "qwen3moe-11g": {**qwen3_moe(2048, 8, 32, 4, 128, 128, 8, 768), "vocab_size": 151936},
     "tiny-qwen3moe": qwen3_moe(64, 4, 4, 2, 32, 16, 4, 32),
     "tiny-deepseek": deepseek_v3(64, 4, 4, 32, 32, 64, 32, 16, 4, 4, 2, 32, 128),

@@ -16,10 +16,12 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Generate = Callable[[list[list[int]], int], int]
 LLAMA_BATCH = 2048
+REPACKED = ("Q4_0", "Q4_K")  # llama.cpp has a layout of them for x86's vector instructions
 
 
 def prompts(case: dict[str, Any], vocabulary: int) -> list[list[int]]:
@@ -56,11 +58,43 @@ def llama(arguments: argparse.Namespace) -> tuple[Generate, int]:
     llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
     parameters = llama_cpp.llama_model_default_params()
     parameters.use_mmap = False
+    overrides = _for_vectors(arguments.model) if arguments.no_tiles else None
+    parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p) if overrides else None
+    parameters.use_extra_bufts = overrides is None
     model = llama_cpp.llama_model_load_from_file(arguments.model.encode(), parameters)
     if not model:
         raise SystemExit(f"llama.cpp cannot load {arguments.model}")
     runs = LlamaRuns(llama_cpp, model, arguments.threads, silent)
     return runs.generate, int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)))
+
+
+class _Override(ctypes.Structure):
+    """llama_model_tensor_buft_override."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer", ctypes.c_void_p))
+
+
+def _for_vectors(path: str) -> ctypes.Array[_Override]:
+    """llama.cpp's layout for vector instructions for every matrix that has one. By itself it takes the one for AMX
+    where the CPU has that."""
+    import gguf
+    import llama_cpp
+
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    base, whole = ctypes.CDLL(str(folder / "libggml-base.so")), ctypes.CDLL(str(folder / "libggml.so"))
+    for function in (whole.ggml_backend_dev_by_type, base.ggml_backend_dev_backend_reg):
+        function.restype = ctypes.c_void_p
+    base.ggml_backend_reg_get_proc_address.restype = ctypes.c_void_p
+    base.ggml_backend_buft_name.restype = ctypes.c_char_p
+    device = ctypes.c_void_p(whole.ggml_backend_dev_by_type(0))
+    registry = ctypes.c_void_p(base.ggml_backend_dev_backend_reg(device))
+    address = base.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+    found = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(device)
+    number = next(i for i in range(8) if base.ggml_backend_buft_name(ctypes.c_void_p(found[i])) == b"CPU_REPACK")
+    tensors = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.tensor_type.name in REPACKED]
+    names = [tensor.name for tensor in tensors if tensor.name != "token_embd.weight"]  # its rows are looked up
+    rows = [_Override(name.replace(".", "[.]").encode(), found[number]) for name in names]
+    return (_Override * (len(rows) + 1))(*rows)  # the last one is empty
 
 
 class LlamaRuns:
@@ -142,6 +176,7 @@ def main() -> None:
     parser.add_argument("kind", choices=["vllm", "llama"])
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--no-tiles", action="store_true", help="llama.cpp: no layouts for AMX")
     arguments = parser.parse_args()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print, in C too, must not get between the answers

@@ -35,6 +35,7 @@ class Server:
         command = [sys.executable, "-m", "moesaic", "serve", "--port", str(port), "--no-log-requests"]
         command += words
         environment = {**os.environ, "MOESAIC_RUNTIME_DIR": str(self.root), "MOESAIC_ADMIN_KEY": ADMIN_KEY}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environment)
         self.seen: set[int] = set()  # every process of it that was ever seen
 

@@ -11,7 +11,7 @@ from configs.machine import Machine, ModelNumbers
 CACHED_BYTES = 512 << 20  # weights that take less are not kept on disk unless that is asked for
 OFF = "off"
 # Of the process that waits to become a rank: Python, torch and what a rank imports; benchmarks/bench_store.py shows it.
-STANDBY_BYTES = 180 << 20
+STANDBY_BYTES = 208 << 20
 
 
 def plan_store(

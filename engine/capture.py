@@ -107,11 +107,6 @@ class Capture:
         self._exchange = exchange
         self._watched = watched
         self._break_exchanges = True
-        exact = range(1, policy.exact + 1)
-        self._sizes: dict[bool, list[GraphSize | None]] = {
-            False: [None, *(GraphSize(True, rows) for rows in exact)],
-            True: [GraphSize(True, rows, True) for rows in (0, *exact)],
-        }
         # Of graphs captured ahead by the number of parts, of exact ones by the lane.
         self._passes: dict[tuple[int, GraphSize], _Pass] = {}
         self._refused: dict[tuple[int, GraphSize], str] = {}
@@ -188,7 +183,8 @@ class Capture:
         forms = (True, False) if len(counts) == 1 and self._holds_exchanges() else (False,)
         found: list[GraphSize | None] = []
         for lane, (count, decode) in enumerate(zip(counts, decodes, strict=True), first_lane):
-            sizes = [self._sizes[form][count] for form in forms] if decode and count <= self._policy.exact else [None]
+            can = decode and count <= self._policy.exact
+            sizes = [GraphSize(True, count, form) for form in forms if form or count] if can else ()
             found.append(next((size for size in sizes if (lane, size) not in self._refused), None))
         return found
 
@@ -211,6 +207,10 @@ class Capture:
         else:
             hidden = yield from self._passes[len(inputs), graphs[0]].steps(inputs)
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+
+    def takes(self, num_tokens: int, lane: int) -> bool:
+        """Whether `decodes` replays or captures a graph."""
+        return bool(self._policy.exact) and not self._watched() and self._exact([num_tokens], [True], lane) != [None]
 
     def decodes(self, step: StepInput, lane: int) -> Steps[Tensor]:
         """A pass of decodes in a lane that no part of a step has; it has an exact graph, or none."""

@@ -108,6 +108,8 @@ class Rank:
         self._joined: Joined | None = None
         self._events: list[RankToFront] = []
         self._waits_for = ""  # what the front knows of it
+        # Called with the number of ranks that are alive, before the first step of an epoch.
+        self.on_formed: Callable[[int], object] = lambda num_ranks: None
 
     @property
     def done(self) -> bool:
@@ -322,6 +324,7 @@ class Rank:
         if self._overlap is not None:
             yield from self._overlap.begin(self._team.experts_group)
             self._idle = self._idle and not self._overlap.to_be_measured
+        self.on_formed(self._team.num_alive)
         for companion in self._companions.members:
             companion.formed()
         if joined.epoch > 0:

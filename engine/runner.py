@@ -264,8 +264,9 @@ class Runner:
         _ended(hooks, Kind.SAMPLING, prepared.num_sampled)
         if self._passes is not None and schedule.draft_depth:
             self._exchange.begin(schedule.most_tokens)
-            tokens = [] if sampled is None else sampled.token_ids_P.tolist()
-            landing.drafts = yield from self._passes.steps(schedule, prepared, hidden_TD, tokens)
+            none_P = prepared.logits_rows_P[:0]
+            tokens_P = none_P if sampled is None else sampled.token_ids_P
+            landing.drafts = yield from self._passes.steps(schedule, prepared, hidden_TD, tokens_P)
             self._exchange.seal()()
             _ended(hooks, Kind.DRAFTING, sum(map(len, landing.drafts)))
         return landing

@@ -181,6 +181,11 @@ class Team:
         return self._opening is not None or self._forming is not None
 
     @property
+    def num_alive(self) -> int:
+        """The ranks that take part, whether this one needs them or not."""
+        return sum(self._alive)
+
+    @property
     def trouble(self) -> str:
         """Why the experts that this rank reads do not come; "": they do."""
         return "" if self._forming is None else self._forming.reading.trouble

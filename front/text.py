@@ -98,6 +98,11 @@ class Tokenizer:
         )
         return [encoding.ids for encoding in encodings]
 
+    def encode_bit(self, text: str) -> list[int]:
+        """A few characters, without special tokens around them: in this thread alone, which is sooner."""
+        ids: list[int] = self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids
+        return ids
+
     def fewest_tokens(self, text: str) -> int:
         """No encoding of this text has fewer tokens; 0 where nothing is known of this kind of tokenizer."""
         return 0 if self._longest is None else len(text) // self._longest

@@ -42,7 +42,9 @@ RESTART_PAUSE = 0.5
 BECOME_SECONDS = 5.0  # for one that waits to give a first sign of life as a rank
 LONGEST_PAUSE = 30.0  # each failed try in a row doubles the pause, up to this ...
 LONGEST_PAUSE_ALONE = 10.0  # ... or this, when no rank is left
+CALM_SECONDS = 0.2  # an idle rank's loop turns twice a second
 SERVED_SECONDS = 1.0  # a rank that beat for so long was no failed try
+STANDBY_SECONDS = 10.0  # after the first start, before a process gets ready beside ranks that have work
 QUIET_TRIES = 3  # so many failed tries are not worth a word of their own
 MAX_TRIES = 15  # of every rank in a row, when none is left: then none will be started again
 LEAVE_SECONDS = 10.0  # a rank that is not wanted any more is killed when it has not left by then
@@ -197,7 +199,7 @@ class RankMonitor:
                     self._add(place)
                 else:
                     self._restart(place, now)
-        if self._standby is not None and self.restarts and all(place.serves for place in self._places if place.wanted):
+        if self._standby is not None and self.restarts and self._settled(now):
             self._standby.keep(self._words(self._places[-1]), now)
         return lost
 
@@ -368,11 +370,24 @@ class RankMonitor:
         assert place.child is not None
         say("rank_restarted", rank=place.rank, pid=place.child.process.pid, restart=place.tries + 1)
 
+    def _settled(self, now: float) -> bool:
+        """All ranks that are wanted serve, and have no work, or have served for a while: getting ready takes a core for
+        a second or two, and caches. After a loss another one may be near, so that the while is short."""
+        wanted = [place for place in self._places if place.wanted]
+        least = SERVED_SECONDS if any(place.joins for place in wanted) else STANDBY_SECONDS
+        serve = all(place.serves for place in wanted)
+        return serve and (self._calm(now) or all(now - place.served_since >= least for place in wanted))
+
     @property
     def _recovered(self) -> bool:
         """Every rank that serves has computed a step since the last loss."""
         joined = [self._beat(place.rank, "joined") for place in self._places if place.serves]
         return all(when is not None and when >= self._last_loss for when in joined)
+
+    def _calm(self, now: float) -> bool:
+        """No rank's loop has turned just now: it turns all the time while there is work, or memory to bring in."""
+        beats = [self._beat(place.rank) for place in self._places if place.serves]
+        return all(when is not None and now - when > CALM_SECONDS for when in beats)
 
     def _beat(self, rank: int, name: str = "beat") -> float | None:
         """When the rank last wrote. None: it has not (or is just writing)."""

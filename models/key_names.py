@@ -41,6 +41,14 @@ MIXTRAL = KeyNames(
         (".w3.", ".up_proj."),
     )
 )
+LING = KeyNames(
+    parts=(
+        ("model.word_embeddings.", "model.embed_tokens."),
+        (".attention.", ".self_attn."),
+        (".self_attn.dense.", ".self_attn.o_proj."),
+        (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    )
+)
 QWEN2_MOE = KeyNames(parts=(SHARED_EXPERT,))
 QWEN3_NEXT = KeyNames(  # Qwen3.5 has vision, and the language model inside it
     parts=(("model.language_model.", "model."), SHARED_EXPERT), skipped=("model.visual.",)
@@ -66,4 +74,8 @@ ERNIE = KeyNames(
     parts=((".mlp.moe_statics.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
     skipped=("model.mtp_",),
 )
-KIMI_WRAPPER = KeyNames(prefix="language_model.", skipped=("vision_tower.", "mm_projector.", "multi_modal_projector."))
+KIMI_WRAPPER = KeyNames(  # what transformers writes has blocks where the published checkpoints have layers
+    prefix="language_model.",
+    skipped=("vision_tower.", "mm_projector.", "multi_modal_projector.", "model.mm_projector.", "model.vision_tower."),
+    parts=(("model.blocks.", "model.layers."),),
+)

@@ -36,12 +36,15 @@ def read_mlp(source: WeightSource, prefix: str, mlp: GatedMLP) -> None:
 
 def read_shared(source: WeightSource, prefix: str, shared: nn.Module | None) -> None:
     """`prefix`shared_experts, and the gate of one that has a weight."""
+    gate = f"{prefix}shared_expert_gate.weight"
     if shared is None:
+        if source.has(gate):  # of an expert that is nothing wide
+            source.skip(gate)
         return
     assert isinstance(shared, GatedMLP)
     read_mlp(source, f"{prefix}shared_experts.", shared)
     if isinstance(shared, WeightedMLP):
-        source.read(f"{prefix}shared_expert_gate.weight", shared.gate)
+        source.read(gate, shared.gate)
 
 
 def skip_mtp(source: WeightSource, num_layers: int, num_mtp_layers: int, served: int = 0) -> None:

@@ -48,7 +48,9 @@ _DEEPSEEK = Family(deepseek.parse, "models.deepseek.model", "DeepseekForCausalLM
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(GQA_ARCHITECTURES, _GQA),
     **dict.fromkeys(deepseek.ARCHITECTURES, _DEEPSEEK),
-    kimi_linear.ARCHITECTURE: Family(kimi_linear.parse, "models.kimi_linear.model", "KimiLinearForCausalLM"),
+    **dict.fromkeys(
+        kimi_linear.ARCHITECTURES, Family(kimi_linear.parse, "models.kimi_linear.model", "KimiLinearForCausalLM")
+    ),
     **dict.fromkeys(
         qwen3_next.ARCHITECTURES, Family(qwen3_next.parse, "models.qwen3_next.model", "Qwen3NextForCausalLM")
     ),
@@ -56,6 +58,7 @@ FAMILIES: dict[str, Family] = {
 # Models with vision: what their text_config describes is served, by the architecture that it is.
 WRAPPERS = {
     "KimiK25ForConditionalGeneration": "KimiK2ForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "KimiK2ForCausalLM",  # by which transformers calls it
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
 }

@@ -1,4 +1,4 @@
-"""Fields of config.json that mean the same in every family: rotary positions and the longest context."""
+"""What means the same in every family: rotary positions, the longest context, and which layers have experts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ _ROPE_KEYS = frozenset(
 _KINDS: dict[str, RopeKind] = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
-def read_rope(
-    fields: Fields, dim: int, max_position: int, partial: float | None = None, default_theta: float = 10000.0
-) -> RopeParameters:
+def read_rope(fields: Fields, dim: int, max_position: int, partial: float | None = None) -> RopeParameters:
     """Reads transformers 5's `rope_parameters`, or transformers 4's `rope_theta` and `rope_scaling`.
 
     dim: of a head. partial: which part of it is rotated where config.json does not say; None: all of it, and it may not
@@ -41,14 +39,14 @@ def read_rope(
     Raises ConfigError for a kind that is not supported (default, linear, llama3 and yarn are).
     """
     rotated = _rotated(fields, dim, partial)
-    return _read_rope(fields, rotated, max_position, default_theta, dim - rotated)
+    return _read_rope(fields, rotated, max_position, dim - rotated)
 
 
 def _rotated(fields: Fields, dim: int, partial: float | None) -> int:
     """How many of a head's dimensions are rotated: rotary_dim, or partial_rotary_factor, at the top or among the rope
     parameters."""
-    inner = fields.section("rope_parameters") if fields.has("rope_parameters") else fields
-    holder = inner if inner.has("partial_rotary_factor") else fields
+    inner = _section(fields)
+    holder = inner if inner is not None and inner.has("partial_rotary_factor") else fields
     if partial is None:
         holder.only("partial_rotary_factor", None, 1, 1.0)
         return dim
@@ -63,12 +61,16 @@ def _rotated(fields: Fields, dim: int, partial: float | None) -> int:
     return rotated
 
 
-def _read_rope(fields: Fields, dim: int, max_position: int, default_theta: float, unrotated: int = 0) -> RopeParameters:
-    top_theta = fields.positive("rope_theta", default_theta)
+def _section(fields: Fields) -> Fields | None:
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
-    if not fields.has(name):
+    return fields.section(name) if fields.has(name) else None
+
+
+def _read_rope(fields: Fields, dim: int, max_position: int, unrotated: int) -> RopeParameters:
+    top_theta = fields.positive("rope_theta", 10000.0)
+    inner = _section(fields)
+    if inner is None:
         return RopeParameters(dim, top_theta, unrotated=unrotated)
-    inner = fields.section(name)
     key = "rope_type" if inner.has("rope_type") else "type"
     kind = _KINDS.get(inner.text(key, "default"))
     if kind is None:
@@ -124,3 +126,31 @@ def context_limit(max_position: int, rope: RopeParameters) -> tuple[int, str]:
     if stretched > limit:
         limit, why = stretched, "original_max_position_embeddings x factor of its yarn"
     return limit, why
+
+
+class SharedFacts:
+    """Of models.facts.ModelFacts, what follows from fields that the families without states have in common."""
+
+    __slots__ = ()
+    max_position_embeddings: int
+    rope: RopeParameters
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    drafts: bool
+    whole_drafts: bool
+
+    @property
+    def context_limit(self) -> int:
+        return context_limit(self.max_position_embeddings, self.rope)[0]
+
+    @property
+    def context_reason(self) -> str:
+        return context_limit(self.max_position_embeddings, self.rope)[1]
+
+    @property
+    def num_moe_layers(self) -> int:
+        spread = self.drafts and not self.whole_drafts
+        return sum(self.has_experts(layer) for layer in range(self.num_layers + spread))
+
+    def has_experts(self, layer: int) -> bool:
+        return min(layer, self.num_layers - 1) in self.moe_layers

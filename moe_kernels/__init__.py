@@ -18,12 +18,13 @@ from moe_kernels.choice import (
     sum_rows,
     unpermute,
 )
+from moe_kernels.expert_storage import ExpertWeights
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch, TokenMemory
 from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat
 from moe_kernels.permute import Bags
 from moe_kernels.token_sums import add_rows, copy_rows, sum_choices
 from moe_kernels.topk import biased_softmax_topk, router_logits, router_logits32
-from moe_kernels.weights import ExpertWeights, expert_weights
+from moe_kernels.weights import expert_weights
 
 __all__ = [
     "Bags", "ExpertBatch", "ExpertWeights", "HalfMatrix",

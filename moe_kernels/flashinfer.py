@@ -17,14 +17,14 @@ from torch import Tensor
 from layers.optional import load
 from moe_kernels.backends import PIP
 from moe_kernels.choice import dequantize_rows
+from moe_kernels.expert_storage import ExpertWeights
 from moe_kernels.fp8_experts import Fp8Experts
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
-from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat, dequantize, dequantize_halves
+from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize
 
 
-class FlashInferExperts:
-    """Implements moe_kernels.weights.ExpertWeights. Raises ImportError that names the line to type where it is not
-    installed."""
+class FlashInferExperts(ExpertWeights):
+    """Raises ImportError that names the line to type where it is not installed."""
 
     def __init__(
         self, num_slots: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device, form: WeightFormat
@@ -56,12 +56,6 @@ class FlashInferExperts:
             self._scaled.fill_scaled(slot, up_FD, gate_FD, down_DF)
             return
         self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
-
-    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
-        self.fill(slot, *(dequantize_halves(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
-
-    def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
-        raise AssertionError("experts with biases are not kept here")
 
     def clear(self, slot: int) -> None:
         for tensor in self.storage(slot):

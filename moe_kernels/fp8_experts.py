@@ -11,18 +11,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_kernels.layout import ExpertBatch, TokenBatch
-from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat, dequantize, dequantize_halves, quantize
+from moe_kernels.expert_storage import ExpertWeights
+from moe_kernels.layout import ExpertBatch
+from moe_kernels.matrix import ScaledMatrix, WeightFormat, dequantize, quantize
 from moe_kernels.quant import BLOCK, num_blocks
-from moe_kernels.token_sums import run_tokens
 
 # (rows, gate_up [S, 2F, D], its scales [S, 2N, B], down [S, D, F], its scales [S, B, N]) -> rows of the same layout.
 # The blocks of gate come first.
 Fp8Product = Callable[[ExpertBatch, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Fp8Experts:
-    """Implements moe_kernels.weights.ExpertWeights; uninitialised. product: multiplies. power_of_two_scales: what is
+class Fp8Experts(ExpertWeights):
+    """Uninitialised. product: multiplies. power_of_two_scales: what is
     filled in has scales that are powers of two (Blackwell's matrix units know no others); other scales are rounded
     up."""
 
@@ -67,12 +67,6 @@ class Fp8Experts:
             if self._round_scales:
                 _round_scales(weight, scale)
 
-    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
-        self.fill(slot, *(dequantize_halves(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
-
-    def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
-        raise AssertionError("experts with biases are not kept here")
-
     def clear(self, slot: int) -> None:
         for tensor in self.storage(slot):
             tensor.view(torch.uint8).zero_()
@@ -84,9 +78,6 @@ class Fp8Experts:
     def run_rows(self, batch: ExpertBatch) -> Tensor:
         matrices = self.gate_up_S2FD, self.gate_up_scale_S2NB, self.down_SDF, self.down_scale_SBN
         return self._product(batch, *matrices).to(self.dtype)
-
-    def run_tokens(self, batch: TokenBatch) -> Tensor:
-        return run_tokens(batch, self.num_slots, self.run_rows)
 
     def _parts(self, slot: int) -> tuple[tuple[Tensor, Tensor], ...]:
         """(weights, scales) of gate, up and down: views."""

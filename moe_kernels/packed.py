@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.activation import GATED, ExpertKind
+from moe_kernels.expert_storage import ExpertWeights
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch
 from moe_kernels.matrix import (
     HALVES,
@@ -78,11 +79,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in _X_TYPES and isa() > Isa.NONE
 
 
-class PackedExperts:
-    """The experts of S slots, uninitialised. packed_SB: uint8, a slot's bytes are all of its expert.
-
-    Implements moe_kernels.weights.ExpertWeights.
-    """
+class PackedExperts(ExpertWeights):
+    """The experts of S slots, uninitialised. packed_SB: uint8, a slot's bytes are all of its expert."""
 
     def __init__(
         self,

@@ -7,7 +7,6 @@ Legend: S slots, D hidden size, F expert width, T tokens, R rows arrived, C rows
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,58 +15,12 @@ from moe_kernels.activation import GATED, ExpertKind
 from moe_kernels.backends import choose_experts, facts_of
 from moe_kernels.choice import run_experts, triton_implementation
 from moe_kernels.deepgemm import DeepGemm
+from moe_kernels.expert_storage import ExpertWeights
 from moe_kernels.flashinfer import FlashInferExperts
 from moe_kernels.fp8_experts import Fp8Experts
-from moe_kernels.layout import ExpertBatch, TokenBatch
-from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat, dequantize, dequantize_halves
+from moe_kernels.layout import ExpertBatch
+from moe_kernels.matrix import WeightFormat
 from moe_kernels.packed import PackedExperts
-from moe_kernels.token_sums import run_tokens
-
-
-class ExpertWeights(Protocol):
-    """Experts of rows in `dtype`, in S slots."""
-
-    num_slots: int
-    format: WeightFormat
-
-    def storage(self, slot: int) -> tuple[Tensor, ...]:
-        """Every tensor that makes up the expert of one slot, as contiguous views in the form in which it is kept: what
-        a move to another rank's slot copies."""
-        ...
-
-    def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
-        """Put an expert into a slot; of any float dtype, converted (8 bits: rounded to the nearest)."""
-        ...
-
-    def fill_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
-        """The same from 8-bit weights, kept as they are where the format is the same."""
-        ...
-
-    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
-        """The same from 4-bit weights."""
-        ...
-
-    def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
-        """Of experts that have biases."""
-        ...
-
-    def clear(self, slot: int) -> None:
-        """Make a slot's weights and biases zero."""
-        ...
-
-    def read(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(gate [F, D], up [F, D], down [D, F]) of one slot in the rows' dtype; a copy or a view."""
-        ...
-
-    def run_rows(self, batch: ExpertBatch) -> Tensor:
-        """Each slot's expert on its rows; the result has the layout of batch.x. PADDED: rows past a slot's count hold
-        anything."""
-        ...
-
-    def run_tokens(self, batch: TokenBatch) -> Tensor:
-        """[T, D]: the weighted sum of each token's experts that are here: rows in dtype, added up in float32 in the
-        order of its choices. Or the rows (TokenBatch.rows_PD)."""
-        ...
 
 
 def expert_weights(
@@ -99,7 +52,7 @@ def expert_weights(
     return PlainExperts(*sizes, device, run_experts if library is None else library.run_experts, kind)
 
 
-class PlainExperts:
+class PlainExperts(ExpertWeights):
     """gate_up_S2FD [S, 2F, D] (gate rows first) and down_SDF [S, D, F], as torch multiplies them."""
 
     format = WeightFormat.PLAIN
@@ -139,12 +92,6 @@ class PlainExperts:
         for ours, given in zip(self.read(slot), (gate_FD, up_FD, down_DF), strict=True):
             ours.copy_(given)
 
-    def fill_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:
-        self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
-
-    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
-        self.fill(slot, *(dequantize_halves(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
-
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         gate_up_S2F, down_SD = self._biases
         gate_up_S2F[slot] = torch.cat((gate_F, up_F))
@@ -164,6 +111,3 @@ class PlainExperts:
         more = dict(zip(("gate_up_bias_S2F", "down_bias_SD"), self._biases, strict=False))
         activation = self._kind.activation
         return self._product(batch, self.gate_up_S2FD, self.down_SDF, activation=activation, **more)
-
-    def run_tokens(self, batch: TokenBatch) -> Tensor:
-        return run_tokens(batch, self.num_slots, self.run_rows)

@@ -20,6 +20,7 @@ from server.api.messages_answer import Messages
 from server.api.openai import AbortRequest, Model, ModelList
 from server.api.responses_routes import Responses
 from server.api.tokenize import Tokenization
+from server.api.tokens_answer import Tokens
 from server.eplb import Eplb, refresh, trouble
 from server.errors import RETRY_AFTER, ApiError
 from server.metrics import CONTENT_TYPE
@@ -59,9 +60,7 @@ def build_app(service: Service) -> ASGIApp:
 def _handlers(service: Service, pages: Pages, responses: Responses) -> list[tuple[str, str, Handler]]:
     """Method, path and handler of each route."""
     messages, tokenization = Messages(service), Tokenization(service)
-    rank_admin = RankAdmin(service)
-    eplb = Eplb(service)
-    profiles = Profiles(service)
+    rank_admin, eplb, profiles = RankAdmin(service), Eplb(service), Profiles(service)
     get: dict[str, Handler] = {
         **dict.fromkeys(FILES, Web().file),
         "/v1/models": pages.models,
@@ -84,11 +83,15 @@ def _handlers(service: Service, pages: Pages, responses: Responses) -> list[tupl
         "/eplb/placement": eplb.placement,
         "/eplb/load": eplb.load,
     }
-    completions, chat = Completions(service), ChatCompletions(service)
+    completions, chat, tokens = Completions(service), ChatCompletions(service), Tokens(service)
     post: dict[str, Handler] = {
         "/v1/completions": completions.answer,
         "/v1/chat/completions": chat.answer,
         "/v1/chat/completions/batch": chat.batch,
+        "/inference/v1/generate": tokens.generate,
+        "/v1/completions/render": tokens.of_completion,
+        "/v1/chat/completions/render": tokens.of_chat,
+        "/v1/messages/render": tokens.of_messages,
         "/invocations": Invocations(service, chat, completions).answer,
         "/v1/responses": responses.answer,
         "/v1/responses/input_tokens": responses.input_tokens,

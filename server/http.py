@@ -52,7 +52,17 @@ def _offer_response_writer(cycle: RequestResponseCycle | None, scope: object) ->
 
 class StayingProtocol(HttpToolsProtocol):
     """A client may offer another protocol beside its request (Java's offers h2c), which a server need not take. The
-    parser takes all behind such headers for the other protocol: so they are read again without the offer."""
+    parser takes all behind such headers for the other protocol: so they are read again without the offer.
+
+    A client that has sent several requests at once and leaves has left all of them, not the last one only."""
+
+    _unanswered: tuple[RequestResponseCycle, ...] = ()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -80,6 +90,8 @@ class StayingProtocol(HttpToolsProtocol):
             self.scope["method"] = self.parser.get_method().decode("ascii")
         else:
             super().on_headers_complete()
+            going = (cycle for cycle in self._unanswered if not cycle.response_complete)
+            self._unanswered = (*going, self.cycle)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():

@@ -31,6 +31,7 @@ from server.api.openai import (
 )
 from server.api.params import FIELDS, check_chat, check_common, check_completion, either
 from server.api.responses import ResponsesRequest
+from server.api.tokens import TokensRequest, to_completion
 from server.api.tools import OutputFormats, tool_use
 from server.api.unknown import check_unknown
 from server.errors import ApiError, bad_request, from_decode_error, from_value_error
@@ -39,6 +40,7 @@ from server.taken import Answered, Kind, Prompts, Refused, Taken, pack, unpack
 Body = TypeVar("Body")
 FORMS: dict[Kind, type[msgspec.Struct]] = {
     "completion": CompletionRequest,
+    "tokens": TokensRequest,
     "chat": ChatRequest,
     "batch": BatchChatRequest,
     "responses": ResponsesRequest,
@@ -49,6 +51,7 @@ ANSWER_FACTOR = 8  # an answer about tokens may have so many times the bytes tha
 
 _encode = msgspec.json.Encoder().encode
 _completion_decoder = msgspec.json.Decoder(CompletionRequest, strict=False)
+_tokens_decoder = msgspec.json.Decoder(TokensRequest, strict=False)
 _chat_decoder = msgspec.json.Decoder(ChatRequest, strict=False)
 _batch_decoder = msgspec.json.Decoder(BatchChatRequest, strict=False)
 _responses_decoder = msgspec.json.Decoder(ResponsesRequest, strict=False)
@@ -107,6 +110,8 @@ class Intake:
     ) -> Prompts | Answered:
         if kind == "completion":
             return self._completion(decoded(body, _completion_decoder), vocab_size, serving)
+        if kind == "tokens":
+            return self._tokens(decoded(body, _tokens_decoder), vocab_size, serving)
         if kind == "chat":
             return self._chat(decoded(body, _chat_decoder), vocab_size, serving)
         if kind == "batch":
@@ -135,6 +140,14 @@ class Intake:
             skip = either(body.skip_special_tokens, True)
             texts = [self._tokenizer.decode(token_ids, skip) for token_ids in lists]
         return Prompts(completion=body, model=model, token_ids=[pack(token_ids) for token_ids in lists], texts=texts)
+
+    def _tokens(self, body: TokensRequest, vocab_size: int, serving: bool) -> Prompts:
+        try:
+            return self._completion(to_completion(body), vocab_size, serving)
+        except ApiError as error:
+            if error.param != "prompt":
+                raise
+            raise bad_request(error.message.replace("prompt", "token_ids", 1), "token_ids", error.code) from None
 
     def _chat(self, body: ChatRequest, vocab_size: int, serving: bool) -> Prompts:
         model = self._checked(body, vocab_size)

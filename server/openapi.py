@@ -28,6 +28,7 @@ from server.api.openai import (
     TokenizeRequest,
 )
 from server.api.responses import ResponsesRequest
+from server.api.tokens import TokensRequest
 
 
 class Operation(NamedTuple):
@@ -42,6 +43,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation("Continue a prompt.", CompletionRequest, Completion),
     ("POST", "/v1/chat/completions"): Operation("Continue a conversation.", ChatRequest, ChatCompletion),
     ("POST", "/v1/chat/completions/batch"): Operation("Continue several.", BatchChatRequest, ChatCompletion),
+    ("POST", "/inference/v1/generate"): Operation("Continue token ids.", TokensRequest),
+    ("POST", "/v1/completions/render"): Operation("Such bodies of a request's prompts.", CompletionRequest),
+    ("POST", "/v1/chat/completions/render"): Operation("Such a body of a conversation.", ChatRequest),
+    ("POST", "/v1/messages/render"): Operation("Such a body of a message.", MessagesRequest),
     ("POST", "/invocations"): Operation("As /v1/chat/completions or /v1/completions, by what the body has."),
     ("POST", "/v1/responses"): Operation("OpenAI's Responses.", ResponsesRequest),
     ("POST", "/v1/responses/input_tokens"): Operation("The tokens of such a request's prompt.", ResponsesRequest),

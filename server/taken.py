@@ -15,7 +15,7 @@ from server.api.openai import ChatRequest, CompletionRequest
 from server.api.responses import ResponsesRequest
 from server.errors import ApiError
 
-GeneratingKind = Literal["completion", "chat", "batch", "responses", "compact", "messages"]
+GeneratingKind = Literal["completion", "tokens", "chat", "batch", "responses", "compact", "messages"]
 Kind = GeneratingKind | Literal["tokenize", "detokenize", "count_tokens", "input_tokens"]
 
 

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from store.memory import complete_key
+from store.memory import brought_in, complete_key
 
 SUFFIX = ".weights"
 DRAFT = ".draft"
@@ -67,8 +67,10 @@ class WeightCache:
             while done < size:
                 done += os.sendfile(file, source, done, min(CHUNK, size - done))
             os.fsync(file)
-            os.fchmod(file, 0o400)
-            draft.replace(self._path(key))
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # what was written lies in small pages
+            with brought_in(file):
+                os.fchmod(file, 0o400)
+                draft.replace(self._path(key))
         except BaseException:
             with contextlib.suppress(OSError):
                 draft.unlink()

@@ -12,13 +12,14 @@ from then on the kernel lets nobody write to it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -41,10 +42,9 @@ LOCK_SECONDS = 10.0  # for the lock on the header, which is held for microsecond
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
-_MADV_POPULATE_READ, _MADV_COLLAPSE = 22, 25
+_MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_COLLAPSE = 14, 22, 25
 MAPPED_AT_ONCE = 16 << 20  # bytes by one system call: about a millisecond
 _FAILED = ctypes.c_void_p(-1).value
-
 
 Buffer: TypeAlias = "bytes | ctypes.Array[ctypes.c_uint8]"
 
@@ -55,6 +55,7 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return libc
 
 
@@ -84,6 +85,46 @@ def in_use(file: int) -> bool:
     asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _USE_LOCK, 1, 0)
     found, *_ = _LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))
     return bool(found != fcntl.F_UNLCK)
+
+
+def _in_memory(file: int) -> bool:
+    """Whether this is a memfd: only those have seals."""
+    try:
+        fcntl.fcntl(file, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def brought_in(file: int) -> Iterator[None]:
+    """Have the system read this file into its page cache, and keep it there for a block as far as this process may. In
+    large pages, where the file system has them (ext4 of Linux 6.16, XFS): a process that maps the file takes a page
+    fault for each of them, not for each 4 KiB. What is in the page cache already stays as it is."""
+    libc, size = _libc(), os.fstat(file).st_size
+    reserved = libc.mmap(None, size + LARGE_PAGE, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+    if reserved == _FAILED:
+        yield
+        return
+    address = _up(reserved, LARGE_PAGE)
+    try:
+        if libc.mmap(address, size, _PROT_READ, _MAP_SHARED | _MAP_FIXED, file, 0) != _FAILED:
+            libc.madvise(address, size, _MADV_HUGEPAGE)
+            _populate(libc, address, size, locked=True)
+        yield
+    finally:
+        libc.munmap(reserved, size + LARGE_PAGE)
+
+
+def _populate(libc: ctypes.CDLL, address: int, size: int, locked: bool) -> None:
+    """Have the kernel map the pages there, and touch each, as the host of a virtual machine maps what a disk has
+    written when it is read. locked: and keep them in memory, as far as this process may (mlock(2), RLIMIT_MEMLOCK)."""
+    for start in range(address, address + size, MAPPED_AT_ONCE):
+        length = min(MAPPED_AT_ONCE, address + size - start)
+        locked = locked and libc.mlock(start, _up(length, ALIGNMENT)) == 0
+        if not locked and libc.madvise(start, _up(length, ALIGNMENT), _MADV_POPULATE_READ) != 0:
+            return
+        memoryview((ctypes.c_uint8 * length).from_address(start)).cast("B")[::ALIGNMENT].tobytes()
 
 
 class Store:
@@ -250,12 +291,11 @@ class Store:
 
     def map_ahead(self) -> None:
         """Have the kernel map the pages of a full store now (MADV_POPULATE_READ of Linux 5.14; nothing where it is
-        older), so that the step that reads an expert for the first time does not pay for it. For a thread of its own,
-        while others read."""
-        for start in range(self.address, self.address + self.used, MAPPED_AT_ONCE):
-            length = min(MAPPED_AT_ONCE, self.address + self.used - start)
-            if self._libc.madvise(start, _up(length, ALIGNMENT), _MADV_POPULATE_READ) != 0:
-                return
+        older), so that the step that reads an expert for the first time does not pay for it. Those of a file on disk
+        stay in memory then, as far as this process may say so: a system that is short of memory, or takes back what
+        has not been used for a while, would read them again in the middle of a step. For a thread of its own, while
+        others read."""
+        _populate(self._libc, self.address, self.used, locked=not _in_memory(self._reader))
 
     def close(self) -> None:
         """Nothing that lies in the store may be used after this."""
@@ -305,6 +345,7 @@ class Store:
         raw = os.pread(self._reader, _HEADER.size, 0)
         self.num_parts = _HEADER.unpack(raw)[2]
         self._map(self._reader, _up(self.used, ALIGNMENT), _PROT_READ)
+        self._libc.madvise(self.address, _up(self.used, ALIGNMENT), _MADV_HUGEPAGE)  # how a file is read (brought_in)
         end = self.address + _up(self.used, ALIGNMENT)
         rest = self._reserved + self._size + LARGE_PAGE - end
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED

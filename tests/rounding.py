@@ -61,6 +61,13 @@ def matmul_bound(x: Tensor, w: Tensor, bias: Tensor | None = None, weights: torc
     return of_sums if weights is None else of_sums + bound(1, squares.sqrt(), weights)
 
 
+def whole_rows_bound(x: Tensor, w: Tensor) -> Tensor:
+    """Of x @ w.T where 32 numbers of a row are rounded to 15 bits of the largest of them (native/src/experts.h)."""
+    most = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32)).abs().amax(2)
+    step = most.repeat_interleave(32, 1)[:, : x.shape[1]] * 2**-15
+    return STANDARD_DEVIATIONS * (step.square() @ w.double().square().T).sqrt()
+
+
 def attention_bound(
     score_HQL: Tensor,
     score_error_HQL: Tensor,

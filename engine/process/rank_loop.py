@@ -52,7 +52,6 @@ EXIT_ERROR = 3
 MOST_WIDENED = 4  # times: FP8 to float32
 EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
-NICENESS = 10  # of what has time
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
 # For weights that are away to come back, when a rank is started again; then the monitor has its turn.
 WEIGHTS_SECONDS = 20.0
@@ -142,34 +141,33 @@ def _serve(start: Start, socket: RankSocket) -> None:
     rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store, network)
     progress.finish(rank.ready.bytes_read)
     phases.end("build", {"load": rank.ready.load_seconds})
+    if store is not None and mapped and start.rehearsed is None:
+        _start_mapping(store)
     _warm_up(start, rank, mapped)
     phases.end("practice")
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
-    if store is not None:
+    if store is not None and not mapped:
         _start_mapping(store)
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
     socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
     phases.end("rest")
     say("rank_ready", rank=rank_id, pid=os.getpid(), **phases.seconds)
-    was_idle, living = True, plan.data_parallel_size
+    if cores is not None and network is None:
+        rank.on_formed = lambda num_ranks: torch.set_num_threads(cores.share(num_ranks))
+    was_idle = True
     while not rank.done:
         mark()
         for message in socket.poll(0):
             if isinstance(message, Membership):
                 bell.reach(start.bells(message.alive))
-                before, living = living, sum(message.alive)
-                if living < before and cores is not None and network is None:
-                    torch.set_num_threads(cores.share(living))
             rank.submit(message)
         outputs = rank.step()
         joined = rank.take_joined()
         if joined is not None:  # before the tokens of that epoch
             socket.send(joined)
             beat_once(places.file(f"joined-{rank_id}"))
-            if cores is not None and network is None:  # not before: until now the steps were those of fewer ranks
-                torch.set_num_threads(cores.share(living))
         if outputs or rank.idle != was_idle:  # also when falling asleep: the front's gauges should not go stale
             socket.send(Outputs(rank_id, outputs, rank.stats, time.monotonic()))
         was_idle = rank.idle
@@ -204,11 +202,8 @@ def _warm_up(start: Start, rank: Rank, mapped: bool) -> None:
 
 
 def _start_mapping(store: Store) -> None:
-    def run() -> None:
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # on Linux of this thread
-        store.map_ahead()
-
-    threading.Thread(target=run, name="mapping", daemon=True).start()
+    """Not at low priority: whatever else of this process asks for memory waits for a piece of it to end."""
+    threading.Thread(target=store.map_ahead, name="mapping", daemon=True).start()
 
 
 def _store(plan: Plan, places: Places) -> Store | None:

@@ -26,7 +26,7 @@ from engine.process.orphan import die_with_parent
 
 READY = b"r"
 MOST_BYTES = 1 << 16  # of a command line
-NICENESS = 5  # the ranks come first, but another loss may be near
+NICENESS = 5  # the ranks come first, but another loss may be near: with 10 it is not ready again in time
 
 
 def main() -> None:

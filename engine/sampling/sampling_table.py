@@ -254,7 +254,7 @@ class SamplingTable:
         """Whether any row's next token depends on those before it, other than through the model."""
         return bool(self._history or self._guides or self._processors)
 
-    def note(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+    def note(self, rows: Sequence[int], token_ids: Sequence[list[int]]) -> None:
         """The tokens just drawn for each row become part of its history."""
         for row, tokens in zip(rows, token_ids, strict=True):
             history = self._history.get(row)

@@ -7,6 +7,7 @@ Legend: T tokens of the step, B sequences, S sequences that drafts are made for,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +22,37 @@ from engine.step_parts import KV_LENS, POSITIONS, READS, SLOTS, TOKEN_IDS, WRITE
 from layers.step import StateInput, StepInput, TableInput
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """`count` steps of the same `num` sequences, each a token further. They lie in one place (whole; None: there are
+    none), and have the same tables."""
+
+    whole: StepInput | None
+    num: int
+    count: int
+
+    def step(self, number: int) -> StepInput:
+        """The number-th of them."""
+        whole, num = self.whole, self.num
+        assert whole is not None
+        first, end = number * num, (number + 1) * num
+        state = whole.state
+        return StepInput(
+            whole.token_ids_T[first:end],
+            whole.positions_T[first:end],
+            whole.slots_T[first:end],
+            tuple(range(num + 1)),
+            whole.kv_lens[first:end],
+            whole.kv_lens_B[first:end],
+            whole.block_table_BN[:num],
+            num,
+            whole.block_size,
+            whole.logits_rows_P,
+            tuple(TableInput(one.slots_T[first:end], one.block_table_BN[:num]) for one in whole.more_tables),
+            None if state is None else StateInput(state.reads_B[first:end], state.writes_B[first:end]),
+        )
+
+
 class DecodeBuffers:
     """The memory of every lane, and what is known of the rows of the batch."""
 
@@ -29,6 +61,7 @@ class DecodeBuffers:
         self.device = device
         self._block_size = limits.block_size
         self._rows = BatchTable(limits.max_num_seqs, limits.max_model_len, limits.columns, limits.num_tables)
+        self.tables = [torch.from_numpy(table) for table in self._rows.tables]  # of each token group, of every row
         self._lanes: dict[int, StepMemory] = {}
         self._every_row = torch.arange(limits.max_decodes, device=device)
 
@@ -64,32 +97,22 @@ class DecodeBuffers:
         rows_P = place.token_tensors[POSITIONS][:0] if logits_rows_P is None else logits_rows_P
         return self._input(place, tables, tuple(range(num + 1)), ends, num, rows_P)
 
-    def following(self, lane: int, rows_S: Ints, positions_S: Ints, count: int) -> list[StepInput]:
+    def ahead(self, lane: int, rows_S: Ints, positions_S: Ints, count: int) -> Ahead:
         """So many steps of these sequences in that lane, as of `decodes`, each a token further; what the tokens are
-        says who computes them. They lie in one place, and have the same tables."""
+        says who computes them."""
         num = len(rows_S)
+        if not count:
+            return Ahead(None, num, 0)
         positions_T = (positions_S + np.arange(count)[:, None]).ravel()
-        whole = self.decodes(lane, np.tile(rows_S, count), positions_T, 0)
-        starts, table_BN, state = tuple(range(num + 1)), whole.block_table_BN[:num], whole.state
-        return [
-            StepInput(
-                whole.token_ids_T[first : first + num],
-                whole.positions_T[first : first + num],
-                whole.slots_T[first : first + num],
-                starts,
-                whole.kv_lens[first : first + num],
-                whole.kv_lens_B[first : first + num],
-                table_BN,
-                num,
-                self._block_size,
-                whole.logits_rows_P,
-                tuple(
-                    TableInput(one.slots_T[first : first + num], one.block_table_BN[:num]) for one in whole.more_tables
-                ),
-                None if state is None else StateInput(state.reads_B[first:][:num], state.writes_B[first:][:num]),
-            )
-            for first in range(0, num * count, num or 1)
-        ] or [whole] * count
+        return Ahead(self.decodes(lane, np.tile(rows_S, count), positions_T, 0), num, count)
+
+    def fields(self, lane: int, num: int, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of so many decodes in that lane, which whoever computes them writes: positions, slots and kv_lens, and the
+        block table, of a token group."""
+        memory = self.lane(lane)
+        place = memory.place(num, num)
+        tokens = place.token_tensors
+        return tokens[POSITIONS], tokens[SLOTS + group], place.sequence_tensors[KV_LENS], memory.tables[group]
 
     def verify(self, schedule: Schedule, graphs: Graphs) -> PreparedStep:
         """A step of one part of nothing but decodes, of which some have drafts, in a fraction of the time that steps

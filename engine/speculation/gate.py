@@ -58,8 +58,11 @@ class Gate(StepCompanion):
     def propose(self, schedule: Schedule) -> Sequence[int]:
         """The words: drafts to verify in the next step, drafts to make in this one, sequences."""
         num = len(schedule.rows)
-        if self._adaptive and num and self._speculation.busy and schedule.num_tokens == num + schedule.num_drafts:
-            self._choose(num, not schedule.warm)
+        if self._adaptive and num and self._speculation.busy:
+            if schedule.num_tokens == num + schedule.num_drafts:
+                self._choose(num, not schedule.warm)
+            else:
+                self._begin(num)
         return (*self._wanted, num)
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
@@ -78,6 +81,14 @@ class Gate(StepCompanion):
                 self.times.write(self._file)
 
     # ---- choosing ----
+
+    def _begin(self, num: int) -> None:
+        """A step with prompts: what was chosen for so many sequences, if anything was, not what smaller steps want.
+        Drafts are made of them now and then, or they could not be measured again."""
+        chosen = self._chosen.get(size_of(num))
+        if chosen is not None:
+            again = self._tried.get((size_of(num), 1), 0) == -AGAIN
+            self._wanted = (chosen, max(chosen, int(again)))
 
     def _choose(self, num: int, warm: bool) -> None:
         """warm: all of them may have drafts. Others are not measured, and bear on nothing that is chosen: a request
@@ -110,6 +121,8 @@ class Gate(StepCompanion):
             if rate > best_rate * (1 + MARGIN if best == 0 and depth else 1):
                 best, best_rate = depth, rate
         if not best_rate:
+            if not warm:
+                return  # nothing is known, and nothing can be: what others want stays
             best = 1
         if all_known:
             self._settled.add(size)

@@ -1,19 +1,20 @@
 """Drafts of the model's own MTP layer (models/mtp.py), made at the end of a step for the next one.
 
 The layer first sees every token of the step, together with the token that follows it: so its cache, one more layer of
-the model's, grows with theirs. Of a step that decodes only tokens that were accepted pass through it; one with prompts
-in it passes as it is. Then it drafts one token further at a time, from what itself gave: those rows of its cache are
-written again in the next step, from the main model's states. These passes are known ahead, so all of them are laid out
-and captured as one. All ranks make the same number of passes, with whatever tokens they have, because its experts may
-be spread over them.
+the model's, grows with theirs. Then it drafts one token further at a time, from what itself gave: those rows of its
+cache are written again in the next step, from the main model's states. These passes are known ahead, so all of them are
+captured as one, and behind a step of decodes the first one with them (native/drafts.py). All ranks make the same number
+of passes, with whatever tokens they have, because its experts may be spread over them.
 
-Legend: T tokens of the step, R rows of a pass, D hidden size, S sampled.
+Legend: T tokens of the step, D hidden size, P tokens sampled, S sequences that drafts are made for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,15 +23,19 @@ from torch import Tensor
 from cache.memory import CacheMemory
 from dbo.steps import Steps, weave
 from engine.capture import Capture, Forward
-from engine.prepared import Ints, PreparedStep, runs
+from engine.prepared import Bools, Ints, PreparedStep, runs
 from engine.schedule import Schedule
+from engine.speculation.decode_buffers import Ahead
 from engine.speculation.drafter import num_new
 from engine.step_buffers import StepBuffers
 from layers.step import StepInput
 from models.base import CausalLM
 from models.graph_breaks import EAGER, GraphBreaks
+from native import rows
+from native.drafts import can_run as follows
+from native.drafts import follow
 
-LANE, FURTHER = -1, -2  # of the step memory and the graphs; rows travel in lane 0
+FURTHER = -1  # the lane of the step memory and the graphs; rows travel in lane 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +43,34 @@ class Ends:
     """The sequences that drafts are made for. entries_S: of the schedule; rows_S: of the batch; positions_S: of the
     token that was sampled last, whose draft comes next; places_S: of the states before it, in the pass."""
 
-    entries_S: list[int]
+    entries_S: Ints
     rows_S: Ints
     positions_S: Ints
     places_S: Ints
+
+    def take(self, which_S: Bools) -> Ends:
+        """Some of them."""
+        return Ends(self.entries_S[which_S], self.rows_S[which_S], self.positions_S[which_S], self.places_S[which_S])
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """What graphs read, where it stays: states of a step and the tokens behind them, where each sequence begins in it,
+    the rows of the batch; the last token of each that counts, and its state."""
+
+    hidden_TD: Tensor
+    tokens_T: Tensor
+    starts: Tensor
+    rows_S: Tensor
+    places_S: Tensor
+    last_SD: Tensor
+
+    @classmethod
+    def allocate(cls, most_tokens: int, most_sequences: int, like_TD: Tensor) -> _States:
+        size, new = like_TD.shape[1], partial(torch.zeros, dtype=torch.int64, device=like_TD.device)
+        hidden_TD, last_SD = like_TD.new_zeros(most_tokens, size), like_TD.new_zeros(most_sequences, size)
+        numbers = new(most_tokens), new(most_sequences + 1), new(most_sequences), new(most_sequences)
+        return cls(hidden_TD, *numbers, last_SD)
 
 
 class MtpPasses:
@@ -58,38 +87,61 @@ class MtpPasses:
     ) -> None:
         self._model, self._kv, self._buffers = model, kv, buffers
         self._num_valid_tokens = num_valid_tokens
-        self._hidden_RD: Tensor | None = None
-        self._last_SD: Tensor | None = None
-        self._following: list[StepInput] = []
-        # Of the pass behind a step; then of 0, 1 and more that follow it.
-        forwards = [self._forward, *[self._forward_further] * most]
-        self._captures = [] if make_capture is None else [make_capture(forward) for forward in forwards]
+        self._make_capture = make_capture
+        self._captures: dict[tuple[bool, int, int], Capture] = {}  # by what they begin with, sequences and passes
+        self._num_ranks = 1
+        self._states: _States | None = None
+        self._aheads: dict[tuple[int, int], Ahead] = {}  # by sequences and passes, as they always lie
+        self._ahead = Ahead(None, 0, 0)
 
     def capture(self, num_ranks: int) -> None:
         """As Capture.capture."""
-        for capture in self._captures:
-            capture.capture(num_ranks)
+        self.forget()
+        self._num_ranks = num_ranks
 
     def forget(self) -> None:
         """As Capture.forget."""
-        for capture in self._captures:
-            capture.forget()
+        self._captures.clear()
 
-    def _forward(self, step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
-        """For capture.Forward: states come from memory that stays where it is."""
-        assert self._hidden_RD is not None
-        return self._model.draft_steps(step, self._hidden_RD[: step.num_tokens], self._kv, 0, breaks)
+    def _captured(self, behind: bool) -> Capture | None:
+        """What has the graphs of the passes to come, with the one behind the step or without."""
+        if self._make_capture is None:
+            return None
+        key = behind, self._ahead.num, self._ahead.count
+        found = self._captures.get(key)
+        if found is None:
+            found = self._captures[key] = self._make_capture(self._forward_behind if behind else self._forward_further)
+            found.capture(self._num_ranks)
+        return found
+
+    def _forward_behind(self, step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+        """For capture.Forward: the pass of a step of decodes, and those that follow."""
+        states, ahead = self._states, self._ahead
+        assert states is not None
+        num_tokens, num = step.num_tokens, ahead.num
+        tokens_T, hidden_TD = states.tokens_T[:num_tokens], states.hidden_TD[:num_tokens]
+        starts, rows_S, places_S = states.starts[: num + 1], states.rows_S[:num], states.places_S[:num]
+        drawn = tokens_T, step.token_ids_T, step.positions_T
+        for group, table_RN in enumerate(self._buffers.tables):
+            following = self._buffers.fields(FURTHER, ahead.count * num, group) if ahead.count else None
+            follow(drawn, starts, rows_S, table_RN, step.block_size, places_S, following)
+        shifted = replace(step, token_ids_T=tokens_T)
+        given_TD = yield from self._model.draft_steps(shifted, hidden_TD, self._kv, 0, breaks)
+        return (yield from self._passes(rows.gather(given_TD, places_S), breaks))
 
     def _forward_further(self, step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
-        """For capture.Forward: drafts of each sequence, int64 [S, passes + 1]. step: of as many sequences."""
-        num, following = step.num_tokens, self._following
-        drafts_PS = torch.empty(1 + len(following), num, dtype=torch.int64, device=step.token_ids_T.device)
-        hidden_SD = step.token_ids_T  # of no sequences nothing is read
+        """For capture.Forward: the passes that follow one of any step."""
+        assert self._states is not None
+        return self._passes(self._states.last_SD[: self._ahead.num], breaks)
+
+    def _passes(self, hidden_SD: Tensor, breaks: GraphBreaks) -> Steps[Tensor]:
+        """Drafts of each sequence, int64 [S, passes + 1]."""
+        ahead, num = self._ahead, self._ahead.num
+        drafts_PS = torch.empty(1 + ahead.count, num, dtype=torch.int64, device=hidden_SD.device)
         if num:
-            assert self._last_SD is not None
-            hidden_SD = self._last_SD[:num]
             self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[0])
-        for number, one in enumerate(following, 1):
+        for number in range(1, ahead.count + 1):
+            one = ahead.step(number - 1)
             if breaks is not EAGER:
                 one = self._buffers.widened(one, FURTHER)
             one = replace(one, token_ids_T=drafts_PS[number - 1])
@@ -99,50 +151,113 @@ class MtpPasses:
         return drafts_PS.T
 
     def steps(
-        self, schedule: Schedule, prepared: PreparedStep, hidden_TD: Tensor, tokens: list[int]
+        self, schedule: Schedule, prepared: PreparedStep, hidden_TD: Tensor, sampled_P: Tensor
     ) -> Steps[list[list[int]]]:
-        """Drafts of each entry, at most schedule.draft_depth. tokens: sampled, and noted in the buffers."""
-        decoded = all(step.num_decodes == step.num_tokens for step in prepared.inputs)
-        if decoded:
-            ends, given_RD = yield from self._accepted(schedule, prepared, hidden_TD, tokens)
-        else:
-            ends, given_RD = yield from self._whole(schedule, prepared, hidden_TD, tokens)
-        drafts: list[list[int]] = [[] for _ in range(prepared.num_entries)]
-        # Only for those with room for all of the passes; the others have one draft.
-        last_S = ends.positions_S + schedule.draft_depth - 1
-        table, limits = self._buffers.rows, self._buffers.limits
-        fits_S = (last_S <= table.room(ends.rows_S, limits.block_size)) & (last_S <= limits.max_model_len)
-        for further, which in ((schedule.draft_depth - 1, np.flatnonzero(fits_S)), (0, np.flatnonzero(~fits_S))):
-            if not further and not len(which):
-                continue
-            made = yield from self._drafts(ends, which, given_RD, further)
-            for at, found in zip(which.tolist(), made, strict=True):
-                drafts[ends.entries_S[at]] = found
-        return drafts
+        """Drafts of each entry, at most schedule.draft_depth. sampled_P: tokens, which are noted in the buffers."""
+        further = schedule.draft_depth - 1
+        begun = self._begun(schedule, prepared, further)
+        if begun is not None:
+            return (yield from self._behind(*begun, prepared, hidden_TD, sampled_P))
+        ends = _ends(schedule, prepared, sampled_P.tolist())
+        given_TD = yield from self._whole(prepared, hidden_TD, sampled_P)
+        fits_S = self._fits(ends.rows_S, ends.positions_S + further)
+        parts = [(further, ends)]
+        if further and not fits_S.all():  # only those with room for all of the passes have more than one draft
+            parts = [(further, ends.take(fits_S)), (0, ends.take(~fits_S))]
+        made: list[list[int]] = [[] for _ in range(prepared.num_entries)]
+        for count, those in parts:
+            if count or len(those.rows_S):
+                several = yield from self._drafts(those, given_TD, count)
+                for entry, one in zip(those.entries_S.tolist(), several, strict=True):
+                    made[entry] = one
+        return made
 
-    def _drafts(self, ends: Ends, which: Ints, given_RD: Tensor, further: int) -> Steps[list[list[int]]]:
-        """So many drafts and one of each of these sequences."""
-        if self._last_SD is None:
-            shape = self._buffers.limits.max_num_seqs, given_RD.shape[1]
-            self._last_SD = torch.zeros(shape, dtype=given_RD.dtype, device=given_RD.device)
-        num = len(which)
-        places_S = torch.from_numpy(ends.places_S[which]).to(given_RD.device)
-        torch.index_select(given_RD, 0, places_S, out=self._last_SD[:num])
-        rows_S, positions_S = ends.rows_S[which], ends.positions_S[which]
-        steps = self._buffers.following(FURTHER, rows_S, positions_S if further else positions_S * 0, max(further, 1))
-        self._following = steps[:further]
-        if self._captures:
-            drafts_SP = yield from self._captures[1 + further].decodes(steps[0], FURTHER)
+    def _begun(self, schedule: Schedule, prepared: PreparedStep, further: int) -> tuple[Ints, Ints, list[int]] | None:
+        """Of a step whose passes are one graph: where the tokens of each sequence begin and end, the rows of the
+        batch, and the entries. None: it is not such a step."""
+        step = prepared.inputs[0]
+        decodes = prepared.samples_all and step.num_decodes == step.num_tokens
+        if self._make_capture is None or not decodes or not step.num_tokens or schedule.warm or not follows():
+            return None
+        counts = schedule.counts
+        if prepared.drafts is None:
+            counts, rows_S, entries = [1] * len(prepared.rows_S), prepared.rows_S, prepared.entries_S
+            last_S = prepared.positions_S
         else:
-            drafts_SP = yield from self._forward_further(steps[0], EAGER, FURTHER)
+            rows_S, entries = np.array(schedule.rows, dtype=np.int64), list(range(len(counts)))
+            last_S = np.add(schedule.starts, counts)
+        if further and not self._fits(rows_S, last_S + further).all():
+            return None
+        starts = np.array([0, *accumulate(counts)], dtype=np.int64)
+        self._ahead = self._ahead_of(len(rows_S), further)
+        capture = self._captured(True)
+        return (starts, rows_S, entries) if capture is not None and capture.takes(step.num_tokens, 0) else None
+
+    def _behind(
+        self,
+        starts: Ints,
+        rows_S: Ints,
+        entries_S: list[int],
+        prepared: PreparedStep,
+        hidden_TD: Tensor,
+        sampled_T: Tensor,
+    ) -> Steps[list[list[int]]]:
+        """All passes, in a graph that reads what the main model's has read, and memory that stays where it is."""
+        states, (step,) = self._states_like(hidden_TD), prepared.inputs
+        states.hidden_TD[: step.num_tokens].copy_(hidden_TD)
+        states.tokens_T[: step.num_tokens].copy_(sampled_T)
+        states.starts.numpy()[: len(starts)] = starts
+        states.rows_S.numpy()[: len(rows_S)] = rows_S
+        capture = self._captured(True)
+        assert capture is not None
+        drafts_SP = yield from capture.decodes(step, 0)
+        made: list[list[int]] = [[] for _ in range(prepared.num_entries)]
+        for entry, one in zip(entries_S, drafts_SP.tolist(), strict=True):
+            made[entry] = one
+        return made
+
+    def _drafts(self, ends: Ends, given_TD: Tensor, further: int) -> Steps[list[list[int]]]:
+        """So many drafts and one of each of these sequences."""
+        num, states = len(ends.rows_S), self._states_like(given_TD)
+        places_S = torch.from_numpy(ends.places_S).to(given_TD.device)
+        torch.index_select(given_TD, 0, places_S, out=states.last_SD[:num])
+        alike = self._ahead_of(num, 1).step(0)
+        self._ahead = self._buffers.ahead(FURTHER, ends.rows_S, ends.positions_S, further)
+        capture = self._captured(False)
+        if capture is not None:
+            drafts_SP = yield from capture.decodes(alike, FURTHER)
+        else:
+            drafts_SP = yield from self._forward_further(alike, EAGER, FURTHER)
         found: list[list[int]] = drafts_SP.tolist()
         return found
 
-    def _whole(
-        self, schedule: Schedule, prepared: PreparedStep, hidden_TD: Tensor, tokens: list[int]
-    ) -> Steps[tuple[Ends, Tensor]]:
-        """The step once more, each token replaced by the one behind it; drafts of a part that were refused have one
-        too."""
+    def _fits(self, rows_S: Ints, last_S: Ints) -> Bools:
+        """Which sequences have room for passes up to there."""
+        table, limits = self._buffers.rows, self._buffers.limits
+        fits_S: Bools = (last_S <= table.room(rows_S, limits.block_size)) & (last_S <= limits.max_model_len)
+        return fits_S
+
+    def _ahead_of(self, num: int, count: int) -> Ahead:
+        """So many passes of so many sequences where they always lie, whatever lies there."""
+        found = self._aheads.get((num, count))
+        if found is None:
+            none_S = np.zeros(num, dtype=np.int64)
+            found = self._aheads[num, count] = self._buffers.ahead(FURTHER, none_S, none_S, count)
+        return found
+
+    def _states_like(self, hidden_TD: Tensor) -> _States:
+        if self._states is None:
+            limits = self._buffers.limits
+            self._states = _States.allocate(limits.max_decodes, limits.max_num_seqs, hidden_TD)
+        return self._states
+
+    def _whole(self, prepared: PreparedStep, hidden_TD: Tensor, sampled_P: Tensor) -> Steps[Tensor]:
+        """The step once more, each token replaced by the one behind it; drafts that were refused have one too, and
+        what comes of them is written again as they are."""
+        if prepared.samples_all:
+            (step,) = prepared.inputs
+            shifted = replace(step, token_ids_T=sampled_P)
+            return (yield from self._model.draft_steps(shifted, hidden_TD, self._kv))
         known = self._buffers.rows.token_ids
         passes, first = [], 0
         for lane, (step, rows_B) in enumerate(zip(prepared.inputs, prepared.rows_B, strict=True)):
@@ -155,47 +270,10 @@ class MtpPasses:
             passes.append(self._model.draft_steps(shifted, own_TD, self._kv, lane))
             first += step.num_tokens
         given = yield from weave(*passes)
-        logits_rows = prepared.logits_rows_P.tolist()
-        return _ends(schedule, prepared, tokens, logits_rows), given[0] if len(given) == 1 else torch.cat(given)
-
-    def _accepted(
-        self, schedule: Schedule, prepared: PreparedStep, hidden_TD: Tensor, tokens: list[int]
-    ) -> Steps[tuple[Ends, Tensor]]:
-        places = [
-            first + at
-            for first, drawn, drafts in runs(prepared, tokens)
-            if not schedule.warm or schedule.warm[prepared.entries_S[first]]
-            for at in range(num_new(drawn, drafts))
-        ]
-        which = np.array(places, dtype=np.int64)
-        positions_R = prepared.positions_S[which] - 1
-        hidden_rows = prepared.logits_rows_P[torch.from_numpy(which).to(hidden_TD.device)]
-        token_ids_R = np.array(tokens, dtype=np.int64)[which]
-        own = self._pass(prepared.rows_S[which], positions_R, token_ids_R, hidden_TD[hidden_rows])
-        # Other ranks may have prompts, and exchange the rows of every part of the step.
-        others = [self._nothing(lane, hidden_TD) for lane in range(1, len(prepared.inputs))]
-        given_RD = (yield from weave(own, *others))[0] if others else (yield from own)
-        place_of = {place: at for at, place in enumerate(places)}
-        return _ends(schedule, prepared, tokens, [place_of.get(place, -1) for place in range(len(tokens))]), given_RD
-
-    def _nothing(self, lane: int, hidden_TD: Tensor) -> Steps[Tensor]:
-        none = np.zeros(0, dtype=np.int64)
-        step = self._buffers.decodes(lane, none, none, none)
-        return self._model.draft_steps(step, hidden_TD[:0], self._kv, lane)
-
-    def _pass(self, rows_R: Ints, positions_R: Ints, token_ids_R: Ints, hidden_RD: Tensor) -> Steps[Tensor]:
-        """positions_R: of the states; token_ids_R: behind them."""
-        step = self._buffers.decodes(LANE, rows_R, positions_R, token_ids_R)
-        if not self._captures:
-            return (yield from self._model.draft_steps(step, hidden_RD, self._kv))
-        if self._hidden_RD is None:
-            self._hidden_RD = hidden_RD.new_zeros(self._buffers.limits.max_decodes, hidden_RD.shape[1])
-        self._hidden_RD[: len(hidden_RD)] = hidden_RD
-        return (yield from self._captures[0].decodes(step, LANE))
+        return given[0] if len(given) == 1 else torch.cat(given)
 
 
-def _ends(schedule: Schedule, prepared: PreparedStep, tokens: list[int], places: Sequence[int]) -> Ends:
-    """places: of each sampled token's state, in the pass."""
+def _ends(schedule: Schedule, prepared: PreparedStep, tokens: list[int]) -> Ends:
     entries: list[int] = []
     last: list[int] = []
     for first, drawn, drafts in runs(prepared, tokens):
@@ -204,9 +282,5 @@ def _ends(schedule: Schedule, prepared: PreparedStep, tokens: list[int], places:
             entries.append(entry)
             last.append(first + num_new(drawn, drafts) - 1)
     which = np.array(last, dtype=np.int64)
-    return Ends(
-        entries,
-        prepared.rows_S[which],
-        prepared.positions_S[which],
-        np.array([places[p] for p in last], dtype=np.int64),
-    )
+    places_S = which if prepared.samples_all else prepared.logits_rows_P.cpu().numpy()[which]
+    return Ends(np.array(entries, dtype=np.int64), prepared.rows_S[which], prepared.positions_S[which], places_S)

@@ -90,8 +90,10 @@ class Speculation:
         return self._forced and params.grammar is not None
 
     def asks(self, request: Request, num_running: int) -> bool:
-        """Whether a request that may have drafts is to be asked for some, all its tokens being known."""
-        return request.request_id in self._open or num_running == 1
+        """Whether a request that may have drafts is to be asked for some, all its tokens being known; always where a
+        step that had some may still be under way."""
+        wanted = self.depth > 0 or request.guide is not None or not self._forced
+        return (wanted and request.request_id in self._open) or num_running == 1
 
     def propose(self, request: Request, limit: int) -> list[int]:
         """At most `limit` drafts, and no more than are wanted now."""
@@ -157,19 +159,18 @@ class Speculation:
         none."""
         if self._model is None:
             return
-        for index, request in enumerate(requests):
+        size = self._block_size
+        for index, (request, start, count) in enumerate(zip(requests, step.starts, step.counts, strict=True)):
             if request.status is not Status.RUNNING:
                 continue
             if drafts is None:
                 self._cold.add(request.request_id)
             elif drafts[index]:
                 self._model.offer(request, len(request.tokens) + len(token_ids[index]), drafts[index])
-            start, size = step.starts[index], self._block_size
-            written = request.held.tables[0][start // size : (start + step.counts[index]) // size]
-            if self.warm(request):
-                self._warm_blocks.update(written)
-            else:
-                self._warm_blocks.difference_update(written)
+            if start // size != (start + count) // size:
+                written = request.held.tables[0][start // size : (start + count) // size]
+                change = self._warm_blocks.update if self.warm(request) else self._warm_blocks.difference_update
+                change(written)
 
     def forget(self, request: Request) -> None:
         self._open.discard(request.request_id)

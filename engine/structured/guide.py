@@ -25,7 +25,7 @@ class Guide:
     may. A matcher that fails says so in `error`; then too nothing else may come, and the request ends.
     """
 
-    __slots__ = ("_after", "_matcher", "_output", "active", "ends", "error")
+    __slots__ = ("_after", "_matcher", "_output", "active", "ended", "ends", "error")
 
     def __init__(self, matcher: Matcher, ends: Sequence[int] = (), after: tuple[int, ...] = ()) -> None:
         """ends: tokens that end a text."""
@@ -33,6 +33,7 @@ class Guide:
         self._after = after
         self._output: list[int] = []
         self.active = not after  # whether the next token is bound
+        self.ended = bool(matcher.is_stopped())  # only the end may come; also when it has failed
         self.ends = ends
         self.error = ""
 
@@ -45,9 +46,10 @@ class Guide:
             self._output = []
             self.active = not self._after
             self.error = ""
-        self.accept(output)
+            self._look()
+        self.accept(list(output))
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: list[int]) -> None:
         """These come next."""
         known = len(self._output)
         self._output += tokens
@@ -57,12 +59,23 @@ class Guide:
                 return
             self.active = True
             tokens = self._output[begin:]
-        if tokens and not self._matcher.is_stopped() and not self._matcher.consume_tokens(list(tokens)):
-            self.check()
+        if tokens and not self.ended:
+            self._matcher.consume_tokens(tokens)
+            if self._matcher.is_stopped():
+                self._look()
+
+    def fill(self, pointer: int, size: int) -> bool:
+        """Write the mask of the next token where `size` bytes are. False: only the end may come; write that."""
+        if self.ended:
+            return False
+        self._matcher.unsafe_compute_mask_ptr(pointer, size)
+        if self._matcher.is_stopped():  # seen only now
+            self._look()
+        return not self.error
 
     def num_valid(self, drafts: Sequence[int]) -> int:
         """How many of these tokens may come next, one after another."""
-        if self._ended:
+        if self.ended:
             return 0
         free = 0 if self.active else self._free(drafts)
         if free == len(drafts):
@@ -71,7 +84,7 @@ class Guide:
 
     def forced(self) -> list[int]:
         """Tokens that come next for certain, though others may spell the same text."""
-        return self._matcher.compute_ff_tokens() if self.active and not self._ended else []
+        return self._matcher.compute_ff_tokens() if self.active and not self.ended else []
 
     def masks(self, drafts: Sequence[int]) -> tuple[int, list[int]]:
         """Of the places before, between and behind these drafts: how many of the first are free, and the drafts between
@@ -86,17 +99,19 @@ class Guide:
     @property
     def matcher(self) -> Matcher | None:
         """None: only the end may come."""
-        return None if self._ended else self._matcher
+        return None if self.ended else self._matcher
 
     def check(self) -> bool:
         """Whether it has not failed."""
-        if self._matcher.is_error():
-            self.error = self.error or self._matcher.get_error() or "the matcher has failed"
+        if self._matcher.is_stopped():
+            self._look()
         return not self.error
 
-    @property
-    def _ended(self) -> bool:
-        return bool(self._matcher.is_stopped())  # also when it has failed
+    def _look(self) -> None:
+        """What the matcher says of itself; to be asked when it may have ended."""
+        self.ended = bool(self._matcher.is_stopped())
+        if self._matcher.is_error():
+            self.error = self.error or self._matcher.get_error() or "the matcher has failed"
 
     def _begin(self, known: int) -> int | None:
         """The place in the output behind `after`, if that is behind `known`."""
@@ -154,10 +169,7 @@ class Masks:
                 mask_of[begin:end] = range(begin, end)
             elif guide.active:
                 mask_of[first] = first
-                matcher = guide.matcher
-                if matcher is not None:
-                    matcher.unsafe_compute_mask_ptr(start + first * size, size)
-                if matcher is None or not guide.check():
+                if not guide.fill(start + first * size, size):
                     masks_NW[first] = self._end_W
         return np.array(mask_of, np.int64), masks_NW
 

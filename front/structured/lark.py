@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from front.structured.numbers import NUMBERS, kept
+
 # Between the tokens of JSON: a line and its indentation. Longer runs are refused, or a model could go on with spaces
 # for ever.
 WHITESPACE = r"[ \t]{1,40}|\r?\n[ \t]{0,40}"
@@ -84,6 +86,8 @@ def plain_schema(schema: Any, closed: bool) -> Any:
             continue
         if key in _BY_NAME and isinstance(value, Mapping):
             plain[key] = {name: plain_schema(one, closed) for name, one in value.items()}
+        elif key in NUMBERS:
+            plain[key] = kept(schema, key)
         elif key in _VALUES:
             plain[key] = value
         else:
@@ -97,7 +101,7 @@ def plain_schema(schema: Any, closed: bool) -> Any:
     return plain
 
 
-_VALUES = frozenset(("const", "enum", "default", "examples", "required", "type"))
+_VALUES = frozenset(("default", "examples", "required", "type"))
 _BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
 _SAYS_NOTHING: Mapping[str, Callable[[Mapping[str, Any], object], bool]] = {
     "uniqueItems": lambda _, value: value is False,

@@ -22,7 +22,7 @@ class Vocabulary(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode_bit(self, text: str) -> list[int]: ...
 
 
 class _Wrapper:
@@ -35,12 +35,12 @@ class _Wrapper:
         self.bos_token_id = vocabulary.bos_token_id
         self.tokens = tokens
         self.special_token_ids = sorted(vocabulary.special_ids)
-        self._encode = vocabulary.encode
+        self._encode = vocabulary.encode_bit
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
-        return self._encode(text, add_special_tokens=False)
+        return self._encode(text)
 
 
 def grammar_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLTokenizer:

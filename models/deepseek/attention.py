@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dbo.steps import Steps
 from layers.linear import Linear, MergedLinear, parameter
+from layers.mlp import sigmoid_gate
 from layers.norm import RMSNorm
 from mla import latent_kv
 from mla.protocol import MlaShape
@@ -25,12 +26,13 @@ class Attention(nn.Module):
 
     w_uk [H, N, C] and w_uv [H, V, C] are the two halves of kv_b_proj. Rotated dimensions are in half-split order,
     whatever the checkpoint's (models/deepseek/weights.py reorders rows): pairs that lie far apart rotate faster. topk:
-    of sparse attention, 0 where it is dense; indexer: of the layers that choose.
+    of sparse attention, 0 where it is dense; indexer: of the layers that choose. gate: of each head's output.
     """
 
     q_a_norm: RMSNorm | None
     q_b: Linear | None
     indexer: Indexer | None
+    gate: Linear | None
 
     def __init__(self, config: DeepseekConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -54,6 +56,7 @@ class Attention(nn.Module):
         self.w_uk = parameter((shape.num_heads, shape.qk_nope_head_dim, shape.latent_dim), dtype, device)
         self.w_uv = parameter((shape.num_heads, shape.v_head_dim, shape.latent_dim), dtype, device)
         out_size = shape.num_heads * shape.v_head_dim
+        self.gate = Linear(config.hidden_size, shape.num_heads, False, dtype, device) if config.head_gates else None
         self.out = Linear(out_size, config.hidden_size, config.attention_bias, dtype, device)
 
     def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
@@ -77,6 +80,9 @@ class Attention(nn.Module):
             attended_THV = attend(*operands, self.w_uk, self.w_uv)
         else:
             attended_THV = attend(q_nope_THN, q_pe_THP, cache_RX, self.w_uk, self.w_uv)
+        if self.gate is not None:
+            rows = attended_THV.reshape(-1, shape.v_head_dim)
+            attended_THV = sigmoid_gate(rows, self.gate(x_TD).view(-1, 1))
         out_TD: Tensor = self.out(attended_THV.reshape(-1, heads * shape.v_head_dim))
         return out_TD
 

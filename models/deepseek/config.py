@@ -11,29 +11,42 @@ from typing import Any
 
 from cache.spec import CacheGroup, CacheSpec, Field
 from layers.rope_parameters import RopeParameters, yarn_mscale
-from models.deepseek.index_config import SPARSE, IndexConfig, read_index
+from models.deepseek.index_config import GLM_DSA, SPARSE, IndexConfig, read_index
 from models.fields import Fields
 from models.key_names import KIMI_WRAPPER, PLAIN, KeyNames
 from models.quantization import check_quantization
 from models.router_config import RouterConfig, RouterMethod, read_groups
-from models.shared_fields import context_limit, read_rope
+from models.shared_fields import SharedFacts, read_rope
 
 V2 = "DeepseekV2ForCausalLM"
+_LITE = "Glm4MoeLiteForCausalLM"
 # All but V2 route as DeepSeek-V3 does. Glm4MoeLite: GLM-4.7-Flash.
-ARCHITECTURES = (V2, "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "Glm4MoeLiteForCausalLM", *SPARSE)
-_SCALING = {V2: 1.0, "Glm4MoeLiteForCausalLM": 1.8}  # where routed_scaling_factor is absent
+ARCHITECTURES = (V2, "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", _LITE, *SPARSE)
+# What transformers takes for keys that config.json does not have.
+_V3_ABSENT = {
+    "q_lora_rank": 1536, "first_k_dense_replace": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}  # fmt: skip
+_ABSENT: dict[str, dict[str, Any]] = {
+    V2: {"q_lora_rank": 1536, "n_shared_experts": 2},
+    _LITE: {
+        **_V3_ABSENT, "q_lora_rank": 768, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5
+    },
+    GLM_DSA: {**_V3_ABSENT, "q_lora_rank": 2048, "rms_norm_eps": 1e-5},
+}  # fmt: skip
 _MLP_KINDS = ("dense", "sparse")
 WRAPPED = "_wrapped"  # a field of our own: `parse` is given the text_config of a model with vision
 LATENT_NORM_EPS = 1e-6  # of the norms inside attention: the originals do not pass rms_norm_eps to them
 
 
 @dataclass(frozen=True, slots=True)
-class DeepseekConfig:
+class DeepseekConfig(SharedFacts):
     """q_lora_rank 0: queries come from one projection. router None and num_experts 0: a dense model.
 
     moe_layers: those with routed experts, in order; what drafts has some if the last has. num_mtp_layers: extra layers
     in the checkpoint, numbered after the last, that predict further tokens. drafts: the first of them is served
-    (models/mtp.py). index: None: attention is dense.
+    (models/mtp.py). index: None: attention is dense. head_gates: what each head of attention gives is multiplied by a
+    sigmoid.
     """
 
     architecture: str
@@ -63,22 +76,7 @@ class DeepseekConfig:
     key_names: KeyNames = PLAIN
     drafts: bool = False
     whole_drafts: bool = False
-
-    @property
-    def context_limit(self) -> int:
-        return context_limit(self.max_position_embeddings, self.rope)[0]
-
-    @property
-    def context_reason(self) -> str:
-        return context_limit(self.max_position_embeddings, self.rope)[1]
-
-    @property
-    def num_moe_layers(self) -> int:
-        spread = self.drafts and not self.whole_drafts
-        return sum(self.has_experts(layer) for layer in range(self.num_layers + spread))
-
-    def has_experts(self, layer: int) -> bool:
-        return min(layer, self.num_layers - 1) in self.moe_layers
+    head_gates: bool = False
 
     @property
     def mla_dims(self) -> tuple[int, int, int, int, int]:
@@ -126,8 +124,8 @@ def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
     Raises ConfigError (one line: file, field, what was expected) for a missing or wrong field, and for fields that ask
     for arithmetic that is not implemented. Sizes have no defaults; switches default as in transformers.
     """
-    fields = Fields(raw, source)
-    architecture = fields.first_of("architectures")
+    architecture = Fields(raw, source).first_of("architectures")
+    fields = Fields({**_ABSENT.get(architecture, _V3_ABSENT), **raw}, source)
     _refuse_unsupported(fields, architecture)
     num_layers = fields.integer("num_hidden_layers")
     max_position = fields.integer("max_position_embeddings")
@@ -164,7 +162,9 @@ def parse(raw: dict[str, Any], source: str) -> DeepseekConfig:
 
 def _experts(fields: Fields, architecture: str, num_layers: int) -> dict[str, Any]:
     name = "n_routed_experts" if fields.has("n_routed_experts") else "num_local_experts"  # transformers 5's second name
-    moe_layers = _moe_layers(fields, architecture, num_layers)
+    moe_layers = _moe_layers(fields, num_layers)
+    if not {"n_routed_experts", "num_local_experts"} & fields.raw.keys():
+        raise fields.error("n_routed_experts", "a whole number, or null for a dense model")
     if not fields.has(name) or not moe_layers:
         return {
             "moe_layers": (), "num_experts": 0, "moe_intermediate_size": 0, "num_shared_experts": 0, "router": None
@@ -179,12 +179,11 @@ def _experts(fields: Fields, architecture: str, num_layers: int) -> dict[str, An
     }
 
 
-def _moe_layers(fields: Fields, architecture: str, num_layers: int) -> tuple[int, ...]:
+def _moe_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """By mlp_layer_types (GLM-4.7-Flash), or all from first_k_dense_replace on."""
     kinds = fields.raw.get("mlp_layer_types")
     if kinds is None:
-        default = 1 if architecture == "Glm4MoeLiteForCausalLM" else 3 if architecture in SPARSE else 0
-        return tuple(range(fields.integer("first_k_dense_replace", default, minimum=0), num_layers))
+        return tuple(range(fields.integer("first_k_dense_replace", 0, minimum=0), num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _MLP_KINDS for kind in kinds):
         raise fields.error("mlp_layer_types", f"{num_layers} of " + " or ".join(_MLP_KINDS))
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
@@ -206,7 +205,7 @@ def _router(fields: Fields, architecture: str, num_experts: int) -> RouterConfig
         per_token,
         *groups,
         norm_topk_prob=architecture != V2 and fields.flag("norm_topk_prob", True),
-        routed_scaling_factor=fields.number("routed_scaling_factor", _SCALING.get(architecture, 2.5)),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
     )
 
 
@@ -222,5 +221,5 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     else:
         fields.only("topk_method", None, "noaux_tc")
         fields.only("scoring_func", None, "sigmoid")
-    heads = fields.raw.get("num_attention_heads")
+    heads = fields.integer("num_attention_heads")
     fields.only("num_key_value_heads", None, heads, reason="is supported: every head has its own key from the latent")

@@ -43,6 +43,8 @@ def load_attention(source: WeightSource, prefix: str, attention: Attention, conf
         q_rows = down.weight_of("q_proj")
     source.read(f"{prefix}kv_a_layernorm.weight", attention.kv_a_norm.weight)
     read_linear(source, f"{prefix}o_proj", attention.out)
+    if attention.gate is not None:
+        read_linear(source, f"{prefix}g_proj", attention.gate)
 
     kv_b = torch.empty(
         (shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), shape.latent_dim),

@@ -16,11 +16,11 @@ from models.gqa.windows import NO_WINDOWS
 from models.key_names import PLAIN, KeyNames
 from models.quantization import check_quantization
 from models.router_config import RouterConfig
-from models.shared_fields import context_limit, read_rope
+from models.shared_fields import SharedFacts, context_limit, read_rope
 
 
 @dataclass(frozen=True, slots=True)
-class GqaConfig:
+class GqaConfig(SharedFacts):
     """qk_norm: "none", "head" (each head of queries and keys by itself) or "vector" (all heads of the queries as one
     vector, all of the keys as another). o_bias: bias of the output projection of attention. intermediate_size: of the
     layers without experts. moe_layers: which layers have routed experts, in order (empty for a dense model).
@@ -66,24 +66,8 @@ class GqaConfig:
     whole_drafts: bool = False
 
     @property
-    def context_limit(self) -> int:
-        return context_limit(self.max_position_embeddings, self.rope)[0]
-
-    @property
-    def context_reason(self) -> str:
-        return context_limit(self.max_position_embeddings, self.rope)[1]
-
-    @property
     def mla_dims(self) -> None:
         return None
-
-    @property
-    def num_moe_layers(self) -> int:
-        spread = self.drafts and not self.whole_drafts
-        return sum(self.has_experts(layer) for layer in range(self.num_layers + spread))
-
-    def has_experts(self, layer: int) -> bool:
-        return min(layer, self.num_layers - 1) in self.moe_layers
 
     def cache_spec(self, dtype: str, fp8: bool = False) -> CacheSpec:
         """Keys and values of every layer: first of those that see everything, then of those with a window."""
@@ -108,6 +92,9 @@ def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> Gqa
     fields = Fields(raw, source)
     architecture = fields.first_of("architectures")
     family = family or ARCHITECTURES[architecture]
+    fields = Fields({**family.absent, **raw}, source)
+    if family.rope is not None and not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+        fields = Fields({**fields.raw, "rope_parameters": dict(family.rope)}, source)
     fields.only("hidden_act", "silu")
     check_quantization(fields)
     hidden_size = fields.integer("hidden_size")
@@ -115,13 +102,13 @@ def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> Gqa
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    head_dim = fields.integer("head_dim", family.head_dim or hidden_size // num_heads, minimum=2)
+    head_dim = fields.integer("head_dim", hidden_size // num_heads, minimum=2)
     if head_dim % 2:
         raise fields.error("head_dim", "an even number")
     max_position = fields.integer("max_position_embeddings")
     num_layers = fields.integer("num_hidden_layers")
     experts = {} if family.experts is None else family.experts(fields, num_layers)
-    rope = read_rope(fields, head_dim, max_position, family.partial, family.theta)
+    rope = read_rope(fields, head_dim, max_position, family.partial)
     windows = family.windows(fields, num_layers)
     if windows.size >= context_limit(max_position, rope)[0]:
         windows = NO_WINDOWS  # no sequence is longer
@@ -138,7 +125,7 @@ def parse(raw: dict[str, Any], source: str, family: Family | None = None) -> Gqa
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         rope=rope,
         rope_interleave=family.interleaved,
-        tie_word_embeddings=fields.flag("tie_word_embeddings", family.tied),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         qk_norm=_qk_norm(fields, family),
         qkv_bias=family.qkv.read(fields),
         o_bias=family.out.read(fields),

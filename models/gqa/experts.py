@@ -57,6 +57,8 @@ def deepseek_experts(fields: Fields, num_layers: int) -> dict[str, Any]:
     fields.only("scoring_func", None, *(("softmax",) if first_deepseek else ("sigmoid", "noaux_tc")))
     fields.only("topk_method", None, "greedy" if first_deepseek else "noaux_tc")
     first = fields.integer("first_k_dense_replace", 1 if glm else 0, minimum=0)
+    if glm and "n_routed_experts" not in fields.raw:
+        raise fields.error("n_routed_experts", "a whole number, or null for a dense model")
     if not fields.has("n_routed_experts") or first >= num_layers:
         return {}
     num_experts = fields.integer("n_routed_experts")

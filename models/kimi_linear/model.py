@@ -1,4 +1,5 @@
-"""Kimi-Linear: layers with Kimi delta attention, some with latent attention without positions, DeepSeek-V3's experts.
+"""Kimi-Linear and Ling-3: layers with Kimi delta attention, some with latent attention (Kimi's without positions),
+DeepSeek-V3's experts.
 
 Legend: T tokens, D hidden size, C channels of a convolution, H heads, K width of a key and of a value.
 """
@@ -23,40 +24,50 @@ from models.deepseek.model import make_mlps, read_feed_forward
 from models.deepseek.weights import load_attention, load_norms
 from models.graph_breaks import GraphBreaks, Operation
 from models.kimi_linear.config import KimiLinearConfig
-from models.loading import read_linear, read_merged
+from models.loading import read_linear, read_merged, skip_mtp
 
 LATENT, DELTA = 0, 1  # the operations of a step
 
 
 class KimiDeltaAttention(nn.Module):
-    """down: queries, keys, values, beta, and the narrow inputs of f_b (the decay, [H * K]) and of g_b (the output's
-    gate)."""
+    """down: queries, keys, values, beta, the decay [H * K] and the output's gate [H * K]; with narrow_gates the last
+    two come from narrow vectors in it, by f_b and g_b."""
+
+    f_b: Linear | None
+    g_b: Linear | None
 
     def __init__(self, config: KimiLinearConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         heads, width = config.linear_heads, config.linear_dim
         size = heads * width
-        self.sizes = [3 * size, heads, width, width]
-        parts = {"q_proj": size, "k_proj": size, "v_proj": size, "b_proj": heads, "f_a_proj": width, "g_a_proj": width}
+        parts = {"q_proj": size, "k_proj": size, "v_proj": size, "b_proj": heads}
+        self.f_b = self.g_b = None
+        if config.narrow_gates:
+            parts |= {"f_a_proj": width, "g_a_proj": width}
+            self.f_b, self.g_b = (Linear(width, size, False, dtype, device) for _ in range(2))
+        else:
+            parts |= {"f_proj": size, "g_proj": size}
+        *_, decay, gate = parts.values()
+        self.sizes = [3 * size, heads, decay, gate]
         self.down = MergedLinear(config.hidden_size, parts, False, dtype, device)
-        self.f_b = Linear(width, size, False, dtype, device)
-        self.g_b = Linear(width, size, False, dtype, device)
         shape = DeltaShape(heads, heads, width, width, config.conv_taps, channel_decay=True)
-        self.delta = GatedDelta(shape, config.rms_norm_eps, device, sigmoid_gate=True)
+        self.delta = GatedDelta(shape, config.rms_norm_eps, device, True, config.lower_bound)
         self.out = Linear(size, config.hidden_size, False, dtype, device)
 
     def steps(self, x_TD: Tensor, context: LayerContext, cache: tuple[Tensor, ...]) -> Steps[Tensor]:
         """[T, D] -> [T, D]. Reads the sequences' records and writes others."""
         yield from ()  # nothing of it is ever in flight
-        qkv_TC, beta_TH, f_TK, g_TK = torch.split(self.down(x_TD), self.sizes, dim=1)
-        attend = context.operations[DELTA]
-        out_TD: Tensor = self.out(attend(qkv_TC, self.g_b(g_TK), beta_TH, self.f_b(f_TK), self.delta, cache))
+        qkv_TC, beta_TH, decay_T, gate_T = torch.split(self.down(x_TD), self.sizes, dim=1)
+        if self.f_b is not None and self.g_b is not None:
+            decay_T, gate_T = self.f_b(decay_T), self.g_b(gate_T)
+        out_TD: Tensor = self.out(context.operations[DELTA](qkv_TC, gate_T, beta_TH, decay_T, self.delta, cache))
         return out_TD
 
     def read(self, source: WeightSource, prefix: str) -> None:
         read_merged(source, prefix, self.down)
         for name, linear in (("f_b_proj", self.f_b), ("g_b_proj", self.g_b), ("o_proj", self.out)):
-            read_linear(source, f"{prefix}{name}", linear)
+            if linear is not None:
+                read_linear(source, f"{prefix}{name}", linear)
         delta, start = self.delta, 0
         size = delta.shape.key_size
         for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
@@ -64,7 +75,8 @@ class KimiDeltaAttention(nn.Module):
             source.read(f"{prefix}{name}.weight", conv)
             delta.conv[:, start : start + size] = conv[:, 0].T
             start += size
-        source.read(f"{prefix}A_log", delta.rate.view(1, 1, -1, 1))
+        rate = delta.rate if self.f_b is None else delta.rate.view(1, 1, -1, 1)
+        source.read(f"{prefix}A_log", rate)
         delta.rate.exp_()
         source.read(f"{prefix}dt_bias", delta.dt_bias)
         source.read(f"{prefix}o_norm.weight", delta.norm)
@@ -109,3 +121,6 @@ class KimiLinearForCausalLM(Decoder[Attention | KimiDeltaAttention]):
             layer.mixer.read(source, f"{prefix}self_attn.")
         load_norms(source, prefix, layer.input_norm, layer.post_norm)
         read_feed_forward(source, prefix, layer.mlp)
+
+    def skip_rest(self, source: WeightSource) -> None:
+        skip_mtp(source, self.config.num_layers, self.config.num_mtp_layers)

@@ -6,7 +6,7 @@ of the other names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any
 
@@ -18,8 +18,19 @@ from models.gqa.experts import qwen_experts
 from models.gqa.families import ASKED, Family
 from models.key_names import QWEN3_NEXT, with_mtp
 
-_MOE = Family(qk_norm="head", qkv=ASKED, out=ASKED, head_dim=256, partial=0.25, experts=qwen_experts, names=QWEN3_NEXT)
-_DENSE = Family(qk_norm="head", qkv=ASKED, out=ASKED, head_dim=256, partial=0.25, names=QWEN3_NEXT)
+_DENSE = Family(
+    qk_norm="head",
+    qkv=ASKED,
+    out=ASKED,
+    partial=0.25,
+    names=QWEN3_NEXT,
+    absent={"head_dim": 256, "num_key_value_heads": 4, "norm_topk_prob": True},
+)
+_MOE = replace(
+    _DENSE,
+    experts=qwen_experts,
+    absent={**_DENSE.absent, "num_key_value_heads": 2, "shared_expert_intermediate_size": 512},
+)
 NEXT = "Qwen3NextForCausalLM"
 ARCHITECTURES = {NEXT: _MOE, "Qwen3_5MoeForCausalLM": _MOE, "Qwen3_5ForCausalLM": _DENSE}
 _KINDS = ("linear_attention", "full_attention")
@@ -109,4 +120,4 @@ def _as_qwen3_moe(fields: Fields, architecture: str) -> dict[str, Any]:
         raw["rope_parameters"] = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
     if architecture == "Qwen3_5MoeForCausalLM":
         raw = {"intermediate_size": raw.get("moe_intermediate_size"), **raw, "norm_topk_prob": True}
-    return {"norm_topk_prob": True, **raw}
+    return raw

@@ -22,8 +22,9 @@ static const AttentionOps *ops_for(int64_t x_type) {
 
 namespace {
 
+// One chunk of the keys of a run of queries, for some of their heads.
 struct Item {
-  int32_t sequence, chunk, first_head, heads;
+  int32_t sequence, rows, chunk, first_head, heads;
 };
 
 struct Job {
@@ -34,7 +35,7 @@ struct Job {
   float scale;
   const float *sinks;  // [heads], or null
   uint8_t *out;
-  int64_t item_bytes, longest_chunk;
+  int64_t item_bytes, longest_chunk, longest_run;
   Item *items;
   int64_t num_items;
   int64_t *first_part;  // of each sequence: its first chunk among the parts, -1 if it has but one
@@ -57,15 +58,34 @@ struct Job {
     return less / (sum * less + expf(sinks[head] - top));
   }
 
+  // How many queries from this one on are of one sequence, as a token and its drafts are: each sees the keys of the one before, in the
+  // same blocks. They read each tile of keys together; what is computed of a query does not depend on that.
+  int64_t run_at(int64_t first) const {
+    int64_t b = first;
+    for (; !s->window && b + 1 < s->num_sequences && b + 1 - first < MOST_ROWS; b++) {
+      int64_t used = (s->lens[b] + s->block_size - 1) / s->block_size;
+      const int64_t *blocks = s->table + b * s->table_stride;
+      if (s->lens[b + 1] < s->lens[b] || chunk_of(s->lens[b + 1]) != chunk_of(s->lens[b])) break;
+      if (memcmp(blocks, blocks + s->table_stride, used * sizeof(int64_t))) break;
+    }
+    return b + 1 - first;
+  }
+
+  // Keys of a chunk that query r of an item sees.
+  int64_t keys_of(const Item &item, int64_t r, int64_t start, int64_t chunk) const {
+    int64_t left = s->lens[item.sequence + r] - start;
+    return left < chunk ? left : chunk;
+  }
+
   void run(const Item &item, const Item *next, int thread) const {
-    int64_t chunk = chunk_of(seen(item.sequence)), start = first_seen(item.sequence) + item.chunk * chunk;
-    int64_t left = s->lens[item.sequence] - start, n = left < chunk ? left : chunk;
+    int64_t last = item.sequence + item.rows - 1, chunk = chunk_of(seen(last)), start = first_seen(last) + item.chunk * chunk;
+    int64_t n = keys_of(item, item.rows - 1, start, chunk);
     uint8_t *at = work + thread * work_bytes;
     const uint8_t **rows = (const uint8_t **)at;
-    float *scores = (float *)(at + sizeof(uint8_t *) * 2 * longest_chunk), *acc = scores + s->num_heads * longest_chunk;
-    uint8_t *p = (uint8_t *)(acc + s->num_heads * s->value_dim);
+    float *scores = (float *)(at + sizeof(uint8_t *) * 2 * longest_chunk), *acc = scores + longest_run * s->num_heads * longest_chunk;
+    uint8_t *p = (uint8_t *)(acc + longest_run * s->num_heads * s->value_dim);
     const uint8_t **value_rows = rows + longest_chunk;
-    const int64_t *blocks = s->table + item.sequence * s->table_stride;
+    const int64_t *blocks = s->table + last * s->table_stride;
     int64_t first_kv = item.first_head / group(), num_kv = (item.heads + group() - 1) / group();
     int64_t per_kv = item.heads < group() ? item.heads : group();
     for (int64_t i = 0; i < n;) {
@@ -77,35 +97,47 @@ struct Job {
     }
     bring_nearer(value_rows, n, 0, num_kv * s->value_dim * item_bytes);
     if (next) bring_block(*next);
-    const uint8_t *own_q = q + (item.sequence * q_stride + item.first_head * s->key_dim) * item_bytes;
+    // Calls visit(r, keys, kv head) for every tile, each tile's for all queries at once.
     const uint8_t *tile[KEY_TILE];
-    for (int64_t i = 0; i < n; i += KEY_TILE) {
-      int keys_here = n - i < KEY_TILE ? (int)(n - i) : (int)KEY_TILE;
-      for (int64_t kv = 0; kv < num_kv; kv++) {
-        for (int j = 0; j < keys_here; j++) tile[j] = rows[i + j] + kv * s->key_dim * item_bytes;
-        bring_nearer(rows + i + KEY_TILE, n - i - KEY_TILE, kv * s->key_dim * item_bytes, s->key_dim * item_bytes);
-        ops->scores(own_q + kv * group() * s->key_dim * item_bytes, s->key_dim, per_kv, tile, keys_here, s->key_dim, scale,
-                    scores + kv * group() * longest_chunk + i, longest_chunk);
+    auto tiles = [&](const uint8_t *const *row, int64_t dim, auto visit) {
+      for (int64_t i = 0; i < n; i += KEY_TILE) {
+        int64_t here = n - i < KEY_TILE ? n - i : (int64_t)KEY_TILE;
+        for (int64_t kv = 0; kv < num_kv; kv++) {
+          for (int64_t j = 0; j < here; j++) tile[j] = row[i + j] + kv * dim * item_bytes;
+          bring_nearer(row + i + KEY_TILE, n - i - KEY_TILE, kv * dim * item_bytes, dim * item_bytes);
+          for (int64_t r = 0; r < item.rows; r++) {
+            int64_t own = keys_of(item, r, start, chunk) - i;
+            if (own > 0) visit(r, i, kv, (int)(own < here ? own : here));
+          }
+        }
       }
-    }
-    Largest found[item.heads];
-    for (int64_t h = 0; h < item.heads; h++) found[h] = ops->softmax(scores + h * longest_chunk, n, p + h * p_stride() * item_bytes);
-    memset(acc, 0, item.heads * s->value_dim * sizeof(float));
-    for (int64_t i = 0; i < n; i += KEY_TILE) {
-      int keys_here = n - i < KEY_TILE ? (int)(n - i) : (int)KEY_TILE;
-      for (int64_t kv = 0; kv < num_kv; kv++) {
-        for (int j = 0; j < keys_here; j++) tile[j] = value_rows[i + j] + kv * s->value_dim * item_bytes;
-        bring_nearer(value_rows + i + KEY_TILE, n - i - KEY_TILE, kv * s->value_dim * item_bytes, s->value_dim * item_bytes);
-        ops->weigh(p + (kv * group() * p_stride() + i) * item_bytes, p_stride(), per_kv, tile, keys_here, s->value_dim,
-                   acc + kv * group() * s->value_dim);
-      }
-    }
-    int64_t part = first_part[item.sequence];
+    };
+    tiles(rows, s->key_dim, [&](int64_t r, int64_t i, int64_t kv, int count) {
+      const uint8_t *own_q = q + ((item.sequence + r) * q_stride + (item.first_head + kv * group()) * s->key_dim) * item_bytes;
+      ops->scores(own_q, s->key_dim, per_kv, tile, count, s->key_dim, scale,
+                  scores + (r * item.heads + kv * group()) * longest_chunk + i, longest_chunk);
+    });
+    Largest found[item.rows * item.heads];
+    for (int64_t r = 0; r < item.rows; r++)
+      for (int64_t h = r * item.heads; h < (r + 1) * item.heads && keys_of(item, r, start, chunk) > 0; h++)
+        found[h] = ops->softmax(scores + h * longest_chunk, keys_of(item, r, start, chunk), p + h * p_stride() * item_bytes);
+    memset(acc, 0, item.rows * item.heads * s->value_dim * sizeof(float));
+    tiles(value_rows, s->value_dim, [&](int64_t r, int64_t i, int64_t kv, int count) {
+      int64_t h = r * item.heads + kv * group();
+      ops->weigh(p + (h * p_stride() + i) * item_bytes, p_stride(), per_kv, tile, count, s->value_dim, acc + h * s->value_dim);
+    });
+    for (int64_t r = 0; r < item.rows; r++)
+      if (keys_of(item, r, start, chunk) > 0) give(item, r, acc + r * item.heads * s->value_dim, found + r * item.heads);
+  }
+
+  // What query r of an item gets of its chunk.
+  void give(const Item &item, int64_t r, const float *acc, const Largest *found) const {
+    int64_t sequence = item.sequence + r, part = first_part[sequence];
     for (int64_t h = 0; h < item.heads; h++) {
       const float *own = acc + h * s->value_dim;
       int64_t head = item.first_head + h;
       if (part < 0) {
-        ops->finish(own, s->value_dim, share(head, found[h].sum, found[h].largest), out + (item.sequence * s->num_heads + head) * s->value_dim * item_bytes);
+        ops->finish(own, s->value_dim, share(head, found[h].sum, found[h].largest), out + (sequence * s->num_heads + head) * s->value_dim * item_bytes);
         continue;
       }
       float *to = parts + ((part + item.chunk) * s->num_heads + head) * part_size();
@@ -166,9 +198,15 @@ NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t
   int64_t num_chunks = 0, num_parts = 0, all_keys = 0;
   for (int64_t b = 0; b < s->num_sequences; b++) {
     int64_t seen = job.seen(b), chunk = Job::chunk_of(seen), chunks = (seen + chunk - 1) / chunk;
-    num_chunks += chunks, all_keys += seen;
+    all_keys += seen;
     if (chunks > 1) num_parts += chunks;
     if (chunk > job.longest_chunk) job.longest_chunk = chunk;
+  }
+  for (int64_t b = 0, rows; b < s->num_sequences; b += rows) {
+    rows = job.run_at(b);
+    int64_t seen = job.seen(b + rows - 1), chunk = Job::chunk_of(seen);
+    num_chunks += (seen + chunk - 1) / chunk;
+    if (rows > job.longest_run) job.longest_run = rows;
   }
   // A few heads at a time where there would be too little for all threads; below some size starting threads takes longer.
   if (all_keys * (s->key_dim + s->value_dim) * s->num_heads < 65536) threads = 1;
@@ -179,8 +217,9 @@ NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t
   int64_t heads_each = (units + split - 1) / split * unit;
   split = (s->num_heads + heads_each - 1) / heads_each;
 
-  int64_t rows_bytes = 2 * sizeof(uint8_t *) * job.longest_chunk, scores_bytes = s->num_heads * job.longest_chunk * 4;
-  job.work_bytes = up_to_64(rows_bytes + scores_bytes + s->num_heads * s->value_dim * 4 + s->num_heads * job.p_stride() * job.item_bytes);
+  int64_t rows_bytes = 2 * sizeof(uint8_t *) * job.longest_chunk, most_heads = job.longest_run * s->num_heads;
+  int64_t head_bytes = job.longest_chunk * 4 + s->value_dim * 4 + job.p_stride() * job.item_bytes;  // scores, acc and p
+  job.work_bytes = up_to_64(rows_bytes + most_heads * head_bytes);
   int64_t items_at = up_to_64(threads * job.work_bytes), first_at = items_at + up_to_64(num_chunks * split * sizeof(Item));
   int64_t parts_at = first_at + up_to_64(s->num_sequences * 8);
   job.work = scratch(parts_at + num_parts * s->num_heads * job.part_size() * 4);
@@ -190,10 +229,14 @@ NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t
     int64_t seen = job.seen(b), chunk = Job::chunk_of(seen), chunks = (seen + chunk - 1) / chunk;
     job.first_part[b] = chunks > 1 ? num_parts : -1;
     if (chunks > 1) num_parts += chunks;
-    for (int64_t c = 0; c < chunks; c++)
+  }
+  for (int64_t b = 0, rows; b < s->num_sequences; b += rows) {
+    rows = job.run_at(b);
+    int64_t seen = job.seen(b + rows - 1), chunk = Job::chunk_of(seen);
+    for (int64_t c = 0; c < (seen + chunk - 1) / chunk; c++)
       for (int64_t head = 0; head < s->num_heads; head += heads_each) {
         int64_t heads = s->num_heads - head < heads_each ? s->num_heads - head : heads_each;
-        job.items[job.num_items++] = {(int32_t)b, (int32_t)c, (int32_t)head, (int32_t)heads};
+        job.items[job.num_items++] = {(int32_t)b, (int32_t)rows, (int32_t)c, (int32_t)head, (int32_t)heads};
       }
   }
   int64_t pieces = team_pieces(threads, job.num_items);

@@ -10,7 +10,7 @@
 #pragma once
 #include "native.h"
 
-enum { CHUNK = 256, MOST_CHUNKS = 64, KEY_TILE = 16 };
+enum { CHUNK = 256, MOST_CHUNKS = 64, KEY_TILE = 16, MOST_ROWS = 8 };
 enum AttentionType { ATTENTION_F32 = 0, ATTENTION_BF16 = 1 };
 
 // What ctypes passes. Strides are in numbers of x's type.

@@ -10,8 +10,8 @@
 // A panel of 4-bit weights has for each block of 128 k the scales of 4 groups of 32 k, 64 each, of 16 bits (MXFP4: bfloat16, powers of
 // two; others: float16), then with zero points as many of those (float16), then for each 8 k 4 groups of 16 columns, 4 bytes for each:
 // the codes of k, k + 2, k + 4 and k + 6 from the lowest bits on, then those between them. A code is e2m1 (MXFP4), or 8 more than a
-// number from -8 to 7 (INT4), from which the zero point is subtracted before it is scaled. With few rows they are widened in
-// registers and sums scaled; else they are widened with their scales, rounded to x's type, and then as plain as any.
+// number from -8 to 7 (INT4), from which the zero point is subtracted before it is scaled. With few rows they are multiplied
+// in registers and sums scaled; else they are widened with their scales, rounded to x's type, and then as plain as any.
 // Columns and k beyond the matrix are zero. Behind the panels of an expert with biases there are theirs: 64 numbers of float32 for
 // each panel, in its columns' order. moe_kernels/panels.py says the same in torch.
 #pragma once

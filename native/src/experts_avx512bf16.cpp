@@ -1,6 +1,6 @@
 // Expert kernels for bfloat16 rows with AVX512-BF16: products of pairs, sums in float32.
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,fma,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx512vnni,fma,prefer-vector-width=512")
 #include "experts.h"
 
 #include <immintrin.h>
@@ -138,60 +138,117 @@ alignas(64) constexpr HalfTable mxfp4_values(W_MXFP4), int4_values(W_INT4);
 
 INLINE __m512i half_table(int format) { return _mm512_load_si512((format == W_MXFP4 ? mxfp4_values : int4_values).value); }
 
-// acc += n numbers of the rows (8, or at the end of all fewer) times the codes of as many k. A shift brings the codes of a pair to where
-// the lookup wants them.
-template <int FORMAT, int MR> INLINE void half_pairs(const bf16 *const *a, int64_t k, int n, const uint8_t *p, __m512i table, __m512 (&acc)[MR][4]) {
-  __m512i codes[4];
-  for (int j = 0; j < 4; j++) codes[j] = _mm512_loadu_si512(p + 64 * j);
-#pragma GCC unroll 4
-  for (int i = 0; i < n; i += 2) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      __m512bh b = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi32(codes[j], 2 * i), table);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], b, pair_of(a[m] + k + i));
+// Scales and zero points as float32, by the CPU's own conversion.
+template <int FORMAT> INLINE HalfScale half_scale_of(const uint8_t *p) {
+  if (FORMAT == W_MXFP4) return half_scale<FORMAT>(p);
+  __m512 by = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+  if (FORMAT == W_INT4) return {(vf)by, splat(0.f)};
+  return {(vf)by, (vf)_mm512_fnmadd_ps(by, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + GROUP_SCALES))), _mm512_setzero_ps())};
+}
+
+// Of 32 numbers in two registers, every other one in each: the lowest bytes, of each 8 k in the order in which codes lie.
+struct WholeOrder {
+  uint8_t of[64];
+  constexpr WholeOrder() : of() {
+    const int within[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    for (int i = 0; i < K_GROUP; i++) {
+      int k = i / 8 * 8 + within[i % 8];
+      of[i] = (uint8_t)(k % 2 * 64 + k / 2 * 4);
     }
   }
-}
+};
+alignas(64) constexpr WholeOrder whole_order;
 
-INLINE float sum_of_row(const bf16 *x, int64_t n) {
-  if (n == K_GROUP) {
-    __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-    return _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)_mm512_loadu_si512(x), ones));
+// 32 numbers of a row as whole numbers of 15 bits times a scale, which loses at most 2^-15 of the largest of them: 128 times those in
+// `high` and those in `low`, in that order. A group with what is no number has such a scale.
+struct WholeGroup {
+  alignas(32) int8_t high[K_GROUP], low[K_GROUP];
+  float scale;
+  int sum;
+
+  inline __attribute__((always_inline)) void set(const bf16 *x, int64_t n) {
+    const __mmask32 here = n == K_GROUP ? ~(__mmask32)0 : ((__mmask32)1 << n) - 1;
+    const __m512i raw = _mm512_maskz_loadu_epi16(here, x), size = _mm512_andnot_si512(_mm512_set1_epi16((short)0x8000), raw);
+    const __m256i of_16 = _mm256_max_epu16(_mm512_castsi512_si256(size), _mm512_extracti64x4_epi64(size, 1));
+    const __m128i of_8 = _mm_max_epu16(_mm256_castsi256_si128(of_16), _mm256_extracti128_si256(of_16, 1));
+    const uint32_t bits = (uint16_t)~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(of_8, _mm_set1_epi16(-1))), 0);
+    const float most = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)(bits << 16))));
+    const bool numbers = bits < 0x7f80;
+    scale = !numbers ? __builtin_nanf("") : most > 1e-30f ? most / 16256 : 0.f;
+    const __m512 by = _mm512_set1_ps(most > 1e-30f && numbers ? 16256 / most : 0.f);
+    const __m512 part[2] = {(__m512)_mm512_slli_epi32(raw, 16), (__m512)_mm512_and_si512(raw, _mm512_set1_epi32((int)0xffff0000))};  // every other k
+    __m512i whole[2], above[2], below[2];
+    for (int i = 0; i < 2; i++) {
+      whole[i] = _mm512_cvtps_epi32(_mm512_mul_ps(part[i], by));
+      above[i] = _mm512_srai_epi32(_mm512_add_epi32(whole[i], _mm512_set1_epi32(64)), 7);
+      below[i] = _mm512_sub_epi32(whole[i], _mm512_slli_epi32(above[i], 7));
+    }
+    const __m512i order = _mm512_load_si512(whole_order.of), total = _mm512_add_epi32(whole[0], whole[1]);
+    _mm256_store_si256((__m256i *)high, _mm512_castsi512_si256(_mm512_permutex2var_epi8(above[0], order, above[1])));
+    _mm256_store_si256((__m256i *)low, _mm512_castsi512_si256(_mm512_permutex2var_epi8(below[0], order, below[1])));
+    sum = _mm512_reduce_add_epi32(total);
   }
-  float sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += number(x + i);
-  return sum;
-}
+};
 
+INLINE __m512i four_of(const int8_t *p) { return _mm512_set1_epi32(*(const int __attribute__((may_alias)) *)p); }
+
+// Codes are multiplied as whole numbers that are not negative, by sums of four products of bytes: what they are larger by, times the sum
+// of the row's numbers, is taken off. MXFP4's are twice its numbers.
 template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &block, float *c) {
+  enum { MORE = FORMAT == W_MXFP4 ? 12 : 8, ABREAST = MR <= 2 ? 4 : 2 };
   const bf16 *const *a = (const bf16 *const *)av;
   const uint8_t *p = block.panel + half_scales(FORMAT), *next = block.ahead, *scales = block.panel;
-  const __m512i table = half_table(FORMAT);
+  const __m512i nibble = _mm512_set1_epi8(15);
+  const __m512i twice = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
   const int64_t lines = 4 * block.lines;
+  WholeGroup row[MR];
   for (int64_t first = 0; first < block.depth; first += K_GROUP, scales += PANEL * 2) {
-    int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first, i = 0;
-    __m512 acc[MR][4];
+    const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first;
+    const int steps = (int)(n + HALF_STEP - 1) / HALF_STEP;
 #pragma GCC unroll 8
-    for (int m = 0; m < MR; m++)
+    for (int m = 0; m < MR; m++) row[m].set(a[m] + k, n);
+    for (int j = 0; j < 4; j += ABREAST) {
+      __m512i high[ABREAST][MR], low[ABREAST][MR];
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) acc[m][j] = _mm512_setzero_ps();
-    for (; i + HALF_STEP <= n; i += HALF_STEP, p += HALF_STEP_BYTES) {
-      for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
-      half_pairs<FORMAT, MR>(a, k + i, HALF_STEP, p, table, acc);
-    }
-    if (i < n) half_pairs<FORMAT, MR>(a, k + i, (int)(n - i), p, table, acc);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      HalfScale scale = half_scale<FORMAT>(scales + 32 * j);
+      for (int i = 0; i < ABREAST; i++)
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) {
-        float *to = c + m * PANEL + 16 * j;
-        __m512 sum = _mm512_fmadd_ps(acc[m][j], (__m512)scale.by, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps());
-        if (FORMAT == W_INT4_ZERO) sum = _mm512_fmadd_ps((__m512)scale.more, _mm512_set1_ps(sum_of_row(a[m] + k, n)), sum);
-        _mm512_storeu_ps(to, sum);
+        for (int m = 0; m < MR; m++) high[i][m] = low[i][m] = _mm512_setzero_si512();
+      for (int64_t line = 0; line < ABREAST * lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
+      for (int step = 0; step < steps; step++) {
+        __m512i even[ABREAST], odd[ABREAST];
+#pragma GCC unroll 4
+        for (int i = 0; i < ABREAST; i++) {
+          const __m512i codes = _mm512_loadu_si512(p + step * HALF_STEP_BYTES + 64 * (j + i));
+          even[i] = _mm512_and_si512(codes, nibble), odd[i] = _mm512_and_si512(_mm512_srli_epi32(codes, 4), nibble);
+          if (FORMAT == W_MXFP4) even[i] = _mm512_shuffle_epi8(twice, even[i]), odd[i] = _mm512_shuffle_epi8(twice, odd[i]);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) {
+          const __m512i x[4] = {four_of(row[m].high + 8 * step), four_of(row[m].low + 8 * step), four_of(row[m].high + 8 * step + 4),
+                                four_of(row[m].low + 8 * step + 4)};
+#pragma GCC unroll 4
+          for (int i = 0; i < ABREAST; i++) {
+            high[i][m] = _mm512_dpbusd_epi32(high[i][m], even[i], x[0]), low[i][m] = _mm512_dpbusd_epi32(low[i][m], even[i], x[1]);
+            high[i][m] = _mm512_dpbusd_epi32(high[i][m], odd[i], x[2]), low[i][m] = _mm512_dpbusd_epi32(low[i][m], odd[i], x[3]);
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < ABREAST; i++) {
+        const HalfScale scale = half_scale_of<FORMAT>(scales + 32 * (j + i));
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) {
+          float *to = c + m * PANEL + 16 * (j + i);
+          const __m512i whole = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(MORE * row[m].sum));
+          const float by = FORMAT == W_MXFP4 ? row[m].scale / 2 : row[m].scale;
+          const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(by));
+          __m512 sum = _mm512_fmadd_ps(product, (__m512)scale.by, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps());
+          if (FORMAT == W_INT4_ZERO) sum = _mm512_fmadd_ps((__m512)scale.more, _mm512_set1_ps(by * (float)row[m].sum), sum);
+          _mm512_storeu_ps(to, sum);
+        }
       }
     }
+    p += steps * HALF_STEP_BYTES;
   }
 }
 
@@ -202,7 +259,7 @@ struct HalfScales {
   template <int FORMAT> INLINE HalfScales at(const uint8_t *p) {
     HalfScales s;
     for (int j = 0; j < 4; j++) {
-      s.of[j] = half_scale<FORMAT>(p + 32 * j);
+      s.of[j] = half_scale_of<FORMAT>(p + 32 * j);
       __m512i more = _mm512_sub_epi32(_mm512_srli_epi32((__m512i)s.of[j].by, 16), _mm512_set1_epi32(127 << 7));  // 0 or a multiple of 1 << 7
       s.exponent[j] = _mm512_or_si512(_mm512_slli_epi32(more, 16), _mm512_and_si512(more, _mm512_set1_epi32(0xffff)));
     }

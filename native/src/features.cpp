@@ -32,7 +32,7 @@ static int find_isa() {
       !__builtin_cpu_supports("avx512vl"))
     return ISA_AVX2;
   // VBMI looks bytes up in a register; among the CPUs with BF16 arithmetic only Cooper Lake lacks it.
-  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) return ISA_AVX512;
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vnni")) return ISA_AVX512;
   return tiles_allowed() ? ISA_AMX : ISA_AVX512_BF16;
 #else
   return ISA_NONE;

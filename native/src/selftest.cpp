@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "experts.h"
+#include "selftest_numbers.h"
 
 NATIVE_API void experts_shape(ExpertShape *s);
 NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *gate, const void *up, const void *down,
@@ -18,24 +18,6 @@ NATIVE_API void experts_tokens(const ExpertShape *s, const uint8_t *weights, con
                                int64_t first_slot, int64_t num_tokens, int64_t top_k, void *y, int y_type, int threads);
 
 namespace {
-
-uint32_t state = 1;
-float number() {
-  state = state * 1664525 + 1013904223;
-  return (float)(state >> 8) / (1 << 23) - 1;
-}
-
-bf16 rounded(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-float widened(bf16 x) {
-  uint32_t bits = (uint32_t)x << 16;
-  float y;
-  memcpy(&y, &bits, 4);
-  return y;
-}
 
 // A matrix in the form that experts_pack takes, and its numbers.
 struct Matrix {

@@ -25,31 +25,34 @@ class Completions:
 
     async def answer(self, request: Request) -> Response:
         taken = await take(self._service, request, "completion", CompletionRequest)
-        return Answer(self._service, job := self._job(taken), CompletionWriter(self._service, job))
+        job = completion_job(self._service, taken)
+        return Answer(self._service, job, CompletionWriter(self._service, job))
 
-    def _job(self, taken: Taken[CompletionRequest]) -> Job:
-        service, body = self._service, taken.body
-        wanted = either(body.max_tokens, DEFAULT_MAX_TOKENS)
-        echo = either(body.echo, False)
-        echo_logprobs = echo and body.logprobs is not None
-        params = sampling_params(
-            body,
-            service.defaults,
-            max_tokens=1 if wanted == 0 else wanted,
-            logprobs=body.logprobs,
-            prompt_logprobs=either(body.prompt_logprobs, body.logprobs if echo_logprobs else None),
-        )
-        return make_job(
-            service,
-            taken,
-            params,
-            {},
-            answer_id=f"cmpl-{taken.request_id}",
-            logprobs=body.logprobs is not None,
-            echo=taken.texts,
-            echo_logprobs=echo_logprobs,
-            no_output=wanted == 0,
-        )
+
+def completion_job(service: Service, taken: Taken[CompletionRequest]) -> Job:
+    """ApiError 400."""
+    body = taken.body
+    wanted = either(body.max_tokens, DEFAULT_MAX_TOKENS)
+    echo = either(body.echo, False)
+    echo_logprobs = echo and body.logprobs is not None
+    params = sampling_params(
+        body,
+        service.defaults,
+        max_tokens=1 if wanted == 0 else wanted,
+        logprobs=body.logprobs,
+        prompt_logprobs=either(body.prompt_logprobs, body.logprobs if echo_logprobs else None),
+    )
+    return make_job(
+        service,
+        taken,
+        params,
+        {},
+        answer_id=f"cmpl-{taken.request_id}",
+        logprobs=body.logprobs is not None,
+        echo=taken.texts,
+        echo_logprobs=echo_logprobs,
+        no_output=wanted == 0,
+    )
 
 
 class CompletionWriter(ChunkWriter):

@@ -27,7 +27,7 @@ HARMLESS = frozenset(
 # vLLM's, SGLang's, llama.cpp's and OpenAI's that change the answer.
 REFUSED = frozenset(
     {
-        "kv_transfer_params", "ec_transfer_params", "logits_processors",
+        "kv_transfer_params", "ec_transfer_params", "features", "content_parts", "logits_processors",
         "logit_processors", "length_penalty", "early_stopping", "repetition_detection", "thinking_token_budget",
         "prompt_embeds", "audio", "web_search_options", "function_call", "custom_logit_processor", "regex",
         "ebnf", "json_schema", "grammar", "stop_regex", "no_stop_trim", "lora_path", "lora_id", "samplers", "mirostat",

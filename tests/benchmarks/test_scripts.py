@@ -60,6 +60,9 @@ LONG = {
     "bench_cluster.py": Small(
         "--json --model {model} --mbit 1000 --streams 4 --steps 4 --rounds 1", ("one_ms", "step_ms", "of_ideal")
     ),
+    "bench_acceptance.py": Small(
+        "--json --model {model} --drafts 1 --tokens 8 --repeats 1", ("method", "k_mean", "acceptance", "ratio")
+    ),
     "bench_structured.py": Small("--json --streams 1 --tokens 4 --repeats 1", ()),
     "bench_streams.py": Small("--json --tokens 8 --ranks 1,2", ("ranks", "request", "first_s", "tokens_per_s")),
     "bench_perplexity.py": Small(

@@ -35,6 +35,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "qwen3_moe": hf_tiny.make_qwen3_moe,
     "qwen3_next": hf_tiny.make_qwen3_next,
     "kimi_linear": hf_tiny.make_kimi_linear,
+    "ling": hf_tiny.make_ling,
     "llama": hf_tiny.make_llama,
     "gpt_oss": hf_tiny.make_gpt_oss,
     "qwen2_moe": hf_tiny.make_qwen2_moe,

@@ -60,6 +60,7 @@ class Kept:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setattr(monitor_module, "STANDBY_SECONDS", 0.0)  # these ranks beat as if they had work all the time
     runtime = RuntimeDir(Path(tempfile.gettempdir()))
     one = Kept(runtime)
     yield one
@@ -78,6 +79,21 @@ def test_it_becomes_the_lost_rank(kept: Kept) -> None:
         assert kept.lost.pop().process == before and not kept.lost
         assert kept.wait_ready() != waiting
     assert len(kept.children.all) == 3
+
+
+@pytest.mark.parametrize("name, seconds", [("STANDBY_SECONDS", 0.0), ("CALM_SECONDS", -1.0)])
+def test_the_first_one_does_not_begin_beside_work(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, name: str, seconds: float
+) -> None:
+    """It does when the ranks have served for long enough, and when they have no work."""
+    standby = kept.monitor._standby
+    assert standby is not None
+    for least in ("STANDBY_SECONDS", "CALM_SECONDS"):
+        monkeypatch.setattr(monitor_module, least, 1e6)
+    for _ in range(3):
+        assert not kept.monitor.look([]) and not standby.process
+    monkeypatch.setattr(monitor_module, name, seconds)
+    kept.wait_ready()
 
 
 def test_its_own_end_costs_nothing(kept: Kept) -> None:

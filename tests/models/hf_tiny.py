@@ -211,6 +211,15 @@ def make_kimi_linear(path: Path, **overrides: Any) -> HfModel:
     return make_hf(path, "KimiLinearConfig", "KimiLinearForCausalLM", **{**sizes, **overrides})
 
 
+def make_ling(path: Path, **overrides: Any) -> HfModel:
+    latent = {"kv_lora_rank": 16, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8, "head_dim": 10}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    kinds = {"layer_types": LINEAR["layer_types"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    groups = {"n_group": 4, "topk_group": 2, "num_key_value_heads": 4, "num_mtp_layers": 0}
+    sizes = {**latent, **experts, **kinds, **groups, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return make_hf(path, "BailingHybridConfig", "BailingHybridForCausalLM", **{**sizes, **overrides})
+
+
 def make_gpt_oss(path: Path, **overrides: Any) -> HfModel:
     """Biases and sinks as large as what they are added to, and gates beyond their limit."""
     experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 1.2}

@@ -34,9 +34,10 @@ from models.deepseek.model import DeepseekForCausalLM
 from models.registry import build, read_config
 from moe_kernels import WeightFormat
 from moe_kernels.deepgemm import DeepGemm
+from moe_kernels.expert_storage import ExpertWeights
 from moe_kernels.flashinfer import FlashInferExperts
 from moe_kernels.fp8_experts import Fp8Experts
-from moe_kernels.weights import ExpertWeights, PlainExperts
+from moe_kernels.weights import PlainExperts
 
 pytestmark = pytest.mark.fakes
 

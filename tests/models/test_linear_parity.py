@@ -17,6 +17,7 @@ from hf_tiny import (
     generate_greedy,
     load_ours,
     make_kimi_linear,
+    make_ling,
     make_qwen3_5,
     make_qwen3_5_moe,
     make_qwen3_next,
@@ -42,6 +43,7 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "qwen3.5-moe": (make_qwen3_5_moe, {}),
     "qwen3.5": (make_qwen3_5, {}),
     "kimi-linear": (make_kimi_linear, {}),
+    "ling-3": (make_ling, {}),
     "kimi-linear-query-latent": (make_kimi_linear, {"q_lora_rank": 14, "n_group": 4, "topk_group": 2}),
 }
 

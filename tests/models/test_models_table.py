@@ -41,6 +41,7 @@ TABLE = rows()
 SPARSE = dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), ("yes", "1, 2, 4", SOME_FORMS))
 # The text part of a model with vision is tested as the model without.
 SAME_AS = {
+    "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
 }

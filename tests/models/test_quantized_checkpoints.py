@@ -24,6 +24,7 @@ from hf_tiny import (
     make_glm4_moe,
     make_gpt_oss,
     make_kimi_linear,
+    make_ling,
     make_llama,
     make_minimax_m2,
     make_mistral,
@@ -82,6 +83,7 @@ MORE: dict[str, Callable[[Path], HfModel]] = {
     "Qwen2ForCausalLM": lambda path: make_qwen2(path, **DENSE),
     "MistralForCausalLM": lambda path: make_mistral(path, **DENSE),
     "Qwen3_5ForCausalLM": lambda path: make_qwen3_5(path, **DENSE, **LAYERS),
+    "BailingHybridForCausalLM": lambda path: make_ling(path, **WIDE, **LAYERS, mlp_layer_types=["dense", "sparse"]),
 }
 
 

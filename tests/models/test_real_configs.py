@@ -16,6 +16,9 @@ from moesaic.explain import command
 GPUS = 32  # that all of them fit on, widened where GPUs cannot keep their form
 DENSE = {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"}
 SAME = {"KimiK2ForCausalLM": "DeepseekV3ForCausalLM", "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForConditionalGeneration"}
+# Its published config.json is not known here, only transformers' config class.
+UNPUBLISHED = {"BailingHybridForCausalLM"}
+SAME |= {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}
 SAME |= {"Qwen3_5ForCausalLM": "Qwen3_5ForConditionalGeneration"}
 
 
@@ -40,7 +43,7 @@ def test_every_family_with_experts_is_here() -> None:
     published = {config_of(name)["architectures"][0] for name in NAMES}
     ours = {name for name, family in FAMILIES.items() if family.module.startswith("models.")} | WRAPPERS.keys()
     dense = DENSE | {"Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}
-    assert {SAME.get(name, name) for name in ours - dense} == published
+    assert {SAME.get(name, name) for name in ours - dense - UNPUBLISHED} == published
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -163,7 +163,8 @@ def test_the_cache_takes_what_is_said(family: str, tmp_path: Path) -> None:
 GLM: dict[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"], "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 6,
     "max_position_embeddings": 64, "num_attention_heads": 2, "q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4, "v_head_dim": 4, "intermediate_size": 8, **INDEX,
+    "qk_rope_head_dim": 4, "v_head_dim": 4, "intermediate_size": 8, "n_routed_experts": None,
+    **INDEX,
 }  # fmt: skip
 
 

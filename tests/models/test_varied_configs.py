@@ -36,6 +36,8 @@ ROPES: list[dict[str, Any]] = [
     {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32},
     {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
      "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "rope_theta": 3e5, "factor": 2.5, "original_max_position_embeddings": 20,
+     "beta_fast": 12.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 0.8},
 ]  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def grouped(draw: Draw, layers: int) -> dict[str, Any]:
 
 def rope_part(draw: Draw, head_dim: int) -> dict[str, Any]:
     rotated = 2 * draw(st.integers(1, head_dim // 2))
-    kind = draw(st.sampled_from([*ROPES[:2], ROPES[3]]))  # transformers' yarn takes the width of the whole head
+    kind = draw(st.sampled_from(ROPES))
     return {"rope_parameters": {**kind, "partial_rotary_factor": rotated / head_dim}}
 
 
@@ -129,7 +131,7 @@ def vary_qwen2_moe(draw: Draw) -> dict[str, Any]:
     sizes = attention(draw, head_dim=False)
     only = {"mlp_only_layers": [l for l in range(sizes["num_hidden_layers"]) if draw(st.booleans())]}
     more = {"qkv_bias": draw(st.booleans()), "norm_topk_prob": draw(st.booleans())}
-    shared = {"shared_expert_intermediate_size": draw(st.sampled_from([3, 20]))}
+    shared = {"shared_expert_intermediate_size": draw(st.sampled_from([0, 3, 20]))}
     return {**sizes, **experts(draw), **width(draw), **qwen_window(draw), **only, **more, **shared}
 
 
@@ -197,7 +199,7 @@ def vary_next(draw: Draw) -> dict[str, Any]:
         "linear_key_head_dim": draw(st.sampled_from([8, 16, 33, 64])),
         "linear_value_head_dim": draw(st.sampled_from([12, 16, 35, 64])),
         "linear_conv_kernel_dim": draw(st.integers(2, 6)),
-        "shared_expert_intermediate_size": draw(st.sampled_from([3, 20])),
+        "shared_expert_intermediate_size": draw(st.sampled_from([0, 3, 20])),
         "decoder_sparse_step": draw(st.integers(1, 2)), "norm_topk_prob": draw(st.booleans()),
         "mlp_only_layers": [l for l in range(layers) if draw(st.booleans())],
     }  # fmt: skip
@@ -227,6 +229,14 @@ def vary_kimi_linear(draw: Draw) -> dict[str, Any]:
         "linear_num_heads": draw(st.integers(1, 4)), "linear_head_dim": draw(st.sampled_from([9, 16, 35, 64])),
         "linear_conv_kernel_dim": draw(st.integers(2, 6)),
     }  # fmt: skip
+
+
+def vary_ling(draw: Draw) -> dict[str, Any]:
+    sizes, safe = vary_kimi_linear(draw), draw(st.booleans())
+    size = {"head_dim": sizes.pop("linear_head_dim"), "short_conv_kernel_size": sizes.pop("linear_conv_kernel_dim")}
+    more = {**size, **rope(draw), "kda_safe_gate": safe, "kda_lower_bound": draw(st.sampled_from([-5.0, -0.5]))}
+    del sizes["linear_num_heads"], sizes["q_lora_rank"]
+    return {**sizes, **more, "attention_bias": draw(st.booleans())}
 
 
 def vary_mla(draw: Draw) -> dict[str, Any]:
@@ -306,8 +316,11 @@ FAMILIES: dict[str, tuple[Callable[..., hf_tiny.HfModel], Callable[[Draw], dict[
     "Qwen3_5MoeForCausalLM": (hf_tiny.make_qwen3_5_moe, vary_qwen3_5),
     "Qwen3_5ForCausalLM": (hf_tiny.make_qwen3_5, vary_qwen3_5_dense),
     "KimiLinearForCausalLM": (hf_tiny.make_kimi_linear, vary_kimi_linear),
+    "BailingHybridForCausalLM": (hf_tiny.make_ling, vary_ling),
 }
-LONGEST = dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "KimiLinearForCausalLM"), 80)
+LONGEST = dict.fromkeys(
+    ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "KimiLinearForCausalLM", "BailingHybridForCausalLM"), 80
+)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

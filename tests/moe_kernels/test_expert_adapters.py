@@ -17,10 +17,11 @@ from moe_kernels import ExpertBatch, Layout, TokenBatch, WeightFormat, quantize_
 from moe_kernels.backends import NAMES, ExpertFacts, choose_experts, explain_experts
 from moe_kernels.choice import silu_mul_quantize
 from moe_kernels.deepgemm import DeepGemm
+from moe_kernels.expert_storage import ExpertWeights
 from moe_kernels.flashinfer import FlashInferExperts
 from moe_kernels.fp8_experts import Fp8Experts
 from moe_kernels.quant import num_blocks
-from moe_kernels.weights import ExpertWeights, PlainExperts
+from moe_kernels.weights import PlainExperts
 
 pytestmark = pytest.mark.fakes
 

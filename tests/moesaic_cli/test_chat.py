@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import select
 import signal
 import ssl
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -153,7 +156,7 @@ def test_ctrl_c_stops_the_answer_and_no_more(echo: ChatServer) -> None:
     assert asked[0] == "forever" and asked[1].startswith("FOREVER") and asked[2] == "next"
 
 
-def test_arrow_keys_and_new_lines(echo: ChatServer) -> None:
+def test_arrow_keys_new_lines_pasting_and_another_size(echo: ChatServer) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     process = subprocess.Popen(
@@ -176,10 +179,17 @@ def test_arrow_keys_and_new_lines(echo: ChatServer) -> None:
     until(READS, 2)
     os.write(ours, b"\x1b[A\r")  # what was said before
     until(READS, 3)
+    os.write(ours, b"\x1b[200~p\rq\r\n/r\x1b[201~s")  # pasted, as terminals send it
+    until(b"/rs")
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 9, 30, 0, 0))
+    process.send_signal(signal.SIGWINCH)  # it has no terminal of its own that would say so
+    os.write(ours, b"t\r")
+    until(READS, 4)
     os.write(ours, b"\x04")
     assert process.wait(SECONDS) == 0
     os.close(ours)
     assert contents(echo.asked[0]) == ["aXb\ncd"] and contents(echo.asked[1])[-1] == "aXb\ncd"
+    assert contents(echo.asked[-1])[-1] == "p\nq\n/rst"
 
 
 def test_over_tls(echo: ChatServer, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Legend: B sequences, H query heads, Hkv key/value heads, D head size, R rows of 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -173,3 +174,27 @@ def test_a_result_does_not_depend_on_company_or_threads(dtype: torch.dtype) -> N
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         assert torch.equal(PagedDecode(alone, 8, 4, 64, 64, dtype)(q[:1], k, v, 0.1)[0], together[0])
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", EVERY_ISA)
+def test_a_token_and_its_drafts_read_the_cache_together(level: Isa, dtype: torch.dtype, window: int) -> None:
+    """Bit for bit what each gives alone: also where they end in other chunks, and more of them than go together."""
+    limit_isa(level)
+    for first, count, num_heads, num_kv in ((300, 4, 8, 4), (CHUNK - 3, 6, 6, 1), (15, 3, 3, 1), (10, 20, 4, 2)):
+        whole, used = decodes([7, first + count - 1, 12], 16)
+        rows = [0, *[1] * count, 2]
+        lens = [7, *range(first, first + count), 12]
+        k, v = (torch.randn(len(used), num_kv, 24).to(dtype) for _ in range(2))
+        q = torch.randn(len(rows), num_heads, 24).to(dtype)
+        step, _ = decodes(lens, 16)
+        step = replace(step, block_table_BN=whole.block_table_BN[rows].contiguous())
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            together = PagedDecode(step, num_heads, num_kv, 24, 24, dtype, window)(q, k, v, 0.1)
+            for b, length in enumerate(lens):
+                alone, _ = decodes([length], 16)
+                alone = replace(alone, block_table_BN=step.block_table_BN[b : b + 1])
+                given = PagedDecode(alone, num_heads, num_kv, 24, 24, dtype, window)(q[b : b + 1], k, v, 0.1)
+                assert torch.equal(given[0], together[b]), (first, b, threads)

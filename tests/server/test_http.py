@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
+import struct
 
-from server_parts import listening, server
+import pytest
+from server_parts import listening, server, until
 
 BODY = json.dumps({"prompt": "Once", "max_tokens": 2}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % len(
@@ -39,3 +43,23 @@ def test_an_offer_of_another_protocol_is_not_taken_and_loses_no_body() -> None:
             writer.close()
 
     asyncio.run(run())
+
+
+def test_a_client_that_sends_several_requests_at_once_and_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    """The one that runs ends at once, the others do not begin, and nothing of it is an error of the server."""
+
+    async def run() -> None:
+        async with server() as s, listening(s) as url:
+            s.ranks.paused = True
+            _, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].split("/")[0]))
+            writer.write((HEAD + b"\r\n" + BODY) * 4)
+            await until(lambda: s.ranks.running, "the first one runs")
+            connection = writer.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+            await until(lambda: not s.ranks.running, "the ranks are told")
+            await until(lambda: not s.service.in_flight, "all are gone")
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

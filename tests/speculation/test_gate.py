@@ -111,7 +111,16 @@ def test_what_is_not_known_is_tried_while_it_may_be_the_best() -> None:
     assert tried[:4] == [0] * 4 and 1 in tried
     assert tried[-1] == 0
     cold = gate_of(StepTimes(), [0.8, 0.7])
-    assert cold.propose(decodes(1, warm=False)) == (1, 1, 1)
+    assert cold.propose(decodes(1, warm=False)) == (2, 2, 1), "nothing can be known of them: what was wanted stays"
+
+
+def test_prompts_get_what_was_chosen_for_so_many() -> None:
+    """Not what fewer sequences want: to draft for all of them costs much, and makes them warm."""
+    gate = gate_of(filled(STEPS, DRAFTING), [0.8, 0.7])
+    assert gate.propose(decodes(64)) == (0, 0, 64)
+    assert gate.propose(decodes(1)) == (2, 2, 1)
+    prompts = Schedule(0, rows=list(range(64)), counts=[5] * 64)
+    assert gate.propose(prompts) == (0, 0, 64)
 
 
 def test_the_rank_with_most_sequences_decides() -> None:

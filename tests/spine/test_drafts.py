@@ -41,6 +41,7 @@ MODELS = {
     "attention": hf_tiny.make_qwen3_moe,
     "delta-net": hf_tiny.make_qwen3_next,
     "delta-attention": hf_tiny.make_kimi_linear,
+    "bounded-decay": hf_tiny.make_ling,
 }
 
 

@@ -10,4 +10,5 @@ sys.path[:0] = [
     str(HERE.parent / "models"),
     str(HERE.parent / "fakes" / "fake_parts"),
     str(HERE.parent / "server"),
+    str(HERE.parent / "launch"),
 ]

@@ -250,6 +250,9 @@ class OwnVocabulary:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokens[token_id]
 
+    def encode_bit(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         data, ids = text.encode(), []
         while data:

@@ -7,9 +7,11 @@ import operator
 from collections.abc import Iterator
 from functools import cache, partial
 from random import Random
+from typing import Any
 
 import llguidance
 import pytest
+from hard_cases import HARD
 from jsonschema import Draft202012Validator, FormatChecker
 from schema_cases import CASES, Case
 from schema_makers import FORMATS, JSON_PIECES, OwnVocabulary, make_instance, make_schema, mutated
@@ -96,6 +98,18 @@ def test_instances(case: Case) -> None:
 def test_instances_in_other_tokens(vocabulary: str) -> None:
     for case in CASES:
         assert check(case, vocabulary) != case.refused
+
+
+@pytest.mark.parametrize("schema", HARD, ids=lambda one: json.dumps(one[0])[:60])
+def test_hard_schemas(schema: tuple[Any, ...]) -> None:
+    judge, instances = Draft202012Validator(schema[0]), schema[1:]
+    judged = [[one for one in instances if judge.is_valid(one) == valid] for valid in (True, False)]
+    for vocabulary in VOCABULARIES:
+        check(Case(schema[0], *judged), vocabulary)
+
+
+def test_most_hard_schemas_are_followed() -> None:
+    assert sum(check(Case(schema[0]), "bytes") for schema in HARD) >= 0.75 * len(HARD)
 
 
 KNOWN = FormatChecker(())  # of another text jsonschema alone does not know

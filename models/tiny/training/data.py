@@ -34,7 +34,6 @@ CHAT_TEMPLATE = (
     '{{ \'A call:\\n<tool_call>\\n{"name": NAME, "arguments": {...}}\\n</tool_call>\\n\' }}{% endif %}'
     "{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ message['content'] | trim }}"
-    "{% elif message['role'] == 'user' %}{{ '<|user|>' + (message['content'] | trim) }}"
     "{% elif message['role'] == 'tool' %}"
     "{{ '<|user|><tool_response>\\n' + (message['content'] | trim) + '\\n</tool_response>' }}"
     "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' + (message['content'] | default('', true) | trim) }}"
@@ -44,7 +43,7 @@ CHAT_TEMPLATE = (
     "{{ call['function']['arguments'] if call['function']['arguments'] is string"
     " else call['function']['arguments'] | tojson }}"
     "{{ '}\\n</tool_call>' }}{% endfor %}{{ eos_token }}"
-    "{% else %}{{ raise_exception('unsupported role: ' + message['role']) }}{% endif %}"
+    "{% else %}{{ '<|user|>' + (message['content'] | trim) }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

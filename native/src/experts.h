@@ -69,10 +69,11 @@ struct Ahead {
   const uint8_t *at, *end;
   int64_t gap, step, lines;
   static Ahead shortly() { return {nullptr, (const uint8_t *)UINTPTR_MAX, 0, 0, ALL}; }
-  // `bytes` from p on (or nothing, of null), nearly all of them, in the course of so many steps, beside each product at least so many lines: from as many places at once as there are
-  // lines beside a step.
-  static Ahead all(const uint8_t *p, int64_t bytes, int64_t steps, int64_t lines) {
+  // Nearly all of `bytes` from p on (null: nothing) in the course of so many steps, from as many places at once as there are lines
+  // beside a step.
+  static Ahead all(const uint8_t *p, int64_t bytes, int64_t steps) {
     if (!p) return {};
+    int64_t lines = 1;
     while (lines < 16 && 256 * lines * steps < bytes - bytes / 8) lines *= 2;
     int64_t gap = (bytes + 256 * lines - 1) / (256 * lines) * 64;
     return {p, p + gap, gap, 64, lines};
@@ -211,8 +212,8 @@ struct Multiplier {
     const int64_t group = format == W_PLAIN ? (int64_t)NEAR_ROWS : (int64_t)MAX_BAND;
     float *sums = (float *)(work + wide_bytes());
     int64_t strips = rows / (2 * TILE_ROWS) * 2 + (rows % (2 * TILE_ROWS) + TILE_ROWS - 1) / TILE_ROWS, size = block_bytes();
-    const int64_t least = format == W_PLAIN || halves() ? 1 : 5;  // experts_amx.cpp: BYTE_LINES
-    Ahead ahead = format == W_PLAIN && rows <= TILE_ROWS ? Ahead::shortly() : Ahead::all(next, panel_bytes(depth), strips * ((depth + TILE_K - 1) / TILE_K), least);
+    const int64_t steps = strips * ((depth + TILE_K - 1) / TILE_K);
+    Ahead ahead = format == W_PLAIN && rows <= TILE_ROWS ? Ahead::shortly() : Ahead::all(next, panel_bytes(depth), steps);
     BandOps::Fn multiply = format == W_PLAIN || halves() ? bands->plain : bands->scaled;
     int64_t step = format == W_PLAIN ? depth : rows <= group ? (int64_t)K_BLOCK : (int64_t)WIDE_K;
     for (int64_t k = 0; k < depth; k += step) {

@@ -139,10 +139,9 @@ void plain(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel,
   alignas(64) uint8_t last[STEP];
   if (depth % TILE_K) last_step(panel, depth, last);
   int64_t step = rows > TILE_ROWS && depth > NEAR_DEPTH ? (int64_t)NEAR_K : depth;
-  for (int64_t k = 0; k < depth; k += step) part({a, stride, panel, last, k, k + step < depth ? k + step : depth, more || k > 0, ahead, c}, rows);
+  for (int64_t k = 0; k < depth; k += step)
+    part({a, stride, panel, last, k, k + step < depth ? k + step : depth, more || k > 0, ahead, c}, rows);
 }
-
-enum { BYTE_LINES = 5 };
 
 // Up to 32 rows times a block: c = sums times its scales, with `more` added to c.
 INLINE void scaled_block(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *block, int64_t depth, bool more, Ahead *ahead, float *c) {

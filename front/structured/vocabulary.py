@@ -41,7 +41,7 @@ class _Wrapper:
         self._encode_again = lru_cache(KEPT_TEXTS)(vocabulary.encode_bit)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Asked at a step for the text that the grammar makes certain there, by all sequences for much the same ones."""
+        """Asked at a step for text that the grammar makes certain there, by all sequences for much the same."""
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
         return (self._encode_again if len(text) <= KEPT_LENGTH else self._encode)(text)

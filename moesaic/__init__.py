@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "EngineConfig", "EplbConfig", "RequestOutput", "SamplingParams",
+    "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "EngineConfig", "EplbConfig",
+    "RequestOutput", "SamplingParams",
     "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 

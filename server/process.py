@@ -126,7 +126,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_at(path: Path) -> socket.socket:
-    """The same at a path. A socket that a server which is no more has left there is replaced. ValueError on one line."""
+    """The same at a path. A socket that nobody listens on any more is replaced. ValueError on one line."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() or path.is_symlink():

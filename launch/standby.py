@@ -1,5 +1,5 @@
-"""Processes that become the next ranks that are started (engine/process/standby_process.py), so that nothing is imported
-between a loss and a rank's return. A machine's supervisor keeps as many as it has ranks, where memory allows.
+"""Processes that become the next ranks that are started (engine/process/standby_process.py), so that nothing is
+imported between a loss and a rank's return. A machine's supervisor keeps as many as it has ranks, where memory allows.
 
 They are children like the ranks: seen by a pidfd when they end, ended with their parent. The end of one is no rank's
 loss; another one is started.

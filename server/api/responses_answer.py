@@ -270,6 +270,13 @@ class ResponsesWriter:
         self._frames.append(b"event: %b\ndata: %b\n\n" % (name.encode(), encode(fields)))
 
 
+class WarmWriter(ResponsesWriter):
+    """Of a prompt that is computed and not answered."""
+
+    def _finish(self, reason: str) -> None:
+        self._reason = "stop" if reason == "length" else reason
+
+
 class CompactionWriter(ResponsesWriter):
     """Of an answer that sums the conversation up: the text, sealed, is all that it shows."""
 

@@ -63,6 +63,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     prompt_cache_key: str | None = None
     service_tier: str | None = None
     generate: bool | None = None  # over WebSockets, false: the prompt is computed, and nothing is said
+    enable_response_messages: bool | None = None  # vLLM's: what the model read and wrote is in the response
     # Refused: they name what only OpenAI keeps.
     conversation: Any = None
     prompt: Any = None

@@ -74,7 +74,7 @@ class Responses:
             if keeps:
                 self.store.put(response, items, chain)
 
-        writer = (WarmWriter if warms else ResponsesWriter)(job, source, on_end)
+        writer = (WarmWriter if warms else ResponsesWriter)(job, source, self._decode, on_end)
         if source.background:
             return await self._begin(job, writer, items, record_of(request.scope))
         return Answer(self._service, job, writer)
@@ -97,7 +97,7 @@ class Responses:
         except ApiError as error:
             raise error.renamed(CHAT_NAMES) from None
         assert isinstance(taken.source, ResponsesRequest)
-        return Answer(self._service, job, CompactionWriter(job, taken.source, lambda response: None))
+        return Answer(self._service, job, CompactionWriter(job, taken.source, self._decode, lambda response: None))
 
     async def retrieve(self, request: Request) -> Response:
         """With stream=true the events behind that of the number starting_after: those that were, then those that
@@ -139,6 +139,9 @@ class Responses:
         return json_response({"object": "list", "data": named, "first_id": first, "last_id": last, "has_more": False})
 
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._service.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     async def _earlier(self, request: Request) -> bytes:
         """The items of the response that this one continues; b"": it begins. ApiError 404."""

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Self
 
 from front.chat.answer import read_messages
 from front.chat.families import chosen_families
-from front.chat.format import output_format
+from front.chat.format import OutputFormat, output_format
+from front.chat.thinking import within_budget
 from front.collector import Collector
 from front.driver import Driver
 from front.front import EngineFailed, FrontOutput
@@ -93,7 +94,8 @@ class LLM(Driver[Ranks]):
         EngineFailed when all are lost.
         """
         texts, token_ids = self._tokenize(prompts)
-        return self._run(self._prompts(texts, token_ids, params), progress, on_delta)
+        reasoning = chosen_families(self.tokenizer.format_marks, None, None)[1]
+        return self._run(self._prompts(texts, token_ids, params, reasoning), progress, on_delta)
 
     def chat(
         self,
@@ -131,11 +133,14 @@ class LLM(Driver[Ranks]):
         families = chosen_families(marks, tool_call_parser, reasoning_parser)
         schemas = _schemas(tools) if tools else None
         token_ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        prompts = self._prompts(texts, token_ids, SamplingParams(max_tokens=None) if params is None else params)
-        results = self._run(prompts, progress)
-        for conversation, prompt, text, result in zip(conversations, prompts, texts, results, strict=True):
+        formats = []
+        for conversation, text in zip(conversations, texts, strict=True):
             goes_on = str(conversation[-1].get("content") or "") if continue_final_message else None
-            format = output_format(families, schemas, text, goes_on)
+            formats.append(output_format(families, schemas, text, goes_on))
+        params = SamplingParams(max_tokens=None) if params is None else params
+        prompts = self._prompts(texts, token_ids, params, families[1], formats)
+        results = self._run(prompts, progress)
+        for prompt, format, result in zip(prompts, formats, results, strict=True):
             if format is not None:
                 read_messages(self.tokenizer, format, prompt.params, result)
         return results
@@ -209,7 +214,15 @@ class LLM(Driver[Ranks]):
             lists = [numbers]
         return [None] * len(lists), lists
 
-    def _prompts(self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int]], params: Params) -> list[Prompt]:
+    def _prompts(
+        self,
+        texts: Sequence[str | None],
+        token_ids: Sequence[Sequence[int]],
+        params: Params,
+        reasoning: str,
+        formats: Sequence[OutputFormat | None] = (),
+    ) -> list[Prompt]:
+        """reasoning: its family. formats: how outputs are read; (): not at all."""
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(texts)
         else:
@@ -222,7 +235,10 @@ class LLM(Driver[Ranks]):
         prompts = []
         for place, (text, ids, own) in enumerate(zip(texts, token_ids, each, strict=True)):
             try:
-                prompts.append(self._prompt(text, list(ids), own))
+                prompt = self._prompt(text, list(ids), own)
+                format = formats[place] if formats else None
+                prompt.params = within_budget(prompt.params, self.tokenizer, reasoning, format, prompt.token_ids)
+                prompts.append(prompt)
             except ValueError as error:
                 where = f"prompt {place}: " if len(texts) > 1 else ""
                 raise ValueError(f"{where}{error}") from None

@@ -79,6 +79,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

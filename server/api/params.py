@@ -134,6 +134,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         logprob_token_ids=tuple(either(request.logprob_token_ids, [])),
         skip_special_tokens=either(request.skip_special_tokens, True),
+        thinking_token_budget=request.thinking_token_budget,
         extra_args=request.vllm_xargs,
     )
 

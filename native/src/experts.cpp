@@ -16,9 +16,8 @@ NATIVE_API void experts_shape(ExpertShape *s) {
   s->down_panels = up_to(s->hidden, PANEL) / PANEL;
   s->up_depth = up_to(s->hidden, even);
   s->down_depth = up_to(s->width, even);
-  Multiplier of = {nullptr, nullptr, s->x_type, s->format, 0};
-  s->up_bytes = of.panel_bytes(s->up_depth);
-  s->down_bytes = of.panel_bytes(s->down_depth);
+  s->up_bytes = Multiplier{nullptr, nullptr, s->x_type, up_format(s->format), 0}.panel_bytes(s->up_depth);
+  s->down_bytes = Multiplier{nullptr, nullptr, s->x_type, down_format(s->format), 0}.panel_bytes(s->down_depth);
   s->bias_at = up_to(s->up_panels * s->up_bytes + s->down_panels * s->down_bytes, 64);
   s->slot_bytes = s->bias_at + (s->has_bias ? (s->up_panels + s->down_panels) * PANEL * 4 : 0);
   s->hidden_stride = s->up_panels * 32;
@@ -84,7 +83,9 @@ struct Job {
 
   int64_t item() const { return s->x_type == X_F32 ? 4 : 2; }
 
-  Multiplier by() const { return {ops, bands, s->x_type, s->format, narrow_rows_of(s->format)}; }
+  Multiplier by(int64_t format) const { return {ops, bands, s->x_type, format, narrow_rows_of(format)}; }
+  Multiplier ups() const { return by(up_format(s->format)); }
+  Multiplier downs() const { return by(down_format(s->format)); }
 
   int64_t whole_stride() const { return Multiplier::whole_stride(s->hidden_stride); }
 
@@ -117,12 +118,12 @@ struct Job {
       at += each * panels;
       if (first >= last) continue;
       auto panel_at = [&](int64_t n) { return n < panels ? up_panel(j, n) : j + 1 < num_active ? up_panel(j + 1, 0) : nullptr; };
-      by().panels(rows_at, start[j], start[j + 1], s->up_depth, first, last, panel_at, work + thread * work_bytes,
+      ups().panels(rows_at, start[j], start[j + 1], s->up_depth, first, last, panel_at, work + thread * work_bytes,
                   [&](int64_t n, float *c, int64_t i, int rows) {
                     void *h[MAX_BAND];
                     for (int m = 0; m < rows; m++) h[m] = hidden + (i + m) * stride + n * 32 * item();
                     ops->gated(c, rows, h, {s->alpha, s->limit, s->offset, bias(j, n)});
-                    if (!by().whole(start[j + 1] - start[j])) return;
+                    if (!downs().whole(start[j + 1] - start[j])) return;
                     for (int m = 0; m < rows; m++) ops->whole(h[m], K_GROUP, whole + (i + m) * whole_stride() + n * WHOLE_BYTES);
                   });
     }
@@ -146,9 +147,9 @@ struct Job {
     int64_t y_item = y_type == X_F32 ? 4 : 2, row_bytes = first ? PANEL * item() : s->hidden * y_item;
     for (int64_t j = 0; j < num_active; j++) {
       RowsAt rows_at = {hidden, s->hidden_stride * item(), nullptr, true, false};  // what is past F is 0
-      if (by().whole(start[j + 1] - start[j])) rows_at = {whole, whole_stride(), nullptr, true, true};
+      if (downs().whole(start[j + 1] - start[j])) rows_at = {whole, whole_stride(), nullptr, true, true};
       auto panel_at = [&](int64_t n) { return n < high ? down_panel(j, n) : j + 1 < num_active ? down_panel(j + 1, low) : nullptr; };
-      by().panels(rows_at, start[j], start[j + 1], s->down_depth, low, high, panel_at, in, [&](int64_t n, float *c, int64_t i, int rows) {
+      downs().panels(rows_at, start[j], start[j + 1], s->down_depth, low, high, panel_at, in, [&](int64_t n, float *c, int64_t i, int rows) {
         if (const float *own = bias(j, s->up_panels + n))
           for (int m = 0; m < rows * PANEL; m++) c[m] += own[m % PANEL];
         uint8_t *to_rows = first ? rows_of + (n - low) * num_rows * row_bytes : y + n * PANEL * y_item;
@@ -214,9 +215,10 @@ Plan lay_out(Job *job, int64_t entries, int64_t num_tokens, int threads) {
   size_t source = pieces.take(4 * entries), target = pieces.take(4 * entries), weight = pieces.take(4 * entries);
   size_t hidden = pieces.take(entries * s->hidden_stride * job->item());
   job->ops = experts_ops(s->x_type), job->bands = experts_bands(s->x_type);
-  size_t whole = pieces.take(job->by().whole(1) ? entries * job->whole_stride() : 0);
+  size_t whole = pieces.take(job->downs().whole(1) ? entries * job->whole_stride() : 0);
   size_t first = pieces.take(8 * (num_tokens + 1)), rows = pieces.take(num_tokens ? threads * job->abreast() * entries * PANEL * job->item() : 0);
-  job->work_bytes = job->by().work_bytes(s->up_depth > s->down_depth ? s->up_depth : s->down_depth, entries);
+  int64_t ups = job->ups().work_bytes(s->up_depth, entries), downs = job->downs().work_bytes(s->down_depth, entries);
+  job->work_bytes = ((ups > downs ? ups : downs) + 63) / 64 * 64;
   size_t work = pieces.take(threads * job->work_bytes);
   uint8_t *base = scratch(pieces.bytes);
   job->hidden = base + hidden, job->whole = base + whole, job->rows = base + rows, job->work = base + work;

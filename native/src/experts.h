@@ -22,7 +22,10 @@ enum { WIDE_K = 1024 };  // k of a panel of fewer bits that are widened at a tim
 enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_STEP = 8, HALF_STEP_BYTES = PANEL * HALF_STEP / 2 };
 enum { WHOLE_BYTES = 72 };  // of 32 numbers of a row as whole numbers, with their scale and sum
 enum XType { X_F32 = 0, X_BF16 = 1 };
-enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5 };  // plain: of x's type
+enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5, W_INT4_INT8 = 6 };  // plain: of x's type
+// The last is of experts only: gate and up have zero points, down has 8 bits.
+static inline int64_t up_format(int64_t format) { return format == W_INT4_INT8 ? (int64_t)W_INT4_ZERO : format; }
+static inline int64_t down_format(int64_t format) { return format == W_INT4_INT8 ? (int64_t)W_INT8 : format; }
 
 // Bytes of a block of 4-bit weights before their codes.
 static inline constexpr int64_t half_scales(int64_t format) { return format == W_INT4_ZERO ? 2 * GROUP_SCALES : (int64_t)GROUP_SCALES; }

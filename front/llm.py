@@ -20,6 +20,7 @@ from front.messages import BalanceStatus, SamplingParams
 from front.outputs import Delta, Prompt, RequestOutput
 from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
 from front.sampling_params import resolve, validate
+from front.search.beams import BeamSearchOutput, BeamSearchParams, Search, validate_beams
 from front.text import Tokenizer
 from front.trace_file import Summary, write_trace
 from front.wire import Ranks
@@ -49,6 +50,7 @@ class LLM(Driver[Ranks]):
         block_size: int = 16,
         max_logprobs: int = 20,
         processors: bool = False,
+        logprobs_mode: str = "raw_logprobs",
         num_experts: int = 0,
         slots_per_rank: int = 0,
         ready_timeout: float = 600.0,
@@ -63,7 +65,7 @@ class LLM(Driver[Ranks]):
         super().__init__(
             ranks, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
         )
-        self._max_logprobs, self._processors = max_logprobs, processors
+        self._max_logprobs, self._processors, self._logprobs_mode = max_logprobs, processors, logprobs_mode
         self._silence_timeout = silence_timeout
         self._request_ids = itertools.count()
         self._collectors: dict[str, Collector] = {}
@@ -144,6 +146,22 @@ class LLM(Driver[Ranks]):
             if format is not None:
                 read_messages(self.tokenizer, format, prompt.params, result)
         return results
+
+    def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The beam_width best outputs of each prompt, the best first. ValueError, EngineFailed as `generate`."""
+        validate_beams(params, self._logprobs_mode)
+        texts, token_ids = self._tokenize(prompts)
+        own = SamplingParams(
+            max_tokens=params.max_tokens, n=params.beam_width, stop_token_ids=params.stop_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+        )  # fmt: skip
+        asked = self._prompts(texts, token_ids, own, "")
+        searches = [Search(prompt, params, self.tokenizer.eos_token_ids) for prompt in asked]
+        while following := [prompt for search in searches for prompt in search.prompts()]:
+            results = self._run(following, None)
+            for search in searches:
+                search.take_results(results)
+        return [search.output(self.tokenizer) for search in searches]
 
     def start_profile(self, path: str | Path, capacity: int = EVENTS_PER_RANK) -> list[int]:
         """As Driver.start_profile; ValueError is all that it raises."""

@@ -188,6 +188,7 @@ class Intake:
         """One chat request of several prompts, which all have the same format."""
         asked = {"stream": body.stream, "tools": body.tools, "prediction": body.prediction}
         asked |= {"prompt_logprobs": body.prompt_logprobs is not None, "n": either(body.n, 1) != 1}
+        asked["use_beam_search"] = body.use_beam_search
         for field, unfit in asked.items():
             if unfit:
                 raise bad_request(f"{field} cannot be had for several conversations", field, "unsupported_parameter")

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed, of 8 or 4 bits or bfloat16 (native/src/linear_packed.cpp).
+"""Linear layers whose weights are packed, of 8 or 4 bits or as they are (native/src/linear_packed.cpp).
 
 Legend: T tokens, I input features, O output features.
 """

@@ -3,7 +3,8 @@
 Times are those of the steps that serve (engine/speculation/times.py). Where a number of drafts has not been measured
 for so many sequences, and might be the best, a few steps are made with it (a *trial*), as long as all trials together
 have cost no more than a hundredth of the time. Each rank says what it would do in the record of every step, and all do
-what the rank with most sequences said: the passes of a layer that drafts are exchanges between all of them.
+what the rank with most sequences said: the passes of a layer that drafts are exchanges between all of them. So all
+learn the same of what a step took where the model drafts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 from engine.agreement import StepPlan
 from engine.hooks import StepCompanion, StepHook
@@ -64,7 +66,7 @@ class Gate(StepCompanion):
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
         self._sizes: dict[int, _Size] = {}
         self._part = 1.0  # of the sequences, that have drafts where they may
-        self._last: tuple[Schedule, float] | None = None  # the step before, and when it began
+        self._last, self._began = _Step(-2, 0, 0, 0, False), 0.0  # the step before, and when it began
         self._served = self._spent = 0.0  # seconds: of all steps, and what trials cost
         self._best_rate = 0.0  # of what was last chosen; 0: not known
         self._unwritten = 0
@@ -89,7 +91,8 @@ class Gate(StepCompanion):
             return None
         self._speculation.depth = verify
         depth = min(depth, 1 + self._speculation.max_in_step // num)  # more could not be verified, and have no memory
-        return _Clocked(self, depth if self._speculation.models else 0)
+        depth = depth if self._speculation.models else 0
+        return _Clocked(self, _Step.of(plan, num, depth))
 
     def close(self) -> None:
         if self._file is not None and self._unwritten:
@@ -179,34 +182,53 @@ class Gate(StepCompanion):
 
     # ---- what the thread that computes tells ----
 
-    def begun(self, schedule: Schedule) -> None:
+    def begun(self, step: _Step, schedule: Schedule) -> None:
         """A step begins, and so the one before it is over."""
-        now, last = self._clock(), self._last
+        now, last, began = self._clock(), self._last, self._began
         num, drafts = len(schedule.rows), schedule.num_drafts
-        self._last = (schedule, now) if num and schedule.num_tokens == num + drafts else None
-        if schedule.drafts and not self._speculation.models:
-            self._part += 0.05 * (sum(map(bool, schedule.drafts)) / num - self._part)
-        if last is None or last[0].step_id + 1 != schedule.step_id or now - last[1] > LONGEST_GAP:
-            return
-        if last[0].rows == schedule.rows and not schedule.new_rows:
-            self._note(last[0], now - last[1])
+        if not self._speculation.models:
+            # Tokens say nothing of what others verify, so each rank knows of its own.
+            decodes = num == step.num and schedule.num_tokens == num + drafts
+            step = step._replace(decodes=decodes, num_tokens=schedule.num_tokens)
+            if schedule.drafts:
+                self._part += 0.05 * (sum(map(bool, schedule.drafts)) / num - self._part)
+        self._last, self._began = step, now
+        following = last.decodes and step.decodes and last.step + 1 == step.step and last.num == step.num
+        if following and not schedule.new_rows and now - began < LONGEST_GAP:
+            self._note(last, now - began)
 
-    def _note(self, schedule: Schedule, seconds: float) -> None:
-        """A step of nothing but decodes took so long, until the next one of the same sequences."""
-        num, depth = len(schedule.rows), schedule.draft_depth
+    def _note(self, step: _Step, seconds: float) -> None:
+        """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear of it, and
+        learn the same."""
         self._served += seconds
-        one = self._sizes.get(size_of(num))
+        one = self._sizes.get(size_of(step.num))
         if one is not None and one.trial[1] and self._best_rate:
-            tokens = num * expected_tokens(self._speculation.acceptance, depth)
+            tokens = step.num * expected_tokens(self._speculation.acceptance, step.depth)
             self._spent += max(0.0, seconds - tokens / self._best_rate)
-        if not depth and not (self._speculation.models and schedule.drafts):
-            self.times.add_step(schedule.num_tokens, seconds)
-        elif depth and not schedule.warm and schedule.num_drafts == num * depth:
-            self.times.add_drafting(num, depth, seconds)
+        if step.depth:
+            self.times.add_drafting(step.num, step.depth, seconds)
+        else:
+            self.times.add_step(step.num_tokens, seconds)
         self._unwritten += 1
         if self._unwritten >= KEPT:
             self.close()
             self._unwritten = 0
+
+
+class _Step(NamedTuple):
+    """Of the rank with most sequences: how many, and the drafts that the model makes for each of them. num_tokens: of
+    the rank with most. decodes: whether they only decode, and verify as many drafts."""
+
+    step: int
+    num: int
+    num_tokens: int
+    depth: int
+    decodes: bool
+
+    @classmethod
+    def of(cls, plan: StepPlan, num: int, depth: int) -> _Step:
+        most = max(plan.num_tokens)
+        return cls(plan.step, num, most, depth, most == num * (1 + depth))
 
 
 class _Clocked(StepHook):
@@ -214,9 +236,9 @@ class _Clocked(StepHook):
 
     watches = True
 
-    def __init__(self, gate: Gate, depth: int) -> None:
-        self._gate, self._depth = gate, depth
+    def __init__(self, gate: Gate, step: _Step) -> None:
+        self._gate, self._step = gate, step
 
     def begin(self, schedule: Schedule) -> None:
-        schedule.draft_depth = self._depth
-        self._gate.begun(schedule)
+        schedule.draft_depth = self._step.depth
+        self._gate.begun(self._step, schedule)

@@ -121,7 +121,9 @@ class Steps:
             counts, drafts = [1 + self.drafts] * self.num, [[0] * self.drafts] * self.num if self.drafts else []
             now = Schedule(self.step, rows=list(range(self.num)), counts=counts, drafts=drafts)
             words = self.gate.propose(now)
-            hook = self.gate.join(StepPlan(self.step, True, False, (self.num * (1 + self.drafts), 0), (9, 9)), [words, (0, 0, 0)])
+            hook = self.gate.join(
+                StepPlan(self.step, True, False, (self.num * (1 + self.drafts), 0), (9, 9)), [words, (0, 0, 0)]
+            )
             assert hook is not None
             hook.begin(now)
             self.at += self.seconds[now.draft_depth]

@@ -15,6 +15,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None  # the path of a Unix domain socket, in the place of host and port
     api_key_digests: tuple[str, ...] = ()  # none: no key is asked
     admin_key_digests: tuple[str, ...] = ()  # none: admin routes answer 403
     root_path: str = ""  # before every route, where a proxy leaves it there; "" or "/name"

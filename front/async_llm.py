@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
@@ -79,6 +80,7 @@ class AsyncLLM(Driver[AsyncRanks]):
         self._recoveries: deque[Recovery] = deque(maxlen=1024)
         self._failed: str | None = None
         self._draining = False
+        self._num_series = 0
         self._changed = asyncio.Event()  # a rank became ready, a request ended, or the engine failed
         self._loop = asyncio.get_running_loop()
         self._fd = ranks.fileno()
@@ -88,13 +90,28 @@ class AsyncLLM(Driver[AsyncRanks]):
 
     # ---- requests ----
 
-    def stream(self, prompt: Prompt) -> RequestStream:
-        """Not a coroutine: the request is sent at once, so what is wrong with it is raised here.
+    @contextlib.contextmanager
+    def series(self) -> Iterator[None]:
+        """Several requests one after another, which are one to their caller: the first may be refused, the others
+        (`goes_on`) are taken while the engine drains too, and wait while too few ranks are left."""
+        self._require_open()
+        if self.shortage is not None:
+            raise EngineBusy(self.shortage)
+        self._num_series += 1
+        try:
+            yield
+        finally:
+            self._num_series -= 1
+            self._changed.set()
+
+    def stream(self, prompt: Prompt, goes_on: bool = False) -> RequestStream:
+        """Not a coroutine: the request is sent at once, so what is wrong with it is raised here. goes_on: it is part of
+        a series.
 
         ValueError (request id in use), EngineFailed, EngineDraining, EngineBusy (too few ranks are left).
         """
-        self._require_open()
-        shortage = self.shortage
+        self._require_open(goes_on)
+        shortage = None if goes_on else self.shortage
         if shortage is not None:
             raise EngineBusy(shortage)
         messages = self.front.add(prompt)
@@ -108,10 +125,10 @@ class AsyncLLM(Driver[AsyncRanks]):
             raise
         return stream
 
-    async def generate(self, prompt: Prompt) -> RequestOutput:
+    async def generate(self, prompt: Prompt, goes_on: bool = False) -> RequestOutput:
         """The whole result. Cancelling aborts the request."""
         collector = Collector(prompt)
-        stream = self.stream(prompt)
+        stream = self.stream(prompt, goes_on)
         try:
             async for deltas in stream:
                 for delta in deltas:
@@ -239,7 +256,7 @@ class AsyncLLM(Driver[AsyncRanks]):
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                while self.front.num_requests and self._failed is None:
+                while (self.front.num_requests or self._num_series) and self._failed is None:
                     await self._change()
         except TimeoutError:
             pass
@@ -279,10 +296,10 @@ class AsyncLLM(Driver[AsyncRanks]):
 
     # ---- inside ----
 
-    def _require_open(self) -> None:
+    def _require_open(self, goes_on: bool = False) -> None:
         if self._failed is not None:
             raise EngineFailed(self._failed)
-        if self._draining or self._closed:
+        if (self._draining and not goes_on) or self._closed:
             raise EngineDraining("the engine is shutting down and takes no new requests")
 
     def _read(self) -> None:

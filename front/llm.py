@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Self
 
 from front.chat.answer import read_messages
 from front.chat.families import chosen_families
-from front.chat.format import output_format
+from front.chat.format import OutputFormat, output_format
+from front.chat.thinking import within_budget
 from front.collector import Collector
 from front.driver import Driver
 from front.front import EngineFailed, FrontOutput
@@ -19,6 +20,7 @@ from front.messages import BalanceStatus, SamplingParams
 from front.outputs import Delta, Prompt, RequestOutput
 from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
 from front.sampling_params import resolve, validate
+from front.search.beams import BeamSearchOutput, BeamSearchParams, Search, validate_beams
 from front.text import Tokenizer
 from front.trace_file import Summary, write_trace
 from front.wire import Ranks
@@ -48,6 +50,7 @@ class LLM(Driver[Ranks]):
         block_size: int = 16,
         max_logprobs: int = 20,
         processors: bool = False,
+        logprobs_mode: str = "raw_logprobs",
         num_experts: int = 0,
         slots_per_rank: int = 0,
         ready_timeout: float = 600.0,
@@ -62,7 +65,7 @@ class LLM(Driver[Ranks]):
         super().__init__(
             ranks, tokenizer, block_size=block_size, num_experts=num_experts, slots_per_rank=slots_per_rank
         )
-        self._max_logprobs, self._processors = max_logprobs, processors
+        self._max_logprobs, self._processors, self._logprobs_mode = max_logprobs, processors, logprobs_mode
         self._silence_timeout = silence_timeout
         self._request_ids = itertools.count()
         self._collectors: dict[str, Collector] = {}
@@ -93,7 +96,8 @@ class LLM(Driver[Ranks]):
         EngineFailed when all are lost.
         """
         texts, token_ids = self._tokenize(prompts)
-        return self._run(self._prompts(texts, token_ids, params), progress, on_delta)
+        reasoning = chosen_families(self.tokenizer.format_marks, None, None)[1]
+        return self._run(self._prompts(texts, token_ids, params, reasoning), progress, on_delta)
 
     def chat(
         self,
@@ -131,14 +135,33 @@ class LLM(Driver[Ranks]):
         families = chosen_families(marks, tool_call_parser, reasoning_parser)
         schemas = _schemas(tools) if tools else None
         token_ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        prompts = self._prompts(texts, token_ids, SamplingParams(max_tokens=None) if params is None else params)
-        results = self._run(prompts, progress)
-        for conversation, prompt, text, result in zip(conversations, prompts, texts, results, strict=True):
+        formats = []
+        for conversation, text in zip(conversations, texts, strict=True):
             goes_on = str(conversation[-1].get("content") or "") if continue_final_message else None
-            format = output_format(families, schemas, text, goes_on)
+            formats.append(output_format(families, schemas, text, goes_on))
+        params = SamplingParams(max_tokens=None) if params is None else params
+        prompts = self._prompts(texts, token_ids, params, families[1], formats)
+        results = self._run(prompts, progress)
+        for prompt, format, result in zip(prompts, formats, results, strict=True):
             if format is not None:
                 read_messages(self.tokenizer, format, prompt.params, result)
         return results
+
+    def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The beam_width best outputs of each prompt, the best first. ValueError, EngineFailed as `generate`."""
+        validate_beams(params, self._logprobs_mode)
+        texts, token_ids = self._tokenize(prompts)
+        own = SamplingParams(
+            max_tokens=params.max_tokens, n=params.beam_width, stop_token_ids=params.stop_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+        )  # fmt: skip
+        asked = self._prompts(texts, token_ids, own, "")
+        searches = [Search(prompt, params, self.tokenizer.eos_token_ids) for prompt in asked]
+        while following := [prompt for search in searches for prompt in search.prompts()]:
+            results = self._run(following, None)
+            for search in searches:
+                search.take_results(results)
+        return [search.output(self.tokenizer) for search in searches]
 
     def start_profile(self, path: str | Path, capacity: int = EVENTS_PER_RANK) -> list[int]:
         """As Driver.start_profile; ValueError is all that it raises."""
@@ -209,7 +232,15 @@ class LLM(Driver[Ranks]):
             lists = [numbers]
         return [None] * len(lists), lists
 
-    def _prompts(self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int]], params: Params) -> list[Prompt]:
+    def _prompts(
+        self,
+        texts: Sequence[str | None],
+        token_ids: Sequence[Sequence[int]],
+        params: Params,
+        reasoning: str,
+        formats: Sequence[OutputFormat | None] = (),
+    ) -> list[Prompt]:
+        """reasoning: its family. formats: how outputs are read; (): not at all."""
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(texts)
         else:
@@ -222,7 +253,10 @@ class LLM(Driver[Ranks]):
         prompts = []
         for place, (text, ids, own) in enumerate(zip(texts, token_ids, each, strict=True)):
             try:
-                prompts.append(self._prompt(text, list(ids), own))
+                prompt = self._prompt(text, list(ids), own)
+                format = formats[place] if formats else None
+                prompt.params = within_budget(prompt.params, self.tokenizer, reasoning, format, prompt.token_ids)
+                prompts.append(prompt)
             except ValueError as error:
                 where = f"prompt {place}: " if len(texts) > 1 else ""
                 raise ValueError(f"{where}{error}") from None

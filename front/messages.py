@@ -44,6 +44,16 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     xgrammar: bool = False  # which back end: that one, or llguidance
 
 
+class ReasoningBudget(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Made from thinking_token_budget by the front (front/chat/thinking.py): behind so many tokens of reasoning the
+    first of `ends` comes, unless one of them has come before. begin: tokens with which reasoning begins; (): the output
+    begins inside of it."""
+
+    tokens: int
+    begin: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is continued. Validated by `front.sampling_params.validate`; names and defaults are OpenAI's and
     vLLM's.
@@ -79,6 +89,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prediction_token_ids: tuple[int, ...] = ()  # made from it by the front
     structured_outputs: StructuredOutputsParams | None = None
     grammar: Grammar | None = None  # made from it by the front
+    thinking_token_budget: int | None = None  # None, -1: reasoning may take as long as it likes
+    reasoning: ReasoningBudget | None = None  # made from it by the front
     extra_args: dict[str, Any] | None = None  # what logits processors are told (docs/serving.md)
 
 

@@ -70,6 +70,8 @@ def validate(params: SamplingParams, vocab_size: int, max_logprobs: int, process
     if not isinstance(params.prediction, str):
         raise ValueError(f"prediction must be a text, not {type(params.prediction).__name__}")
     _token_ids("prediction_token_ids", params.prediction_token_ids, vocab_size)
+    if params.thinking_token_budget is not None:
+        _integer("thinking_token_budget", params.thinking_token_budget, -1, None)
     _kind("structured_outputs", params.structured_outputs, StructuredOutputsParams)
     for field, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None:

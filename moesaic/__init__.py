@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from configs.eplb import EplbConfig
     from front.messages import SamplingParams, StructuredOutputsParams
     from front.outputs import CompletionOutput, RequestOutput
+    from front.search.beams import BeamSearchOutput, BeamSearchParams
     from moesaic.public import LLM, AsyncLLM
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "EplbConfig", "RequestOutput", "SamplingParams",
+    "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "EngineConfig", "EplbConfig",
+    "RequestOutput", "SamplingParams",
     "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
@@ -34,6 +36,8 @@ _HOMES = {
     "EplbConfig": "configs.eplb",
     "SamplingParams": "front.messages",
     "StructuredOutputsParams": "front.messages",
+    "BeamSearchOutput": "front.search.beams",
+    "BeamSearchParams": "front.search.beams",
     "RequestOutput": "front.outputs",
     "CompletionOutput": "front.outputs",
 }

@@ -47,7 +47,7 @@ def command(as_json: bool, alone: bool, wait: float, expect_mbit: float, words: 
     began = time.monotonic()
     doctor, http = examined(words, alone, wait, expect_mbit)
     found = doctor.run()
-    if doctor.node == 0 and not alone:
+    if doctor.node == 0 and not alone and http.uds is None:
         found.append(_http_port(http.host, http.port))
     found.sort(key=lambda finding: (ORDER.index(finding.state), finding.check, finding.node))
     state = worst(found)

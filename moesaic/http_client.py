@@ -32,18 +32,22 @@ class Client:
     """One connection per request. `timeout`: seconds without any byte from the server before giving up."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
+        """url: http://host:port, https://host:port, or unix:PATH (of `moesaic serve --uds PATH`)."""
+        self.api_key, self.timeout = api_key, timeout
+        self.uds = url.removeprefix("unix:").removeprefix("//") if url.startswith("unix:") else ""
+        if self.uds:
+            url = "http://localhost"
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
             raise ValueError(f"url {url!r} has no port from 1 to 65535") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url {url!r} must look like http://host:port or https://host:port")
+            raise ValueError(f"url {url!r} must look like http://host:port, https://host:port or unix:PATH")
         self.host, self.port = parts.hostname, port
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are given their base URL
         # The system's authorities, or those of SSL_CERT_FILE, as OpenSSL reads it.
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self.api_key, self.timeout = api_key, timeout
 
     async def get(self, path: str) -> Any:
         async with _Exchange(self, "GET", path, None) as exchange:
@@ -84,7 +88,10 @@ class _Exchange:
 
     async def __aenter__(self) -> _Exchange:
         client = self.client
-        connect = asyncio.open_connection(client.host, client.port, limit=READ_LIMIT, ssl=client.tls)
+        if client.uds:
+            connect = asyncio.open_unix_connection(client.uds, limit=READ_LIMIT)
+        else:
+            connect = asyncio.open_connection(client.host, client.port, limit=READ_LIMIT, ssl=client.tls)
         self.reader, self.writer = await self._within(connect)
         try:
             self.writer.write(self.request)

@@ -217,7 +217,8 @@ OPTIONS = [
 
 GROUPS = {
     "Who may ask, and where": [
-        "host", "port", "api_key", "admin_api_key", "root_path", "ssl_certfile", "ssl_keyfile", "allowed_origins",
+        "host", "port", "uds", "api_key", "admin_api_key", "root_path", "ssl_certfile", "ssl_keyfile",
+        "allowed_origins",
     ],
     "Conversations": [
         "chat_template", "default_chat_template_kwargs", "generation_config", "override_generation_config",

@@ -42,22 +42,22 @@ class LLM(llm.LLM):
     def _open(self, config: EngineConfig) -> None:
         self.plan = make_plan(config, alone=config.data_parallel_size == 1)
         tokenizer = Tokenizer(self.plan.model_path, self.plan.tokenizer_path)
-        block_size, max_logprobs = self.plan.block_size, self.plan.max_logprobs
-        processors = bool(self.plan.logits_processors)
+        shared: dict[str, Any] = {
+            name: getattr(self.plan, name) for name in ("block_size", "max_logprobs", "logprobs_mode")
+        }
+        shared["processors"] = bool(self.plan.logits_processors)
         if self.plan.data_parallel_size == 1:
             progress = LoadProgress("moesaic", sys.stderr)
             rank = build_rank(self.plan, progress=progress)
             progress.finish(rank.ready.bytes_read)
             ranks = LocalRanks(rank)
-            super().__init__(ranks, tokenizer, block_size=block_size, max_logprobs=max_logprobs, processors=processors)
+            super().__init__(ranks, tokenizer, **shared)
         else:
             spawned = SpawnedRanks(self.plan, read_env().runtime_root)
             super().__init__(
                 spawned,
                 tokenizer,
-                block_size=block_size,
-                max_logprobs=max_logprobs,
-                processors=processors,
+                **shared,
                 num_experts=self.plan.num_experts,
                 slots_per_rank=self.plan.slots_per_rank,
             )

@@ -36,6 +36,7 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: every one of this machine."
 )
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen on.")
+@click.option("--uds", type=click.Path(), help="Unix domain socket to listen on, in the place of host and port.")
 @click.option("--api-key", multiple=True, help="Key that clients must send; repeatable; or MOESAIC_API_KEY.")
 @click.option("--admin-api-key", multiple=True, help="Key for admin routes; or MOESAIC_ADMIN_KEY.")
 @click.option("--chat-template", type=click.Path(exists=True, dir_okay=False), help="File that replaces the model's.")
@@ -183,6 +184,7 @@ def server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin:
     return ServerConfig(
         host=options.pop("host"),
         port=options.pop("port"),
+        uds=None if (uds := options.pop("uds")) is None else str(Path(uds).absolute()),
         api_key_digests=_digests((*options.pop("api_key"), *env_keys)),
         admin_key_digests=_digests((*options.pop("admin_api_key"), *env_admin)),
         chat_template=Path(template).read_text() if template else None,
@@ -267,11 +269,12 @@ def _program() -> str:
 
 def _say_next(url: str, model: str, server: ServerConfig) -> None:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if server.api_key_digests else ""
+    at = url if server.uds is None else f"--unix-socket {server.uds} http://localhost"
     content = "Tell me a story about a dog."
     message = '{"model": "%s", "messages": [{"role": "user", "content": "%s"}]}' % (model, content)  # noqa: UP031
     print(
         f"\nmoesaic: ready on {url}. In another terminal:\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{message}'\n"
+        f"  curl {at}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{message}'\n"
         f"  {_program()} chat --url {url}\n",
         flush=True,
     )

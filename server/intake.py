@@ -13,6 +13,7 @@ import msgspec
 
 from configs.engine import Plan
 from configs.server import ServerConfig
+from front.chat.families import REASONING
 from front.sampling_params import room_for_output
 from front.text import Tokenizer
 from server.api import conversation, messages, responses
@@ -86,7 +87,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._plan = plan
         self._config = config
-        self._formats = OutputFormats(tokenizer, config)
+        self.formats = OutputFormats(tokenizer, config)
 
     def take(self, kind: Kind, body: bytes, vocab_size: int, serving: bool, earlier: bytes = b"") -> Taken:
         """What is wrong with it comes back as Refused. serving: false: a generating request is looked at, and no
@@ -153,7 +154,7 @@ class Intake:
         model = self._checked(body, vocab_size)
         check_chat(body)
         use = tool_use(body)
-        self._formats.check(use)
+        self.formats.check(use)
         messages, kwargs = body.messages, template_kwargs(body)
         expected, body.prediction = body.prediction, None
         body.messages, body.chat_template_kwargs, body.tools, body.documents = [], None, None, None
@@ -171,7 +172,7 @@ class Intake:
         texts = [text_of(last, len(messages) - 1)] if body.echo and last.role == "assistant" else None
         tokens, prediction = [pack(token_ids)], prediction[: self._plan.max_model_len]
         goes_on = text_of(last, len(messages) - 1) if body.continue_final_message else None
-        format = self._formats.of(use, text, goes_on)
+        format = self.formats.of(use, text, goes_on)
         return Prompts(
             chat=body,
             model=model,
@@ -180,13 +181,14 @@ class Intake:
             prediction=pack(prediction),
             format=format,
             named_tool=use.named,
-            structured_outputs=self._formats.grammar(use, format, body),
+            structured_outputs=self.formats.grammar(use, format, body),
         )
 
     def _batch(self, body: BatchChatRequest, vocab_size: int, serving: bool) -> Prompts:
         """One chat request of several prompts, which all have the same format."""
         asked = {"stream": body.stream, "tools": body.tools, "prediction": body.prediction}
         asked |= {"prompt_logprobs": body.prompt_logprobs is not None, "n": either(body.n, 1) != 1}
+        asked["use_beam_search"] = body.use_beam_search
         for field, unfit in asked.items():
             if unfit:
                 raise bad_request(f"{field} cannot be had for several conversations", field, "unsupported_parameter")
@@ -240,7 +242,10 @@ class Intake:
                 last = middle
 
     def _messages(self, body: MessagesRequest, vocab_size: int, serving: bool, counts: bool) -> Prompts | Answered:
-        prompts = self._chat(messages.to_chat(body, counts), vocab_size, serving or counts)
+        chat = messages.to_chat(body, counts)
+        if self.formats.reasoning not in REASONING:
+            chat.thinking_token_budget = None  # clients ask every model to think
+        prompts = self._chat(chat, vocab_size, serving or counts)
         if counts:
             return Answered(_encode({"input_tokens": _num_tokens(prompts)}))
         body.messages, body.system = [], None

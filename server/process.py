@@ -70,7 +70,7 @@ def main() -> None:
         plan = _load(options.plan, Plan)
         config = _load(options.server, ServerConfig)
         logs.configure(config.log_format, config.log_requests, sys.stderr)
-        listener = listen(config.host, config.port)
+        listener = listen(config.host, config.port) if config.uds is None else listen_at(Path(config.uds))
         tokenizer = Tokenizer(plan.model_path, plan.tokenizer_path)
         OutputFormats(tokenizer, config)  # said at once, where parsers do not go together
         if config.structured_outputs_backend == "xgrammar":
@@ -123,6 +123,38 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     listener.setblocking(False)
     return listener
+
+
+def listen_at(path: Path) -> socket.socket:
+    """The same at a path. A socket that nobody listens on any more is replaced. ValueError on one line."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() or path.is_symlink():
+            _clear(path)
+        listener.bind(str(path))
+        listener.listen(2048)
+    except (OSError, ValueError) as error:
+        listener.close()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ValueError(f"--uds {path}: {reason}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def _clear(path: Path) -> None:
+    """ValueError unless it is a socket that nobody listens on."""
+    if not path.is_socket():
+        raise ValueError("it exists and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except TimeoutError:
+            pass
+    raise ValueError("a server listens there already")
 
 
 def _load(path: Path, kind: type[Config]) -> Config:
@@ -212,6 +244,8 @@ class FrontProcess:
         finally:
             clock.cancel()
             write_small(self._ready_file, "")
+            if self._config.uds is not None:
+                Path(self._config.uds).unlink(missing_ok=True)
             service.close()
             await engine.close()
         return code
@@ -249,6 +283,9 @@ class FrontProcess:
     def _announce(self) -> None:
         gc.collect()
         gc.freeze()  # what was made at the start lives to the end: no collection need look at it again
+        if self._config.uds is not None:
+            write_small(self._ready_file, f"unix:{self._config.uds}")
+            return
         host, port = self._listener.getsockname()[:2]
         scheme = "http" if self._config.ssl_certfile is None else "https"
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -16,6 +16,7 @@ from configs.engine import Plan
 from configs.server import ServerConfig
 from front.async_llm import AsyncLLM
 from front.chat.format import OutputFormat
+from front.chat.thinking import within_budget
 from front.messages import SamplingParams
 from front.outputs import Prompt
 from front.sampling_params import resolve, validate
@@ -167,6 +168,8 @@ class Service:
             validate(params, self.vocab_size, self.plan.max_logprobs, bool(self.plan.logits_processors))
             for index, token_ids in enumerate(token_id_lists):
                 resolved = resolve(params, self.tokenizer, len(token_ids), self.plan.max_model_len)
+                family = self._intake.formats.reasoning
+                resolved = within_budget(resolved, self.tokenizer, family, format, token_ids)
                 name = f"{request_id}/{serial}.{index}"
                 prompt = Prompt(
                     request_id=name,

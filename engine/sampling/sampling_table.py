@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.device import to_device
 from engine.sampling.noise import seed_keys
 from engine.sampling.processors import RequestProcessors
+from engine.sampling.thinking import Thinking
 from engine.schedule import NewRow
 from engine.structured.guide import Guide, Masks, Words
 
@@ -27,7 +28,8 @@ Floats = npt.NDArray[np.float32]
 # What a row needs beyond argmax, as bits.
 RANDOM, TOP_K, TOP_P, MIN_P = 1, 2, 4, 8
 LOGPROBS, ALLOWED, BAD_WORDS, MIN_TOKENS, BIAS, PENALTY, GRAMMAR, PROCESSED = 16, 32, 64, 128, 256, 512, 1024, 2048
-EDITS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTY | GRAMMAR
+THINKING = 4096
+EDITS = ALLOWED | BAD_WORDS | MIN_TOKENS | BIAS | PENALTY | GRAMMAR | THINKING
 HISTORY = BAD_WORDS | PENALTY
 
 
@@ -132,6 +134,7 @@ class SamplingTable:
         self._bias: dict[int, tuple[Ints, Floats]] = {}
         self._history: dict[int, History] = {}
         self._guides: dict[int, Guide] = {}
+        self._thinking: dict[int, Thinking] = {}
         self._processors: dict[int, RequestProcessors] = {}
         self._masks: Masks | None = None
 
@@ -195,6 +198,11 @@ class SamplingTable:
             self._guides[row] = new.guide
             if self._masks is None:
                 self._masks = Masks(size, new.guide.ends)
+        if params.reasoning is not None:
+            thinking = Thinking(params.reasoning, new.token_ids[new.prompt_len :])
+            if not thinking.over:
+                needs |= THINKING
+                self._thinking[row] = thinking
         if needs & HISTORY:
             self._history[row] = History(new.token_ids, new.prompt_len, size)
         if needs:
@@ -209,7 +217,8 @@ class SamplingTable:
         self._named_logprobs.pop(row, None)
         self._processors.pop(row, None)
         if needs & EDITS:
-            for table in (self._new_row, self._stops, self._allowed, self._bias, self._history, self._guides):
+            edits = self._new_row, self._stops, self._allowed, self._bias, self._history, self._guides, self._thinking
+            for table in edits:
                 table.pop(row, None)
 
     @property
@@ -252,7 +261,7 @@ class SamplingTable:
     @property
     def has_history(self) -> bool:
         """Whether any row's next token depends on those before it, other than through the model."""
-        return bool(self._history or self._guides or self._processors)
+        return bool(self._history or self._guides or self._processors or self._thinking)
 
     def note(self, rows: Sequence[int], token_ids: Sequence[list[int]]) -> None:
         """The tokens just drawn for each row become part of its history."""
@@ -267,6 +276,11 @@ class SamplingTable:
             processors = self._processors.get(row)
             if processors is not None:
                 processors.accept(tokens)
+            thinking = self._thinking.get(row)
+            if thinking is not None:
+                thinking.accept(tokens)
+                if thinking.over:
+                    del self._thinking[row]
 
     def _gather_edits(
         self,
@@ -289,6 +303,9 @@ class SamplingTable:
             row = rows[p]
             needs = int(batch.needs_P[p])
             new = self._new_row[row]
+            if needs & THINKING and (forced := self._forced(row, drafts[p])) is not None:
+                batch.allowed.append((p, forced))  # nothing but a grammar has a say in it
+                continue
             if needs & ALLOWED:
                 batch.allowed.append((p, self._allowed[row]))
             ids: list[int] = []
@@ -309,6 +326,14 @@ class SamplingTable:
             batch.forbidden = Pairs(at_N, tokens_N, tokens_N[:0])
         batch.bias = self._pairs(bias)
         batch.penalties = self._pairs(penalties)
+
+    def _forced(self, row: int, drafts: Sequence[int]) -> Tensor | None:
+        """The one token that ends the row's reasoning now; None: any may come."""
+        thinking = self._thinking.get(row)
+        token = -1 if thinking is None else thinking.forced(drafts)
+        if not 0 <= token < self.num_valid_tokens:
+            return None
+        return to_device([np.array([token], np.int64)], self.device)[0]
 
     def _bad_tokens(self, row: int, new: NewRow, drafts: Sequence[int]) -> list[int]:
         """Last tokens of the bad words whose other tokens end the output now."""

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import llguidance
 
+KEPT_TEXTS, KEPT_LENGTH = 1 << 14, 256  # what texts become as tokens, and how long these may be
+
 
 class Vocabulary(Protocol):
     """Of front.text.Tokenizer, of whatever kind of file."""
@@ -36,11 +38,13 @@ class _Wrapper:
         self.tokens = tokens
         self.special_token_ids = sorted(vocabulary.special_ids)
         self._encode = vocabulary.encode_bit
+        self._encode_again = lru_cache(KEPT_TEXTS)(vocabulary.encode_bit)
 
     def __call__(self, text: str | bytes) -> list[int]:
+        """Asked at a step for text that the grammar makes certain there, by all sequences for much the same."""
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
-        return self._encode(text)
+        return (self._encode_again if len(text) <= KEPT_LENGTH else self._encode)(text)
 
 
 def grammar_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLTokenizer:

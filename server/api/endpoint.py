@@ -17,7 +17,7 @@ from front.messages import SamplingParams, StructuredOutputsParams
 from server.api.generate import Job
 from server.api.messages import MessagesRequest
 from server.api.openai import GenerationRequest, StreamOptions, Usage
-from server.api.params import either
+from server.api.params import beam_params, either
 from server.api.responses import ResponsesRequest
 from server.api.structured import structured_outputs
 from server.errors import ApiError, unavailable
@@ -96,6 +96,9 @@ def make_job(
     if taken.structured_outputs is not None:
         params = msgspec.structs.replace(params, structured_outputs=taken.structured_outputs)
         names = {**names, "structured_outputs": taken.structured_field}
+    beams = beam_params(body, params, service.plan.logprobs_mode)
+    if beams is not None:  # what the model recommends is of draws
+        params = msgspec.structs.replace(params, repetition_penalty=1.0, min_tokens=0)
     options = body.stream_options or StreamOptions()
     include_usage = service.config.enable_force_include_usage or either(options.include_usage, False)
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
@@ -112,6 +115,7 @@ def make_job(
         return_token_ids=either(body.return_token_ids, False),
         tokens_as_ids=either(body.return_tokens_as_token_ids, service.config.return_tokens_as_token_ids),
         named_tool=taken.named_tool,
+        beams=beams,
         **shown,
     )
 

@@ -20,6 +20,7 @@ from front.async_llm import AsyncLLM, RequestStream
 from front.chat.events import Content, Event, Message
 from front.front import EngineBusy, EngineDraining, EngineFailed
 from front.outputs import Delta, PositionLogprobs, Prompt
+from front.search.beams import BeamSearchParams, beam_deltas, beam_names
 from server.api.openai import CompletionTokensDetails, Usage, usage
 from server.errors import ApiError, as_api_error
 from server.http import ResponseWriter, response_writer_of
@@ -63,10 +64,17 @@ class Job:
     tokens_as_ids: bool = False
     reasoning: bool = True
     named_tool: bool = False
+    beams: BeamSearchParams | None = None
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def engine_ids(self) -> list[list[str]]:
+        """The engine's names of what each prompt asks of it."""
+        width = 0 if self.beams is None else self.beams.beam_width
+        return [beam_names(prompt.request_id, width) or [prompt.request_id] for prompt in self.prompts]
 
 
 class Writer(Protocol):
@@ -137,6 +145,8 @@ Deltas = RequestStream | AsyncGenerator[list[Delta], None]
 
 def deltas_of(engine: AsyncLLM, job: Job) -> Deltas:
     """What each step adds, with the choice numbers of the whole request. Close it when leaving early."""
+    if job.beams is not None:
+        return beam_deltas(engine, job.prompts, job.beams)
     source: Deltas = engine.stream(job.prompts[0]) if len(job.prompts) == 1 else _joined(engine, job)
     return prompt_first(source, job.n) if job.stream and job.echo_logprobs else source
 
@@ -230,9 +240,11 @@ class Answer(Response):
         record.model = job.model
         record.params, record.num_choices = job.prompts[0].params, job.num_choices
         record.prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
-        current = service.in_flight.open(job.request_id, job.num_choices)
+        engine_ids = [name for names in job.engine_ids for name in names]
+        num_sequences = job.num_choices if job.beams is None else len(engine_ids)
+        current = service.in_flight.open(job.request_id, num_sequences)
         current.answer_id = job.answer_id
-        current.prompt_ids = [prompt.request_id for prompt in job.prompts]
+        current.prompt_ids = engine_ids
         failure: ApiError | None = None
         body: object = None
         try:
@@ -338,7 +350,7 @@ class _Counter:
     """Counts what comes into the request's record, and the times between it."""
 
     def __init__(self, job: Job, record: Record) -> None:
-        self._prompts = job.prompts
+        self._engine_ids = job.engine_ids
         self._n = job.n
         self._hides = job.no_output
         self._record = record
@@ -373,10 +385,8 @@ class _Counter:
         return now
 
     def report(self, service: Service) -> None:
-        for prompt, gaps in zip(self._prompts, self._gaps, strict=True):
-            finished = service.metrics.add_gaps(prompt.request_id, gaps)
-            if finished is not None:
-                self._record.finished.append(finished)
+        for names, gaps in zip(self._engine_ids, self._gaps, strict=True):
+            self._record.finished += filter(None, [service.metrics.add_gaps(name, gaps) for name in names])
 
 
 def _usage(record: Record) -> Usage:

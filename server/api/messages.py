@@ -88,6 +88,7 @@ def to_chat(body: MessagesRequest, counts: bool = False) -> ChatRequest:
         "max_completion_tokens": body.max_tokens,
         "stop": body.stop_sequences,
         "continue_final_message": True if prefilled else None,
+        "thinking_token_budget": body.thinking.budget_tokens if _thinks(body) and body.thinking else None,
         "chat_template_kwargs": kwargs,
         "response_format": _format(form) if form else None,
         **{name: getattr(body, name) for name in _SAMPLING},

@@ -79,6 +79,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -100,8 +101,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
     structural_tag: str | dict[str, Any] | None = None
-    # Refused with a clear message: ignoring them would change what the answer means.
+    # vLLM's, and transformers' names of what vLLM lacks.
     use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):

@@ -10,14 +10,20 @@ from typing import TypeVar
 
 from configs.server import ServerConfig
 from front.messages import SamplingParams
+from front.search.beams import BeamSearchParams, validate_beams
 from server.api.openai import ChatRequest, CompletionRequest, GenerationRequest
-from server.errors import ApiError, bad_request
+from server.errors import ApiError, bad_request, from_value_error
 
 Value = TypeVar("Value")
 
 FIELDS = (*SamplingParams.__struct_fields__, "prompt", "messages", "max_completion_tokens", "top_logprobs")
 # of stop_token_ids and of logit_bias: each costs time in the front, in the rank, and some at every token
 MAX_IDS = 1024
+# fields that a beam search does not follow
+BENDING = (
+    "stream", "stop", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "allowed_token_ids", "bad_words", "prompt_logprobs", "logprob_token_ids", "vllm_xargs", "thinking_token_budget",
+)  # fmt: skip
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 SALT = re.compile(r"[^@/\\\x00]{1,128}")
@@ -55,8 +61,53 @@ def check_common(request: GenerationRequest, config: ServerConfig, priorities: b
         raise bad_request(f"seed must fit in 64 bits, got {request.seed}", "seed", code)
     if request.logprob_token_ids is not None and not request.logprob_token_ids:
         raise bad_request("logprob_token_ids must not be empty", "logprob_token_ids", "invalid_value")
-    if request.use_beam_search:
-        raise not_yet("use_beam_search")
+    check_beams(request)
+
+
+def check_beams(request: GenerationRequest) -> None:
+    """Nothing is drawn in a beam search, so what says how it is drawn says nothing; what would change log-probabilities
+    or end an output otherwise is refused."""
+    if not request.use_beam_search:
+        said: dict[str, object] = {"beam_width": request.beam_width, "early_stopping": request.early_stopping}
+        said["length_penalty"] = None if request.length_penalty == 1 else request.length_penalty
+        for field, value in said.items():
+            if value:
+                raise bad_request(f"{field} needs use_beam_search: true", field, "unsupported_parameter")
+        return
+    bends = {name: getattr(request, name) for name in BENDING}
+    bends["echo"] = request.echo and getattr(request, "logprobs", None) is not None
+    for field, value in bends.items():
+        if value and not (field == "repetition_penalty" and value == 1):
+            raise bad_request(f"{field} cannot be had with use_beam_search", field, "unsupported_parameter")
+
+
+def beam_params(request: GenerationRequest, params: SamplingParams, mode: str) -> BeamSearchParams | None:
+    """None: it asks for no beam search. params: of the request. mode: of the ranks' log-probabilities. ApiError 400."""
+    if not request.use_beam_search:
+        return None
+    if params.structured_outputs is not None:
+        message = "use_beam_search cannot be had where a grammar binds the output"
+        raise bad_request(message, "use_beam_search", "unsupported_parameter")
+    width = either(request.beam_width, max(either(getattr(request, "best_of", None), 1), params.n))
+    beams = BeamSearchParams(
+        width,
+        max_tokens=either(params.max_tokens, 1),
+        ignore_eos=params.ignore_eos,
+        temperature=params.temperature,
+        length_penalty=either(request.length_penalty, 1.0),
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        early_stopping=either(request.early_stopping, False),
+        stop_token_ids=params.stop_token_ids,
+    )
+    try:
+        validate_beams(beams, mode)
+        if params.n > width:
+            raise ValueError(f"n must be at most beam_width ({width}), not {params.n}")
+    except ValueError as error:
+        names = {} if request.beam_width is not None else {"beam_width": "n"}
+        raise from_value_error(error, ("beam_width", "n", "length_penalty", "use_beam_search"), names) from None
+    return beams
 
 
 def token_biases(request: GenerationRequest) -> dict[int, float] | None:
@@ -75,7 +126,7 @@ def token_biases(request: GenerationRequest) -> dict[int, float] | None:
 def check_completion(request: CompletionRequest) -> None:
     if request.suffix is not None:
         raise not_yet("suffix")
-    if request.best_of is not None and request.best_of != either(request.n, 1):
+    if request.best_of is not None and request.best_of != either(request.n, 1) and not request.use_beam_search:
         raise not_yet("best_of", "best_of other than n")
     if request.max_tokens == 0 and not request.echo:
         raise bad_request("max_tokens may be 0 only with echo: true", "max_tokens")
@@ -134,6 +185,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         logprob_token_ids=tuple(either(request.logprob_token_ids, [])),
         skip_special_tokens=either(request.skip_special_tokens, True),
+        thinking_token_budget=request.thinking_token_budget,
         extra_args=request.vllm_xargs,
     )
 

@@ -11,7 +11,8 @@ from front.messages import SamplingParams
 from server.api.openai import CompletionRequest, StreamOptions
 from server.errors import bad_request
 
-_MADE = ("prediction", "prediction_token_ids", "bad_words_token_ids", "structured_outputs", "grammar")  # by the front
+# by the front
+_MADE = ("prediction", "prediction_token_ids", "bad_words_token_ids", "structured_outputs", "grammar", "reasoning")
 SAMPLING = frozenset(SamplingParams.__struct_fields__).difference(_MADE) | {"structured_outputs"}
 
 

@@ -60,6 +60,11 @@ class OutputFormats:
         template = tokenizer.format_marks if config.chat_template is None else config.chat_template
         self._families = chosen_families(template, config.tool_call_parser, config.reasoning_parser)
 
+    @property
+    def reasoning(self) -> str:
+        """The family of its reasoning; "": none is known."""
+        return self._families[1]
+
     def check(self, use: ToolUse) -> None:
         """ApiError 400 where calls could not be told from text."""
         if use.mode == "none":

@@ -28,7 +28,7 @@ HARMLESS = frozenset(
 REFUSED = frozenset(
     {
         "kv_transfer_params", "ec_transfer_params", "features", "content_parts", "logits_processors",
-        "logit_processors", "length_penalty", "early_stopping", "repetition_detection", "thinking_token_budget",
+        "logit_processors", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "repetition_detection",
         "prompt_embeds", "audio", "web_search_options", "function_call", "custom_logit_processor", "regex",
         "ebnf", "json_schema", "grammar", "stop_regex", "no_stop_trim", "lora_path", "lora_id", "samplers", "mirostat",
         "mirostat_tau", "mirostat_eta", "typical_p", "tfs_z", "top_a", "dry_multiplier", "dry_base",

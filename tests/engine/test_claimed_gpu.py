@@ -27,6 +27,7 @@ from ep.backends.local import LocalAllToAll
 from ep.experts import WeightFormat
 from ep.parallel import Parallel
 from eplb.placement import linear_placement
+from front.messages import ReasoningBudget
 from mla.protocol import PrefillMode
 from models.registry import build, parse_config
 from moesaic import LLM, SamplingParams
@@ -122,6 +123,7 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 5, "min_p": 0.05, "logprobs": 3},
     {"logit_bias": {3: 2.0}, "repetition_penalty": 1.2, "presence_penalty": 0.3, "logprobs": 2},
     {"min_tokens": 3, "allowed_token_ids": [1, 2, 3, 9], "bad_words_token_ids": ((4, 5), (6,))},
+    {"reasoning": ReasoningBudget(1, (), ((4, 5),)), "temperature": 0.8},
 ]
 JOBS = [Job([1 + i, 2, 3, 4, 5 + i, 6, 7][: 7 - i % 3], 3, arrive=i % 2, params=p) for i, p in enumerate(PARAMS)]
 SIZES = {

@@ -31,7 +31,7 @@ from engine.step_buffers import StepBuffers
 from engine.step_memory import Limits
 from ep.backends.dispatchers import StepState
 from ep.protocol import PeerLost
-from front.messages import SamplingParams
+from front.messages import ReasoningBudget, SamplingParams
 from models.base import CausalLM
 from native import Isa, isa, limit_isa
 
@@ -234,6 +234,7 @@ CHOICES: list[dict[str, Any]] = [
     {"bad_words_token_ids": ((7,), (11, 12)), "min_tokens": 3},
     {"stop_token_ids": tuple(range(20, 60)), "min_tokens": 2},
     {"allowed_token_ids": tuple(range(3, 40)), "logit_bias": {5: 4.0}},
+    {"reasoning": ReasoningBudget(2, (), ((7, 11),)), "temperature": 0.8},
 ]
 
 

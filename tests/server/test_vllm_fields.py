@@ -7,7 +7,7 @@ import asyncio
 from server_parts import MODEL, last_prompt, server, small_tokenizer
 
 from configs.server import ServerConfig
-from front.messages import AddRequest
+from front.messages import AddRequest, ReasoningBudget
 
 
 def test_invocations_are_what_their_body_is() -> None:
@@ -68,6 +68,38 @@ def test_what_logits_processors_are_told() -> None:
             assert [sent.params.extra_args for sent in s.ranks.sent if isinstance(sent, AddRequest)] == [told, told]
             answer = await s.post("/v1/completions", {"prompt": "a", "vllm_xargs": {str(i): i for i in range(17)}})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "vllm_xargs"
+
+    asyncio.run(run())
+
+
+def test_the_budget_of_reasoning_reaches_the_ranks() -> None:
+    """As chat's and completions' field, and as /v1/messages has it; refused where no reasoning is known, but for
+    clients of /v1/messages, which ask every model to think."""
+    begin, end = (tuple(small_tokenizer().encode(tag, False)) for tag in ("<think>", "</think>"))
+    message = {"role": "user", "content": "Hello"}
+    asked = {"max_tokens": 200, "messages": [message], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+
+    async def run() -> None:
+        async with server(ServerConfig(reasoning_parser="qwen3"), max_model_len=2048) as s:
+            await s.chat(max_tokens=1, thinking_token_budget=3)
+            await s.complete(max_tokens=1, thinking_token_budget="4", prompt="Well <think>")
+            assert (await s.post("/v1/messages", {"model": MODEL, **asked, "max_tokens": 1025})).status_code == 200
+            await s.chat(max_tokens=1, thinking_token_budget=-1)
+            sampling = {"max_tokens": 1, "thinking_token_budget": 5}
+            tokens = {"token_ids": [3, *begin], "sampling_params": sampling}
+            assert (await s.post("/inference/v1/generate", tokens)).status_code == 200
+            found = [sent.params.reasoning for sent in s.ranks.sent if isinstance(sent, AddRequest)]
+            expected = [(3, begin), (4, ()), (1024, begin), None, (5, ())]
+            assert found == [one and ReasoningBudget(*one, (end,)) for one in expected]
+            rendered = await s.post("/v1/chat/completions/render", {"messages": [message], "thinking_token_budget": 3})
+            assert rendered.json()["sampling_params"]["thinking_token_budget"] == 3
+            answer = await s.post("/v1/chat/completions", {"messages": [message], "thinking_token_budget": -2})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "thinking_token_budget"
+        async with server(ServerConfig(reasoning_parser="")) as s:
+            answer = await s.post("/v1/chat/completions", {"messages": [message], "thinking_token_budget": 3})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "thinking_token_budget"
+        async with server(ServerConfig(reasoning_parser=""), max_model_len=2048) as s:
+            assert (await s.post("/v1/messages", {"model": MODEL, **asked, "max_tokens": 1025})).status_code == 200
 
     asyncio.run(run())
 

@@ -198,7 +198,7 @@ class Gate(StepCompanion):
             self._note(last, now - began)
 
     def _note(self, step: _Step, seconds: float) -> None:
-        """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear of it, and
+        """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear it, and
         learn the same."""
         self._served += seconds
         one = self._sizes.get(size_of(step.num))

@@ -21,8 +21,8 @@ from engine.schedule import Schedule
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, SETTLED, StepTimes, expected_tokens, size_of, tokens_per_second
 
-AGAIN = 512  # steps of a size, after which what is next to the chosen is measured once more
-NONE_AGAIN = 8  # times of these, after which no drafts are: requests lose the thread by it
+AGAIN = 64  # steps of a size, after which something else is measured once more, if it may cost that
+NONE_AGAIN = 64  # times of these, after which no drafts are: requests lose the thread by it
 HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
 TRIAL = SETTLED + 3  # steps: one that begins it, one that may compile, and one that ends it
 TRIALS = 3  # of what turns out not to be measured
@@ -41,7 +41,7 @@ class _Size:
         self.trial = (0, 0)
         self.chosen: int | None = None
         self.steps = self.held = self.rounds = 0
-        self.again = False  # it is time to measure once more what is next to the chosen
+        self.again = False  # it is time to measure something else once more
 
 
 class Gate(StepCompanion):
@@ -135,6 +135,11 @@ class Gate(StepCompanion):
         if tried is not None:
             one.tried[tried] = one.tried.get(tried, 0) + 1
             one.trial = (tried, TRIAL - 1)
+            if (
+                tried in rates
+            ):  # the first step of it and the last bring what a step without drafts does, or little more
+                tokens = num * expected_tokens(self._speculation.acceptance, tried)
+                self._spent += max(0.0, TRIAL * tokens / rates[tried] - (TRIAL - 2) * tokens / self._best_rate)
             self._wanted = (tried, tried)
         elif rates:
             one.chosen, one.held = best, HELD
@@ -175,7 +180,7 @@ class Gate(StepCompanion):
         if not (one.again and may):
             return None
         one.again = False
-        near = [depth for depth in (best - 1, best + 1) if depth in rates and depth > 0]
+        near = [depth for depth in rates if depth > 0 and (best == 0 or abs(depth - best) == 1)]
         if best and one.rounds % NONE_AGAIN == 0:
             return 0
         return near[one.rounds % len(near)] if near else None
@@ -201,10 +206,6 @@ class Gate(StepCompanion):
         """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear it, and
         learn the same."""
         self._served += seconds
-        one = self._sizes.get(size_of(step.num))
-        if one is not None and one.trial[1] and self._best_rate:
-            tokens = step.num * expected_tokens(self._speculation.acceptance, step.depth)
-            self._spent += max(0.0, seconds - tokens / self._best_rate)
         if step.depth:
             self.times.add_drafting(step.num, step.depth, seconds)
         else:

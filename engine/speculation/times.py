@@ -13,7 +13,7 @@ from dbo.memory import read_json, write_json
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 SETTLED = 3  # samples that count, behind the first, which may compile or capture
-LATELY = 9  # samples of which the middle one counts
+LATELY = 6  # samples, of which the third from the least counts: what else the machine does makes steps longer
 MARGIN = 0.05  # by which drafts have to be better than none: what is measured beside other work is not exact
 FORMAT = 2
 
@@ -24,7 +24,7 @@ def size_of(count: int) -> int:
 
 
 class Usual:
-    """Seconds: the middle one of what came lately. remembered: of an earlier start, until there are others."""
+    """Seconds: as of what came lately two in three took, or more. remembered: of an earlier start, until others come."""
 
     __slots__ = ("_began", "_last", "value")
 
@@ -36,7 +36,7 @@ class Usual:
     def add(self, seconds: float) -> None:
         if self._began:
             self._last.append(seconds)
-            self.value = sorted(self._last)[len(self._last) // 2]
+            self.value = sorted(self._last)[len(self._last) // 3]
         self._began = True
 
     @property

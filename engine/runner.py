@@ -243,7 +243,10 @@ class Runner:
         for hook in hooks:
             hook.before()
         _ended(hooks, Kind.PREPARING, schedule.num_tokens)
-        hidden_TD = yield from self._forward(prepared)
+        best = None  # tokens and drafts, where they came with the forward pass
+        if self._passes is not None and schedule.draft_depth and self._table.all_greedy:
+            best = yield from self._passes.whole(schedule, prepared)
+        hidden_TD = None if best is not None else (yield from self._forward(prepared))
         _ended(hooks, Kind.FORWARD, schedule.num_tokens)
         alive.place(alive.COMPUTING, schedule.agreed_step, _BALANCING)
         for hook in hooks:
@@ -254,20 +257,28 @@ class Runner:
         confirm = self._exchange.seal()
         if prepared.prompt_parts or not self._readback.late:
             confirm()  # before anything is read: reading waits for the device without a bound
-        sampled = self._sample(prepared, hidden_TD, confirm) if prepared.num_sampled else None
+        sampled = None
+        if best is not None:
+            sampled = Sampled(best[0], None)
+            self._buffers.write_tokens(prepared, best[0])
+        elif hidden_TD is not None and prepared.num_sampled:
+            sampled = self._sample(prepared, hidden_TD, confirm)
         arrival = self._readback.fetch(() if sampled is None else sampled.tensors)
-        landing = Landing(prepared, confirm, arrival, sampled, self._prompt_logprobs(prepared, hidden_TD))
+        logprobs = None if hidden_TD is None else self._prompt_logprobs(prepared, hidden_TD)
+        landing = Landing(prepared, confirm, arrival, sampled, logprobs)
         if sampled is not None:
             self._unnoted = landing
             if not self._readback.late:
                 self._note()
         _ended(hooks, Kind.SAMPLING, prepared.num_sampled)
-        if self._passes is not None and schedule.draft_depth:
+        if best is not None:
+            landing.drafts = best[1]
+        elif self._passes is not None and hidden_TD is not None and schedule.draft_depth:
             self._exchange.begin(schedule.most_tokens)
-            none_P = prepared.logits_rows_P[:0]
-            tokens_P = none_P if sampled is None else sampled.token_ids_P
+            tokens_P = prepared.logits_rows_P[:0] if sampled is None else sampled.token_ids_P
             landing.drafts = yield from self._passes.steps(schedule, prepared, hidden_TD, tokens_P)
             self._exchange.seal()()
+        if landing.drafts is not None:
             _ended(hooks, Kind.DRAFTING, sum(map(len, landing.drafts)))
         return landing
 

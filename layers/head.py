@@ -41,8 +41,10 @@ class LMHead(Linear):
 
     @property
     def is_faster_packed(self) -> bool:
-        """Only for a fixed order: the best token is found without logits in memory, which takes weights as they lie."""
-        return self.tied is None and fixed_order() and super().is_faster_packed
+        """Of bfloat16 only for a fixed order: the best token is found without logits in memory, which takes weights as
+        they lie."""
+        apart = self.weight.dtype is torch.bfloat16 and not fixed_order()
+        return self.tied is None and not apart and super().is_faster_packed
 
     def forward(self, hidden_PD: Tensor) -> Tensor:
         """Logits [P, V], in the weights' dtype, as in the originals."""

@@ -46,6 +46,11 @@ class CausalLM(Protocol):
         """Forward pass as a generator; its value is the hidden state after the last norm, [T, D]."""
         ...
 
+    @property
+    def drafts_exchange(self) -> bool:
+        """Whether the layer that drafts has experts on other ranks."""
+        ...
+
     def draft_steps(
         self, step: StepInput, hidden_TD: Tensor, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER
     ) -> Steps[Tensor]:

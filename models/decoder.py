@@ -113,6 +113,11 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             x_TD = following.add(mlp_TD, residual_TD)
         return x_TD
 
+    @property
+    def drafts_exchange(self) -> bool:
+        """Whether the layer that drafts has experts on other ranks."""
+        return self.mtp is not None and self.mtp.layer.mlp.exchanges
+
     def draft_steps(
         self, step: StepInput, hidden_TD: Tensor, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER
     ) -> Steps[Tensor]:

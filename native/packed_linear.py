@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed, of 8 or 4 bits or bfloat16 (native/src/linear_packed.cpp).
+"""Linear layers whose weights are packed, of 8 or 4 bits or as they are (native/src/linear_packed.cpp).
 
 Legend: T tokens, I input features, O output features.
 """
@@ -36,7 +36,7 @@ def can_pack(weight_OI: Tensor) -> bool:
 def is_faster_packed(weight_OI: Tensor) -> bool:
     """Whether a layer of such weights, kept as they are, is better packed: more than a few rows take less time, one
     no more; and packed weights are multiplied in one order, whatever the number of rows."""
-    faster = weight_OI.dtype is torch.bfloat16 and isa() >= Isa.AVX512_BF16
+    faster = isa() >= (Isa.AVX512_BF16 if weight_OI.dtype is torch.bfloat16 else Isa.AVX512)
     return can_pack(weight_OI) and (faster or fixed_order())
 
 

@@ -1,9 +1,10 @@
 """How many drafts a request gets: as many as make most tokens per second, by what was measured (docs/speculation.md).
 
 Times are those of the steps that serve (engine/speculation/times.py). Where a number of drafts has not been measured
-for so many sequences, and might be the best, a few steps are made with it. Each rank says what it would do in the
-record of every step, and all do what the rank with most sequences said: the passes of a layer that drafts are exchanges
-between all of them.
+for so many sequences, and might be the best, a few steps are made with it (a *trial*), as long as all trials together
+have cost no more than a hundredth of the time. Each rank says what it would do in the record of every step, and all do
+what the rank with most sequences said: the passes of a layer that drafts are exchanges between all of them. So all
+learn the same of what a step took where the model drafts.
 """
 
 from __future__ import annotations
@@ -12,18 +13,35 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 from engine.agreement import StepPlan
 from engine.hooks import StepCompanion, StepHook
 from engine.schedule import Schedule
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, SETTLED, StepTimes, expected_tokens, size_of, tokens_per_second
-from ep.recorder import Kind
 
-AGAIN = 256  # steps of a size, after which what is not chosen is measured once more
+AGAIN = 64  # steps of a size, after which something else is measured once more, if it may cost that
+NONE_AGAIN = 64  # times of these, after which no drafts are: requests lose the thread by it
 HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
+TRIAL = SETTLED + 3  # steps: one that begins it, one that may compile, and one that ends it
+TRIALS = 3  # of what turns out not to be measured
+WORSE = 0.9  # of the best: more drafts than those that make so few tokens are not tried
+SHARE, ALLOWED = 0.01, 0.05  # of the time that trials may cost, and seconds at first
 KEPT = 4096  # steps after which times are written
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
+
+
+class _Size:
+    """Of steps of about so many sequences. tried: trials of so many drafts; trial: the one under way, and its steps
+    that are left; chosen: None: nothing yet; held: steps for which it stays."""
+
+    def __init__(self) -> None:
+        self.tried: dict[int, int] = {}
+        self.trial = (0, 0)
+        self.chosen: int | None = None
+        self.steps = self.held = self.rounds = 0
+        self.again = False  # it is time to measure something else once more
 
 
 class Gate(StepCompanion):
@@ -46,20 +64,20 @@ class Gate(StepCompanion):
         self._clock = clock
         self._most = speculation.max_drafts
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
-        self._chosen: dict[int, int] = {}  # of so many sequences
-        self._num_steps: dict[int, int] = {}
-        self._settled: set[int] = set()  # sizes for which nothing was left to measure at the last choice
-        self._tried: dict[tuple[int, int], int] = {}  # steps made to measure so many drafts of so many sequences
+        self._sizes: dict[int, _Size] = {}
         self._part = 1.0  # of the sequences, that have drafts where they may
-        self._ended = (-1, 0.0)  # the last step, and when it began
-        self._last_took = 0.0
+        self._last, self._began = _Step(-2, 0, 0, 0, False), 0.0  # the step before, and when it began
+        self._served = self._spent = 0.0  # seconds: of all steps, and what trials cost
+        self._best_rate = 0.0  # of what was last chosen; 0: not known
         self._unwritten = 0
 
     def propose(self, schedule: Schedule) -> Sequence[int]:
         """The words: drafts to verify in the next step, drafts to make in this one, sequences."""
         num = len(schedule.rows)
         if self._adaptive and num and self._speculation.busy:
-            if schedule.num_tokens == num + schedule.num_drafts:
+            if schedule.warm and not any(schedule.warm):
+                self._wanted = (0, 0)
+            elif schedule.num_tokens == num + schedule.num_drafts:
                 self._choose(num, not schedule.warm)
             else:
                 self._begin(num)
@@ -73,7 +91,8 @@ class Gate(StepCompanion):
             return None
         self._speculation.depth = verify
         depth = min(depth, 1 + self._speculation.max_in_step // num)  # more could not be verified, and have no memory
-        return _Clocked(self, depth if self._speculation.models else 0)
+        depth = depth if self._speculation.models else 0
+        return _Clocked(self, _Step.of(plan, num, depth))
 
     def close(self) -> None:
         if self._file is not None and self._unwritten:
@@ -84,94 +103,143 @@ class Gate(StepCompanion):
 
     def _begin(self, num: int) -> None:
         """A step with prompts: what was chosen for so many sequences, if anything was, not what smaller steps want.
-        Drafts are made of them now and then, or they could not be measured again."""
-        chosen = self._chosen.get(size_of(num))
-        if chosen is not None:
-            again = self._tried.get((size_of(num), 1), 0) == -AGAIN
-            self._wanted = (chosen, max(chosen, int(again)))
+        Drafts are made of them where something is to be measured, or it could not be."""
+        one = self._sizes.setdefault(size_of(num), _Size())
+        if one.chosen is not None:
+            tries = one.trial[1] > 0 or (one.again and self._may_try())
+            self._wanted = (one.chosen, max(one.chosen, int(tries)))
 
     def _choose(self, num: int, warm: bool) -> None:
-        """warm: all of them may have drafts. Others are not measured, and bear on nothing that is chosen: a request
-        that comes is warm."""
-        size = size_of(num)
-        steps = self._num_steps[size] = self._num_steps.get(size, 0) + 1
-        if steps % AGAIN == 0:
-            self._tried.update({(size, depth): -AGAIN for depth in range(self._most + 1)})
-        elif steps % HELD and size in self._settled:
-            self._wanted = (self._chosen[size], self._chosen[size])
+        """warm: all of them may have drafts. Others are not measured."""
+        one = self._sizes.setdefault(size_of(num), _Size())
+        one.steps += 1
+        if one.steps % AGAIN == 0:
+            one.rounds += 1
+            one.again = True
+        depth, left = one.trial
+        if left and warm:
+            one.trial = (depth, left - 1)
+            self._wanted = (depth, depth)
             return
-        self._settled.discard(size)
-        drafts, best, best_rate, all_known = self._speculation, 0, 0.0, True
-        least = 0.0  # seconds that a step with more drafts takes at least
-        for depth in range(self._most + 1):
-            most_tokens = num * expected_tokens(drafts.acceptance, depth)
-            if least and most_tokens / least < best_rate:
+        one.held -= 1
+        if one.held > 0 and one.chosen is not None:
+            self._wanted = (one.chosen, one.chosen)
+            return
+        rates = self._rates(num)
+        best = 0
+        for depth, rate in rates.items():
+            if rate > rates.get(best, 0.0) * (1 + MARGIN if best == 0 else 1):
+                best = depth
+        self._best_rate = rates.get(best, 0.0)
+        tried = self._to_try(one, num, rates, best) if warm else None
+        if tried is not None:
+            one.tried[tried] = one.tried.get(tried, 0) + 1
+            one.trial = (tried, TRIAL - 1)
+            if (
+                tried in rates
+            ):  # the first step of it and the last bring what a step without drafts does, or little more
+                tokens = num * expected_tokens(self._speculation.acceptance, tried)
+                self._spent += max(0.0, TRIAL * tokens / rates[tried] - (TRIAL - 2) * tokens / self._best_rate)
+            self._wanted = (tried, tried)
+        elif rates:
+            one.chosen, one.held = best, HELD
+            self._wanted = (best, best)
+
+    def _most_of(self, num: int) -> int:
+        return min(self._most, max(1, self._speculation.max_in_step // num))
+
+    def _rates(self, num: int) -> dict[int, float]:
+        """Tokens per second by the number of drafts, as far as they are known."""
+        drafts = self._speculation
+        rates = {
+            depth: tokens_per_second(self.times, drafts.acceptance, num, self._part, depth, drafts.models)
+            for depth in range(self._most_of(num) + 1)
+        }
+        return {depth: rate for depth, rate in rates.items() if rate is not None}
+
+    def _may_try(self) -> bool:
+        return self._spent <= ALLOWED + SHARE * self._served
+
+    def _to_try(self, one: _Size, num: int, rates: dict[int, float], best: int) -> int | None:
+        """So many drafts are to be measured now; None: nothing is. More of them one after another, as long as they may
+        be better; none at all last: requests lose the thread by it, where the model drafts."""
+        acceptance, best_rate = self._speculation.acceptance, rates.get(best, 0.0)
+        may = not rates or self._may_try()
+        for depth in range(1, self._most_of(num) + 1 if may else 0):
+            if depth not in rates:
+                before = rates.get(depth - 1)
+                # A step with more drafts takes at least as long.
+                gain = expected_tokens(acceptance, depth) / expected_tokens(acceptance, depth - 1)
+                if one.tried.get(depth, 0) < TRIALS and (before is None or before * gain > best_rate):
+                    return depth
                 break
-            part = 1.0 if drafts.models else self._part
-            rate = tokens_per_second(self.times, drafts.acceptance, num, part, depth, drafts.models)
-            tried = self._tried.get((size, depth), 0)
-            if warm and ((rate is None and 0 <= tried < 3 * SETTLED) or -AGAIN <= tried < 2 - AGAIN):
-                self._tried[size, depth] = tried + 1
-                self._wanted = (depth, max(depth, 1))  # none to verify, but made: so nobody loses the thread
-                return
-            if rate is None:
-                all_known = False
-                continue
-            least = num * (1 + part * (expected_tokens(drafts.acceptance, depth) - 1)) / rate
-            if rate > best_rate * (1 + MARGIN if best == 0 and depth else 1):
-                best, best_rate = depth, rate
-        if not best_rate:
-            if not warm:
-                return  # nothing is known, and nothing can be: what others want stays
-            best = 1
-        if all_known:
-            self._settled.add(size)
-        self._chosen[size] = best
-        self._wanted = (best, best)
+            if rates[depth] < WORSE * best_rate:
+                break
+        if 0 not in rates:
+            return 0 if one.tried.get(0, 0) < TRIALS else None
+        if not (one.again and may):
+            return None
+        one.again = False
+        near = [depth for depth in rates if depth > 0 and (best == 0 or abs(depth - best) == 1)]
+        if best and one.rounds % NONE_AGAIN == 0:
+            return 0
+        return near[one.rounds % len(near)] if near else None
 
     # ---- what the thread that computes tells ----
 
-    def note(self, schedule: Schedule, began: float, computed: float, ended: float) -> None:
-        """A step is over: when it began, when its tokens were sampled, and when drafts were made."""
-        num, (last, last_began) = len(schedule.rows), self._ended
-        self._ended = (schedule.step_id, began)
-        if not num or schedule.num_tokens != num + schedule.num_drafts:
-            self._ended = (-1, 0.0)
-            return
-        self.times.add_step(schedule.num_tokens, computed - began)
-        if schedule.draft_depth and not schedule.warm:
-            self.times.add_drafting(num, schedule.draft_depth, ended - computed)
-        if schedule.drafts and not self._speculation.models:
-            self._part += 0.05 * (sum(map(bool, schedule.drafts)) / num - self._part)
-        if last + 1 == schedule.step_id and began - last_began < LONGEST_GAP:
-            self.times.beside.add(max(0.0, began - last_began - self._last_took))
-        self._last_took = ended - began
+    def begun(self, step: _Step, schedule: Schedule) -> None:
+        """A step begins, and so the one before it is over."""
+        now, last, began = self._clock(), self._last, self._began
+        num, drafts = len(schedule.rows), schedule.num_drafts
+        if not self._speculation.models:
+            # Tokens say nothing of what others verify, so each rank knows of its own.
+            decodes = num == step.num and schedule.num_tokens == num + drafts
+            step = step._replace(decodes=decodes, num_tokens=schedule.num_tokens)
+            if schedule.drafts:
+                self._part += 0.05 * (sum(map(bool, schedule.drafts)) / num - self._part)
+        self._last, self._began = step, now
+        following = last.decodes and step.decodes and last.step + 1 == step.step and last.num == step.num
+        if following and not schedule.new_rows and now - began < LONGEST_GAP:
+            self._note(last, now - began)
+
+    def _note(self, step: _Step, seconds: float) -> None:
+        """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear it, and
+        learn the same."""
+        self._served += seconds
+        if step.depth:
+            self.times.add_drafting(step.num, step.depth, seconds)
+        else:
+            self.times.add_step(step.num_tokens, seconds)
         self._unwritten += 1
         if self._unwritten >= KEPT:
             self.close()
             self._unwritten = 0
 
-    def now(self) -> float:
-        return self._clock()
+
+class _Step(NamedTuple):
+    """Of the rank with most sequences: how many, and the drafts that the model makes for each of them. num_tokens: of
+    the rank with most. decodes: whether they only decode, and verify as many drafts."""
+
+    step: int
+    num: int
+    num_tokens: int
+    depth: int
+    decodes: bool
+
+    @classmethod
+    def of(cls, plan: StepPlan, num: int, depth: int) -> _Step:
+        most = max(plan.num_tokens)
+        return cls(plan.step, num, most, depth, most == num * (1 + depth))
 
 
 class _Clocked(StepHook):
-    """Of one step: says how many drafts are to be made at its end, and how long its parts take."""
+    """Of one step: says how many drafts are to be made at its end, and when it begins."""
 
     watches = True
 
-    def __init__(self, gate: Gate, depth: int) -> None:
-        self._gate, self._depth = gate, depth
-        self._began = self._computed = 0.0
+    def __init__(self, gate: Gate, step: _Step) -> None:
+        self._gate, self._step = gate, step
 
     def begin(self, schedule: Schedule) -> None:
-        schedule.draft_depth = self._depth
-        self._schedule, self._began = schedule, self._gate.now()
-
-    def ended(self, kind: Kind, num_tokens: int) -> None:
-        if kind is Kind.SAMPLING:
-            self._computed = self._gate.now()
-            if not self._depth:
-                self._gate.note(self._schedule, self._began, self._computed, self._computed)
-        elif kind is Kind.DRAFTING:
-            self._gate.note(self._schedule, self._began, self._computed, self._gate.now())
+        schedule.draft_depth = self._step.depth
+        self._gate.begun(self._step, schedule)

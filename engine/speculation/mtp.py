@@ -88,7 +88,8 @@ class MtpPasses:
         self._model, self._kv, self._buffers = model, kv, buffers
         self._num_valid_tokens = num_valid_tokens
         self._make_capture = make_capture
-        self._captures: dict[tuple[bool, int, int], Capture] = {}  # by what they begin with, sequences and passes
+        # By what they begin with (its name), sequences and passes.
+        self._captures: dict[tuple[str, int, int], Capture] = {}
         self._num_ranks = 1
         self._states: _States | None = None
         self._aheads: dict[tuple[int, int], Ahead] = {}  # by sequences and passes, as they always lie
@@ -103,23 +104,33 @@ class MtpPasses:
         """As Capture.forget."""
         self._captures.clear()
 
-    def _captured(self, behind: bool) -> Capture | None:
-        """What has the graphs of the passes to come, with the one behind the step or without."""
+    def _captured(self, forward: Forward) -> Capture | None:
+        """What has the graphs of the passes to come, which begin so."""
         if self._make_capture is None:
             return None
-        key = behind, self._ahead.num, self._ahead.count
+        key = forward.__name__, self._ahead.num, self._ahead.count
         found = self._captures.get(key)
         if found is None:
-            found = self._captures[key] = self._make_capture(self._forward_behind if behind else self._forward_further)
+            found = self._captures[key] = self._make_capture(forward)
             found.capture(self._num_ranks)
         return found
 
+    def _forward_whole(self, step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
+        """For capture.Forward: a step of decodes with its best tokens, and all passes behind it."""
+        assert self._states is not None
+        hidden_TD = yield from self._model.steps(step, self._kv, lane, breaks)
+        self._model.greedy_tokens(hidden_TD, self._num_valid_tokens, self._states.tokens_T[: step.num_tokens])
+        return (yield from self._following(step, hidden_TD, breaks))
+
     def _forward_behind(self, step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
         """For capture.Forward: the pass of a step of decodes, and those that follow."""
+        assert self._states is not None
+        return self._following(step, self._states.hidden_TD[: step.num_tokens], breaks)
+
+    def _following(self, step: StepInput, hidden_TD: Tensor, breaks: GraphBreaks) -> Steps[Tensor]:
         states, ahead = self._states, self._ahead
         assert states is not None
-        num_tokens, num = step.num_tokens, ahead.num
-        tokens_T, hidden_TD = states.tokens_T[:num_tokens], states.hidden_TD[:num_tokens]
+        tokens_T, num = states.tokens_T[: step.num_tokens], ahead.num
         starts, rows_S, places_S = states.starts[: num + 1], states.rows_S[:num], states.places_S[:num]
         drawn = tokens_T, step.token_ids_T, step.positions_T
         for group, table_RN in enumerate(self._buffers.tables):
@@ -150,14 +161,36 @@ class MtpPasses:
                 self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[number])
         return drafts_PS.T
 
+    @property
+    def alone(self) -> bool:
+        """Passes ask no other rank for experts."""
+        return not self._model.drafts_exchange
+
+    def whole(self, schedule: Schedule, prepared: PreparedStep) -> Steps[tuple[Tensor, list[list[int]]] | None]:
+        """A step of decodes whose tokens are the best ones, and its drafts: the tokens [T], valid until the next one
+        begins, and the drafts of each entry. All of it is one graph; None: of this step it is not, and nothing is
+        computed yet."""
+        if self._states is None or not self.alone:
+            return None
+        begun = self._begun(schedule, prepared, self._forward_whole)
+        if begun is None:
+            return None
+        drafts = yield from self._graph(self._forward_whole, *begun, prepared)
+        return self._states.tokens_T[: prepared.inputs[0].num_tokens].clone(), drafts
+
     def steps(
         self, schedule: Schedule, prepared: PreparedStep, hidden_TD: Tensor, sampled_P: Tensor
     ) -> Steps[list[list[int]]]:
         """Drafts of each entry, at most schedule.draft_depth. sampled_P: tokens, which are noted in the buffers."""
+        if self.alone and not prepared.num_sampled and not len(hidden_TD):
+            return [[] for _ in range(prepared.num_entries)]
         further = schedule.draft_depth - 1
-        begun = self._begun(schedule, prepared, further)
+        begun = self._begun(schedule, prepared, self._forward_behind)
         if begun is not None:
-            return (yield from self._behind(*begun, prepared, hidden_TD, sampled_P))
+            states, num_tokens = self._states_like(hidden_TD), prepared.inputs[0].num_tokens
+            states.hidden_TD[:num_tokens].copy_(hidden_TD)
+            states.tokens_T[:num_tokens].copy_(sampled_P)
+            return (yield from self._graph(self._forward_behind, *begun, prepared))
         ends = _ends(schedule, prepared, sampled_P.tolist())
         given_TD = yield from self._whole(prepared, hidden_TD, sampled_P)
         fits_S = self._fits(ends.rows_S, ends.positions_S + further)
@@ -172,10 +205,12 @@ class MtpPasses:
                     made[entry] = one
         return made
 
-    def _begun(self, schedule: Schedule, prepared: PreparedStep, further: int) -> tuple[Ints, Ints, list[int]] | None:
-        """Of a step whose passes are one graph: where the tokens of each sequence begin and end, the rows of the
-        batch, and the entries. None: it is not such a step."""
-        step = prepared.inputs[0]
+    def _begun(
+        self, schedule: Schedule, prepared: PreparedStep, forward: Forward
+    ) -> tuple[Ints, Ints, list[int]] | None:
+        """Of a step whose passes are one graph, which begins so: where the tokens of each sequence begin and end, the
+        rows of the batch, and the entries. None: it is not such a step."""
+        step, further = prepared.inputs[0], schedule.draft_depth - 1
         decodes = prepared.samples_all and step.num_decodes == step.num_tokens
         if self._make_capture is None or not decodes or not step.num_tokens or schedule.warm or not follows():
             return None
@@ -190,25 +225,18 @@ class MtpPasses:
             return None
         starts = np.array([0, *accumulate(counts)], dtype=np.int64)
         self._ahead = self._ahead_of(len(rows_S), further)
-        capture = self._captured(True)
+        capture = self._captured(forward)
         return (starts, rows_S, entries) if capture is not None and capture.takes(step.num_tokens, 0) else None
 
-    def _behind(
-        self,
-        starts: Ints,
-        rows_S: Ints,
-        entries_S: list[int],
-        prepared: PreparedStep,
-        hidden_TD: Tensor,
-        sampled_T: Tensor,
+    def _graph(
+        self, forward: Forward, starts: Ints, rows_S: Ints, entries_S: list[int], prepared: PreparedStep
     ) -> Steps[list[list[int]]]:
         """All passes, in a graph that reads what the main model's has read, and memory that stays where it is."""
-        states, (step,) = self._states_like(hidden_TD), prepared.inputs
-        states.hidden_TD[: step.num_tokens].copy_(hidden_TD)
-        states.tokens_T[: step.num_tokens].copy_(sampled_T)
+        states, (step,) = self._states, prepared.inputs
+        assert states is not None
         states.starts.numpy()[: len(starts)] = starts
         states.rows_S.numpy()[: len(rows_S)] = rows_S
-        capture = self._captured(True)
+        capture = self._captured(forward)
         assert capture is not None
         drafts_SP = yield from capture.decodes(step, 0)
         made: list[list[int]] = [[] for _ in range(prepared.num_entries)]
@@ -223,7 +251,7 @@ class MtpPasses:
         torch.index_select(given_TD, 0, places_S, out=states.last_SD[:num])
         alike = self._ahead_of(num, 1).step(0)
         self._ahead = self._buffers.ahead(FURTHER, ends.rows_S, ends.positions_S, further)
-        capture = self._captured(False)
+        capture = self._captured(self._forward_further)
         if capture is not None:
             drafts_SP = yield from capture.decodes(alike, FURTHER)
         else:

@@ -1,9 +1,10 @@
-"""How long steps take by their tokens, and what drafting adds to them, as measured while serving; and what follows for
-the number of drafts. No torch here: `moesaic explain` prints what is remembered."""
+"""How long steps take from one to the next, by their tokens and by what they draft, as measured while serving; and what
+follows for the number of drafts. No torch here: `moesaic explain` prints what is remembered."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 from dbo.memory import read_json, write_json
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
-SETTLED = 3  # samples of a size that count, behind the first, which may compile or capture
-RISE = 0.02  # of a sample that takes longer: what else the machine does makes steps longer, never shorter
-MARGIN = 0.1  # by which drafts have to be better than none: what is measured beside other work is not exact
-FORMAT = 1
+SETTLED = 3  # samples that count, behind the first, which may compile or capture
+LATELY = 6  # samples, of which the third from the least counts: what else the machine does makes steps longer
+MARGIN = 0.05  # by which drafts have to be better than none: what is measured beside other work is not exact
+FORMAT = 2
 
 
 def size_of(count: int) -> int:
@@ -22,42 +23,41 @@ def size_of(count: int) -> int:
     return SIZES[min(bisect_left(SIZES, count), len(SIZES) - 1)]
 
 
-class Least:
-    """Seconds: nearly the least of what came lately."""
+class Usual:
+    """Seconds: as of what came lately two in three took, or more. remembered: of an earlier start, until others come."""
 
-    __slots__ = ("count", "value")
+    __slots__ = ("_began", "_last", "value")
 
-    def __init__(self, count: int = 0, value: float = 0.0) -> None:
-        self.count, self.value = count, value
+    def __init__(self, remembered: float | None = None) -> None:
+        self._began = False
+        self._last = deque([] if remembered is None else [remembered] * SETTLED, maxlen=LATELY)
+        self.value = remembered or 0.0
 
     def add(self, seconds: float) -> None:
-        self.count += 1
-        if self.count <= 1:
-            return
-        if self.count == 2 or seconds < self.value:
-            self.value = seconds
-        elif self.count > 1 + SETTLED:
-            self.value += RISE * (seconds - self.value)
+        if self._began:
+            self._last.append(seconds)
+            self.value = sorted(self._last)[len(self._last) // 3]
+        self._began = True
 
     @property
     def known(self) -> bool:
-        return self.count > SETTLED
+        return len(self._last) >= SETTLED
 
 
 class StepTimes:
-    """steps: of a step of so many tokens, all of which decode or are drafts, without its drafting. drafting: of a pass
-    for so many sequences, so deep. beside: of all that is neither, per step."""
+    """Each from the beginning of a step to that of the next one, with all that the host and other ranks do meanwhile.
+    steps: of so many tokens, all of which decode or are drafts, where the model makes none. drafting: of so many
+    sequences, where the model makes so many for each and as many are verified."""
 
     def __init__(self) -> None:
-        self.steps: dict[int, Least] = {}
-        self.drafting: dict[tuple[int, int], Least] = {}
-        self.beside = Least()
+        self.steps: dict[int, Usual] = {}
+        self.drafting: dict[tuple[int, int], Usual] = {}
 
     def add_step(self, num_tokens: int, seconds: float) -> None:
-        self.steps.setdefault(size_of(num_tokens), Least()).add(seconds)
+        self.steps.setdefault(size_of(num_tokens), Usual()).add(seconds)
 
     def add_drafting(self, num_sequences: int, depth: int, seconds: float) -> None:
-        self.drafting.setdefault((size_of(num_sequences), depth), Least()).add(seconds)
+        self.drafting.setdefault((size_of(num_sequences), depth), Usual()).add(seconds)
 
     def step(self, num_tokens: float) -> float | None:
         """None: not known yet. Between two sizes on a straight line."""
@@ -72,6 +72,11 @@ class StepTimes:
         part = (num_tokens - below) / (above - below)
         return (1 - part) * self.steps[below].value + part * self.steps[above].value
 
+    def plain(self, num_sequences: int) -> float | None:
+        """Of a step of so many, by those of its size."""
+        found = self.steps.get(size_of(num_sequences))
+        return None if found is None or not found.known else found.value
+
     def drafts(self, num_sequences: int, depth: int) -> float | None:
         found = self.drafting.get((size_of(num_sequences), depth))
         return None if found is None or not found.known else found.value
@@ -80,9 +85,9 @@ class StepTimes:
 
     def write(self, file: Path) -> None:
         """Raises OSError."""
-        steps = [[size, mean.value] for size, mean in sorted(self.steps.items()) if mean.known]
-        drafting = [[*key, mean.value] for key, mean in sorted(self.drafting.items()) if mean.known]
-        write_json(file, {"format": FORMAT, "steps": steps, "drafting": drafting, "beside": self.beside.value})
+        steps = [[size, usual.value] for size, usual in sorted(self.steps.items()) if usual.known]
+        drafting = [[*key, usual.value] for key, usual in sorted(self.drafting.items()) if usual.known]
+        write_json(file, {"format": FORMAT, "steps": steps, "drafting": drafting})
 
     @classmethod
     def read(cls, file: Path) -> StepTimes | None:
@@ -93,22 +98,21 @@ class StepTimes:
             if values["format"] != FORMAT:
                 return None
             for size, seconds in values["steps"]:
-                times.steps[int(size)] = Least(1 + SETTLED, float(seconds))
+                times.steps[int(size)] = Usual(float(seconds))
             for size, depth, seconds in values["drafting"]:
-                times.drafting[int(size), int(depth)] = Least(1 + SETTLED, float(seconds))
-            times.beside = Least(1 + SETTLED, float(values["beside"]))
+                times.drafting[int(size), int(depth)] = Usual(float(seconds))
         except (KeyError, TypeError, ValueError):
             return None
         return times
 
     def told(self) -> str:
         """For `explain`."""
-        steps = ", ".join(f"{size}: {1e3 * mean.value:.3g}" for size, mean in sorted(self.steps.items()))
+        steps = ", ".join(f"{size}: {1e3 * usual.value:.3g}" for size, usual in sorted(self.steps.items()))
         drafting = ", ".join(
-            f"{size}x{depth}: {1e3 * mean.value:.3g}" for (size, depth), mean in sorted(self.drafting.items())
+            f"{size}x{depth}: {1e3 * usual.value:.3g}" for (size, depth), usual in sorted(self.drafting.items())
         )
         text = f"ms of a step by its tokens: {steps or 'not measured'}"
-        return text + (f"; of drafting by sequences and depth: {drafting}" if drafting else "")
+        return text + (f"; with drafting by sequences and depth: {drafting}" if drafting else "")
 
 
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
@@ -123,10 +127,14 @@ def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
 def tokens_per_second(
     times: StepTimes, acceptance: Sequence[float], num_sequences: int, part: float, depth: int, drafts: bool
 ) -> float | None:
-    """Of all sequences. part: of them that have drafts; drafts: the model makes them itself. None: not measured."""
-    step = times.step(num_sequences * (1 + part * depth) if part == 1 else round(num_sequences * (1 + part * depth)))
-    drafting = times.drafts(num_sequences, depth) if drafts and depth else 0.0
-    if step is None or drafting is None:
+    """Of all sequences. part: of them that have drafts, where the model does not make them itself (drafts). None: not
+    measured."""
+    if drafts:
+        part, step = 1.0, times.drafts(num_sequences, depth) if depth else times.plain(num_sequences)
+    else:
+        step = times.step(
+            num_sequences * (1 + part * depth) if part == 1 else round(num_sequences * (1 + part * depth))
+        )
+    if step is None:
         return None
-    tokens = num_sequences * (1 + part * (expected_tokens(acceptance, depth) - 1))
-    return tokens / (step + drafting + times.beside.value)
+    return num_sequences * (1 + part * (expected_tokens(acceptance, depth) - 1)) / step

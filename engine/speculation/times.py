@@ -24,7 +24,7 @@ def size_of(count: int) -> int:
 
 
 class Usual:
-    """Seconds: as of what came lately two in three took, or more. remembered: of an earlier start, until others come."""
+    """Seconds: as two in three of what came lately took, or more. remembered: of an earlier start, until one comes."""
 
     __slots__ = ("_began", "_last", "value")
 

@@ -12,7 +12,7 @@ from typing import Any
 from configs.eplb import EplbConfig
 from front.chat.forced import forced_calls
 from front.chat.format import OutputFormat
-from front.messages import Grammar, StructuredOutputsParams
+from front.messages import Grammar, ReasoningBudget, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
 from front.text import Tokenizer
 from models.tiny import CHECKPOINT
@@ -93,6 +93,11 @@ def _forced_call() -> Grammar:
     return checked_grammar(StructuredOutputsParams(structural_tag=tag), tokenizer)
 
 
+def _reasoning() -> ReasoningBudget:
+    """Of an output that begins inside of its reasoning, which ends with several tokens."""
+    return ReasoningBudget(7, (), (tuple(Tokenizer(CHECKPOINT).encode_bit("</think>")),))
+
+
 TOOLS = OutputFormat(calls="hermes", tools={"tell": {"type": "object"}})
 FEATURES: dict[str, Feature] = {
     "prefix cache": Feature({"enable_prefix_caching": True}, seen=lambda seen: seen.hits > 0),
@@ -120,6 +125,7 @@ FEATURES: dict[str, Feature] = {
     "tools": Feature(
         params={"grammar": _forced_call()}, format=TOOLS, place="grammar", own=True, seen=lambda seen: seen.calls > 0
     ),
+    "reasoning budget": Feature(params={"reasoning": _reasoning()}, own=True),
     "priorities": Feature({"scheduling_policy": "priority"}, priorities=True),
     "aborts": Feature(aborts=True, seen=lambda seen: seen.aborted > 0),
     "a kill": Feature(ranks=2, event=_kill, losses=1, seen=lambda seen: seen.replayed > 0),

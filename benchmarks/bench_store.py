@@ -4,11 +4,11 @@
 
 One row for each number of ranks. cold_s: until the server is ready with an empty cache of packed weights, in a directory that this script
 makes and removes (whether the checkpoint is in the system's page cache is the caller's business); warm_s: the same once the weights have been
-written there and lie in the page cache. pss_mb: memory of all processes of the server together (proportional set size, /proc/PID/smaps_rollup), under load; standby_mb: of the one
-that waits to become a rank.
+written there and lie in the page cache. pss_mb: memory of all processes of the server together (proportional set size, /proc/PID/smaps_rollup), under load; standby_mb: of those
+that wait to become ranks.
 return_s: from a kill until all ranks serve again, the mean. p95_gap_s and max_gap_s: of each stream the longest gap around each kill
 (bench_faults.py says how). With one rank every kill is the loss of all ranks. failed and mismatched: requests, compared with the same ones
-before the first kill, which comes when a process waits. --together: every kill is one of all ranks.
+before the first kill, which comes when a process waits for each rank. --together: every kill is one of all ranks.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def wait_written(cache: Path) -> bool:
     return True
 
 
-def wait_standby(server: Server) -> None:
-    """For a process that waits to become a rank, as one does where no rank was lost a moment ago."""
+def wait_standby(server: Server, count: int) -> None:
+    """For processes that wait to become ranks, as so many do where no rank was lost a moment ago and memory allows."""
     deadline = time.monotonic() + STANDBY_SECONDS
-    while "event=standby_ready" not in (server.root / "log").read_text() and time.monotonic() < deadline:
+    while (server.root / "log").read_text().count("event=standby_ready") < count and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
@@ -95,7 +95,7 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
     killer = Killer(server, argparse.Namespace(**{**vars(arguments), "ranks": ranks}))
     try:
         await load.done(1)
-        await asyncio.to_thread(wait_standby, server)
+        await asyncio.to_thread(wait_standby, server, ranks)
         pss = pss_bytes(server)
         waiting = [pid for pid in server.seen if "engine.process.standby_process" in command_line(pid)]
         standby = sum(map(pss_of, waiting))

@@ -84,16 +84,21 @@ class ModelNumbers:
 
 def this_machine() -> Machine:
     """Reads /proc; the cores are those that this process may run on."""
-    flags, free = "", 0
+    flags = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):
             flags = line
             break
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
     fast = "avx512_bf16" in flags or "amx_bf16" in flags
     system = os.uname()
     shared = system.sysname == "Linux" and system.machine == "x86_64"
     cores = len(os.sched_getaffinity(0))
-    return Machine("cpu", cores, free, fast, shared, restricted=cores < (os.cpu_count() or cores))
+    return Machine("cpu", cores, free_memory(), fast, shared, restricted=cores < (os.cpu_count() or cores))
+
+
+def free_memory() -> int:
+    """Bytes that processes can still have; 0 where /proc does not say."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -10,7 +10,7 @@ from configs.machine import Machine, ModelNumbers
 
 CACHED_BYTES = 512 << 20  # weights that take less are not kept on disk unless that is asked for
 OFF = "off"
-# Of the process that waits to become a rank: Python, torch and what a rank imports; benchmarks/bench_store.py shows it.
+# Of a process that waits to become a rank: Python, torch and what a rank imports; benchmarks/bench_store.py shows it.
 STANDBY_BYTES = 208 << 20
 
 

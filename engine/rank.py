@@ -176,8 +176,9 @@ class Rank:
         return min(longest, LOOK_SECONDS) if self._companions.busy else longest
 
     def prepare(self) -> bool:
-        """A moment's work for requests to come, to be done while there is nothing else to do. False: none was left."""
-        return next(self._preparation, 0) > 0
+        """A moment's work for requests to come, to be done while there is nothing else to do. False: none was left, or
+        the others are waited for: what then begins would still take time from the first step that they do together."""
+        return self._team.working and next(self._preparation, 0) > 0
 
     def submit(self, message: FrontToRank) -> None:
         """Takes effect with the next step. A request that cannot run is an output with finish_reason "error"."""

@@ -92,8 +92,10 @@ class Experts(nn.Module):
         """The same from 8-bit weights, which stay as they are if that is the format in which weights are kept."""
         self.weights.fill_scaled(slot, gate_FD, up_FD, down_DF)
 
-    def fill_slot_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
-        """The same from 4-bit weights."""
+    def fill_slot_halves(
+        self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix | ScaledMatrix
+    ) -> None:
+        """The same from 4-bit weights; of 8 bits may be those of down."""
         self.weights.fill_halves(slot, gate_FD, up_FD, down_DF)
 
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:

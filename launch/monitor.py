@@ -101,7 +101,7 @@ class RankMonitor:
         bound.
 
         module: what a rank's process runs; options: more words of its command line. ranks: those of this machine; None:
-        all, and only then may their number change. standby: keep a process that becomes the next rank. watches: say
+        all, and only then may their number change. standby: keep processes that become the next ranks. watches: say
         which ranks wait for which (launch/waits.py); off where another machine does."""
         self.restarts = False
         self.left = False  # a rank has ended by itself with exit code 0, as the front told it to
@@ -200,7 +200,7 @@ class RankMonitor:
                 else:
                     self._restart(place, now)
         if self._standby is not None and self.restarts and self._settled(now):
-            self._standby.keep(self._words(self._places[-1]), now)
+            self._standby.keep(self._words(self._places[-1]), now, sum(place.wanted for place in self._places))
         return lost
 
     def fence(self, process: int) -> None:

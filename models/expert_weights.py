@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ep.experts import Experts, WeightFormat
+from ep.experts import Experts, HalfMatrix, WeightFormat
 from layers.stored import BLOCK, StoredForm, StoredWeight
 from layers.weights import Key
 from models.base import ExpertSource, WeightSource
-from models.fewer_bits import as_format, common_format, half_matrix, scaled_matrix
+from models.fewer_bits import as_format, expert_format, half_matrix, scaled_matrix
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 _FUSED = ("gate_up_proj", "down_proj")
@@ -46,8 +46,10 @@ def _fill(experts: Experts, slot: int, gate: StoredWeight, up: StoredWeight, dow
     scaled, halves = [scaled_matrix(part) for part in parts], [half_matrix(part) for part in parts]
     if scaled[0] is not None and scaled[1] is not None and scaled[2] is not None:
         experts.fill_slot_scaled(slot, scaled[0], scaled[1], scaled[2])
-    elif halves[0] is not None and halves[1] is not None and halves[2] is not None:
-        experts.fill_slot_halves(slot, *(as_format(half, experts.format) for half in halves if half is not None))
+    elif halves[0] is not None and halves[1] is not None and (last := halves[2] or scaled[2]) is not None:
+        form = experts.format
+        last = as_format(last, form) if isinstance(last, HalfMatrix) else last
+        experts.fill_slot_halves(slot, as_format(halves[0], form), as_format(halves[1], form), last)
     else:
         experts.fill_slot(slot, gate.widened(), up.widened(), down.widened())
 
@@ -105,7 +107,7 @@ def keep_scaled(source: WeightSource, prefix: str, experts: Experts) -> None:
     fused = source.has(f"{prefix}gate_up_proj")
     names = [f"{prefix}{part}" for part in _FUSED] if fused else [f"{prefix}0.{part}.weight" for part in EXPERT_PARTS]
     forms = [source.form_of(name) for name in names if source.has(name)]
-    kept = WeightFormat.FP8 if forms[:1] == [StoredForm.FP8] else common_format(forms or [StoredForm.PLAIN])
+    kept = WeightFormat.FP8 if forms[:1] == [StoredForm.FP8] else expert_format(forms or [StoredForm.PLAIN])
     if experts.format is WeightFormat.INT4 and kept is not WeightFormat.INT4_ZERO:
         return
     if kept is not WeightFormat.PLAIN:

@@ -43,6 +43,14 @@ def common_format(forms: Sequence[StoredForm]) -> WeightFormat:
     return WeightFormat.INT4_ZERO if kept == {WeightFormat.INT4, WeightFormat.INT4_ZERO} else WeightFormat.INT8
 
 
+def expert_format(forms: Sequence[StoredForm]) -> WeightFormat:
+    """The same of an expert's matrices, the last of which is down: 8 bits there leave 4 to the others."""
+    first, last = common_format(forms[:-1] or forms), common_format(forms[-1:])
+    if first in (WeightFormat.INT4, WeightFormat.INT4_ZERO) and last is WeightFormat.INT8:
+        return WeightFormat.INT4_INT8
+    return common_format(forms)
+
+
 def scaled_matrix(stored: StoredWeight) -> ScaledMatrix | None:
     """8 bits as they are kept: a scale for 128 inputs of 128 outputs, or of each. None: it is no such weight."""
     if stored.form not in (StoredForm.FP8, StoredForm.INT8) or stored.scale is None:
@@ -129,6 +137,8 @@ def _words(half: HalfMatrix, form: WeightFormat) -> Tensor:
 
 def as_format(half: HalfMatrix, form: WeightFormat) -> HalfMatrix:
     """The same numbers with zero points, if `form` has them."""
-    if form is WeightFormat.INT4_ZERO and half.format is WeightFormat.INT4:
-        return HalfMatrix(half.codes, half.scale_OG, form, half.shape, torch.zeros_like(half.scale_OG))
+    if form.parts[0] is WeightFormat.INT4_ZERO and half.format is WeightFormat.INT4:
+        return HalfMatrix(
+            half.codes, half.scale_OG, WeightFormat.INT4_ZERO, half.shape, torch.zeros_like(half.scale_OG)
+        )
     return half

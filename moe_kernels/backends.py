@@ -76,7 +76,7 @@ def _library(name: str, facts: ExpertFacts) -> str:
         return f"works in bfloat16, not {str(facts.dtype).removeprefix('torch.')}"
     if facts.kind != GATED:
         return "has neither biases nor another activation than silu(gate) * up"
-    if facts.form in (WeightFormat.INT8, *HALVES):
+    if facts.form in (WeightFormat.INT8, WeightFormat.INT4_INT8, *HALVES):
         return f"has no weights in {facts.form.name}"
     if name == "flashinfer" and facts.form is WeightFormat.FP8 and facts.capability != (9, 0):
         return "FP8 weights with block scales: on Hopper only"

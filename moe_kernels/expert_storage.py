@@ -34,9 +34,15 @@ class ExpertWeights(Protocol):
         """The same from 8-bit weights, kept as they are where the format is the same."""
         self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
 
-    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
-        """The same from 4-bit weights."""
-        self.fill(slot, *(dequantize_halves(matrix, torch.float32) for matrix in (gate_FD, up_FD, down_DF)))
+    def fill_halves(
+        self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix | ScaledMatrix
+    ) -> None:
+        """The same from 4-bit weights; of 8 bits may be those of down."""
+        gate, up = (dequantize_halves(matrix, torch.float32) for matrix in (gate_FD, up_FD))
+        if isinstance(down_DF, ScaledMatrix):
+            self.fill(slot, gate, up, dequantize(down_DF, torch.float32))
+        else:
+            self.fill(slot, gate, up, dequantize_halves(down_DF, torch.float32))
 
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         """Of experts that have biases."""

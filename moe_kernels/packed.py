@@ -21,7 +21,6 @@ from moe_kernels.matrix import (
     ScaledMatrix,
     WeightFormat,
     dequantize,
-    dequantize_halves,
     quantize,
     quantize_halves,
 )
@@ -114,11 +113,9 @@ class PackedExperts(ExpertWeights):
 
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
         matrices = (gate_FD, up_FD, down_DF)
-        if self.format in HALVES:
-            self._pack_halves(slot, [quantize_halves(matrix, self.format) for matrix in matrices])
-            return
         if self.format is not WeightFormat.PLAIN:
-            self._pack_scaled(slot, [quantize(matrix, self.format) for matrix in matrices])
+            fewer = zip(matrices, self.format.parts, strict=True)
+            self._pack_fewer(slot, [(quantize_halves if form in HALVES else quantize)(m, form) for m, form in fewer])
             return
         matrices_now = [matrix.to(self.dtype).contiguous() for matrix in matrices]
         self._pack(slot, [matrix.data_ptr() for matrix in matrices_now], [None, None, None], 1)
@@ -128,14 +125,16 @@ class PackedExperts(ExpertWeights):
         if self.format is not gate_FD.format or len({matrix.scale_rows for matrix in matrices}) > 1:
             self.fill(slot, *(dequantize(matrix, torch.float32) for matrix in matrices))
             return
-        self._pack_scaled(slot, list(matrices))
+        self._pack_fewer(slot, matrices)
 
-    def fill_halves(self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix) -> None:
+    def fill_halves(
+        self, slot: int, gate_FD: HalfMatrix, up_FD: HalfMatrix, down_DF: HalfMatrix | ScaledMatrix
+    ) -> None:
         matrices = (gate_FD, up_FD, down_DF)
-        if self.format is gate_FD.format:
-            self._pack_halves(slot, list(matrices))
+        if tuple(matrix.format for matrix in matrices) == self.format.parts:
+            self._pack_fewer(slot, matrices)
         else:
-            self.fill(slot, *(dequantize_halves(matrix, torch.float32) for matrix in matrices))
+            super().fill_halves(slot, *matrices)
 
     def fill_biases(self, slot: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
         assert self._biased
@@ -209,20 +208,17 @@ class PackedExperts(ExpertWeights):
         assert x.dtype is self.dtype and x.shape[-1] == self._hidden
         return x.contiguous() if self._shape.up_depth == self._hidden else F.pad(x, (0, 1))
 
-    def _pack_scaled(self, slot: int, matrices: list[ScaledMatrix]) -> None:
-        weights = [matrix.weight_OI.contiguous() for matrix in matrices]
-        scales = [matrix.scale.float().contiguous() for matrix in matrices]
-        self._pack(
-            slot,
-            [weight.data_ptr() for weight in weights],
-            [scale.data_ptr() for scale in scales],
-            matrices[0].scale_rows,
-        )
-
-    def _pack_halves(self, slot: int, matrices: list[HalfMatrix]) -> None:
-        codes = [matrix.codes.contiguous() for matrix in matrices]
-        scales = [matrix.words for matrix in matrices]
-        self._pack(slot, [code.data_ptr() for code in codes], [scale.data_ptr() for scale in scales], 1)
+    def _pack_fewer(self, slot: int, matrices: Sequence[HalfMatrix | ScaledMatrix]) -> None:
+        weights, scales, scale_rows = [], [], 1
+        for matrix in matrices:
+            if isinstance(matrix, ScaledMatrix):
+                weights.append(matrix.weight_OI.contiguous())
+                scales.append(matrix.scale.float().contiguous())
+                scale_rows = matrix.scale_rows
+            else:
+                weights.append(matrix.codes.contiguous())
+                scales.append(matrix.words)
+        self._pack(slot, [weight.data_ptr() for weight in weights], [scale.data_ptr() for scale in scales], scale_rows)
 
     def _pack(self, slot: int, matrices: list[int], scales: list[int] | list[None], scale_rows: int) -> None:
         start = self._prefault(slot)

@@ -21,11 +21,12 @@ def unpack_slot(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gate [F, D], up [F, D], down [D, F]) in dtype, of one slot's bytes."""
     up_panels, down_panels = -(-width // (PANEL // 2)), -(-hidden // PANEL)
-    up_bytes, down_bytes = (_panel_bytes(depth, dtype, form) for depth in (hidden, width))
+    up_form, _, down_form = form.parts
+    up_bytes, down_bytes = _panel_bytes(hidden, dtype, up_form), _panel_bytes(width, dtype, down_form)
     split = up_panels * up_bytes
-    columns = _columns(packed_B[:split].view(up_panels, up_bytes), hidden, dtype, form)
+    columns = _columns(packed_B[:split].view(up_panels, up_bytes), hidden, dtype, up_form)
     gate_up = columns.view(up_panels, 2, 2, GROUP, -1).transpose(1, 2).transpose(0, 1).reshape(2, up_panels * 32, -1)
-    down = _columns(packed_B[split : split + down_panels * down_bytes].view(down_panels, -1), width, dtype, form)
+    down = _columns(packed_B[split : split + down_panels * down_bytes].view(down_panels, -1), width, dtype, down_form)
     return gate_up[0, :width, :hidden], gate_up[1, :width, :hidden], down[:hidden, :width]
 
 

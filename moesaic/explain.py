@@ -223,8 +223,9 @@ def _show_memory(plan: Plan) -> None:
         table.add_row("weights", f"{weights // MEBI}", f"{ranks * weights // MEBI}")
     for name, size in cache.items():
         table.add_row(f"cache: {name}", f"{size // MEBI}", f"{ranks * size // MEBI}")
-    table.add_row("a server's process that waits to become a rank, about", "", f"{STANDBY_BYTES // MEBI}")
-    table.add_row("together", "", f"{(stores + ranks * plan.rank_bytes + STANDBY_BYTES) // MEBI}")
+    waiting = ranks * STANDBY_BYTES
+    table.add_row("a server's processes that wait to become ranks, at most about", "", f"{waiting // MEBI}")
+    table.add_row("together", "", f"{(stores + ranks * plan.rank_bytes + waiting) // MEBI}")
     Console().print(table)
 
 

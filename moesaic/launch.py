@@ -30,7 +30,7 @@ RUNS: dict[str, list[str] | None] = {
     "netns": ["bash", "-s"],
 }
 # Options of serve that follow from this command's own.
-OWN = {"nnodes", "node_rank", "headless", "host", "port", "shutdown_timeout", "startup_timeout"} | {
+OWN = {"nnodes", "node_rank", "headless", "host", "port", "uds", "shutdown_timeout", "startup_timeout"} | {
     f"data_parallel_{name}" for name in ("size", "size_local", "address", "rpc_port", "start_rank")
 }
 

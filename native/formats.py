@@ -14,11 +14,18 @@ class WeightFormat(enum.Enum):
     MXFP4 = "mxfp4"  # e2m1, a scale (a power of two) for 32 inputs of each output
     INT4 = "int4"  # numbers from -8 to 7, a float16 scale for 32 inputs of each output
     INT4_ZERO = "int4_zero"  # the same, less a zero point (float16) before it is scaled
+    INT4_INT8 = "int4_int8"  # of experts: gate and up as INT4_ZERO, down as INT8
 
     @property
     def number(self) -> int:
         """Its Format of experts.h."""
         return _NUMBERS[self]
+
+    @property
+    def parts(self) -> tuple[WeightFormat, WeightFormat, WeightFormat]:
+        """Of an expert's gate, up and down."""
+        first, last = (WeightFormat.INT4_ZERO, WeightFormat.INT8) if self is WeightFormat.INT4_INT8 else (self, self)
+        return first, first, last
 
 
 _NUMBERS = {form: number for number, form in enumerate(WeightFormat)}

@@ -25,7 +25,6 @@ class LocalRanks:
         self._said_ready = False
         self._resting = True
         self._at_rest = threading.Event()
-        self._at_rest.set()
         self._closing = False
         self._preparing = threading.Thread(target=self._prepare, name="prepare", daemon=True)
         self._preparing.start()
@@ -50,6 +49,7 @@ class LocalRanks:
             while self._rank.forming:  # it meets no other: so graphs are captured before the first request
                 self._rank.step()
             practise(self._rank)
+            self._at_rest.set()
             return [self._rank.ready]
         deadline = time.monotonic() + timeout
         while not self._rank.done:

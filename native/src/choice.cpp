@@ -34,7 +34,7 @@ static double time_panel(const Multiplier &by, int64_t rows) {
   double best = 1;
   for (int i = 0; i <= REPEATS; i++) {
     double began = seconds();
-    by.panels({x, row_bytes, nullptr, false}, 0, rows, DEPTH, 0, PANELS, [&](int64_t n) { return n < PANELS ? panels + n * bytes : nullptr; }, work,
+    by.panels({x, row_bytes, nullptr, false, false}, 0, rows, DEPTH, 0, PANELS, [&](int64_t n) { return n < PANELS ? panels + n * bytes : nullptr; }, work,
               [](int64_t, const float *, int64_t, int) {});
     double took = seconds() - began;
     if (i && took < best) best = took;  // the first brings everything near

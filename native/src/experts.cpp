@@ -16,9 +16,8 @@ NATIVE_API void experts_shape(ExpertShape *s) {
   s->down_panels = up_to(s->hidden, PANEL) / PANEL;
   s->up_depth = up_to(s->hidden, even);
   s->down_depth = up_to(s->width, even);
-  Multiplier of = {nullptr, nullptr, s->x_type, s->format, 0};
-  s->up_bytes = of.panel_bytes(s->up_depth);
-  s->down_bytes = of.panel_bytes(s->down_depth);
+  s->up_bytes = Multiplier{nullptr, nullptr, s->x_type, up_format(s->format), 0}.panel_bytes(s->up_depth);
+  s->down_bytes = Multiplier{nullptr, nullptr, s->x_type, down_format(s->format), 0}.panel_bytes(s->down_depth);
   s->bias_at = up_to(s->up_panels * s->up_bytes + s->down_panels * s->down_bytes, 64);
   s->slot_bytes = s->bias_at + (s->has_bias ? (s->up_panels + s->down_panels) * PANEL * 4 : 0);
   s->hidden_stride = s->up_panels * 32;
@@ -76,6 +75,7 @@ struct Job {
   const int32_t *source, *target;  // entry -> row of x, row of the results
   const float *weight;             // row -> its share of the sum
   uint8_t *hidden;                 // entry -> what lies between the matrices, hidden_stride numbers of x's type
+  uint8_t *whole;                  // the same as whole numbers, of experts whose rows are multiplied so
   uint8_t *rows;                   // for each thread 64 columns of every row, of x's type
   int64_t num_rows;
   uint8_t *work;                   // for each thread what Multiplier works in
@@ -83,7 +83,11 @@ struct Job {
 
   int64_t item() const { return s->x_type == X_F32 ? 4 : 2; }
 
-  Multiplier by() const { return {ops, bands, s->x_type, s->format, narrow_rows_of(s->format)}; }
+  Multiplier by(int64_t format) const { return {ops, bands, s->x_type, format, narrow_rows_of(format)}; }
+  Multiplier ups() const { return by(up_format(s->format)); }
+  Multiplier downs() const { return by(down_format(s->format)); }
+
+  int64_t whole_stride() const { return Multiplier::whole_stride(s->hidden_stride); }
 
   const uint8_t *up_panel(int64_t j, int64_t n) const { return weights + active[j] * s->slot_bytes + n * s->up_bytes; }
   const uint8_t *down_panel(int64_t j, int64_t n) const {
@@ -106,7 +110,7 @@ struct Job {
     int64_t total = 0, at = 0, stride = s->hidden_stride * item(), panels = s->up_panels;
     for (int64_t j = 0; j < num_active; j++) total += cost(j) * panels;
     int64_t low = total * part / parts, high = total * (part + 1) / parts;
-    const RowsAt rows_at = {x, s->up_depth * item(), source, false};
+    const RowsAt rows_at = {x, s->up_depth * item(), source, false, false};
     for (int64_t j = 0; j < num_active; j++) {
       int64_t each = cost(j), first = low <= at ? 0 : (low - at + each - 1) / each, last = high <= at ? 0 : (high - at + each - 1) / each;
       if (last > panels) last = panels;
@@ -114,11 +118,13 @@ struct Job {
       at += each * panels;
       if (first >= last) continue;
       auto panel_at = [&](int64_t n) { return n < panels ? up_panel(j, n) : j + 1 < num_active ? up_panel(j + 1, 0) : nullptr; };
-      by().panels(rows_at, start[j], start[j + 1], s->up_depth, first, last, panel_at, work + thread * work_bytes,
+      ups().panels(rows_at, start[j], start[j + 1], s->up_depth, first, last, panel_at, work + thread * work_bytes,
                   [&](int64_t n, float *c, int64_t i, int rows) {
                     void *h[MAX_BAND];
                     for (int m = 0; m < rows; m++) h[m] = hidden + (i + m) * stride + n * 32 * item();
                     ops->gated(c, rows, h, {s->alpha, s->limit, s->offset, bias(j, n)});
+                    if (!downs().whole(start[j + 1] - start[j])) return;
+                    for (int m = 0; m < rows; m++) ops->whole(h[m], K_GROUP, whole + (i + m) * whole_stride() + n * WHOLE_BYTES);
                   });
     }
   }
@@ -139,10 +145,11 @@ struct Job {
   // rows_of: of the panels one after another, 64 columns of every row.
   void down_panels(int64_t low, int64_t high, uint8_t *rows_of, uint8_t *in) const {
     int64_t y_item = y_type == X_F32 ? 4 : 2, row_bytes = first ? PANEL * item() : s->hidden * y_item;
-    const RowsAt rows_at = {hidden, s->hidden_stride * item(), nullptr, true};  // panels are whole: what is past F is 0
     for (int64_t j = 0; j < num_active; j++) {
+      RowsAt rows_at = {hidden, s->hidden_stride * item(), nullptr, true, false};  // what is past F is 0
+      if (downs().whole(start[j + 1] - start[j])) rows_at = {whole, whole_stride(), nullptr, true, true};
       auto panel_at = [&](int64_t n) { return n < high ? down_panel(j, n) : j + 1 < num_active ? down_panel(j + 1, low) : nullptr; };
-      by().panels(rows_at, start[j], start[j + 1], s->down_depth, low, high, panel_at, in, [&](int64_t n, float *c, int64_t i, int rows) {
+      downs().panels(rows_at, start[j], start[j + 1], s->down_depth, low, high, panel_at, in, [&](int64_t n, float *c, int64_t i, int rows) {
         if (const float *own = bias(j, s->up_panels + n))
           for (int m = 0; m < rows * PANEL; m++) c[m] += own[m % PANEL];
         uint8_t *to_rows = first ? rows_of + (n - low) * num_rows * row_bytes : y + n * PANEL * y_item;
@@ -207,12 +214,14 @@ Plan lay_out(Job *job, int64_t entries, int64_t num_tokens, int threads) {
   size_t active = pieces.take(4 * s->num_slots), start = pieces.take(4 * (s->num_slots + 1)), count = pieces.take(4 * s->num_slots);
   size_t source = pieces.take(4 * entries), target = pieces.take(4 * entries), weight = pieces.take(4 * entries);
   size_t hidden = pieces.take(entries * s->hidden_stride * job->item());
-  size_t first = pieces.take(8 * (num_tokens + 1)), rows = pieces.take(num_tokens ? threads * job->abreast() * entries * PANEL * job->item() : 0);
   job->ops = experts_ops(s->x_type), job->bands = experts_bands(s->x_type);
-  job->work_bytes = job->by().work_bytes(s->up_depth > s->down_depth ? s->up_depth : s->down_depth, entries);
+  size_t whole = pieces.take(job->downs().whole(1) ? entries * job->whole_stride() : 0);
+  size_t first = pieces.take(8 * (num_tokens + 1)), rows = pieces.take(num_tokens ? threads * job->abreast() * entries * PANEL * job->item() : 0);
+  int64_t ups = job->ups().work_bytes(s->up_depth, entries), downs = job->downs().work_bytes(s->down_depth, entries);
+  job->work_bytes = ((ups > downs ? ups : downs) + 63) / 64 * 64;
   size_t work = pieces.take(threads * job->work_bytes);
   uint8_t *base = scratch(pieces.bytes);
-  job->hidden = base + hidden, job->rows = base + rows, job->work = base + work;
+  job->hidden = base + hidden, job->whole = base + whole, job->rows = base + rows, job->work = base + work;
   job->num_tokens = num_tokens;
   Plan plan = {(int32_t *)(base + active), (int32_t *)(base + start), (int32_t *)(base + count),
                (int32_t *)(base + source), (int32_t *)(base + target), (float *)(base + weight), (int64_t *)(base + first)};

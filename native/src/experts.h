@@ -20,8 +20,12 @@
 enum { PANEL = 64, K_BLOCK = 128, MAX_ROWS = 6, MAX_NARROW_ROWS = 6, MAX_BAND = 96, FEW_ROWS = 24, BYTE_BLOCK = PANEL * 4 + K_BLOCK * PANEL };
 enum { WIDE_K = 1024 };  // k of a panel of fewer bits that are widened at a time, for all rows, where there are matrix tiles
 enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_STEP = 8, HALF_STEP_BYTES = PANEL * HALF_STEP / 2 };
+enum { WHOLE_BYTES = 72 };  // of 32 numbers of a row as whole numbers, with their scale and sum
 enum XType { X_F32 = 0, X_BF16 = 1 };
-enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5 };  // plain: of x's type
+enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5, W_INT4_INT8 = 6 };  // plain: of x's type
+// The last is of experts only: gate and up have zero points, down has 8 bits.
+static inline int64_t up_format(int64_t format) { return format == W_INT4_INT8 ? (int64_t)W_INT4_ZERO : format; }
+static inline int64_t down_format(int64_t format) { return format == W_INT4_INT8 ? (int64_t)W_INT8 : format; }
 
 // Bytes of a block of 4-bit weights before their codes.
 static inline constexpr int64_t half_scales(int64_t format) { return format == W_INT4_ZERO ? 2 * GROUP_SCALES : (int64_t)GROUP_SCALES; }
@@ -57,6 +61,7 @@ struct ExpertOps {
   TileFn scaled[MAX_ROWS + 1];               // 8-bit weights that `widen` has made x's type, with their scales
   TileFn narrow[5][MAX_NARROW_ROWS + 1];     // weights of fewer bits, from FP8 on, widened in registers
   void (*widen[5])(const uint8_t *block, int64_t depth, uint8_t *out);  // from FP8 on, to numbers of x's type; of 8 bits behind their scales
+  void (*whole)(const void *row, int64_t depth, uint8_t *out);  // `depth` numbers as `narrow` of 4 bits reads them; null: as they are
   void (*gated)(const float *c, int rows, void *const *h, const Gating &gating);      // 64 columns to 32 of x's type
   void (*weigh)(const void *rows, const float *weight, int64_t n, float *sum);        // sum = their weighted sum; n rows of 64 of x's type
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
@@ -130,6 +135,7 @@ struct RowsAt {
   int64_t stride;
   const int32_t *index;
   bool padded;
+  bool whole;  // they are as ExpertOps::whole has made them
   const uint8_t *operator[](int64_t i) const { return start + (index ? index[i] : i) * stride; }
 };
 
@@ -140,7 +146,7 @@ struct Multiplier {
   int64_t x_type, format, narrow_rows;  // the last: with up to so many rows weights of fewer bits are widened in registers
 
   enum { GATHERED = 1 << 20, MOST_GATHERED = 2 * MAX_BAND, MOST_WIDENED = 5 * MAX_BAND };  // bytes and rows that stay in the second cache
-  enum { NEAR_ROWS = 64 };  // whose sums stay in the nearest cache
+  enum { NEAR_ROWS = 64, FAR_BYTES = 4 << 20 };  // whose sums stay in the nearest cache; what passes by may push out of the last one
   int64_t item() const { return x_type == X_F32 ? 4 : 2; }
   bool halves() const { return format >= W_MXFP4; }
   int64_t scale_bytes() const { return halves() ? half_scales(format) : (int64_t)PANEL * 4; }  // of a block
@@ -164,22 +170,37 @@ struct Multiplier {
   int64_t sums_bytes(int64_t depth, int64_t rows) const { return format == W_PLAIN || depth <= WIDE_K || rows <= MAX_BAND ? 0 : rows * PANEL * 4; }
   int64_t work_bytes(int64_t depth, int64_t rows) const {
     int64_t most = gathered_rows(depth), here = rows < most ? rows : most;
-    return wide_bytes() + (bands ? sums_bytes(depth, here) + here * gathered_stride(depth) : 0);
+    int64_t bytes = wide_bytes() + (bands ? sums_bytes(depth, here) + here * gathered_stride(depth) : 0);
+    int64_t narrow = whole(1) ? (rows < narrow_rows ? rows : narrow_rows) * whole_stride(depth) : 0;
+    return bytes > narrow ? bytes : narrow;
   }
+  // Whether so many rows are multiplied as whole numbers, and what one of them takes then.
+  bool whole(int64_t rows) const { return halves() && ops->whole && rows <= narrow_rows; }
+  static int64_t whole_stride(int64_t depth) { return (depth + K_GROUP - 1) / K_GROUP * WHOLE_BYTES; }
 
   // Rows `first` to `last` times panels `low` to `high`, which at(n) tells; at(high) is what follows them, or null. Then
   // then(n, c, first row, rows) takes the results.
   template <class At, class Then>
   void panels(const RowsAt &a, int64_t first, int64_t last, int64_t depth, int64_t low, int64_t high, const At &at, uint8_t *work, const Then &then) const {
     if (!bands || (format != W_PLAIN && last - first <= narrow_rows)) {
-      for (int64_t n = low; n < high; n++) panel(at(n), depth, at(n + 1), work, first, last, a, [&](float *c, int64_t i, int rows) { then(n, c, i, rows); });
+      RowsAt here = a;
+      if (whole(last - first) && !a.whole) {  // once for all panels
+        const int64_t stride = whole_stride(depth);
+        for (int64_t m = first; m < last; m++) ops->whole(a[m], depth, work + (m - first) * stride);
+        here = {work - first * stride, stride, nullptr, true, true};
+      }
+      // Rows that are more than the caches hold pass by all panels in parts.
+      const int64_t part = (last - first) * depth * item() > FAR_BYTES ? (int64_t)MAX_BAND : last - first;
+      for (int64_t m = first; m < last; m += cut_rows(last - m, part))
+        for (int64_t n = low; n < high; n++)
+          panel(at(n), depth, at(n + 1), work, m, m + cut_rows(last - m, part), here, [&](float *c, int64_t i, int rows) { then(n, c, i, rows); });
       return;
     }
     bool direct = !a.index && (a.padded || depth % TILE_K == 0);
     int64_t most = gathered_rows(depth), stride = gathered_stride(depth);
     for (int64_t i = first; i < last;) {
       int64_t rows = last - i < most ? last - i : most;
-      RowsAt here = {a[direct ? i : 0], a.stride, nullptr, true};
+      RowsAt here = {a[direct ? i : 0], a.stride, nullptr, true, false};
       if (!direct) here = gather(a, i, rows, depth, work + wide_bytes() + sums_bytes(depth, rows), stride);
       for (int64_t n = low; n < high; n++)
         band(here, rows, at(n), depth, i + rows == last ? at(n + 1) : n + 1 < high ? at(n + 1) : at(low), work,
@@ -195,7 +216,7 @@ struct Multiplier {
       __builtin_memcpy(to + m * stride, a[first + m], bytes);
       __builtin_memset(to + m * stride + bytes, 0, padded - bytes);
     }
-    return {to, stride, nullptr, true};
+    return {to, stride, nullptr, true, false};
   }
 
   // `depth` k of a panel, from a block's first on, as numbers of x's type.
@@ -242,15 +263,20 @@ struct Multiplier {
     const TileFn *tiles = narrow ? ops->narrow[format - W_FP8] : widened && !halves() ? ops->scaled : ops->plain;
     // For many rows products take longest: a panel that comes from the second cache is no matter, sums put away and taken up are.
     int64_t step = bytes || last - first <= FEW_ROWS ? (int64_t)K_BLOCK : depth;
-    int64_t whole = bytes ? block_bytes() : step * PANEL * item();
+    int64_t size = bytes ? block_bytes() : step * PANEL * item();
+    // Sums of whole numbers are two, which leaves registers for fewer rows.
+    const int64_t most = rows_at.whole ? 4 : narrow ? (int64_t)MAX_NARROW_ROWS : (int64_t)MAX_ROWS;
+    // Blocks from one to that which is brought nearer: small ones are done before a line has come from memory.
+    const int64_t apart = narrow && halves() ? 3 : 1, end = (depth + step - 1) / step * step;
     for (int64_t i = first; i < last;) {
       int64_t rows = cut_rows(last - i, MAX_BAND);
       for (int64_t m = 0; m < rows; m++) a[m] = rows_at[i + m];
       const uint8_t *following = i + rows == last ? next : step < depth ? p : nullptr;
-      multiply_band(tiles, narrow ? MAX_NARROW_ROWS : MAX_ROWS, a, rows, depth, step, c, [&](int64_t k, int64_t n) {
-        const uint8_t *at = p + k / step * whole, *ahead = k + n < depth ? at + whole : following;
+      multiply_band(tiles, most, a, rows, depth, step, c, [&](int64_t k, int64_t n) {
+        const uint8_t *at = p + k / step * size, *ahead = at + apart * size;
+        if (k + apart * step >= end) ahead = following ? following + (k + apart * step - end) / step * size : nullptr;
         if (widened) widen(at, n, wide), at = wide;
-        return Block{at, k, n, ahead, ahead ? (int)(whole / step / 32) : 0, ahead && bytes ? (int)scale_bytes() : 0};
+        return Block{at, k, n, ahead, ahead ? (int)(size / step / 32) : 0, ahead && bytes ? (int)scale_bytes() : 0};
       });
       then(c, i, (int)rows);
       i += rows;

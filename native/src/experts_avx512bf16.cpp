@@ -162,7 +162,7 @@ alignas(64) constexpr WholeOrder whole_order;
 // 32 numbers of a row as whole numbers of 15 bits times a scale, which loses at most 2^-15 of the largest of them: 128 times those in
 // `high` and those in `low`, in that order. A group with what is no number has such a scale.
 struct WholeGroup {
-  alignas(32) int8_t high[K_GROUP], low[K_GROUP];
+  int8_t high[K_GROUP], low[K_GROUP];
   float scale;
   int sum;
 
@@ -184,11 +184,18 @@ struct WholeGroup {
       below[i] = _mm512_sub_epi32(whole[i], _mm512_slli_epi32(above[i], 7));
     }
     const __m512i order = _mm512_load_si512(whole_order.of), total = _mm512_add_epi32(whole[0], whole[1]);
-    _mm256_store_si256((__m256i *)high, _mm512_castsi512_si256(_mm512_permutex2var_epi8(above[0], order, above[1])));
-    _mm256_store_si256((__m256i *)low, _mm512_castsi512_si256(_mm512_permutex2var_epi8(below[0], order, below[1])));
+    _mm256_storeu_si256((__m256i *)high, _mm512_castsi512_si256(_mm512_permutex2var_epi8(above[0], order, above[1])));
+    _mm256_storeu_si256((__m256i *)low, _mm512_castsi512_si256(_mm512_permutex2var_epi8(below[0], order, below[1])));
     sum = _mm512_reduce_add_epi32(total);
   }
 };
+
+static_assert(sizeof(WholeGroup) == WHOLE_BYTES);
+
+void whole_numbers(const void *row, int64_t depth, uint8_t *out) {
+  WholeGroup *to = (WholeGroup *)out;
+  for (int64_t k = 0; k < depth; k += K_GROUP, to++) to->set((const bf16 *)row + k, depth - k < K_GROUP ? depth - k : (int64_t)K_GROUP);
+}
 
 INLINE __m512i four_of(const int8_t *p) { return _mm512_set1_epi32(*(const int __attribute__((may_alias)) *)p); }
 
@@ -196,17 +203,17 @@ INLINE __m512i four_of(const int8_t *p) { return _mm512_set1_epi32(*(const int _
 // of the row's numbers, is taken off. MXFP4's are twice its numbers.
 template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &block, float *c) {
   enum { MORE = FORMAT == W_MXFP4 ? 12 : 8, ABREAST = MR <= 2 ? 4 : 2 };
-  const bf16 *const *a = (const bf16 *const *)av;
+  const WholeGroup *const *a = (const WholeGroup *const *)av;
   const uint8_t *p = block.panel + half_scales(FORMAT), *next = block.ahead, *scales = block.panel;
   const __m512i nibble = _mm512_set1_epi8(15);
   const __m512i twice = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
   const int64_t lines = 4 * block.lines;
-  WholeGroup row[MR];
   for (int64_t first = 0; first < block.depth; first += K_GROUP, scales += PANEL * 2) {
     const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first;
     const int steps = (int)(n + HALF_STEP - 1) / HALF_STEP;
+    const WholeGroup *row[MR];
 #pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) row[m].set(a[m] + k, n);
+    for (int m = 0; m < MR; m++) row[m] = a[m] + k / K_GROUP;
     for (int j = 0; j < 4; j += ABREAST) {
       __m512i high[ABREAST][MR], low[ABREAST][MR];
 #pragma GCC unroll 4
@@ -224,8 +231,8 @@ template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &
         }
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) {
-          const __m512i x[4] = {four_of(row[m].high + 8 * step), four_of(row[m].low + 8 * step), four_of(row[m].high + 8 * step + 4),
-                                four_of(row[m].low + 8 * step + 4)};
+          const __m512i x[4] = {four_of(row[m]->high + 8 * step), four_of(row[m]->low + 8 * step), four_of(row[m]->high + 8 * step + 4),
+                                four_of(row[m]->low + 8 * step + 4)};
 #pragma GCC unroll 4
           for (int i = 0; i < ABREAST; i++) {
             high[i][m] = _mm512_dpbusd_epi32(high[i][m], even[i], x[0]), low[i][m] = _mm512_dpbusd_epi32(low[i][m], even[i], x[1]);
@@ -239,11 +246,11 @@ template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) {
           float *to = c + m * PANEL + 16 * (j + i);
-          const __m512i whole = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(MORE * row[m].sum));
-          const float by = FORMAT == W_MXFP4 ? row[m].scale / 2 : row[m].scale;
+          const __m512i whole = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(MORE * row[m]->sum));
+          const float by = FORMAT == W_MXFP4 ? row[m]->scale / 2 : row[m]->scale;
           const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(by));
           __m512 sum = _mm512_fmadd_ps(product, (__m512)scale.by, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps());
-          if (FORMAT == W_INT4_ZERO) sum = _mm512_fmadd_ps((__m512)scale.more, _mm512_set1_ps(by * (float)row[m].sum), sum);
+          if (FORMAT == W_INT4_ZERO) sum = _mm512_fmadd_ps((__m512)scale.more, _mm512_set1_ps(by * (float)row[m]->sum), sum);
           _mm512_storeu_ps(to, sum);
         }
       }
@@ -314,6 +321,7 @@ constexpr ExpertOps table = {
     {0, wide<true, 1>(), wide<true, 2>(), wide<true, 3>(), wide<true, 4>(), wide<true, 5>(), wide<true, 6>()},
     {NARROW(W_FP8), NARROW(W_INT8), NARROW(W_MXFP4), NARROW(W_INT4), NARROW(W_INT4_ZERO)},
     {widen_bytes<W_FP8>, widen_bytes<W_INT8>, widen_pairs<W_MXFP4>, widen_pairs<W_INT4>, widen_pairs<W_INT4_ZERO>},
+    whole_numbers,
     gated_columns<bf16>,
     weigh_columns<bf16>,
     store_columns<bf16>,

@@ -94,10 +94,10 @@ void half_group(const Matrix &w, int format, int64_t first, int group, int64_t d
   }
 }
 
-void pack_group(const ExpertShape *s, const Matrix &w, int64_t scale_rows, int64_t first, int group, int64_t depth, uint8_t *panel) {
-  if (s->format >= W_MXFP4) half_group(w, (int)s->format, first, group, depth, panel);
-  else if (s->format != W_PLAIN) byte_group(w, (int)s->format, scale_rows, first, group, depth, panel);
-  else if (s->x_type == X_F32) plain_group<4>(w, first, group, depth, panel);
+void pack_group(int64_t x_type, int64_t format, const Matrix &w, int64_t scale_rows, int64_t first, int group, int64_t depth, uint8_t *panel) {
+  if (format >= W_MXFP4) half_group(w, (int)format, first, group, depth, panel);
+  else if (format != W_PLAIN) byte_group(w, (int)format, scale_rows, first, group, depth, panel);
+  else if (x_type == X_F32) plain_group<4>(w, first, group, depth, panel);
   else if (first + 16 <= w.outputs && w.inputs == depth && depth % 8 == 0)
     place_pairs(w.rows + first * w.inputs * 2, w.inputs * 2, depth / 2, PANEL * 4, panel + group * 64);
   else plain_group<2>(w, first, group, depth, panel);
@@ -120,8 +120,8 @@ NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *ga
     int64_t d = n - s->up_panels;
     uint8_t *panel = slot + (up_half ? n * s->up_bytes : s->up_panels * s->up_bytes + d * s->down_bytes);
     for (int group = 0; group < 4; group++)
-      if (up_half) pack_group(s, of[group % 2], scale_rows, n * 32 + group / 2 * 16, group, s->up_depth, panel);
-      else pack_group(s, of[2], scale_rows, d * PANEL + group * 16, group, s->down_depth, panel);
+      if (up_half) pack_group(s->x_type, up_format(s->format), of[group % 2], scale_rows, n * 32 + group / 2 * 16, group, s->up_depth, panel);
+      else pack_group(s->x_type, down_format(s->format), of[2], scale_rows, d * PANEL + group * 16, group, s->down_depth, panel);
   }
 }
 
@@ -130,13 +130,11 @@ NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *ga
 NATIVE_API void linear_packed_fill(int64_t x_type, int64_t format, uint8_t *packed, const void *weight, const float *scale, int64_t scale_rows,
                                    int64_t inputs, int64_t outputs, int threads) {
   Matrix w = {(const uint8_t *)weight, scale, outputs, inputs};
-  ExpertShape s = {};
-  s.x_type = x_type, s.format = format;
   int64_t panels = (outputs + PANEL - 1) / PANEL, bytes = Multiplier{nullptr, nullptr, x_type, format, 0}.panel_bytes(inputs);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t n = 0; n < panels; n++) {
     uint8_t *to = packed + n * bytes, *panel = packed == weight ? scratch(bytes) : to;
-    for (int group = 0; group < 4; group++) pack_group(&s, w, scale_rows, n * PANEL + group * 16, group, inputs, panel);
+    for (int group = 0; group < 4; group++) pack_group(x_type, format, w, scale_rows, n * PANEL + group * 16, group, inputs, panel);
     if (panel != to) memcpy(to, panel, bytes);
   }
 }

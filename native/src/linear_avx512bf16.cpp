@@ -147,7 +147,7 @@ void pack(const LinearCall &call, int64_t o, int count, uint8_t *panel) {
 
 void linear_many_rows(const LinearCall &call, int64_t first, int64_t last, uint8_t *panel) {
   const Multiplier by = {experts_ops(X_BF16), experts_bands(X_BF16), X_BF16, W_PLAIN, 0};
-  const RowsAt rows_at = {(const uint8_t *)call.x, call.x_stride * (int64_t)sizeof(bf16), nullptr, false};
+  const RowsAt rows_at = {(const uint8_t *)call.x, call.x_stride * (int64_t)sizeof(bf16), nullptr, false, false};
   for (int64_t o = first; o < last; o += PANEL) {
     int count = last - o < PANEL ? (int)(last - o) : (int)PANEL;
     pack(call, o, count, panel);

@@ -31,7 +31,7 @@ struct PackedCall {
   // Panels low to high.
   void multiply(int64_t low, int64_t high, uint8_t *work) const {
     auto panel_at = [&](int64_t n) { return n < high ? packed + n * panel_bytes : nullptr; };
-    by.panels({x, x_stride * by.item(), nullptr, false}, 0, rows, inputs, low, high, panel_at, work, [&](int64_t n, float *c, int64_t first, int count) {
+    by.panels({x, x_stride * by.item(), nullptr, false, false}, 0, rows, inputs, low, high, panel_at, work, [&](int64_t n, float *c, int64_t first, int count) {
       int columns = (int)(outputs - n * PANEL < PANEL ? outputs - n * PANEL : PANEL);
       void *to[MAX_BAND];
       for (int64_t i = 0; i < count; i++) to[i] = y + ((first + i) * y_stride + n * PANEL) * by.item();

@@ -77,7 +77,7 @@ struct Matrix {
 struct Expert {
   Matrix gate, up, down;
   Expert(int64_t hidden, int64_t width, int x_type, int format)
-      : gate(width, hidden, x_type, format), up(width, hidden, x_type, format), down(hidden, width, x_type, format) {}
+      : gate(width, hidden, x_type, (int)up_format(format)), up(width, hidden, x_type, (int)up_format(format)), down(hidden, width, x_type, (int)down_format(format)) {}
   std::vector<float> operator()(const std::vector<float> &x) const {
     size_t hidden = x.size(), width = gate.value.size() / hidden;
     std::vector<float> h(width), y(hidden);
@@ -180,11 +180,11 @@ int main() {
     native_limit_isa(isa);
     count += test_layers(isa) + test_prompts() + test_indexes() + test_tapes() + test_deltas();
     for (int x_type : {X_F32, X_BF16})
-      for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4, W_INT4_ZERO})
+      for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4, W_INT4_ZERO, W_INT4_INT8})
         for (auto &size : sizes)
           for (int64_t tokens : {0, 1, 5, 17, 60})
             for (int threads : {1, 2}) test(x_type, format, size[0], size[1], tokens, threads), count++;
-    for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4, W_INT4_ZERO}) test(X_BF16, format, 300, 140, 230, 2), count++;  // several bands of rows
+    for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4, W_INT4_ZERO, W_INT4_INT8}) test(X_BF16, format, 300, 140, 230, 2), count++;  // several bands of rows
   }
   printf("%d cases, %d numbers wrong\n", count, failures);
   return failures != 0;

@@ -62,6 +62,8 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
+    generate: bool | None = None  # over WebSockets, false: the prompt is computed, and nothing is said
+    enable_response_messages: bool | None = None  # vLLM's: what the model read and wrote is in the response
     # Refused: they name what only OpenAI keeps.
     conversation: Any = None
     prompt: Any = None
@@ -92,12 +94,12 @@ def to_chat(body: ResponsesRequest, earlier: Sequence[Json]) -> tuple[ChatReques
     """And the items of the conversation so far. earlier: those of the response that this one continues. ApiError
     400."""
     _check(body)
-    given = body.input
-    if not given:
+    given = body.input or []
+    if not given and not earlier and (body.generate is not False or not body.instructions):
         raise bad_request("input must not be empty", "input", "invalid_value")
     items = [*earlier, *([_user(given)] if isinstance(given, str) else given)]
     fields: Json = {
-        "messages": _messages(items, body.instructions, len(earlier)),
+        "messages": _messages(items or [_user("")], body.instructions, len(earlier)),
         "max_completion_tokens": body.max_output_tokens,
         "chat_template_kwargs": body.chat_template_kwargs,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,

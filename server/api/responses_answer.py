@@ -21,10 +21,14 @@ Json = dict[str, Any]
 
 
 class ResponsesWriter:
-    """For one request. on_end: gets the whole response, once."""
+    """For one request. decode: tokens to text, special ones too. on_end: gets the whole response, once."""
 
-    def __init__(self, job: Job, source: ResponsesRequest, on_end: Callable[[Json], None]) -> None:
+    def __init__(
+        self, job: Job, source: ResponsesRequest, decode: Callable[[list[int]], str], on_end: Callable[[Json], None]
+    ) -> None:
         self._job = job
+        self._decode = decode
+        self._token_ids: list[int] = []
         self._source = source
         self._on_end = on_end
         self._custom = source.custom_names
@@ -56,6 +60,7 @@ class ResponsesWriter:
             self._runs = True
             self._say("response.in_progress", response=self.response("in_progress"))
         for delta in deltas:
+            self._token_ids += delta.token_ids
             self._take(events_of(delta), delta.logprobs)
             if delta.finish_reason is not None:
                 self._finish(delta.finish_reason)
@@ -86,6 +91,7 @@ class ResponsesWriter:
 
     def whole(self, choices: list[Choice], prompts: list[PromptFacts], total: Usage) -> Json:
         (choice,) = choices
+        self._token_ids = choice.token_ids
         for events, logprobs in choice.steps:
             self._take(events, logprobs)
         self._finish(choice.finish_reason or "stop")
@@ -205,8 +211,14 @@ class ResponsesWriter:
             response = self.response("failed", usage, error={"code": "server_error", "message": "aborted"})
         else:
             response = self.response("completed", usage)
+        if self._source.enable_response_messages:
+            response["input_messages"] = [self._raw(self._job.prompts[0].token_ids)]
+            response["output_messages"] = [self._raw(self._token_ids)]
         self._on_end(response)
         return response
+
+    def _raw(self, token_ids: list[int]) -> Json:
+        return {"type": "raw_message_tokens", "message": self._decode(token_ids), "tokens": token_ids}
 
     def response(self, status: str, usage: Json | None = None, **more: Any) -> Json:
         """As it is now."""
@@ -268,6 +280,13 @@ class ResponsesWriter:
     def _say(self, name: str, /, **fields: Any) -> None:
         fields = {"type": name, "sequence_number": self._next(), **fields}
         self._frames.append(b"event: %b\ndata: %b\n\n" % (name.encode(), encode(fields)))
+
+
+class WarmWriter(ResponsesWriter):
+    """Of a prompt that is computed and not answered."""
+
+    def _finish(self, reason: str) -> None:
+        self._reason = "stop" if reason == "length" else reason
 
 
 class CompactionWriter(ResponsesWriter):

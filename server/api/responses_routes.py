@@ -19,7 +19,7 @@ from server.api.event_log import EventLog, Followed
 from server.api.generate import Answer, Job
 from server.api.openai import ChatRequest
 from server.api.responses import CHAT_NAMES, ResponsesRequest
-from server.api.responses_answer import CompactionWriter, ResponsesWriter
+from server.api.responses_answer import CompactionWriter, ResponsesWriter, WarmWriter
 from server.api.stored import CHAIN, ResponseStore, Stored
 from server.errors import ApiError, as_api_error, bad_request
 from server.logs import Record, log_request
@@ -55,11 +55,17 @@ class Responses:
         earlier = await self._earlier(request)
         try:
             taken = await take(self._service, request, "responses", ChatRequest, earlier)
+            source = taken.source
+            assert isinstance(source, ResponsesRequest)
+            warms = source.generate is False
+            if warms:
+                if CHAIN not in request.scope:
+                    raise bad_request("generate: false needs a WebSocket", "generate", "unsupported_parameter")
+                taken.body.max_completion_tokens, taken.body.min_tokens = 1, None
             job = chat_job(self._service, taken, f"resp_{uuid.uuid4().hex}", NAMES)
         except ApiError as error:
             raise error.renamed(CHAT_NAMES) from None
-        source = taken.source
-        assert isinstance(source, ResponsesRequest)
+        job.no_output = warms
         chain = request.scope.get(CHAIN, "") if source.store is False else ""
         keeps = source.store is not False or chain
         items: list[Json] = msgspec.json.decode(taken.items) if keeps else []
@@ -68,7 +74,7 @@ class Responses:
             if keeps:
                 self.store.put(response, items, chain)
 
-        writer = ResponsesWriter(job, source, on_end)
+        writer = (WarmWriter if warms else ResponsesWriter)(job, source, self._decode, on_end)
         if source.background:
             return await self._begin(job, writer, items, record_of(request.scope))
         return Answer(self._service, job, writer)
@@ -91,7 +97,7 @@ class Responses:
         except ApiError as error:
             raise error.renamed(CHAT_NAMES) from None
         assert isinstance(taken.source, ResponsesRequest)
-        return Answer(self._service, job, CompactionWriter(job, taken.source, lambda response: None))
+        return Answer(self._service, job, CompactionWriter(job, taken.source, self._decode, lambda response: None))
 
     async def retrieve(self, request: Request) -> Response:
         """With stream=true the events behind that of the number starting_after: those that were, then those that
@@ -133,6 +139,9 @@ class Responses:
         return json_response({"object": "list", "data": named, "first_id": first, "last_id": last, "has_more": False})
 
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._service.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     async def _earlier(self, request: Request) -> bytes:
         """The items of the response that this one continues; b"": it begins. ApiError 404."""

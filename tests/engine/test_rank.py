@@ -19,7 +19,7 @@ from engine.doorbell import SharedDoorbell
 from engine.process.local_ranks import LocalRanks
 from ep.protocol import PeerLost
 from ep.transport.group import LocalGroup, MailboxGroup, MailboxWorld
-from front.messages import AddRequest, Outputs, RankReady, ResetPrefixCache, Shutdown
+from front.messages import AddRequest, Membership, Outputs, RankReady, ResetPrefixCache, Shutdown
 from models.tiny import CHECKPOINT
 
 torch.set_num_threads(1)
@@ -273,8 +273,8 @@ def test_a_local_rank_prepares_while_it_has_no_work(checkpoint: Path) -> None:
 
     rank._preparation = preparation()
     ranks = LocalRanks(rank)
-    prepares(0)
     ranks.receive(0)
+    prepares(0)
     ranks.send(0, Job([5, 6, 7], 20).message(0))
     ranks.receive(1.0)
     begun = pieces
@@ -285,3 +285,15 @@ def test_a_local_rank_prepares_while_it_has_no_work(checkpoint: Path) -> None:
     prepares(begun + 1)
     ranks.close()
     assert not any(thread.name == "prepare" for thread in threading.enumerate())
+
+
+def test_a_rank_prepares_nothing_while_it_waits_for_the_others(checkpoint: Path) -> None:
+    """What begins then, as reading the vocabulary on a thread, would slow the first step after a loss."""
+    rank = build_rank(make_plan(checkpoint), join=True)
+    rank._preparation = iter([1, 1])
+    assert not rank.prepare()
+    rank.submit(Membership(1, [True]))
+    while not rank.serving:
+        rank.step()
+    assert rank.prepare()
+    rank.close()

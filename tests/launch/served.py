@@ -51,10 +51,9 @@ class Server:
                 found["front"] = pid
         return found
 
-    def standby(self) -> int:
-        """The process that waits to become a rank; 0: there is none."""
-        found = [pid for pid in descendants(self.process.pid) if "engine.process.standby_process" in command_line(pid)]
-        return found[0] if found else 0
+    def standby(self) -> list[int]:
+        """The processes that wait to become ranks, or get ready for that."""
+        return [pid for pid in descendants(self.process.pid) if "engine.process.standby_process" in command_line(pid)]
 
     def wait_ready(self) -> None:
         """Or until it has ended."""

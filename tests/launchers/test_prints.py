@@ -180,6 +180,7 @@ def test_the_systemd_unit(tmp_path: Path) -> None:
         (["systemd"], "systemd needs --hosts"),
         (["ssh", "--hosts", "a,b,c"], "--hosts has 3 names for 2 nodes"),
         (["slurm", "--", "--port", "1"], "--port is decided by launch"),
+        (["slurm", "--", "--uds", "a.sock"], "--uds is decided by launch"),
         (["slurm", "--", "-dpl", "1"], "--data-parallel-size-local is decided by launch"),
         (["slurm", "/m", "--", "stray"], "unexpected word 'stray'"),
         (["slurm", "--kind", "lws"], "--kind lws is for k8s, not for slurm"),

@@ -168,17 +168,28 @@ def test_a_whole_model(tmp_path: Path, architecture: str) -> None:
     assert model_directory(tmp_path / "m.gguf", tmp_path / "cache") == directory
 
 
+_WIDE = ("attn_v", "token_embd")
+
+
 @pytest.mark.skipif(isa() == Isa.NONE, reason="4 bits are kept by the native kernels only")
-@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
-def test_4_bits_stay_so(tmp_path: Path, architecture: str) -> None:
-    """And 8 bits where some parts of what lies together have them."""
+@pytest.mark.parametrize(
+    ("architecture", "wide", "kept"),
+    [
+        ("llama", _WIDE, None),
+        ("qwen3moe", _WIDE, WeightFormat.INT4),
+        ("qwen3moe", (*_WIDE, "down_exps"), WeightFormat.INT4_INT8),
+        ("qwen3moe", (*_WIDE, "up_exps"), WeightFormat.INT8),
+    ],
+)
+def test_4_bits_stay_so(tmp_path: Path, architecture: str, wide: tuple[str, ...], kept: WeightFormat | None) -> None:
+    """And 8 bits, in `wide`, where some parts of what lies together have them."""
     hf = MAKERS[architecture](tmp_path / "hf")
     meant: dict[str, Tensor] = {}
 
     def weights(name: str, tensor: Tensor) -> Any:
         if tensor.dim() == 1 or "gate_inp" in name:
             return plain(tensor)
-        made, meant[name] = (q8_0 if "attn_v" in name or "token_embd" in name else q4_0)(tensor)
+        made, meant[name] = (q8_0 if any(part in name for part in wide) else q4_0)(tensor)
         return made
 
     directory = model_directory(as_gguf(hf, architecture, tmp_path / "m.gguf", weights), tmp_path / "cache")
@@ -202,7 +213,7 @@ def test_4_bits_stay_so(tmp_path: Path, architecture: str) -> None:
     forms = {module.packed.form for module in ours_model.modules() if isinstance(module, Linear) and module.packed}
     assert {WeightFormat.INT4, WeightFormat.INT8} <= forms
     if architecture == "qwen3moe":
-        assert ours_model.moe_layers[0][1].experts.format is WeightFormat.INT4
+        assert ours_model.moe_layers[0][1].experts.format is kept
 
 
 def unpaired(tensor: Tensor, heads: int) -> Tensor:

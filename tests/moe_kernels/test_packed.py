@@ -74,7 +74,7 @@ def packed(
         given = matrices(hidden, width, dtype, slot)
         ours.fill(slot, *given)
         if form is not PLAIN:
-            given = tuple(rounded(matrix, form) for matrix in given)  # type: ignore[assignment]
+            given = tuple(map(rounded, given, form.parts))  # type: ignore[assignment]
         exact.fill(slot, *given)
     return ours, exact
 
@@ -84,7 +84,7 @@ def assert_rounding_only(
 ) -> None:
     """Every number is as near to the exact one as its dtype allows: in bfloat16 what lies between the matrices is rounded
     once, and the result once; of 4-bit weights, whose scales are in them, each where there are many rows."""
-    weights = y_RD.dtype if form in HALVES else None
+    weights = y_RD.dtype if form.parts[0] in HALVES else None
     start = 0
     for slot, count in enumerate(batch.rows_S.tolist()):
         place: tuple[int | slice, ...] = (slice(start, start + count),)
@@ -175,7 +175,7 @@ def exact_sums(
         y_TD = reference.expert(x_TD.double(), exact.gate_up_S2FD[slot], exact.down_SDF[slot])
         out_TD += share_T1 * y_TD
         # What is added is rounded once itself.
-        weights = x_TD.dtype if form in HALVES else None
+        weights = x_TD.dtype if form.parts[0] in HALVES else None
         one_TD = expert_bound(x_TD, *exact.read(slot), x_TD.dtype, weights=weights) + 2 * unit(x_TD.dtype) * y_TD.abs()
         bound_TD += share_T1.abs() * (one_TD + bound(exact.num_slots + 1, y_TD.abs()))
     return out_TD, bound_TD
@@ -219,7 +219,7 @@ def test_a_row_does_not_depend_on_its_company_nor_on_threads(
 ) -> None:
     """Bit for bit: the numbers are added in the same order however many rows and threads there are. 4-bit weights: where
     that is asked for."""
-    if form in HALVES:
+    if form.parts[0] in HALVES:
         choose(Choice(), fixed_order=True)
     ours, _ = packed(3, 200, 140, dtype, form)
     x_TD = torch.randn(75, 200, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -239,7 +239,7 @@ def test_a_row_does_not_depend_on_its_company_nor_on_threads(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_number_of_rows(level: Isa, dtype: torch.dtype, form: WeightFormat) -> None:
     """One tile, several, several bands; weights multiplied block after block or panel after panel: bit for bit the same."""
-    if form in HALVES:
+    if form.parts[0] in HALVES:
         choose(Choice(), fixed_order=True)
     ours, exact = packed(1, 330, 140, dtype, form)
     all_RD = ragged([210], 330, dtype).x
@@ -292,7 +292,7 @@ def test_what_is_packed_can_be_read_back(dtype: torch.dtype, hidden: int, width:
         ours.clear(0)
         ours.fill(1, *given)
         if form is not PLAIN:
-            given = tuple(rounded(matrix, form).to(dtype) for matrix in given)  # type: ignore[assignment]
+            given = tuple(rounded(*each).to(dtype) for each in zip(given, form.parts, strict=True))  # type: ignore[assignment]
         for slot, expected in enumerate(([torch.zeros_like(matrix) for matrix in given], given)):
             for read, matrix in zip(ours.read(slot), expected, strict=True):
                 assert torch.equal(read, matrix)

@@ -94,6 +94,21 @@ def test_the_order_of_events() -> None:
     asyncio.run(run())
 
 
+def test_what_the_model_read_and_wrote_where_it_is_asked_for() -> None:
+    async def run() -> None:
+        async with server() as s:
+            for body in (
+                await respond(s, max_output_tokens=3, enable_response_messages=True),
+                (await stream(s, max_output_tokens=3, enable_response_messages=True))[-1]["response"],
+            ):
+                (read,), (wrote,) = body["input_messages"], body["output_messages"]
+                assert read["message"] == last_prompt(s) and read["type"] == "raw_message_tokens"
+                assert wrote["tokens"] == s.ranks.script[:3] and STORY.startswith(wrote["message"])
+            assert "input_messages" not in await respond(s, max_output_tokens=3)
+
+    asyncio.run(run())
+
+
 def test_logprobs_where_they_are_asked_for() -> None:
     async def run() -> None:
         async with server() as s:

@@ -87,6 +87,33 @@ def test_what_is_not_stored_goes_on_where_it_began() -> None:
     asyncio.run(run())
 
 
+def test_a_prompt_is_warmed_without_an_answer() -> None:
+    """generate: false, as Codex sends it; the next turn goes on from it, with more input or none."""
+
+    async def run() -> None:
+        async with server() as s, listening(s) as url, connect(url) as client:
+            for kept in ({"store": False}, {}):
+                events, last = await turn(client, generate=False, **kept)
+                for event in events:
+                    EVENTS.validate_python(event, strict=True)
+                names = ["response.created", "response.in_progress", "response.completed"]
+                assert [event["type"] for event in events] == names
+                response = last["response"]
+                assert response["output"] == [] and response["status"] == "completed"
+                assert response["usage"]["output_tokens"] == 0 < response["usage"]["input_tokens"]
+                assert s.ranks.sent[-1].params.max_tokens == 1
+                goes_on = {"previous_response_id": response["id"], **kept}
+                second = (await turn(client, input=[], **goes_on))[1]["response"]
+                assert second["output"][0]["content"][0]["text"] == STORY
+                assert last_prompt(s) == "user: Hello\nassistant:"
+            await turn(client, generate=False, input=[], instructions="Be brief.")
+            assert last_prompt(s) == "system: Be brief.\nuser: \nassistant:"
+            refused = await s.post("/v1/responses", {"input": "Hi", "generate": False})
+            assert error_of(refused, 400)["param"] == "generate"
+
+    asyncio.run(run())
+
+
 def test_what_is_wrong_with_a_message() -> None:
     async def run() -> None:
         async with server() as s, listening(s) as url, connect(url) as client:
@@ -100,7 +127,7 @@ def test_what_is_wrong_with_a_message() -> None:
                 assert event["type"] == "error" and event["status"] == 400 and event["error"]["code"] == code
             assert await code_of(client, model="other") == "model_not_found"
             assert await code_of(client, stop=["a"] * 17) == "invalid_request"
-            assert await code_of(client, generate=False) == "unsupported_parameter"
+            assert await code_of(client, generate=False, input=[]) == "invalid_value"
             assert await code_of(client, temperature=-1) == "invalid_value"
             assert (await turn(client))[1]["type"] == "response.completed"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from server_parts import MODEL, last_prompt, server, small_tokenizer
+from server_parts import MODEL, last_prompt, server, small_tokenizer, until
 
 from configs.server import ServerConfig
 from front.messages import AddRequest, ReasoningBudget
@@ -100,6 +100,37 @@ def test_the_budget_of_reasoning_reaches_the_ranks() -> None:
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "thinking_token_budget"
         async with server(ServerConfig(reasoning_parser=""), max_model_len=2048) as s:
             assert (await s.post("/v1/messages", {"model": MODEL, **asked, "max_tokens": 1025})).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_beam_search_is_one_request() -> None:
+    """A server that is shutting down waits for it, and it can be aborted; new ones are refused then."""
+    asked = {"model": MODEL, "prompt": ["Once", "Twice"], "use_beam_search": True, "n": 2, "max_tokens": 12}
+
+    async def run() -> None:
+        async with server() as s:
+            s.ranks.pause_at = 4
+            running = asyncio.create_task(s.post("/v1/completions", {**asked, "request_id": "beams"}))
+            await until(lambda: s.ranks.paused, "it is under way")
+            draining = asyncio.create_task(s.service.engine.drain(30.0))
+            await until(lambda: s.service.engine.draining, "the server drains")
+            assert (await s.post("/v1/completions", asked)).status_code == 503
+            s.ranks.resume()
+            body = (await running).json()
+            assert [choice["finish_reason"] for choice in body["choices"]] == ["length"] * 4
+            assert body["usage"]["completion_tokens"] == 48 and await draining == 0
+            assert not s.service.metrics._ended and not len(s.service.in_flight)
+        async with server() as s:
+            s.ranks.pause_at = 4
+            running = asyncio.create_task(s.post("/v1/completions", {**asked, "request_id": "beams"}))
+            await until(lambda: s.ranks.paused, "it is under way")
+            names = s.service.in_flight.prompt_ids(["beams"])
+            aborted = [s.service.engine.abort(name) for name in names]
+            assert len(names) == 4 and any(aborted)
+            s.ranks.resume()
+            body = (await running).json()
+            assert {choice["finish_reason"] for choice in body["choices"]} == {"abort"}
 
     asyncio.run(run())
 

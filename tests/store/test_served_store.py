@@ -74,16 +74,15 @@ def mappings(inode: int) -> dict[int, set[str]]:
 
 
 def maps_of_ranks(server: Server, inode: int) -> list[set[str]]:
-    """Their rights; besides them only a process that waits may map it."""
+    """Their rights; besides them only processes that wait may map it."""
     found, children = mappings(inode), server.children()
-    assert set(found) <= {*children.values(), server.standby()}, found
+    assert set(found) <= {*children.values(), *server.standby()}, found
     return [found.get(pid, set()) for pid in ranks_of(server).values()]
 
 
-def waiting(folder: Path) -> int:
-    """The last process of which the log says that it waits to become a rank; 0: of none."""
-    found = re.findall(r"event=standby_ready pid=(\d+)", (folder / "server.log").read_text())
-    return int(found[-1]) if found else 0
+def waiting(folder: Path) -> list[int]:
+    """The processes of which the log says that they wait to become ranks, also those that do not any more."""
+    return [int(pid) for pid in re.findall(r"event=standby_ready pid=(\d+)", (folder / "server.log").read_text())]
 
 
 def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
         assert 'weight_store_mappings{model_name="moesaic-tiny",store="0"} 3.0' in server.get("/metrics").replace(
             str(tmp_path / "model"), "moesaic-tiny"
         )
-        waited = until(lambda: waiting(tmp_path), 60, "a process waits to become a rank")
+        waited = until(lambda: waiting(tmp_path), 60, "a process waits to become a rank")[0]
         assert mappings(inode)[waited] == {"r--s"}
         weights.unlink()
 
@@ -119,7 +118,7 @@ def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_killed_supervisor(tmp_path: Path) -> None:
     with served(tmp_path, "-dp", "2") as server:
-        inode, standby = store_of(server), until(server.standby, 30, "a process waits to become a rank")
+        inode, (standby, *_) = store_of(server), until(server.standby, 30, "a process waits to become a rank")
         children = descendants(server.process.pid)
         assert standby in children and len(children) > len(server.children())
         server.process.kill()
@@ -134,9 +133,8 @@ def test_a_rank_is_one_that_waited(tmp_path: Path) -> None:
     with served(tmp_path, "-dp", "2") as server:
         expected = asyncio.run(wave(server))
         inode = store_of(server)
-        first = until(lambda: waiting(tmp_path), 180, "a process waits to become a rank")
+        first, second = until(lambda: waiting(tmp_path)[1:] and waiting(tmp_path), 180, "two wait to become a rank")
         os.kill(first, signal.SIGKILL)
-        second = until(lambda: waiting(tmp_path) not in (0, first) and waiting(tmp_path), 180, "another one waits")
         assert mappings(inode)[second] == {"r--s"}
         lost = ranks_of(server)["rank 1"]
         assert asyncio.run(wave(server, lambda: os.kill(lost, signal.SIGKILL))) == expected

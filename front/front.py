@@ -267,12 +267,13 @@ class Front:
         return self._changed()
 
     def _changed(self) -> FrontOutput:
-        """The membership has: first the ranks are told, then they get what waits."""
+        """The membership has: the ranks get what waits, and are told. In this order, as a survivor computes the first
+        step of an epoch as soon as it is told: what came later would wait for that step."""
         self._open_ranks()
-        messages: list[tuple[int, FrontToRank]] = [*self.members.memberships()]
         if not self._requests:  # then no first token will end a recovery whose survivors need not agree on anything
             self.members.on_idle()
-        return FrontOutput([], messages + self._place_held())
+        messages = self._place_held()
+        return FrontOutput([], [*messages, *self.members.memberships()])
 
     def _open_ranks(self) -> None:
         self.router.open = [state is State.UP for state in self.members.states]

@@ -10,7 +10,7 @@ learn the same of what a step took where the model drafts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -27,7 +27,7 @@ HELD = 8  # steps of a size for which what was chosen stays, where all that bear
 TRIAL = SETTLED + 3  # steps: one that begins it, one that may compile, and one that ends it
 TRIALS = 3  # of what turns out not to be measured
 WORSE = 0.9  # of the best: more drafts than those that make so few tokens are not tried
-SHARE, ALLOWED = 0.01, 0.05  # of the time that trials may cost, and seconds at first
+SHARE = 0.01  # of the time, that trials of what is known already may cost
 KEPT = 4096  # steps after which times are written
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
 
@@ -105,6 +105,8 @@ class Gate(StepCompanion):
         """A step with prompts: what was chosen for so many sequences, if anything was, not what smaller steps want.
         Drafts are made of them where something is to be measured, or it could not be."""
         one = self._sizes.setdefault(size_of(num), _Size())
+        if one.chosen is None and 0 in (rates := self._rates(num)):  # other ranks have measured it, or an earlier start
+            one.chosen = _best(rates)
         if one.chosen is not None:
             tries = one.trial[1] > 0 or (one.again and self._may_try())
             self._wanted = (one.chosen, max(one.chosen, int(tries)))
@@ -126,10 +128,7 @@ class Gate(StepCompanion):
             self._wanted = (one.chosen, one.chosen)
             return
         rates = self._rates(num)
-        best = 0
-        for depth, rate in rates.items():
-            if rate > rates.get(best, 0.0) * (1 + MARGIN if best == 0 else 1):
-                best = depth
+        best = _best(rates)
         self._best_rate = rates.get(best, 0.0)
         tried = self._to_try(one, num, rates, best) if warm else None
         if tried is not None:
@@ -158,7 +157,7 @@ class Gate(StepCompanion):
         return {depth: rate for depth, rate in rates.items() if rate is not None}
 
     def _may_try(self) -> bool:
-        return self._spent <= ALLOWED + SHARE * self._served
+        return self._spent <= SHARE * self._served
 
     def _to_try(self, one: _Size, num: int, rates: dict[int, float], best: int) -> int | None:
         """So many drafts are to be measured now; None: nothing is. More of them one after another, as long as they may
@@ -214,6 +213,15 @@ class Gate(StepCompanion):
         if self._unwritten >= KEPT:
             self.close()
             self._unwritten = 0
+
+
+def _best(rates: Mapping[int, float]) -> int:
+    """The number of drafts that makes most tokens per second."""
+    best = 0
+    for depth, rate in rates.items():
+        if rate > rates.get(best, 0.0) * (1 + MARGIN if best == 0 else 1):
+            best = depth
+    return best
 
 
 class _Step(NamedTuple):

@@ -150,7 +150,9 @@ def main() -> None:
             config |= {"num_speculative_tokens": options.drafts, "adaptive": False}
         drafting = Server([*model, "--speculative-config", json.dumps(config)])
         drafting.wait_ready()
-        await_rest(REST_CORES, REST_SECONDS)  # a server makes ready the process that waits to become a rank
+        for server in (plain, drafting):
+            server.wait_standby(len(server.ranks()))  # getting ready takes a core
+        await_rest(REST_CORES, REST_SECONDS)
         for streams in map(int, options.streams.split(",")):
             row = measure(case, streams, options, plain, drafting)
             print(json.dumps(row) if options.json else row, flush=True)

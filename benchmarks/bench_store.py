@@ -32,7 +32,6 @@ from moesaic.http_client import Client
 from store.memory import brought_in
 
 WRITTEN_SECONDS = 600.0
-STANDBY_SECONDS = 60.0
 MEGA = 10**6
 
 
@@ -71,13 +70,6 @@ def wait_written(cache: Path) -> bool:
     return True
 
 
-def wait_standby(server: Server, count: int) -> None:
-    """For processes that wait to become ranks, as so many do where no rank was lost a moment ago and memory allows."""
-    deadline = time.monotonic() + STANDBY_SECONDS
-    while (server.root / "log").read_text().count("event=standby_ready") < count and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
 @contextlib.contextmanager
 def in_page_cache(cache: Path) -> Iterator[None]:
     """What was written stays there for a block."""
@@ -95,7 +87,7 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
     killer = Killer(server, argparse.Namespace(**{**vars(arguments), "ranks": ranks}))
     try:
         await load.done(1)
-        await asyncio.to_thread(wait_standby, server, ranks)
+        await asyncio.to_thread(server.wait_standby, ranks)
         pss = pss_bytes(server)
         waiting = [pid for pid in server.seen if "engine.process.standby_process" in command_line(pid)]
         standby = sum(map(pss_of, waiting))

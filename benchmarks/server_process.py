@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 START_SECONDS = 180.0
+STANDBY_SECONDS = 60.0
 ADMIN_KEY = "bench-faults"
 PHASES = ("detect", "agree", "repair", "first_token", "total")
 
@@ -45,6 +46,13 @@ class Server:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 sys.exit(f"the server did not start:\n{(self.root / 'log').read_text()[-4000:]}")
             time.sleep(0.05)
+
+    def wait_standby(self, count: int) -> None:
+        """For processes that wait to become ranks, as so many do where no rank was lost a moment ago and memory
+        allows."""
+        deadline = time.monotonic() + STANDBY_SECONDS
+        while (self.root / "log").read_text().count("event=standby_ready") < count and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def ranks(self) -> dict[int, int]:
         """Process ids by rank."""

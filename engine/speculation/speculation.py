@@ -93,7 +93,7 @@ class Speculation:
         """Whether a request that may have drafts is to be asked for some, all its tokens being known; always where a
         step that had some may still be under way."""
         wanted = self.depth > 0 or request.guide is not None or not self._forced
-        return (wanted and request.request_id in self._open) or num_running == 1
+        return (wanted and request.request_id in self._open) or (num_running == 1 and request.guide is not None)
 
     def propose(self, request: Request, limit: int) -> list[int]:
         """At most `limit` drafts, and no more than are wanted now."""

@@ -8,7 +8,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias
 #define INLINE static inline __attribute__((always_inline))
 
 // 16 bits to 32 and back. The compiler makes several instructions of it where one is to be had.
-#ifdef __AVX512BW__
+#ifdef AVX512_FILE
 static_assert(LANES == 16);
 INLINE vi wide(vh x) { return (vi)_mm512_cvtepu16_epi32((__m256i)x); }
 INLINE vh narrow(vi x) { return (vh)_mm512_cvtepi32_epi16((__m512i)x); }

@@ -3,6 +3,7 @@
 #if defined(__x86_64__) || defined(TILE_MODEL)
 #ifndef TILE_MODEL
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#define AVX512_FILE
 #endif
 #include "experts.h"
 

@@ -1,5 +1,5 @@
-"""Processes that are forked from one that has imported what ranks need (engine/process/fork_process.py), so that this is
-done once for a server, and its memory is there once."""
+"""Processes that are forked from one that has imported what ranks need (engine/process/fork_process.py): a server does
+that once, and has its memory once."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 --parent PID`.
 
 It imports once what ranks of this model need, and then forks the processes of a server that need it: ranks, and those
-that wait to become one (launch/forks.py asks for them). It runs one thread, so that nothing is lost by forking, holds no
-weights, and computes nothing. What it forks is its parent's child, not its own: the process between them ends at once,
-and the parent takes what is left behind (PR_SET_CHILD_SUBREAPER). So its own end costs nothing.
+that wait to become one (launch/forks.py asks for them). It runs one thread, so that nothing is lost by forking, holds
+no weights, and computes nothing. What it forks is its parent's child, not its own: the process between them ends at
+once, and the parent takes what is left behind (PR_SET_CHILD_SUBREAPER). So its own end costs nothing.
 
 Its standard input is a socket of messages. It says `READY` there. Each request is the module and the words of a command
 line, with two descriptors: a socket on which the new process says its process id, and waits for `GO` before it begins,

@@ -25,6 +25,7 @@ class _Fields(ctypes.Structure):
     _fields_ = (
         ("products", ctypes.c_int64),
         ("narrow_rows", ctypes.c_int64),
+        ("byte_rows", ctypes.c_int64),
         ("half_rows", ctypes.c_int64),
         ("fixed_order", ctypes.c_int64),
     )
@@ -36,24 +37,26 @@ _chosen = function("native_chosen", ctypes.POINTER(_Fields))
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """products: of rows of bfloat16 by panels of it. narrow_rows: where that is AMX, with up to so many rows 8-bit
-    weights are widened in vector registers all the same. half_rows: the same of 4-bit weights, whatever the
-    instructions; what is widened otherwise is rounded. As text: "amx, 1, 12"."""
+    """products: of rows of bfloat16 by panels of it. narrow_rows: where that is AMX, with up to so many rows FP8
+    weights are widened in vector registers all the same. byte_rows: there, up to so many rows are multiplied with INT8
+    weights as whole numbers. half_rows: the same of 4-bit weights, whatever the instructions; what is widened otherwise
+    is rounded. As text: "amx, 1, 4, 12"."""
 
     products: Isa = Isa.AMX
     narrow_rows: int = 1
+    byte_rows: int = 4
     half_rows: int = _MOST_NARROW
 
     def __str__(self) -> str:
-        return f"{self.products.name.lower()}, {self.narrow_rows}, {self.half_rows}"
+        return f"{self.products.name.lower()}, {self.narrow_rows}, {self.byte_rows}, {self.half_rows}"
 
 
 def parse(text: str) -> Choice:
     """The Choice that is printed so; "" is the one that has not been measured."""
     if not text:
         return Choice()
-    products, narrow_rows, half_rows = text.split(", ")
-    return Choice(Isa[products.upper()], int(narrow_rows), int(half_rows))
+    products, *rows = text.split(", ")
+    return Choice(Isa[products.upper()], *map(int, rows))
 
 
 def choose(choice: Choice, fixed_order: bool = False) -> None:
@@ -63,7 +66,7 @@ def choose(choice: Choice, fixed_order: bool = False) -> None:
     beside it (docs/deterministic.md); before layers are packed.
     """
     if library() is not None:
-        rows = (0, 0) if fixed_order else (choice.narrow_rows, choice.half_rows)
+        rows = (0, 0, 0) if fixed_order else (choice.narrow_rows, choice.byte_rows, choice.half_rows)
         _choose(_Fields(int(choice.products), *rows, int(fixed_order)))
 
 
@@ -92,13 +95,14 @@ def measured(most: Isa) -> tuple[Choice, str]:
     products = min(ways, key=lambda level: worst[level] * (1.0 if level is most else _MARGIN))
     tiles = products is Isa.AMX
     narrow = _narrow_rows(WeightFormat.FP8, products) if tiles else Choice().narrow_rows
+    of_bytes = _narrow_rows(WeightFormat.INT8, products) if tiles else Choice().byte_rows
     half = _narrow_rows(WeightFormat.INT4, products)
     said = ", ".join(f"{level.name.lower()} {_flops(times[level])}" for level in ways)
-    return Choice(products, narrow, half), f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows: {said}"
+    return Choice(products, narrow, of_bytes, half), f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows: {said}"
 
 
 def _narrow_rows(form: WeightFormat, products: Isa) -> int:
-    """Up to how many rows widening in registers is as fast as the other way."""
+    """Up to how many rows the way in vector registers is as fast as the other one."""
     for rows in range(1, _MOST_NARROW + 1):
         registers = _time(Isa.AVX512_BF16, form, rows)
         other = _time(Isa.AMX, form, rows) if products is Isa.AMX else registers

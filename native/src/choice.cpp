@@ -7,11 +7,11 @@
 #include "experts.h"
 #include "scratch.h"
 
-static KernelChoice chosen = {ISA_AMX, FEW_NARROW_ROWS, FEW_HALF_ROWS, 0};
+static KernelChoice chosen = {ISA_AMX, FEW_NARROW_ROWS, FEW_BYTE_ROWS, FEW_HALF_ROWS, 0};
 
 const KernelChoice &kernel_choice(void) { return chosen; }
 
-int64_t narrow_rows_of(int64_t format) { return format >= W_MXFP4 ? chosen.half_rows : chosen.narrow_rows; }
+int64_t narrow_rows_of(int64_t format) { return format >= W_MXFP4 ? chosen.half_rows : format == W_INT8 ? chosen.byte_rows : chosen.narrow_rows; }
 
 NATIVE_API void native_choose(const KernelChoice *choice) { chosen = *choice; }
 
@@ -49,7 +49,8 @@ NATIVE_API double native_time_panel(int isa, int64_t format, int64_t rows) {
 #if defined(__x86_64__)
   if (isa < ISA_AVX512 || isa > native_best_isa() || rows < 1) return 0;
   const ExpertOps *ops = isa == ISA_AVX512 ? experts_avx512[X_BF16] : experts_avx512_bf16;
-  return time_panel({ops, isa == ISA_AMX ? bands_amx : nullptr, X_BF16, format, isa == ISA_AMX ? 0 : MAX_NARROW_ROWS * 2}, rows);
+  const bool tiles = isa == ISA_AMX || (format != W_PLAIN && native_best_isa() >= ISA_AMX);
+  return time_panel({ops, tiles ? bands_amx : nullptr, X_BF16, format, isa == ISA_AMX ? 0 : MAX_NARROW_ROWS * 2}, rows);
 #else
   return 0;
 #endif

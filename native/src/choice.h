@@ -2,11 +2,12 @@
 #pragma once
 #include "native.h"
 
-enum { FEW_NARROW_ROWS = 1, FEW_HALF_ROWS = 12 };
+enum { FEW_NARROW_ROWS = 1, FEW_BYTE_ROWS = 4, FEW_HALF_ROWS = 12 };
 
 struct KernelChoice {
   int64_t products;     // instruction set of products by panels of bfloat16, or the limit if that is less
-  int64_t narrow_rows;  // where that is ISA_AMX: with up to so many rows 8-bit weights are widened in vector registers all the same
+  int64_t narrow_rows;  // where that is ISA_AMX: with up to so many rows FP8 weights are widened in vector registers all the same
+  int64_t byte_rows;    // there: up to so many rows are multiplied with INT8 weights as whole numbers
   int64_t half_rows;    // the same of 4-bit weights, whatever the instruction set
   int64_t fixed_order;  // not 0: the numbers of a sum are added in an order that does not depend on how many rows there are
 };

@@ -124,7 +124,7 @@ struct Job {
                     for (int m = 0; m < rows; m++) h[m] = hidden + (i + m) * stride + n * 32 * item();
                     ops->gated(c, rows, h, {s->alpha, s->limit, s->offset, bias(j, n)});
                     if (!downs().whole(start[j + 1] - start[j])) return;
-                    for (int m = 0; m < rows; m++) ops->whole(h[m], K_GROUP, whole + (i + m) * whole_stride() + n * WHOLE_BYTES);
+                    for (int m = 0; m < rows; m++) ops->whole(h[m], K_GROUP, downs().halves(), whole + (i + m) * whole_stride() + n * WHOLE_BYTES);
                   });
     }
   }

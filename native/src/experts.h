@@ -20,7 +20,7 @@
 enum { PANEL = 64, K_BLOCK = 128, MAX_ROWS = 6, MAX_NARROW_ROWS = 6, MAX_BAND = 96, FEW_ROWS = 24, BYTE_BLOCK = PANEL * 4 + K_BLOCK * PANEL };
 enum { WIDE_K = 1024 };  // k of a panel of fewer bits that are widened at a time, for all rows, where there are matrix tiles
 enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_STEP = 8, HALF_STEP_BYTES = PANEL * HALF_STEP / 2 };
-enum { WHOLE_BYTES = 72 };  // of 32 numbers of a row as whole numbers, with their scale and sum
+enum { WHOLE_BYTES = 72, MAX_WHOLE_ROWS = 4 };  // of 32 numbers of a row as whole numbers, with their scale and sum; sums are two
 enum XType { X_F32 = 0, X_BF16 = 1 };
 enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5, W_INT4_INT8 = 6 };  // plain: of x's type
 // The last is of experts only: gate and up have zero points, down has 8 bits.
@@ -61,7 +61,9 @@ struct ExpertOps {
   TileFn scaled[MAX_ROWS + 1];               // 8-bit weights that `widen` has made x's type, with their scales
   TileFn narrow[5][MAX_NARROW_ROWS + 1];     // weights of fewer bits, from FP8 on, widened in registers
   void (*widen[5])(const uint8_t *block, int64_t depth, uint8_t *out);  // from FP8 on, to numbers of x's type; of 8 bits behind their scales
-  void (*whole)(const void *row, int64_t depth, uint8_t *out);  // `depth` numbers as `narrow` of 4 bits reads them; null: as they are
+  // `depth` numbers as `narrow` of 4 bits (halves) or `bytes` reads them; null: as they are.
+  void (*whole)(const void *row, int64_t depth, bool halves, uint8_t *out);
+  TileFn bytes[MAX_WHOLE_ROWS + 1];          // INT8 and rows of whole numbers
   void (*gated)(const float *c, int rows, void *const *h, const Gating &gating);      // 64 columns to 32 of x's type
   void (*weigh)(const void *rows, const float *weight, int64_t n, float *sum);        // sum = their weighted sum; n rows of 64 of x's type
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
@@ -174,8 +176,9 @@ struct Multiplier {
     int64_t narrow = whole(1) ? (rows < narrow_rows ? rows : narrow_rows) * whole_stride(depth) : 0;
     return bytes > narrow ? bytes : narrow;
   }
-  // Whether so many rows are multiplied as whole numbers, and what one of them takes then.
-  bool whole(int64_t rows) const { return halves() && ops->whole && rows <= narrow_rows; }
+  // Whether so many rows are multiplied as whole numbers, and what one of them takes then. Without matrix tiles products of pairs of
+  // bfloat16 are as fast with 8 bits, and equal to those of many rows.
+  bool whole(int64_t rows) const { return ops->whole && rows <= narrow_rows && (halves() || (format == W_INT8 && bands)); }
   static int64_t whole_stride(int64_t depth) { return (depth + K_GROUP - 1) / K_GROUP * WHOLE_BYTES; }
 
   // Rows `first` to `last` times panels `low` to `high`, which at(n) tells; at(high) is what follows them, or null. Then
@@ -186,7 +189,7 @@ struct Multiplier {
       RowsAt here = a;
       if (whole(last - first) && !a.whole) {  // once for all panels
         const int64_t stride = whole_stride(depth);
-        for (int64_t m = first; m < last; m++) ops->whole(a[m], depth, work + (m - first) * stride);
+        for (int64_t m = first; m < last; m++) ops->whole(a[m], depth, halves(), work + (m - first) * stride);
         here = {work - first * stride, stride, nullptr, true, true};
       }
       // Rows that are more than the caches hold pass by all panels in parts.
@@ -260,14 +263,13 @@ struct Multiplier {
     const void *a[MAX_BAND];
     // Of 8 bits both ways give the same sums; of 4 not.
     bool bytes = format != W_PLAIN, narrow = bytes && last - first <= (halves() ? narrow_rows : 2 * MAX_NARROW_ROWS), widened = bytes && !narrow;
-    const TileFn *tiles = narrow ? ops->narrow[format - W_FP8] : widened && !halves() ? ops->scaled : ops->plain;
+    const TileFn *tiles = narrow ? rows_at.whole && !halves() ? ops->bytes : ops->narrow[format - W_FP8] : widened && !halves() ? ops->scaled : ops->plain;
     // For many rows products take longest: a panel that comes from the second cache is no matter, sums put away and taken up are.
     int64_t step = bytes || last - first <= FEW_ROWS ? (int64_t)K_BLOCK : depth;
     int64_t size = bytes ? block_bytes() : step * PANEL * item();
-    // Sums of whole numbers are two, which leaves registers for fewer rows.
-    const int64_t most = rows_at.whole ? 4 : narrow ? (int64_t)MAX_NARROW_ROWS : (int64_t)MAX_ROWS;
+    const int64_t most = rows_at.whole ? (int64_t)MAX_WHOLE_ROWS : narrow ? (int64_t)MAX_NARROW_ROWS : (int64_t)MAX_ROWS;
     // Blocks from one to that which is brought nearer: small ones are done before a line has come from memory.
-    const int64_t apart = narrow && halves() ? 3 : 1, end = (depth + step - 1) / step * step;
+    const int64_t apart = rows_at.whole || (narrow && halves()) ? 3 : 1, end = (depth + step - 1) / step * step;
     for (int64_t i = first; i < last;) {
       int64_t rows = cut_rows(last - i, MAX_BAND);
       for (int64_t m = 0; m < rows; m++) a[m] = rows_at[i + m];

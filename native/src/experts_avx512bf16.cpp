@@ -147,18 +147,19 @@ template <int FORMAT> INLINE HalfScale half_scale_of(const uint8_t *p) {
   return {(vf)by, (vf)_mm512_fnmadd_ps(by, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + GROUP_SCALES))), _mm512_setzero_ps())};
 }
 
-// Of 32 numbers in two registers, every other one in each: the lowest bytes, of each 8 k in the order in which codes lie.
+// Of 32 numbers in two registers, every other one in each: the lowest bytes, of each 8 k in the order in which codes of 4 bits lie, or as
+// they are.
 struct WholeOrder {
   uint8_t of[64];
-  constexpr WholeOrder() : of() {
+  constexpr WholeOrder(bool halves) : of() {
     const int within[8] = {0, 4, 1, 5, 2, 6, 3, 7};
     for (int i = 0; i < K_GROUP; i++) {
-      int k = i / 8 * 8 + within[i % 8];
+      int k = halves ? i / 8 * 8 + within[i % 8] : i;
       of[i] = (uint8_t)(k % 2 * 64 + k / 2 * 4);
     }
   }
 };
-alignas(64) constexpr WholeOrder whole_order;
+alignas(64) constexpr WholeOrder half_order(true), byte_order(false);
 
 // 32 numbers of a row as whole numbers of 15 bits times a scale, which loses at most 2^-15 of the largest of them: 128 times those in
 // `high` and those in `low`, in that order. A group with what is no number has such a scale.
@@ -167,7 +168,7 @@ struct WholeGroup {
   float scale;
   int sum;
 
-  inline __attribute__((always_inline)) void set(const bf16 *x, int64_t n) {
+  inline __attribute__((always_inline)) void set(const bf16 *x, int64_t n, const WholeOrder &as) {
     const __mmask32 here = n == K_GROUP ? ~(__mmask32)0 : ((__mmask32)1 << n) - 1;
     const __m512i raw = _mm512_maskz_loadu_epi16(here, x), size = _mm512_andnot_si512(_mm512_set1_epi16((short)0x8000), raw);
     const __m256i of_16 = _mm256_max_epu16(_mm512_castsi512_si256(size), _mm512_extracti64x4_epi64(size, 1));
@@ -184,7 +185,7 @@ struct WholeGroup {
       above[i] = _mm512_srai_epi32(_mm512_add_epi32(whole[i], _mm512_set1_epi32(64)), 7);
       below[i] = _mm512_sub_epi32(whole[i], _mm512_slli_epi32(above[i], 7));
     }
-    const __m512i order = _mm512_load_si512(whole_order.of), total = _mm512_add_epi32(whole[0], whole[1]);
+    const __m512i order = _mm512_load_si512(as.of), total = _mm512_add_epi32(whole[0], whole[1]);
     _mm256_storeu_si256((__m256i *)high, _mm512_castsi512_si256(_mm512_permutex2var_epi8(above[0], order, above[1])));
     _mm256_storeu_si256((__m256i *)low, _mm512_castsi512_si256(_mm512_permutex2var_epi8(below[0], order, below[1])));
     sum = _mm512_reduce_add_epi32(total);
@@ -193,9 +194,10 @@ struct WholeGroup {
 
 static_assert(sizeof(WholeGroup) == WHOLE_BYTES);
 
-void whole_numbers(const void *row, int64_t depth, uint8_t *out) {
+void whole_numbers(const void *row, int64_t depth, bool halves, uint8_t *out) {
   WholeGroup *to = (WholeGroup *)out;
-  for (int64_t k = 0; k < depth; k += K_GROUP, to++) to->set((const bf16 *)row + k, depth - k < K_GROUP ? depth - k : (int64_t)K_GROUP);
+  for (int64_t k = 0; k < depth; k += K_GROUP, to++)
+    to->set((const bf16 *)row + k, depth - k < K_GROUP ? depth - k : (int64_t)K_GROUP, halves ? half_order : byte_order);
 }
 
 INLINE __m512i four_of(const int8_t *p) { return _mm512_set1_epi32(*(const int __attribute__((may_alias)) *)p); }
@@ -257,6 +259,67 @@ template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &
       }
     }
     p += steps * HALF_STEP_BYTES;
+  }
+}
+
+// 64 bytes of sign and magnitude as whole numbers that are not negative: larger by 128.
+INLINE __m512i above_zero(const uint8_t *p) {
+  const __m512i x = _mm512_loadu_si512(p);
+  return _mm512_mask_sub_epi8(_mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)), _mm512_movepi8_mask(x), _mm512_setzero_si512(), x);
+}
+
+// INT8 times rows of whole numbers, by sums of four products of bytes as above: two pairs of k are brought together first.
+template <int MR> void byte_dot(const void *const *av, const Block &block, float *c) {
+  enum { ABREAST = MR <= 2 ? 4 : 2 };
+  const WholeGroup *const *a = (const WholeGroup *const *)av;
+  const uint8_t *next = block.ahead;
+  const int64_t lines = block.lines * ABREAST / 2;
+  for (int j = 0; j < 4; j += ABREAST) {
+    __m512 sums[ABREAST][MR];
+#pragma GCC unroll 4
+    for (int i = 0; i < ABREAST; i++)
+#pragma GCC unroll 4
+      for (int m = 0; m < MR; m++) sums[i][m] = _mm512_setzero_ps();
+    for (int64_t first = 0; first < block.depth; first += K_GROUP) {
+      const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, at = (block.k + first) / K_GROUP;
+      const uint8_t *p = block.panel + PANEL * 4 + first * PANEL + 32 * j;
+      __m512i high[ABREAST][MR], low[ABREAST][MR];
+#pragma GCC unroll 4
+      for (int i = 0; i < ABREAST; i++)
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; m++) high[i][m] = low[i][m] = _mm512_setzero_si512();
+      for (int64_t k = 0; k < n; k += 4, p += 4 * PANEL) {
+        for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
+        const uint8_t *then = k + 2 < n ? p + 2 * PANEL : p;  // behind the last pair the rows are zero
+        __m512i w[ABREAST];
+#pragma GCC unroll 2
+        for (int i = 0; i < ABREAST; i += 2) {
+          const __m512i x = above_zero(p + 32 * i), y = above_zero(then + 32 * i);
+          w[i] = _mm512_unpacklo_epi16(x, y), w[i + 1] = _mm512_unpackhi_epi16(x, y);
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; m++) {
+          const __m512i x = four_of(a[m][at].high + k), y = four_of(a[m][at].low + k);
+#pragma GCC unroll 4
+          for (int i = 0; i < ABREAST; i++) high[i][m] = _mm512_dpbusd_epi32(high[i][m], w[i], x), low[i][m] = _mm512_dpbusd_epi32(low[i][m], w[i], y);
+        }
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < ABREAST; i++)
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; m++) {
+          const __m512i whole = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(128 * a[m][at].sum));
+          sums[i][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(a[m][at].scale), sums[i][m]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < ABREAST; i++)
+#pragma GCC unroll 4
+      for (int m = 0; m < MR; m++) {
+        float *to = c + m * PANEL + 16 * (j + i);
+        const __m512 scale = _mm512_loadu_ps((const float *)block.panel + 16 * (j + i));
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(sums[i][m], scale, block.k ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
+      }
   }
 }
 
@@ -323,6 +386,7 @@ constexpr ExpertOps table = {
     {NARROW(W_FP8), NARROW(W_INT8), NARROW(W_MXFP4), NARROW(W_INT4), NARROW(W_INT4_ZERO)},
     {widen_bytes<W_FP8>, widen_bytes<W_INT8>, widen_pairs<W_MXFP4>, widen_pairs<W_INT4>, widen_pairs<W_INT4_ZERO>},
     whole_numbers,
+    {0, byte_dot<1>, byte_dot<2>, byte_dot<3>, byte_dot<4>},
     gated_columns<bf16>,
     weigh_columns<bf16>,
     store_columns<bf16>,

@@ -303,6 +303,7 @@ template <class X> struct Ops {
       {NARROW(W_FP8), NARROW(W_INT8), NARROW(W_MXFP4), NARROW(W_INT4), NARROW(W_INT4_ZERO)},
       {widen<X, W_FP8>, widen<X, W_INT8>, widen_halves<X, W_MXFP4>, widen_halves<X, W_INT4>, widen_halves<X, W_INT4_ZERO>},
       nullptr,
+      {},
       gated_columns<X>,
       weigh_columns<X>,
       store_columns<X>,

@@ -26,6 +26,7 @@ from moe_kernels.weights import PlainExperts
 from native import Choice, Isa, best_isa, choose, isa, limit_isa
 
 DTYPES = [torch.float32, torch.bfloat16]
+WHOLE = (*HALVES, WeightFormat.INT8)  # whose few rows may be multiplied as whole numbers
 PLAIN, FP8, INT8 = WeightFormat.PLAIN, WeightFormat.FP8, WeightFormat.INT8
 CPU = torch.device("cpu")
 
@@ -217,9 +218,9 @@ def test_tokens(
 def test_a_row_does_not_depend_on_its_company_nor_on_threads(
     level: Isa, dtype: torch.dtype, form: WeightFormat
 ) -> None:
-    """Bit for bit: the numbers are added in the same order however many rows and threads there are. 4-bit weights: where
-    that is asked for."""
-    if form.parts[0] in HALVES:
+    """Bit for bit: the numbers are added in the same order however many rows and threads there are. 4-bit weights, and
+    INT8 where there are matrix tiles: where that is asked for."""
+    if form.parts[0] in WHOLE:
         choose(Choice(), fixed_order=True)
     ours, _ = packed(3, 200, 140, dtype, form)
     x_TD = torch.randn(75, 200, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -239,7 +240,7 @@ def test_a_row_does_not_depend_on_its_company_nor_on_threads(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_number_of_rows(level: Isa, dtype: torch.dtype, form: WeightFormat) -> None:
     """One tile, several, several bands; weights multiplied block after block or panel after panel: bit for bit the same."""
-    if form.parts[0] in HALVES:
+    if form.parts[0] in WHOLE:
         choose(Choice(), fixed_order=True)
     ours, exact = packed(1, 330, 140, dtype, form)
     all_RD = ragged([210], 330, dtype).x

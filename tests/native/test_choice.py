@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from isas import BF16_ISAS
-from rounding import assert_within, matmul_bound
+from rounding import assert_within, matmul_bound, whole_rows_bound
 
 from moe_kernels.matrix import SCALE_ROWS, WeightFormat, dequantize, quantize
-from native import Choice, Isa, best_isa, choose, limit_isa, measured, parse
+from native import Choice, Isa, best_isa, choose, isa, limit_isa, measured, parse
 from native.packed_linear import PackedLinear
 
 ROOT = Path(__file__).resolve().parents[2]
-WAYS = [Choice(products, narrow) for products in (Isa.AVX512, Isa.AVX512_BF16, Isa.AMX) for narrow in (0, 3, 12)]
+WAYS = [Choice(products, narrow, narrow) for products in (Isa.AVX512, Isa.AVX512_BF16, Isa.AMX) for narrow in (0, 3, 12)]
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_what_is_measured_is_a_way_of_the_level(level: Isa) -> None:
     limit_isa(best_isa())
     choice, said = measured(level)
     assert Isa.AVX512 <= choice.products <= level and 0 <= choice.narrow_rows <= 12
-    assert 0 <= choice.half_rows <= 12
+    assert 0 <= choice.byte_rows <= 12 and 0 <= choice.half_rows <= 12
     assert all(way.name.lower() in said for way in Isa if Isa.AVX512 <= way <= level)
     assert measured(level) == (choice, said)  # once per process
 
@@ -67,7 +67,10 @@ def test_every_way_equals_torch(level: Isa, choice: Choice, form: WeightFormat) 
         wanted_OI = dequantize(scaled, torch.float32)
     for rows in (1, 3, 4, 12, 13, 33, 100, 200):
         x_TI = torch.randn((rows, 330), generator=generator).bfloat16()
-        assert_within(layer(x_TI), F.linear(x_TI.float(), wanted_OI), matmul_bound(x_TI, wanted_OI, None))
+        allowed = matmul_bound(x_TI, wanted_OI, None)
+        if form is WeightFormat.INT8 and rows <= choice.byte_rows and isa() is Isa.AMX:
+            allowed += whole_rows_bound(x_TI, wanted_OI)
+        assert_within(layer(x_TI), F.linear(x_TI.float(), wanted_OI), allowed)
 
 
 @pytest.mark.skipif(best_isa() < Isa.AMX, reason="this CPU has no AMX, or may not use it")

@@ -63,7 +63,10 @@ def test_equals_torch(
         for b in (None, bias):
             ours = layer(x, b)
             wanted = F.linear(x.float(), weight, None if b is None else b.float())
-            assert_within(ours, wanted, matmul_bound(x, weight, b))
+            allowed = matmul_bound(x, weight, b)
+            if form is WeightFormat.INT8 and dtype is torch.bfloat16 and rows <= Choice().byte_rows and isa() is Isa.AMX:
+                allowed += whole_rows_bound(x, weight)
+            assert_within(ours, wanted, allowed)
 
 
 @pytest.mark.parametrize("half_rows", [0, 3, 12])

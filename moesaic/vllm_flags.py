@@ -68,6 +68,7 @@ TAKEN = (
     Taken(("--enable-server-load-tracking",)),
     Taken(("--enable-offline-docs",)),
     Taken(("--enable-scale-out",)),
+    Taken(("--show-hidden-metrics-for-version",), str, said="no metric is hidden"),
     Taken(("--disable-fastapi-docs",), said="/docs and /openapi.json say nothing of this server but its routes"),
     Taken(("--max-log-len",), int, said="prompts are never logged"),
 )  # fmt: skip

@@ -266,11 +266,9 @@ class SamplingTable:
     def note(self, rows: Sequence[int], token_ids: Sequence[list[int]]) -> None:
         """The tokens just drawn for each row become part of its history."""
         if self._guides:
-            guided = [
-                (guide, new) for row, new in zip(rows, token_ids, strict=True) if (guide := self._guides.get(row))
-            ]
-            assert self._masks is not None
-            self._masks.accept([guide for guide, _ in guided], [new for _, new in guided])
+            for row, tokens in zip(rows, token_ids, strict=True):
+                if guide := self._guides.get(row):
+                    guide.accept(tokens)
         if not (self._history or self._processors or self._thinking):
             return
         for row, tokens in zip(rows, token_ids, strict=True):

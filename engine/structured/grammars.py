@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import encodings.unicode_escape  # noqa: F401  (a vocabulary is read beside requests, and would import it then)
 import logging
 from collections import OrderedDict
@@ -12,13 +11,11 @@ from typing import Any
 import llguidance
 
 from engine.request import Request
-from engine.structured import llguidance_matcher
-from engine.structured.guide import Guide, Matcher
-from engine.structured.llguidance_matcher import NativeMatcher, NativeTokenizer
+from engine.structured.guide import Guide
 from engine.structured.xgrammar_matcher import XgrammarMatcher
 from front.messages import Grammar, TokenOutput
 from front.structured.grammar import LIMITS
-from front.structured.vocabulary import grammar_tokenizer, grammar_vocabulary
+from front.structured.vocabulary import grammar_tokenizer
 from front.structured.xgrammar_backend import Compiler
 from front.text import Tokenizer
 
@@ -42,7 +39,7 @@ class Grammars:
     def __init__(self, model_path: str, tokenizer_path: str, vocab_size: int) -> None:
         self._paths, self._vocab_size = (model_path, tokenizer_path), vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")  # it has none before there is work
-        self._tokenizer: llguidance.LLTokenizer | NativeTokenizer | None = None  # made and used on the thread
+        self._tokenizer: llguidance.LLTokenizer | None = None  # made and used on the thread
         self._compiler: Compiler | None = None  # the same, of xgrammar
         self._compiled: OrderedDict[tuple[bool, str], Any] = OrderedDict()  # used on the thread
         self.awaited: dict[int, tuple[Request, Future[Guide]]] = {}
@@ -84,13 +81,9 @@ class Grammars:
 
     # ---- on the thread ----
 
-    def _vocabulary(self) -> llguidance.LLTokenizer | NativeTokenizer:
+    def _vocabulary(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
-            own = Tokenizer(*self._paths)
-            if llguidance_matcher.can_run():
-                self._tokenizer = NativeTokenizer(grammar_vocabulary(own, self._vocab_size))
-            else:
-                self._tokenizer = grammar_tokenizer(own, self._vocab_size)
+            self._tokenizer = grammar_tokenizer(Tokenizer(*self._paths), self._vocab_size)
         return self._tokenizer
 
     def _guide(self, grammar: Grammar) -> Guide:
@@ -107,15 +100,9 @@ class Grammars:
         matcher = XgrammarMatcher(self._compiler.matcher(compiled), self._vocab_size)
         return Guide(matcher, self._compiler.ends, grammar.after_token_ids)
 
-    def _compile(self, grammar: Grammar) -> Matcher:
-        vocabulary = self._vocabulary()
-        root: NativeMatcher | llguidance.LLMatcher
-        if isinstance(vocabulary, NativeTokenizer):
-            root = NativeMatcher.of(vocabulary, grammar.text)
-        else:
-            root = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0, limits=LIMITS)
-        mask = bytearray(4 * -(-self._vocab_size // 32))
-        root.unsafe_compute_mask_ptr(ctypes.addressof(ctypes.c_char.from_buffer(mask)), len(mask))  # the first is slow
+    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+        root = llguidance.LLMatcher(self._vocabulary(), grammar.text, log_level=0, limits=LIMITS)
+        root.compute_bitmask()  # the first one is slow
         if root.is_error():
             raise ValueError(root.get_error())
         return root

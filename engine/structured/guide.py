@@ -11,13 +11,11 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from engine.structured.llguidance_matcher import NativeMatcher
 from engine.structured.xgrammar_matcher import XgrammarMatcher
-from native.guides import Together
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
-Matcher = NativeMatcher | llguidance.LLMatcher | XgrammarMatcher
+Matcher = llguidance.LLMatcher | XgrammarMatcher
 
 
 class Guide:
@@ -27,12 +25,11 @@ class Guide:
     may. A matcher that fails says so in `error`; then too nothing else may come, and the request ends.
     """
 
-    __slots__ = ("_after", "_matcher", "_output", "active", "ended", "ends", "error", "native")
+    __slots__ = ("_after", "_matcher", "_output", "active", "ended", "ends", "error")
 
     def __init__(self, matcher: Matcher, ends: Sequence[int] = (), after: tuple[int, ...] = ()) -> None:
         """ends: tokens that end a text."""
         self._matcher = matcher
-        self.native = matcher if isinstance(matcher, NativeMatcher) else None  # then many can be asked at once
         self._after = after
         self._output: list[int] = []
         self.active = not after  # whether the next token is bound
@@ -54,22 +51,18 @@ class Guide:
 
     def accept(self, tokens: list[int]) -> None:
         """These come next."""
-        tokens = self.bound(tokens)
-        if tokens:
-            self._matcher.consume_tokens(tokens)
-            self.check()
-
-    def bound(self, tokens: list[int]) -> list[int]:
-        """These come next; those that the matcher is still to take."""
         known = len(self._output)
         self._output += tokens
         if not self.active:
             begin = self._begin(known)
             if begin is None:
-                return []
+                return
             self.active = True
             tokens = self._output[begin:]
-        return [] if self.ended else tokens
+        if tokens and not self.ended:
+            self._matcher.consume_tokens(tokens)
+            if self._matcher.is_stopped():
+                self._look()
 
     def fill(self, pointer: int, size: int) -> bool:
         """Write the mask of the next token where `size` bytes are. False: only the end may come; write that."""
@@ -142,10 +135,9 @@ class Guide:
 
 
 class Masks:
-    """Of the rows of one step. They are filled in place, where the step is sampled, by the threads that have computed
-    it: another thread would take turns with this one, and the pool of llguidance's executor wakes one for every step,
-    which costs more than most masks (benchmarks/bench_structured.py). On a GPU the device computes the step
-    meanwhile."""
+    """Of the rows of one step. They are filled in place, one after another, where the step is sampled: another thread
+    would take turns with this one, and the pool of llguidance's executor wakes one for every step, which costs more
+    than most masks (benchmarks/bench_structured.py). On a GPU the device computes the step meanwhile."""
 
     def __init__(self, num_tokens: int, ends: Sequence[int]) -> None:
         """ends: tokens that end a text."""
@@ -156,7 +148,6 @@ class Masks:
                 self._end_W.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         self._masks_NW = np.empty((0, self.num_words), np.int32)
         self._executor = llguidance.LLExecutor(1)
-        self._together: Together | None = None  # once there is a guide of its kind
 
     def fill(self, guides: Sequence[Guide | None], drafts: Sequence[Sequence[int]] = ()) -> tuple[Ints, Words]:
         """For each of the P rows which mask it has (-1: none), and the masks, which stay as they are until the next
@@ -165,7 +156,6 @@ class Masks:
         masks_NW = self._room(len(guides))
         start, size = masks_NW.ctypes.data, 4 * self.num_words
         mask_of = [-1] * len(guides)
-        together: list[tuple[int, Guide, int]] = []
         end = 0
         while end < len(guides):
             first, guide = end, guides[end]
@@ -179,41 +169,9 @@ class Masks:
                 mask_of[begin:end] = range(begin, end)
             elif guide.active:
                 mask_of[first] = first
-                if guide.native is not None and not guide.ended:
-                    together.append((first, guide, guide.native.pointer))
-                elif not guide.fill(start + first * size, size):
+                if not guide.fill(start + first * size, size):
                     masks_NW[first] = self._end_W
-        if together:
-            self._fill_together(together, masks_NW)
         return np.array(mask_of, np.int64), masks_NW
-
-    def accept(self, guides: Sequence[Guide], tokens: Sequence[list[int]]) -> None:
-        """These come next, for each guide."""
-        together: list[tuple[Guide, int, list[int]]] = []
-        for guide, drawn in zip(guides, tokens, strict=True):
-            if guide.native is None:
-                guide.accept(drawn)
-            elif new := guide.bound(drawn):
-                together.append((guide, guide.native.pointer, new))
-        if together:
-            of = self._together_of(together[0][0])
-            stopped = of.accept([pointer for _, pointer, _ in together], [new for _, _, new in together])
-            for (guide, _, _), has in zip(together, stopped, strict=True):
-                if has:
-                    guide.check()
-
-    def _fill_together(self, rows: Sequence[tuple[int, Guide, int]], masks_NW: Words) -> None:
-        of = self._together_of(rows[0][1])
-        stopped = of.fill([pointer for _, _, pointer in rows], [row for row, _, _ in rows], masks_NW)
-        for (row, guide, _), has in zip(rows, stopped, strict=True):
-            if has and not guide.check():  # it has failed
-                masks_NW[row] = self._end_W
-
-    def _together_of(self, guide: Guide) -> Together:
-        if self._together is None:
-            assert guide.native is not None
-            self._together = Together(guide.native.for_steps)
-        return self._together
 
     def _fill_run(self, guide: Guide, drafts: Sequence[int], masks_NW: Words, first: int) -> int:
         """The masks before, between and behind these drafts; the first row that has one."""
@@ -225,7 +183,7 @@ class Masks:
             return begin
         if not between:
             matcher.unsafe_compute_mask_ptr(start + begin * size, size)
-        elif not isinstance(matcher, llguidance.LLMatcher):
+        elif isinstance(matcher, XgrammarMatcher):
             matcher.compute_masks_of_run(start + begin * size, size, between)
         else:  # one alone is computed in place
             run = [(matcher, begin, between)]

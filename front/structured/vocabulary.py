@@ -27,23 +27,18 @@ class Vocabulary(Protocol):
     def encode_bit(self, text: str) -> list[int]: ...
 
 
-class GrammarVocabulary:
+class _Wrapper:
     """What llguidance reads of a tokenizer."""
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, vocabulary: Vocabulary, tokens: Sequence[bytes], eos_tokens: Sequence[int]) -> None:
+    def __init__(self, vocabulary: Vocabulary, tokens: Sequence[bytes]) -> None:
         self.eos_token_id = vocabulary.eos_token_ids[0]
-        self.eos_tokens = eos_tokens
         self.bos_token_id = vocabulary.bos_token_id
         self.tokens = tokens
         self.special_token_ids = sorted(vocabulary.special_ids)
         self._encode = vocabulary.encode_bit
         self._encode_again = lru_cache(KEPT_TEXTS)(vocabulary.encode_bit)
-
-    def encode(self, text: bytes) -> list[int]:
-        """For whoever remembers it."""
-        return self._encode(text.decode("utf-8", "replace"))
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Asked at a step for text that the grammar makes certain there, by all sequences for much the same."""
@@ -52,16 +47,13 @@ class GrammarVocabulary:
         return (self._encode_again if len(text) <= KEPT_LENGTH else self._encode)(text)
 
 
-def grammar_vocabulary(vocabulary: Vocabulary, vocab_size: int) -> GrammarVocabulary:
-    """vocab_size: of the model, which may have more than the tokenizer. ValueError when the tokenizer has no token that
-    ends a text."""
-    tokens = [vocabulary.token_bytes(token_id) for token_id in range(vocabulary.vocab_size)]
-    return _described(vocabulary, tokens[:vocab_size], vocab_size)
-
-
 def grammar_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLTokenizer:
-    """As `grammar_vocabulary`. About a second for 150,000 tokens."""
-    return _made(grammar_vocabulary(vocabulary, vocab_size), vocab_size)
+    """vocab_size: of the model, which may have more than the tokenizer. About a second for 150,000 tokens.
+
+    ValueError when the tokenizer has no token that ends a text.
+    """
+    tokens = [vocabulary.token_bytes(token_id) for token_id in range(vocabulary.vocab_size)]
+    return _made(vocabulary, tokens[:vocab_size], vocab_size)
 
 
 @lru_cache(maxsize=4)
@@ -71,16 +63,12 @@ def names_only(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
         vocabulary.token_bytes(token_id) if token_id in vocabulary.special_ids else b""
         for token_id in range(vocabulary.vocab_size)
     ]
-    return _made(_described(vocabulary, tokens, vocabulary.vocab_size), vocabulary.vocab_size)
+    return _made(vocabulary, tokens, vocabulary.vocab_size)
 
 
-def _described(vocabulary: Vocabulary, tokens: Sequence[bytes], vocab_size: int) -> GrammarVocabulary:
+def _made(vocabulary: Vocabulary, tokens: Sequence[bytes], vocab_size: int) -> llguidance.LLTokenizer:
     eos = [token_id for token_id in vocabulary.eos_token_ids if token_id < vocab_size]
     if not eos:
         raise ValueError("the model's tokenizer has no token that ends a text, which structured output needs")
-    return GrammarVocabulary(vocabulary, tokens, eos)
-
-
-def _made(described: GrammarVocabulary, vocab_size: int) -> llguidance.LLTokenizer:
-    wrapper: Any = described
-    return llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(described.eos_tokens))
+    wrapper: Any = _Wrapper(vocabulary, tokens)
+    return llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos)

@@ -25,8 +25,8 @@ def completion_logprobs(
     """text: of these positions; offset: characters of the choice's text before it.
 
     A None position is the first of the prompt, the token `first` (id and text). `top_logprobs` holds the chosen token
-    too, first, as evaluation harnesses compare it with the others there. hidden: special tokens, which have no characters
-    where the text lacks them.
+    too, and before the others, as evaluation harnesses compare it with them. hidden: special tokens, which have no
+    characters where the text lacks them.
     """
     result = CompletionLogprobs([], [], [], [])
     began = offset

@@ -63,12 +63,13 @@ _SPINS = 10_000  # about 100 microseconds: from one operation to the next, and n
 
 def child_environment(threads: int, spin: bool = False, gpus: bool = False) -> dict[str, str]:
     """The environment of a rank: every OpenMP-like library of it gets `threads` threads and sleeps when it waits,
-    because ranks share the cores of one machine and a spinning one starves the others. spin: not before it has looked
-    for work for a moment. gpus: ranks have GPUs, all of one machine: DeepEP is not to ask NCCL for InfiniBand, and
-    NCCL's own watchdog is not to end a process whose peer is lost. Texts are tokenized in the thread that asks, as a
-    waiting core has other work."""
+    because ranks share the cores of one machine and a spinning one starves the others; numpy's gets one, as no rank
+    computes with it, and a process with threads is not forked (engine/process/fork_process.py). spin: not before it has
+    looked for work for a moment. gpus: ranks have GPUs, all of one machine: DeepEP is not to ask NCCL for InfiniBand,
+    and NCCL's own watchdog is not to end a process whose peer is lost. Texts are tokenized in the thread that asks, as
+    a waiting core has other work."""
     wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    wanted["TOKENIZERS_PARALLELISM"] = "false"
+    wanted |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if spin:
         wanted["GOMP_SPINCOUNT"] = str(_SPINS)
     unless_set = {"EP_DISABLE_GIN": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if gpus else {}

@@ -140,8 +140,8 @@ class Supervisor:
     # ---- what is more on several machines (launch/head.py) ----
 
     def _start(self) -> None:
+        self._start_front()  # while ranks' imports are being made
         self.monitor.start()
-        self._start_front()
 
     def _end(self) -> None:
         self.children.end(grace=0.0)

@@ -20,7 +20,7 @@ from dbo.alive import mark
 from dbo.steps import Steps
 from ep.moe import MoE
 from ep.parallel import Parallel
-from layers.embed import Embedding
+from layers.embed import Embedding, as_dtype
 from layers.head import LMHead
 from layers.norm import RMSNorm
 from layers.rope import Rope
@@ -33,7 +33,6 @@ from models.graph_breaks import EAGER, GraphBreaks, Operation
 from models.loading import read_head
 from models.mtp import MtpLayer
 from models.parts import Part
-from native.rows import as_dtype
 from store.memory import Store
 
 

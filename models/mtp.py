@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from cache.memory import CacheMemory
 from dbo.alive import mark
 from dbo.steps import Steps
+from layers.embed import take_rows
 from layers.head import LMHead
 from layers.linear import Linear
 from layers.norm import RMSNorm
 from models.base import WeightSource
 from models.decoder_layer import A, DecoderLayer, LayerContext
-from native import rows
 
 # Copies of the main model's: what the layer has of its own, and where the main model's is; the second where the head
 # is the embedding.
@@ -89,11 +89,6 @@ class MtpLayer(nn.Module, Generic[A]):
         for name, mains in _SHARED.items():
             if source.has(prefix + name):
                 _check_equal(source, prefix + name, mains[tied], (vocab_size, size))
-
-
-def take_rows(x_TD: Tensor, rows_S: Tensor) -> Tensor:
-    """Those of the tokens at rows_S, [S, D]; int64."""
-    return rows.gather(x_TD.contiguous(), rows_S) if rows.can_run(x_TD) else x_TD[rows_S]
 
 
 def _check_equal(source: WeightSource, name: str, main: str, shape: tuple[int, ...]) -> None:

@@ -84,6 +84,8 @@ class Supervisor:
         first = min(self.signals.values(), default=now)
         again = number in self.signals or now - first > ONE_SIGNAL_SECONDS
         self.signals.setdefault(number, now)
+        if not self.ready and self.runtime.read("ready"):
+            self.ready = True  # it answers requests already, though this process had not looked yet; nobody is told now
         if again or not self.ready:
             self.stopped_by = self.stopped_by or number
             self._send(signal.SIGKILL, self.children.all)

@@ -96,6 +96,9 @@ struct BandOps {
   typedef void (*Fn)(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *weights, int64_t depth, bool more, Ahead *ahead, float *c);
   Fn plain;   // the first k of a panel of bfloat16, or with `more` those after them
   Fn scaled;  // of a panel of 8-bit weights: blocks that `widen` has made bfloat16, with their scales
+  // For products of the same up to 32 rows one after another: tiles for so many rows, then `plain` of all k that takes these for granted.
+  void (*shape)(int64_t rows);
+  void (*shaped)(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, float *c);
   void (*release)();  // a thread has done its part: without tiles in use it is cheaper to interrupt
 };
 extern const BandOps *const bands_amx;

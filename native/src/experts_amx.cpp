@@ -172,9 +172,23 @@ void scaled(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *block
     }
 }
 
+void shape_for(int64_t rows) { shape(rows); }
+
+void shaped(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, float *c) {
+  alignas(64) uint8_t last[STEP];
+  if (depth % TILE_K) last_step(panel, depth, last);
+  Ahead nothing = {};
+  int64_t step = rows > TILE_ROWS && depth > NEAR_DEPTH ? (int64_t)NEAR_K : depth;
+  for (int64_t k = 0; k < depth; k += step) {
+    const Part one = {a, stride, panel, last, k, k + step < depth ? k + step : depth, k > 0, &nothing, c};
+    if (rows > TILE_ROWS) many<0>(one);
+    else few<0>(one);
+  }
+}
+
 void release() { tile_release(); }
 
-constexpr BandOps table = {plain, scaled, release};
+constexpr BandOps table = {plain, scaled, shape_for, shaped, release};
 }  // namespace
 const BandOps *const bands_amx = &table;
 #endif

@@ -198,79 +198,7 @@ template <class X> static void silu_mul(const void *gate_up, void *yv, int64_t w
   }
 }
 
-// The sum of exp(x - largest).
-INLINE float exponentials(const float *x, int64_t n, float largest) {
-  vf sums = {};
-  float sum = 0;
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) sums += exp_of(load(x + i) - largest);
-  for (; i < n; i++) sum += exp_of(splat(x[i] - largest))[0];
-  return sum + total(sums);
-}
-
-// Put (x, place) among the best, which are at most k and in falling order.
-INLINE void insert(float x, int64_t place, int64_t k, int64_t *count, int64_t *index, float *value) {
-  if (*count == k && !(x > value[k - 1])) return;
-  int64_t at = *count < k ? (*count)++ : k - 1;
-  for (; at > 0 && x > value[at - 1]; at--) value[at] = value[at - 1], index[at] = index[at - 1];
-  value[at] = x, index[at] = place;
-}
-
-// work: n numbers. Of equal numbers the first is taken; indices are valid and distinct whatever the numbers.
-template <class X>
-static void softmax_topk(const void *logitsv, int64_t n, int64_t k, bool renormalize, int64_t *index, float *weight, float *work) {
-  const X *logits = (const X *)logitsv;
-  int64_t i = 0, count = 0;
-  for (; i + LANES <= n; i += LANES) store(work + i, load(logits + i));
-  for (; i < n; i++) work[i] = number(logits + i);
-  for (i = 0; i < n; i++) insert(work[i], i, k, &count, index, weight);
-  float largest = weight[0], sum = renormalize ? 0 : exponentials(work, n, largest);
-  for (i = 0; i < k; i += LANES) {
-    int64_t here = k - i < LANES ? k - i : LANES;
-    vf x = splat(largest);
-    memcpy(&x, weight + i, 4 * here);
-    x = exp_of(x - largest);
-    memcpy(weight + i, &x, 4 * here);
-  }
-  for (i = 0; renormalize && i < k; i++) sum += weight[i];
-  for (i = 0; i < k; i++) weight[i] /= sum;
-}
-
-static void grouped_topk(const GroupedCall &call, int64_t row, float *work) {
-  const float *logits = call.logits + row * call.experts;
-  int64_t n = call.experts, each = n / call.groups, i = 0, count = 0, *index = call.index + row * call.k;
-  float *score = work, *biased = work + n, *group = work + 2 * n, *weight = call.weight + row * call.k;
-  if (call.bias && !call.softmax) {
-    for (; i + LANES <= n; i += LANES) store(score + i, 1.f / (1.f + exp_of(-load(logits + i))));
-    for (; i < n; i++) score[i] = (1.f / (1.f + exp_of(splat(-logits[i]))))[0];
-  } else {
-    float largest = logits[0];
-    for (i = 1; i < n; i++) largest = logits[i] > largest ? logits[i] : largest;
-    float sum = exponentials(logits, n, largest);
-    for (i = 0; i + LANES <= n; i += LANES) store(score + i, exp_of(load(logits + i) - largest) / sum);
-    for (; i < n; i++) score[i] = exp_of(splat(logits[i] - largest))[0] / sum;
-  }
-  for (i = 0; i < n; i++) biased[i] = call.bias ? score[i] + call.bias[i] : score[i];
-  int64_t counted = call.bias ? 2 : 1;  // of a group's best
-  for (int64_t g = 0; g < call.groups && call.kept < call.groups; g++) {
-    float best[2];
-    int64_t unused[2], found = 0;
-    for (i = 0; i < each; i++) insert(biased[g * each + i], i, counted, &found, unused, best);
-    group[g] = best[0] + (counted > 1 ? best[1] : 0);
-  }
-  for (int64_t g = 0; g < call.groups; g++) {
-    int64_t better = 0;  // groups that come before this one
-    for (int64_t other = 0; call.kept < call.groups && other < call.groups; other++)
-      better += group[other] > group[g] || (other < g && !(group[other] < group[g]));
-    if (better >= call.kept) continue;
-    for (i = 0; i < each; i++) insert(biased[g * each + i], g * each + i, call.k, &count, index, weight);
-  }
-  float sum = 1e-20f;
-  for (i = 0; i < call.k; i++) weight[i] = score[index[i]], sum += weight[i];
-  sum = sum > call.smallest ? sum : call.smallest;
-  float factor = call.renormalize ? call.scale / sum : call.scale;
-  for (i = 0; i < call.k; i++) weight[i] *= factor;
-}
+#include "choose_vector.h"
 
 template <class X> static void sigmoid_gate(const void *gatev, bool one, void *yv, int64_t width) {
   const X *gate = (const X *)gatev;
@@ -288,6 +216,12 @@ template <class X> static void add(const void *xv, void *yv, int64_t dim) {
   int64_t i = 0;
   for (; i + LANES <= dim; i += LANES) store(y + i, load(y + i) + load(x + i));
   for (; i < dim; i++) put(y + i, number(y + i) + number(x + i));
+}
+
+static void halve(const float *x, bf16 *y, int64_t dim) {
+  int64_t i = 0;
+  for (; i + LANES <= dim; i += LANES) store(y + i, load(x + i));
+  for (; i < dim; i++) put(y + i, x[i]);
 }
 
 template <class X> static void weigh(const void *const *rows, const float *weight, int64_t n, void *yv, int64_t dim) {
@@ -383,5 +317,5 @@ template <class X> static int64_t best(const void *xv, int64_t n) {
 }
 
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>, best<X>};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>, best<X>, halve};
 };

@@ -3,7 +3,9 @@
     python benchmarks/bench_structured.py [--json] [--model DIR] [--train-tokenizer] [--plain] [--streams 1 16 64]
         [--tokens 64] [--repeats 5]
 
-All write the same tokens, those that the grammar's run draws: what a step draws is replaced by them, in each run alike. They come in
+Two cases: "records", a schema that the model would not have followed by itself, and "text", an object with one long text, as a model
+that was asked for JSON writes it: nearly all of it is the model's own words. All runs of a case write the same tokens, those that the
+grammar's run draws: what a step draws is replaced by them, in each run alike. They come in
 turns in one process; times are the least of the repeats, percents the middle of what each turn says. forced: where tokens that the
 grammar makes certain are drafts; else nothing drafts. processors: without a grammar, where the engine has a logits processor that no
 request asks for; --plain leaves both out, and their engines. ttft_added_ms: a prompt's first token with a schema that no request had
@@ -50,6 +52,11 @@ def schema(number: int) -> StructuredOutputsParams:
     return StructuredOutputsParams(json={"type": "array", "items": person, "minItems": 50})
 
 
+def text_schema() -> StructuredOutputsParams:
+    text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    return StructuredOutputsParams(json={**text, "additionalProperties": False}, disable_any_whitespace=True)
+
+
 class Script:
     """Draws, and remembers what was drawn where; or draws, and says what was drawn there before."""
 
@@ -94,21 +101,23 @@ def seconds(llm: LLM, streams: int, tokens: int, asked: StructuredOutputsParams 
     return whole if tokens == 1 else (whole - run(1)) / (tokens - 1)
 
 
-def cost(engines: dict[str, LLM], streams: int, tokens: int, repeats: int) -> dict[str, object]:
-    script, asked = Script(), schema(0)
+def cost(
+    engines: dict[str, LLM], case: str, asked: StructuredOutputsParams, streams: int, tokens: int, repeats: int
+) -> dict[str, object]:
+    script = Script()
     vars(engine.runner)["sample"] = script
     runs: dict[str, tuple[LLM, StructuredOutputsParams | None]] = {
         "structured": (engines["plain"], asked),
         "tpot": (engines["plain"], None),
     }
-    if len(engines) > 1:
+    if len(engines) > 1 and case == "records":
         runs |= {"forced": (engines["forced"], asked), "processors": (engines["processors"], None)}
     for name in runs:  # the first time is for what is made once, and the script
         seconds(runs[name][0], streams, tokens, runs[name][1])
         script.records = False
     turns = [{name: seconds(llm, streams, tokens, own) for name, (llm, own) in runs.items()} for _ in range(repeats)]
     vars(engine.runner)["sample"] = sample
-    row: dict[str, object] = {"streams": streams}
+    row: dict[str, object] = {"case": case, "streams": streams}
     for name in runs:
         row[f"{name}_ms"] = round(min(turn[name] for turn in turns) * 1e3, 4)
         if name != "tpot":
@@ -167,8 +176,9 @@ def measure(options: argparse.Namespace, more: dict[str, Any]) -> None:
         )
         for name, method in drafts.items()
     }  # fmt: skip
-    for streams in options.streams:
-        show(cost(engines, streams, options.tokens, options.repeats), options.json)
+    for case, asked in (("records", schema(0)), ("text", text_schema())):
+        for streams in options.streams:
+            show(cost(engines, case, asked, streams, options.tokens, options.repeats), options.json)
     show(first_token(engines["plain"], options.repeats), options.json)
     for llm in engines.values():
         llm.close()

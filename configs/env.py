@@ -10,7 +10,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """MOESAIC_API_KEY, MOESAIC_ADMIN_KEY: keys (comma-separated) that must not show in `ps`. MOESAIC_RUNTIME_DIR: where
+    """MOESAIC_API_KEY, MOESAIC_ADMIN_KEY: keys (comma-separated) that must not show in `ps`; VLLM_API_KEY, one more of
+    the first kind, so that a script of vLLM's does not leave the server open. MOESAIC_RUNTIME_DIR: where
     sockets and stores of a running server live (default: the temporary directory). MOESAIC_URL: the server that `chat`,
     `ranks` and `bench serve` talk to. MOESAIC_CACHE_DIR: where measurements are remembered (default: moesaic in the
     user's cache directory). MOESAIC_ISA: the most that native CPU kernels may use: none, avx2, avx512, avx512_bf16,
@@ -28,7 +29,7 @@ class Env:
 
 def read_env() -> Env:
     return Env(
-        api_keys=_split(os.environ.get("MOESAIC_API_KEY", "")),
+        api_keys=_api_keys(),
         admin_keys=_split(os.environ.get("MOESAIC_ADMIN_KEY", "")),
         runtime_root=Path(os.environ.get("MOESAIC_RUNTIME_DIR", os.environ.get("TMPDIR", "/tmp"))),
         cache_root=Path(os.environ.get("MOESAIC_CACHE_DIR") or _user_cache() / "moesaic"),
@@ -36,6 +37,11 @@ def read_env() -> Env:
         isa=os.environ.get("MOESAIC_ISA", ""),
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
+
+
+def _api_keys() -> tuple[str, ...]:
+    one = os.environ.get("VLLM_API_KEY")
+    return (*_split(os.environ.get("MOESAIC_API_KEY", "")), *([one] if one else []))
 
 
 # Of LeaderWorkerSet, torchrun, Slurm and MPI; launch/launchers/place.py says what they mean.
@@ -63,12 +69,13 @@ _SPINS = 10_000  # about 100 microseconds: from one operation to the next, and n
 
 def child_environment(threads: int, spin: bool = False, gpus: bool = False) -> dict[str, str]:
     """The environment of a rank: every OpenMP-like library of it gets `threads` threads and sleeps when it waits,
-    because ranks share the cores of one machine and a spinning one starves the others. spin: not before it has looked
-    for work for a moment. gpus: ranks have GPUs, all of one machine: DeepEP is not to ask NCCL for InfiniBand, and
-    NCCL's own watchdog is not to end a process whose peer is lost. Texts are tokenized in the thread that asks, as a
-    waiting core has other work."""
+    because ranks share the cores of one machine and a spinning one starves the others; numpy's gets one, as no rank
+    computes with it, and a process with threads is not forked (engine/process/fork_process.py). spin: not before it has
+    looked for work for a moment. gpus: ranks have GPUs, all of one machine: DeepEP is not to ask NCCL for InfiniBand,
+    and NCCL's own watchdog is not to end a process whose peer is lost. Texts are tokenized in the thread that asks, as
+    a waiting core has other work."""
     wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    wanted["TOKENIZERS_PARALLELISM"] = "false"
+    wanted |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if spin:
         wanted["GOMP_SPINCOUNT"] = str(_SPINS)
     unless_set = {"EP_DISABLE_GIN": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if gpus else {}

@@ -29,8 +29,8 @@ def plan_store(
     stores = machine.machines
     if machine.device != "cpu" or not (machine.shared_memory or stores > 1):
         why["weight_store"] = "only ranks of one machine without a GPU share weights"
-    elif alone:
-        why["weight_store"] = "there is one process"
+    elif alone and (config.weight_cache == OFF or (config.weight_cache is None and needed < CACHED_BYTES)):
+        why["weight_store"] = "there is one process, and what it packs is not kept on disk"
     elif model.num_experts and config.num_redundant_experts is not None:
         why["weight_store"] = "num_redundant_experts asks for experts of each rank's own"
     elif stores > 1 and stores * needed > room:
@@ -40,6 +40,8 @@ def plan_store(
         )
     else:
         why["weight_store"] = "filled once by all ranks of the machine, and mapped by each"
+        if alone:
+            why["weight_store"] = "there is one process; what it packs is kept on disk, and mapped at the next start"
         why["store_bytes"] = "all weights, once" if stores == 1 else "all weights, once on each machine"
         why["rank_bytes"] = "its cache; its weights are the store's"
         return stores

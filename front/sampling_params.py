@@ -98,6 +98,8 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer | None, prompt_len: int
     if prompt_len < 1:
         raise ValueError("prompt must hold at least one token")
     room = room_for_output(prompt_len, max_model_len)
+    if params.max_tokens is None and params.min_tokens > room:
+        raise ValueError(f"min_tokens must be at most what the context leaves ({room}), not {params.min_tokens}")
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     bias = params.logit_bias
     if bias is not None:

@@ -39,6 +39,7 @@ LOAD_SECONDS = 30.0  # ... or for this long, if that is more
 # Seconds after a loss: the survivors recover before one that starts takes their cores. One that waits
 # (launch/standby.py) has less need of them, and starts when they have computed their first step, if that is earlier.
 RESTART_PAUSE = 0.5
+FORK_SECONDS = 120.0  # until there is what the first ranks are forked from
 BECOME_SECONDS = 5.0  # for one that waits to give a first sign of life as a rank
 LONGEST_PAUSE = 30.0  # each failed try in a row doubles the pause, up to this ...
 LONGEST_PAUSE_ALONE = 10.0  # ... or this, when no rank is left
@@ -111,7 +112,9 @@ class RankMonitor:
         self._plan_path = runtime.write("plan.json", plan)
         self._weights = WeightsKept(plan, runtime)
         self._environment = child_environment(plan.threads_per_rank, plan.spin_threads, plan.device == "cuda")
-        self._standby = Standby(children, module, plan.architecture, self._environment) if standby else None
+        forks = plan.device == "cpu"  # a library for a device has threads, and handles that a fork would share
+        self._standby = Standby(children, module, plan.architecture, self._environment, forks) if standby else None
+        self._alone = ranks is None
         self._startup_timeout = startup_timeout
         self._module = module
         self._options = options
@@ -130,6 +133,8 @@ class RankMonitor:
 
     def start(self, join: bool = False) -> None:
         """join: the ranks of other machines are at work."""
+        if self._standby is not None and self._alone:  # other machines may hear from this process meanwhile
+            self._standby.fork_from_now_on(FORK_SECONDS)
         for place in self._places:
             place.joins = join
             self._start(place)

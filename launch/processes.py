@@ -23,8 +23,12 @@ from types import FrameType, TracebackType
 
 import msgspec
 
-from engine.process.orphan import child_command
+from engine.process.fork_process import ROOM
+from engine.process.orphan import adopt_orphans, child_command
 from engine.process.places import FILE_BYTES, socket_address
+from launch.forks import MODULE as FORKS_MODULE
+from launch.forks import NAME as FORKS
+from launch.forks import Forked, Forks
 
 PREFIX = "moesaic-"  # of runtime directories
 OWNER = "owner-"  # and a process id: an empty file in each, which tells them from what other programs leave
@@ -175,9 +179,13 @@ def sweep(root: Path) -> None:
 class Child:
     name: str
     rank: int  # -1 for what is no rank
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     pidfd: int
     link: socket.socket | None = None  # to one that waits, and has nothing to bring to an end
+
+    def alive(self) -> bool:
+        """It has not been seen to end."""
+        return self.process.returncode is None
 
     def close(self) -> None:
         """It has ended."""
@@ -201,6 +209,26 @@ class Children:
 
     def __init__(self) -> None:
         self.all: list[Child] = []
+        self._forks: Forks | None = None
+        self._forked: set[str] = set()  # modules
+
+    def fork_from(
+        self, module: str, others: Sequence[str], architecture: str, environment: dict[str, str], seconds: float
+    ) -> None:
+        """From now on processes that run `module`, which ranks of this model do, or one of `others`, are forked
+        (engine/process/fork_process.py), as far as they can be. They have this environment. seconds: how long the first
+        of them may wait for the imports; later ones do not."""
+        if self._forks is not None or not adopt_orphans():
+            return
+        words = [f"--module={module}", "--architecture", architecture, "--room", ROOM]
+
+        def start(stdin: socket.socket) -> Callable[[], bool]:
+            for child in [child for child in self.all if child.name == FORKS]:
+                self.forget(child)
+            return self._popen(FORKS, -1, FORKS_MODULE, words, environment, stdin.fileno()).alive
+
+        self._forked = {module, *others}
+        self._forks = Forks(start, seconds)
 
     def start(
         self,
@@ -211,9 +239,20 @@ class Children:
         environment: dict[str, str],
         stdin: int = subprocess.DEVNULL,
     ) -> Child:
-        command = child_command(module, arguments)
+        if self._forks is not None and module in self._forked:
+            forked = self._forks.fork(module, [*arguments, "--parent", str(os.getpid())], stdin)
+            if forked is not None:
+                return self._watch(name, rank, forked)
+        return self._popen(name, rank, module, arguments, environment, stdin)
+
+    def _popen(
+        self, name: str, rank: int, module: str, arguments: list[str], environment: dict[str, str], stdin: int
+    ) -> Child:
         # A group of its own: Ctrl-C in the terminal reaches the supervisor only, which ends the others in order.
-        process = subprocess.Popen(command, env=environment, stdin=stdin, process_group=0)
+        command = child_command(module, arguments)
+        return self._watch(name, rank, subprocess.Popen(command, env=environment, stdin=stdin, process_group=0))
+
+    def _watch(self, name: str, rank: int, process: subprocess.Popen[bytes] | Forked) -> Child:
         child = Child(name, rank, process, os.pidfd_open(process.pid))
         self.all.append(child)
         return child
@@ -245,8 +284,11 @@ class Children:
         """Wait up to `grace` seconds for the rest to leave by themselves, then kill what is left."""
         deadline = time.monotonic() + grace
         for child in self.all:
-            if child.link is not None:
+            if child.link is not None or child.name == FORKS:
                 child.process.kill()
+        if self._forks is not None:
+            self._forks.close()
+            self._forks = None
         while any(child.process.returncode is None for child in self.all):
             left = deadline - time.monotonic()
             if left <= 0:

@@ -45,16 +45,24 @@ class Standby:
         module: str,
         architecture: str,
         environment: dict[str, str],
+        forks: bool = False,
         free: Callable[[], int] = free_memory,
     ) -> None:
-        """module: what a rank's process runs; architecture: of the model; free: bytes of memory that are."""
+        """module: what a rank's process runs; architecture: of the model; forks: they and the ranks may be forked from
+        one that has imported (launch/forks.py); free: bytes of memory that are."""
         self._children = children
+        self._module, self._architecture, self._forks = module, architecture, forks
         self._options = [f"--module={module}", "--architecture", architecture]
         self._environment = environment
         self._free = free
         self._waiting: list[_Waiting] = []  # in the order in which they were started
         self._failed = 0  # in a row
         self._ended = 0.0
+
+    def fork_from_now_on(self, seconds: float) -> None:
+        """If that may be. seconds: how long the first fork may wait for the imports."""
+        if self._forks:
+            self._children.fork_from(self._module, [MODULE], self._architecture, self._environment, seconds)
 
     @property
     def processes(self) -> list[int]:
@@ -92,6 +100,7 @@ class Standby:
             return
         if self._waiting and self._free() < KEPT_FREE:
             return
+        self.fork_from_now_on(0.0)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         arguments = [*self._options, "--words", json.dumps(words)]

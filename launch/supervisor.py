@@ -84,6 +84,8 @@ class Supervisor:
         first = min(self.signals.values(), default=now)
         again = number in self.signals or now - first > ONE_SIGNAL_SECONDS
         self.signals.setdefault(number, now)
+        if not self.ready and self.runtime.read("ready"):
+            self.ready = True  # it answers requests already, though this process had not looked yet; nobody is told now
         if again or not self.ready:
             self.stopped_by = self.stopped_by or number
             self._send(signal.SIGKILL, self.children.all)
@@ -140,8 +142,8 @@ class Supervisor:
     # ---- what is more on several machines (launch/head.py) ----
 
     def _start(self) -> None:
+        self._start_front()  # while ranks' imports are being made
         self.monitor.start()
-        self._start_front()
 
     def _end(self) -> None:
         self.children.end(grace=0.0)

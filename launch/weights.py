@@ -1,24 +1,34 @@
-"""The store of weights of one machine, in the process that starts its ranks: it makes the memory, or takes a file of
-the cache on disk, holds it as long as it lives, and has a full one written to the cache once the ranks serve."""
+"""The store of weights of one machine, in the process that starts its ranks, or is the only one: it makes the memory,
+or takes a file of the cache on disk, holds it as long as it lives, and has a full one written to the cache once the
+ranks serve."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from pathlib import Path
+from typing import Protocol
 
 from configs.engine import Plan
 from engine.process.orphan import child_command
-from engine.process.places import store_names
-from launch.processes import RuntimeDir
+from engine.process.places import store_capacity, store_names
 from store.cache import WeightCache
-from store.memory import complete_key, make_store
+from store.memory import Store, complete_key, make_store
+
+
+class Keeper(Protocol):
+    """Files in memory under names, as launch/processes.py: RuntimeDir has them."""
+
+    def keep(self, name: str, file: int) -> None: ...
+    def kept(self, name: str) -> int | None: ...
+    def file(self, name: str) -> Path: ...
 
 
 class WeightsKept:
     """cached: the weights come from the cache on disk."""
 
-    def __init__(self, plan: Plan, runtime: RuntimeDir) -> None:
+    def __init__(self, plan: Plan, runtime: Keeper) -> None:
         self.cached = False
         self._directory = plan.weight_cache
         self._key = ""
@@ -57,3 +67,47 @@ class WeightsKept:
             ]
             command = child_command("engine.process.cache_process", arguments)
             self._writer = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+
+    def leave_writer(self) -> None:
+        """To itself: it ends when it has written, or with this process."""
+        if self._writer is not None:
+            threading.Thread(target=self._writer.wait, name="writing weights", daemon=True).start()
+
+
+class OwnWeights:
+    """Of a rank in this process. store: None where its weights are not kept on disk."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._files: dict[str, int] = {}
+        self._weights = WeightsKept(plan, self)
+        self._mapping: threading.Thread | None = None
+        self.store: Store | None = None
+        if plan.weight_store:
+            self.store = Store(self.file(*self._files), plan.weight_key, store_capacity(plan))
+
+    def map_ahead(self) -> None:
+        """On a thread, as soon as there is something to be mapped; what has just been packed is written to disk."""
+        self._weights.look()
+        if self.store is not None:
+            self._mapping = threading.Thread(target=self.store.map_ahead, name="mapping", daemon=True)
+            self._mapping.start()
+
+    def keep(self, name: str, file: int) -> None:
+        self._files[name] = file
+
+    def kept(self, name: str) -> int | None:
+        return self._files.get(name)
+
+    def file(self, name: str) -> Path:
+        return Path(f"/proc/{os.getpid()}/fd/{self._files[name]}")
+
+    def close(self) -> None:
+        """The rank has ended."""
+        self._weights.leave_writer()
+        if self._mapping is not None:
+            self._mapping.join()
+        if self.store is not None:
+            self.store.close()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()

@@ -53,7 +53,7 @@ class NativeDecode:
 
 
 def absorb(q_nope_THN: Tensor, q_pe_THP: Tensor, w_uk_HNC: Tensor) -> Tensor:
-    """Queries in the latent's space, [T, H, X]; a row's numbers are added up in one order, whatever T is."""
+    """Queries in the latent's space, [T, H, X]; in fixed order a row's numbers are added up in one, whatever T is."""
     num, heads, nope = q_nope_THN.shape
     latent, rope = w_uk_HNC.shape[2], q_pe_THP.shape[2]
     assert w_uk_HNC.is_contiguous() and w_uk_HNC.dtype is q_nope_THN.dtype is q_pe_THP.dtype

@@ -15,6 +15,7 @@ from front import async_llm, llm
 from front.messages import RankStats
 from front.text import Tokenizer
 from launch.spawned import SpawnedRanks
+from launch.weights import OwnWeights
 
 
 class LLM(llm.LLM):
@@ -27,6 +28,7 @@ class LLM(llm.LLM):
     """
 
     plan: Plan
+    _weights: OwnWeights | None = None  # of the one rank
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         """model: a Hugging Face directory; None: the embedded model. options: fields of EngineConfig, such as
@@ -48,7 +50,9 @@ class LLM(llm.LLM):
         shared["processors"] = bool(self.plan.logits_processors)
         if self.plan.data_parallel_size == 1:
             progress = LoadProgress("moesaic", sys.stderr)
-            rank = build_rank(self.plan, progress=progress)
+            self._weights = OwnWeights(self.plan)
+            rank = build_rank(self.plan, progress=progress, store=self._weights.store)
+            self._weights.map_ahead()
             progress.finish(rank.ready.bytes_read)
             ranks = LocalRanks(rank)
             super().__init__(ranks, tokenizer, **shared)
@@ -61,6 +65,12 @@ class LLM(llm.LLM):
                 num_experts=self.plan.num_experts,
                 slots_per_rank=self.plan.slots_per_rank,
             )
+
+    def close(self) -> None:
+        super().close()
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
 
     def stats(self) -> list[RankStats]:
         """The latest of every rank, in rank order."""

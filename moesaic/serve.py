@@ -65,7 +65,7 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
     is_flag=True,
     help='Do not tell the model of tools where a request says tool_choice: "none".',
 )
-@click.option("--enable-force-include-usage", is_flag=True, help="End every stream with its usage.")
+@click.option("--enable-force-include-usage", is_flag=True, help="Usage in every piece of every stream.")
 @click.option(
     "--return-tokens-as-token-ids",
     is_flag=True,

@@ -235,11 +235,12 @@ class FrontProcess:
         service = Service(
             engine, self._tokenizer, self._plan, self._config, self._defaults, int(time.time()), self._traces
         )
+        service.announced = False
         http = HttpServer(http_config(build_app(service), self._config))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         clock = asyncio.create_task(service.in_flight.clock())
         try:
-            code = await self._watch(engine, serving, clock)
+            code = await self._watch(service, serving, clock)
             await self._end(service, http, serving)
         finally:
             clock.cancel()
@@ -258,9 +259,9 @@ class FrontProcess:
         self._signals[number] = now
         self._stopping.set()
 
-    async def _watch(self, engine: AsyncLLM, serving: asyncio.Task[None], clock: asyncio.Task[None]) -> int:
+    async def _watch(self, service: Service, serving: asyncio.Task[None], clock: asyncio.Task[None]) -> int:
         """Until something ends it; the exit code that it earns. Running requests have ended then."""
-        announced = False
+        engine = service.engine
         while engine.failed is None:
             if self._stopping.is_set():
                 write_small(self._ready_file, "")
@@ -270,11 +271,11 @@ class FrontProcess:
                 break
             if serving.done() or clock.done():
                 raise RuntimeError("a task of the front ended") from _failure_of(serving, clock)
-            if engine.is_ready and not announced:
-                announced = True
+            if engine.is_ready and not service.announced:
                 self._announce()
+                service.announced = True  # only now: a signal that comes behind an answer of /health is to find it so
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), LOOK_SECONDS if not announced else 5 * LOOK_SECONDS)
+                await asyncio.wait_for(self._stopping.wait(), 5 * LOOK_SECONDS if service.announced else LOOK_SECONDS)
         if engine.failed is not None and not self._stopping.is_set():
             say_text(engine.failed)
             return EXIT_RANK_FAILED

@@ -70,6 +70,7 @@ class Service:
         self.defaults = defaults
         self.created = created
         self.traces = traces
+        self.announced = True  # that requests are served: to whoever started this process
         self.in_flight = InFlightRequests(
             capacity=lambda: plan.max_num_seqs * engine.members.count,
             max_queued=config.max_queued_requests,
@@ -99,6 +100,8 @@ class Service:
         if not self.engine.is_ready:
             missing = [str(rank) for rank in range(self.plan.data_parallel_size) if rank not in self.engine.ready]
             return "loading", f"waiting for rank {', '.join(missing)} to load the model"
+        if not self.announced:
+            return "loading", "about to serve"
         shortage = self.engine.shortage
         if shortage is not None:
             return "short", shortage

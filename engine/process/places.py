@@ -13,13 +13,21 @@ from pathlib import Path
 
 import msgspec
 
+from configs.engine import Plan
+
 STORE = "weights"  # the machine's store of weights (store/memory.py)
+MOST_WIDENED = 4  # times: FP8 to float32
 FILE_BYTES = 128  # of a file of fixed size: written in place, so never in need of more
 
 
 def store_names(nodes: Sequence[int]) -> list[str]:
     """Of the machine's stores. nodes: as Plan.store_nodes has them."""
     return [f"{STORE}-{node}" for node in nodes] or [STORE]
+
+
+def store_capacity(plan: Plan) -> int:
+    """Bytes of addresses for a store of this checkpoint's weights, however they are kept."""
+    return MOST_WIDENED * sum(size for size, *_ in plan.checkpoint.values()) + (1 << 30)
 
 
 class Places:

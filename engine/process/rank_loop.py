@@ -30,7 +30,7 @@ from engine.process.cores import Cores
 from engine.process.heartbeat import Heartbeat, LoopBeat, beat_once
 from engine.process.orphan import life_of
 from engine.process.phases import Phases
-from engine.process.places import Places, store_names
+from engine.process.places import Places, store_capacity, store_names
 from engine.process.progress import LoadProgress
 from engine.process.warm_up import practise, warm_up
 from engine.rank import Rank
@@ -49,7 +49,6 @@ from store.numa import node_of, nodes
 log = logging.getLogger("moesaic.rank")
 
 EXIT_ERROR = 3
-MOST_WIDENED = 4  # times: FP8 to float32
 EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
@@ -210,11 +209,10 @@ def _store(plan: Plan, places: Places) -> Store | None:
     """Where this machine's ranks have their weights, or those of this rank's node of memory."""
     if not plan.weight_store:
         return None
-    capacity = MOST_WIDENED * sum(size for size, *_ in plan.checkpoint.values()) + (1 << 30)
     names = store_names(plan.store_nodes)
     node = node_of(nodes(), frozenset(os.sched_getaffinity(0))) if plan.store_nodes else -1
     name = names[plan.store_nodes.index(node)] if node in plan.store_nodes else names[0]
-    return Store(places.file(name), plan.weight_key, capacity)
+    return Store(places.file(name), plan.weight_key, store_capacity(plan))
 
 
 def _say_waiting(socket: RankSocket, rank_id: int, reason: str) -> None:

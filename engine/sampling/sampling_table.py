@@ -265,14 +265,17 @@ class SamplingTable:
 
     def note(self, rows: Sequence[int], token_ids: Sequence[list[int]]) -> None:
         """The tokens just drawn for each row become part of its history."""
+        if self._guides:
+            for row, tokens in zip(rows, token_ids, strict=True):
+                if guide := self._guides.get(row):
+                    guide.accept(tokens)
+        if not (self._history or self._processors or self._thinking):
+            return
         for row, tokens in zip(rows, token_ids, strict=True):
             history = self._history.get(row)
             if history is not None:
                 for token in tokens:
                     history.append(token)
-            guide = self._guides.get(row)
-            if guide is not None:
-                guide.accept(tokens)
             processors = self._processors.get(row)
             if processors is not None:
                 processors.accept(tokens)

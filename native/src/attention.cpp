@@ -8,7 +8,7 @@
 #include "tape.h"
 #include "team.h"
 
-static const AttentionOps *ops_for(int64_t x_type) {
+const AttentionOps *attention_ops(int64_t x_type) {
 #if defined(__x86_64__)
   switch (vector_isa()) {
     case ISA_AVX512_BF16: return x_type == ATTENTION_BF16 ? attention_avx512_bf16 : attention_avx512[x_type];
@@ -192,7 +192,7 @@ NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t
   tape_note(attention_decode, s, q, q_stride, keys, values, scale, sinks, out, threads);
   if (s->num_sequences == 0) return;
   Job job = {};
-  job.s = s, job.ops = ops_for(s->x_type), job.q = (const uint8_t *)q, job.q_stride = q_stride, job.scale = scale, job.sinks = sinks;
+  job.s = s, job.ops = attention_ops(s->x_type), job.q = (const uint8_t *)q, job.q_stride = q_stride, job.scale = scale, job.sinks = sinks;
   job.keys = (const uint8_t *)keys, job.values = (const uint8_t *)values, job.out = (uint8_t *)out;
   job.item_bytes = s->x_type == ATTENTION_F32 ? 4 : 2;
   int64_t num_chunks = 0, num_parts = 0, all_keys = 0;
@@ -248,47 +248,4 @@ NATIVE_API void attention_decode(const AttentionShape *s, const void *q, int64_t
     team(threads, s->num_sequences, [&](int64_t b, int) {
       for (int64_t head = 0; head < s->num_heads && job.first_part[b] >= 0; head++) job.merge(b, head);
     });
-}
-
-// Queries into the latent's space: out[t, h] = [q_nope[t, h] w[h] | q_pe[t, h]]. q_nope [T, heads, nope] and q_pe [T, heads, rope], each
-// with numbers from one t and one head to the next; w [heads, nope, latent]; out [T, heads, latent + rope]. nope is even.
-NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_pe, const QueryStrides *strides, const void *w, void *out,
-                                 int64_t tokens, int64_t heads, int64_t nope, int64_t latent, int64_t rope, int threads) {
-  tape_note(attention_absorb, x_type, q_nope, q_pe, strides, w, out, tokens, heads, nope, latent, rope, threads);
-  const AttentionOps *ops = ops_for(x_type);
-  int64_t item = x_type == ATTENTION_F32 ? 4 : 2, width = latent + rope, each = up_to_64(tokens * latent * 4 + nope * 8);
-  uint8_t *work = scratch(threads * each);
-  team(threads, heads, [&](int64_t h, int worker) {
-    float *acc = (float *)(work + worker * each);
-    const uint8_t **row = (const uint8_t **)(acc + (tokens * latent + 1) / 2 * 2);
-    for (int64_t n = 0; n < nope; n++) row[n] = (const uint8_t *)w + (h * nope + n) * latent * item;
-    memset(acc, 0, tokens * latent * 4);
-    for (int64_t n = 0; n < nope; n += KEY_TILE)
-      ops->weigh((const uint8_t *)q_nope + (h * strides->nope_head + n) * item, strides->nope_token, tokens, row + n,
-                 nope - n < KEY_TILE ? (int)(nope - n) : (int)KEY_TILE, latent, acc);
-    for (int64_t t = 0; t < tokens; t++) {
-      uint8_t *to = (uint8_t *)out + (t * heads + h) * width * item;
-      ops->finish(acc + t * latent, latent, 1, to);
-      memcpy(to + latent * item, (const uint8_t *)q_pe + (t * strides->pe_token + h * strides->pe_head) * item, rope * item);
-    }
-  });
-}
-
-// Out of the latent's space: out[t, h, v] = x[t, h] . w[h, v]. x [T, heads, latent], w [heads, values, latent], out [T, heads, values].
-NATIVE_API void attention_expand(int x_type, const void *x, const void *w, void *out, int64_t tokens, int64_t heads, int64_t latent,
-                                 int64_t values, int threads) {
-  tape_note(attention_expand, x_type, x, w, out, tokens, heads, latent, values, threads);
-  const AttentionOps *ops = ops_for(x_type);
-  int64_t item = x_type == ATTENTION_F32 ? 4 : 2, each = up_to_64(tokens * values * 4);
-  uint8_t *work = scratch(threads * each);
-  team(threads, heads, [&](int64_t h, int worker) {
-    float *sum = (float *)(work + worker * each);
-    const uint8_t *row[KEY_TILE];
-    for (int64_t v = 0; v < values; v += KEY_TILE) {
-      int n = values - v < KEY_TILE ? (int)(values - v) : (int)KEY_TILE;
-      for (int j = 0; j < n; j++) row[j] = (const uint8_t *)w + (h * values + v + j) * latent * item;
-      ops->scores((const uint8_t *)x + h * latent * item, heads * latent, tokens, row, n, latent, 1, sum + v, values);
-    }
-    for (int64_t t = 0; t < tokens; t++) ops->finish(sum + t * values, values, 1, (uint8_t *)out + (t * heads + h) * values * item);
-  });
 }

@@ -46,5 +46,6 @@ struct AttentionOps {
   void (*finish)(const float *acc, int64_t dim, float factor, void *out);
 };
 
+const AttentionOps *attention_ops(int64_t x_type);  // those of the instruction set in use
 extern const AttentionOps *const attention_avx2[2], *const attention_avx512[2];  // by AttentionType
 extern const AttentionOps *const attention_avx512_bf16;                          // of bfloat16 x only

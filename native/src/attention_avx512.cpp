@@ -1,6 +1,7 @@
 // Attention kernels with AVX512, without bfloat16 arithmetic.
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#define AVX512_FILE
 #include "attention.h"
 namespace {
 enum { LANES = 16 };

@@ -1,6 +1,8 @@
 // Attention kernels for bfloat16 with AVX512-BF16: products of pairs, sums in float32.
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,fma,prefer-vector-width=512")
+#define AVX512_FILE
+#define AVX512_BF16_FILE
 #include "attention.h"
 
 #include <immintrin.h>

@@ -1,6 +1,7 @@
 // Linear attention with AVX512.
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#define AVX512_FILE
 #include "delta.h"
 namespace {
 enum { LANES = 16 };

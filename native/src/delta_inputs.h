@@ -3,7 +3,7 @@
 
 // 1 / x of numbers whose inverse is not denormal; else 0. A division takes as long as the arithmetic around it.
 INLINE vf inverse_of(vf x) {
-#ifdef __AVX512F__  // right in 14 bits; then in all but the last one or two
+#ifdef AVX512_FILE  // right in 14 bits; then in all but the last one or two
   typedef float plain __attribute__((vector_size(64)));
   vf y = (vf)__builtin_ia32_rcp14ps512_mask((plain)x, (plain){}, 0xffff);
   return y + y * (1.f - x * y);

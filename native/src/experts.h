@@ -95,6 +95,9 @@ struct BandOps {
   Fn plain;   // the first k of a panel of bfloat16, or with `more` those after them
   Fn scaled;  // of a panel of 8-bit weights: blocks that `widen` has made bfloat16, with their scales
   void (*far)(const float *c, int rows, void *const *y);  // 64 columns of sums as bfloat16, to places that are aligned to 64 bytes and not near
+  // For products of the same up to 32 rows one after another: tiles for so many rows, then `plain` of all k that takes these for granted.
+  void (*shape)(int64_t rows);
+  void (*shaped)(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, float *c);
   void (*release)();  // a thread has done its part: without tiles in use it is cheaper to interrupt
 };
 extern const BandOps *const bands_amx;

@@ -3,6 +3,7 @@
 #if defined(__x86_64__) || defined(TILE_MODEL)
 #ifndef TILE_MODEL
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#define AVX512_FILE
 #endif
 #include "experts.h"
 
@@ -18,14 +19,17 @@ enum { LANES = 16 };
 enum { STEP = TILE_K * PANEL * 2, PAIR = PANEL * 4 };  // bytes of 32 k and of a pair of them
 enum { NEAR_K = 256 };  // k of which some columns' weights stay in the nearest cache while rows pass by
 
-// Tiles 0 to 3 are sums. Up to 16 rows: all four of a panel's groups of columns by the rows in tile 4, the panel in 5 to 7. 32: two
-// groups (0 and 1 of the first 16 rows, 2 and 3 of the others) by the rows in 4 and 5, the panel in 6 and 7. To change shapes takes as
-// long as ten products.
+// Tiles 0 to 3 are sums. Up to 16 rows: all four of a panel's groups of columns by the rows in tile 4, the panel in 5 to 7. More: two
+// groups (0 and 1 of the first 16 rows, 2 and 3 of the others) by the rows in 4 and 5, the panel in 6 and 7. For 16 rows all are whole,
+// as for 32. To change shapes takes as long as ten products.
 INLINE void shape(int64_t rows) {
+  int low = rows < TILE_ROWS ? (int)rows : (int)TILE_ROWS, high = rows > TILE_ROWS ? (int)rows - TILE_ROWS : 0;
   TileShapes s = {};
   s.palette = 1;
   for (int i = 0; i < 8; i++) s.row_bytes[i] = 64, s.rows[i] = TILE_ROWS;
-  for (int i = 0; i < 5 && rows < TILE_ROWS; i++) s.rows[i] = (uint8_t)rows;
+  s.rows[0] = s.rows[1] = s.rows[4] = (uint8_t)low;
+  s.rows[2] = s.rows[3] = (uint8_t)(high ? high : low);
+  if (high) s.rows[5] = (uint8_t)high;
   tile_shapes(s);
 }
 
@@ -90,7 +94,7 @@ template <int LINES> INLINE void few(const Part &o) {
   tile_store<0>(c, PAIR), tile_store<1>(c + 16, PAIR), tile_store<2>(c + 32, PAIR), tile_store<3>(c + 48, PAIR);
 }
 
-// 32 rows.
+// 17 to 32 rows.
 template <int LINES> INLINE void many(const Part &o) {
   float *c = o.c;
   const uint8_t *at = o.ahead->at, *const end = o.ahead->end;
@@ -200,6 +204,20 @@ void far(const float *c, int rows, void *const *y) {
     }
 }
 
+void shape_for(int64_t rows) { shape(rows); }
+
+void shaped(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, float *c) {
+  alignas(64) uint8_t last[STEP];
+  if (depth % TILE_K) last_step(panel, depth, last);
+  Ahead nothing = {};
+  int64_t step = rows > TILE_ROWS ? (int64_t)NEAR_K : depth;
+  for (int64_t k = 0; k < depth; k += step) {
+    const Part one = {a, stride, panel, last, k, k + step < depth ? k + step : depth, k > 0, &nothing, c};
+    if (rows > TILE_ROWS) many<0>(one);
+    else few<0>(one);
+  }
+}
+
 // What was written past the caches is there for all.
 void release() {
 #ifndef TILE_MODEL
@@ -208,7 +226,7 @@ void release() {
   tile_release();
 }
 
-constexpr BandOps table = {plain, scaled, far, release};
+constexpr BandOps table = {plain, scaled, far, shape_for, shaped, release};
 }  // namespace
 const BandOps *const bands_amx = &table;
 #endif

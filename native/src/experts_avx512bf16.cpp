@@ -1,6 +1,7 @@
 // Expert kernels for bfloat16 rows with AVX512-BF16: products of pairs, sums in float32.
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx512vnni,fma,prefer-vector-width=512")
+#define AVX512_FILE
 #include "experts.h"
 
 #include <immintrin.h>

@@ -2,6 +2,7 @@
 // they lie. Many: weights are packed into a panel first (experts.h), which costs as much as a few rows.
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,fma,prefer-vector-width=512")
+#define AVX512_FILE
 #include "experts.h"
 #include "linear.h"
 

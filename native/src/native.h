@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>  // inside a namespace its functions would be calls: the compiler would not know them
 
-#ifdef __AVX512BW__  // a file of that instruction set
+#ifdef AVX512_FILE  // a file of that instruction set says so: GCC 12 does not, behind a pragma
 #include <immintrin.h>
 #endif
 

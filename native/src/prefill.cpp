@@ -32,6 +32,8 @@ Tables tables_for(int64_t x_type) {
   return {};
 }
 
+enum { MOST_CHUNK = 512 };
+
 int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 struct Item {
@@ -52,7 +54,7 @@ struct Job {
     group = c->num_heads / c->num_kv_heads;
     key_depth = c->key_dim + c->shared_dim;
     value_panels = (c->value_dim + PANEL - 1) / PANEL;
-    chunk = key_depth + c->value_dim <= 512 ? 256 : 128;  // keys whose panels stay near
+    chunk = key_depth + c->value_dim > 512 ? 128 : bands ? 512 : 256;  // keys whose panels stay near
     key_panel = key_depth * PANEL * item_bytes;
     q_stride = up_to(key_depth, TILE_K) * item_bytes + 64;
     value_panel = chunk * PANEL * item_bytes;
@@ -75,13 +77,14 @@ struct Job {
     uint8_t *keys, *values, *p, *q;  // q: for matrix tiles, an item's rows one after another
     float *scores, *acc, *largest, *sum;
   };
+  int64_t p_bytes() const { return chunk * item_bytes + 64; }  // of a row: not a power of two, of which many would share a few places of a cache
   int64_t rows() const { return queries_each * group; }
   // Returns the bytes that it takes; base is null when they are only counted.
   int64_t lay_out(uint8_t *base, Work *work) const {
     int64_t at = 0;
     auto take = [&](int64_t bytes) { return at += up_to(bytes, 64), base ? base + at - up_to(bytes, 64) : nullptr; };
     work->keys = take(chunk / PANEL * key_panel), work->values = take(value_panels * value_panel);
-    work->p = take(strip_rows * chunk * item_bytes), work->scores = (float *)take(strip_rows * chunk * 4);
+    work->p = take(strip_rows * p_bytes()), work->scores = (float *)take(strip_rows * chunk * 4);
     work->q = take(bands ? rows() * q_stride : 0);
     work->acc = (float *)take(rows() * acc_stride * 4), work->largest = (float *)take(rows() * 4), work->sum = (float *)take(rows() * 4);
     return at;
@@ -121,7 +124,9 @@ struct Job {
   }
 
   void collect(const Item &item, int64_t num, const Work &work) const {
+    enum { AHEAD = 12 };
     for (int64_t r = 0; r < num; r++) {
+      if (r + AHEAD < num) bring_nearer(query(item, r + AHEAD), key_depth * item_bytes);
       memcpy(work.q + r * q_stride, query(item, r), key_depth * item_bytes);
       memset(work.q + r * q_stride + key_depth * item_bytes, 0, q_stride - key_depth * item_bytes);
     }
@@ -134,7 +139,7 @@ struct Job {
   // Keys and values from `key` on, n of them. The key `least` stands for those before it, which no query sees.
   void pack(const Item &item, int64_t key, int64_t n, int64_t least, const Work &work) const {
     const int64_t *blocks = c->table + item.sequence * c->table_stride;
-    const uint8_t *own[PANEL], *shared[PANEL], *value[256];
+    const uint8_t *own[PANEL], *shared[PANEL], *value[MOST_CHUNK];
     for (int64_t i = 0; i < n; i++) {
       int64_t place = key + i > least ? key + i : least, row = blocks[place / c->block_size] * c->block_size + place % c->block_size;
       int64_t at = i % PANEL;
@@ -155,11 +160,7 @@ struct Job {
 
   // c [height, 64] = rows of `stride` bytes, or those that row_at tells, times a panel.
   template <class RowAt> void multiply(const RowAt &row_at, int64_t stride, int64_t height, const uint8_t *panel, int64_t depth, float *out) const {
-    if (bands) {
-      Ahead nothing = {};
-      bands->plain(row_at(0), stride, height, panel, depth, false, &nothing, out);
-      return;
-    }
+    if (bands) return bands->shaped(row_at(0), stride, height, panel, depth, out);
     const void *a[MAX_ROWS];
     for (int64_t i = 0; i < height; i++) a[i] = row_at(i);
     use.tiles->plain[height](a, {panel, 0, depth, nullptr, 0, 0}, out);
@@ -179,6 +180,7 @@ struct Job {
     };
     int64_t most = visible(r + count - 1);
     if (most <= hidden(r)) return;
+    if (bands) bands->shape(count);
     for (int64_t panel = 0; panel * PANEL < most; panel++)
       for (int64_t m = 0; m < count; m += tall) {
         int64_t height = count - m < tall ? count - m : tall;
@@ -187,7 +189,7 @@ struct Job {
                  work.keys + panel * key_panel, key_depth, work.scores + (panel * strip_rows + m) * PANEL);
       }
     float factor[MOST_STRIP];
-    int64_t depth[MOST_STRIP], together = bands ? TILE_K : c->x_type == X_F32 ? 1 : 2, p_bytes = chunk * item_bytes;  // k that are multiplied together
+    int64_t depth[MOST_STRIP], together = bands ? TILE_K : c->x_type == X_F32 ? 1 : 2, p_bytes = this->p_bytes();  // k that are multiplied together
     for (int64_t m = 0; m < count; m += tall) {
       int64_t height = count - m < tall ? count - m : tall;
       depth[m] = up_to(visible(r + m + height - 1), together);

@@ -1,6 +1,7 @@
 // The softmax of prompts for bfloat16 with AVX512-BF16: powers of two, as exact as weights of bfloat16 need them.
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,fma,prefer-vector-width=512")
+#define AVX512_FILE
 #include "experts.h"
 #include "prefill.h"
 

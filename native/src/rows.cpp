@@ -11,6 +11,7 @@
 
 static const RowOps *ops_for(int64_t x_type) {
 #if defined(__x86_64__)
+  if (vector_isa() == ISA_AVX512_BF16 && x_type == ROWS_BF16) return rows_avx512_bf16;
   return vector_isa() >= ISA_AVX512 ? rows_avx512[x_type] : rows_avx2[x_type];
 #else
   (void)x_type;

@@ -89,6 +89,7 @@ struct RowOps {
 };
 
 extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType
+extern const RowOps *const rows_avx512_bf16;                     // of bfloat16 only
 
 // y[t] = sum over k of weight[t, k] * the row of that choice, in the order of k. slot int64 [T, K]; choice (t, k) is in part
 // slot / slots_per_part, whose rows lie at part[.] in the order of tokens and choices. Rows and y have x's type.

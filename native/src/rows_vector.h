@@ -7,18 +7,26 @@ INLINE vf rounded(vf x, const bf16 *) { return (vf)(wide(bf16_of(x)) << 16); }
 INLINE float rounded(float x, const float *) { return x; }
 INLINE float rounded(float x, const bf16 *type) { return rounded(splat(x), type)[0]; }
 
-template <class X> INLINE float inverse_rms(const X *x, int64_t dim, float eps) {
+// Where there is x, it is added to `of` first.
+template <bool adds, class X> INLINE float inverse_rms(const X *x, X *of, int64_t dim, float eps) {
   vf sum[2] = {};
   int64_t i = 0;
   for (; i + 2 * LANES <= dim; i += 2 * LANES)
+#pragma GCC unroll 2
     for (int j = 0; j < 2; j++) {
-      vf a = load(x + i + j * LANES);
+      X *at = of + i + j * LANES;
+      vf a = load(at);
+      if (adds) a = rounded(a + load(x + i + j * LANES), x), store(at, a);
       sum[j] += a * a;
     }
   float rest = 0;
-  for (; i < dim; i++) rest += number(x + i) * number(x + i);
+  for (; i < dim; i++) {
+    if (adds) put(of + i, number(of + i) + number(x + i));
+    rest += number(of + i) * number(of + i);
+  }
   return 1 / __builtin_sqrtf((total(sum[0] + sum[1]) + rest) / dim + eps);
 }
+template <class X> INLINE float inverse_rms(const X *x, int64_t dim, float eps) { return inverse_rms<false, X>(nullptr, (X *)x, dim, eps); }
 
 template <class X> INLINE void scale_row(const X *x, const X *weight, X *y, int64_t dim, float factor) {
   int64_t i = 0;
@@ -27,14 +35,9 @@ template <class X> INLINE void scale_row(const X *x, const X *weight, X *y, int6
 }
 
 template <class X> static void norm(const void *xv, void *residualv, const void *weight, void *y, int64_t dim, float eps) {
-  const X *x = (const X *)xv;
   X *residual = (X *)residualv;
-  if (x) {
-    int64_t i = 0;
-    for (; i + LANES <= dim; i += LANES) store(residual + i, load(residual + i) + load(x + i));
-    for (; i < dim; i++) put(residual + i, number(residual + i) + number(x + i));
-  }
-  scale_row(residual, (const X *)weight, (X *)y, dim, inverse_rms(residual, dim, eps));
+  float factor = xv ? inverse_rms<true>((const X *)xv, residual, dim, eps) : inverse_rms(residual, dim, eps);
+  scale_row(residual, (const X *)weight, (X *)y, dim, factor);
 }
 
 // y may be x.
@@ -54,15 +57,50 @@ template <class X> INLINE void rotate(const X *x, const X *cos, const X *sin, X 
   }
 }
 
+// Some heads of a row, `dim` numbers each, normed (where `factor`, of each, is not null) and rotated: what belongs to the angles is
+// read once for all of them. y may be x.
+template <class X>
+INLINE void norm_rotate(const X *x, const float *factor, const X *weight, const X *cos, const X *sin, X *y, int64_t count, int64_t dim) {
+  int64_t half = dim / 2, i = 0;
+  for (; i + LANES <= half; i += LANES) {
+    const vf cos_low = load(cos + i), sin_low = load(sin + i), cos_high = load(cos + half + i), sin_high = load(sin + half + i);
+    for (int64_t at = i, head = 0; head < count; head++, at += dim) {
+      vf low = load(x + at), high = load(x + at + half);
+      if (factor) {
+        low = rounded(rounded(low * factor[head], x) * load(weight + at), x);
+        high = rounded(rounded(high * factor[head], x) * load(weight + at + half), x);
+      }
+      store(y + at, rounded(high * sin_low, x) + low * cos_low);
+      store(y + at + half, rounded(low * sin_high, x) + high * cos_high);
+    }
+  }
+  for (; i < half; i++)
+    for (int64_t at = i, head = 0; head < count; head++, at += dim) {
+      float low = number(x + at), high = number(x + at + half);
+      if (factor) {
+        low = rounded(rounded(low * factor[head], x) * number(weight + at), x);
+        high = rounded(rounded(high * factor[head], x) * number(weight + at + half), x);
+      }
+      float one = rounded(high * number(sin + i), x) + low * number(cos + i);
+      float two = rounded(low * number(sin + half + i), x) + high * number(cos + half + i);
+      put(y + at, one), put(y + at + half, two);
+    }
+}
+
 template <class X> static void heads(const HeadsCall &call, int64_t row) {
+  enum { SOME = 16 };
   int64_t dim = call.dim, num_qk = call.num_heads + call.num_kv_heads;
   X *x = (X *)call.x + row * (num_qk + call.num_kv_heads) * dim;
-  const X *cos = (const X *)call.cos + row * dim, *sin = (const X *)call.sin + row * dim;
+  const X *cos = (const X *)call.cos + row * dim, *sin = (const X *)call.sin + row * dim, *norm = (const X *)call.norm;
   X *k_cache = (X *)call.k_cache + call.slots[row] * call.k_stride, *v_cache = (X *)call.v_cache + call.slots[row] * call.v_stride;
-  for (int64_t head = 0; head < num_qk; head++) {
-    X *own = x + head * dim;
-    if (call.norm) scale_row(own, (const X *)call.norm + head * dim, own, dim, inverse_rms(own, dim, call.eps));
-    rotate(own, cos, sin, head < call.num_heads ? own : k_cache + (head - call.num_heads) * dim, dim);
+  for (int64_t head = 0, count; head < num_qk; head += count) {
+    int64_t end = head < call.num_heads ? call.num_heads : num_qk;
+    count = end - head < SOME ? end - head : (int64_t)SOME;
+    X *own = x + head * dim, *to = head < call.num_heads ? own : k_cache + (head - call.num_heads) * dim;
+    float factor[SOME];
+    for (int64_t i = 0; norm && i < count; i++) factor[i] = inverse_rms(own + i * dim, dim, call.eps);
+    if (norm) norm_rotate(own, factor, norm + head * dim, cos, sin, to, count, dim);
+    else norm_rotate(own, (const float *)nullptr, norm, cos, sin, to, count, dim);
   }
   memcpy(v_cache, x + num_qk * dim, call.num_kv_heads * dim * sizeof(X));
 }
@@ -136,93 +174,31 @@ template <class X> static void index_key(const IndexKeyCall &call, int64_t row, 
   for (int64_t head = 0; head < call.num_heads; head++) rotate(q + head * call.dim, cos, sin, q + head * call.dim, call.rope_dim);
 }
 
+// x / y, y from 1 on.
+INLINE vf over(vf x, vf y) {
+#ifdef AVX512_BF16_FILE  // all but the last bits, which bfloat16 does not have
+  __m512 inverse = _mm512_rcp14_ps((__m512)y);
+  return x * (vf)_mm512_mul_ps(inverse, _mm512_fnmadd_ps((__m512)y, inverse, _mm512_set1_ps(2.f)));
+#else
+  return x / y;
+#endif
+}
+
 template <class X> static void silu_mul(const void *gate_up, void *yv, int64_t width) {
   const X *gate = (const X *)gate_up, *up = gate + width;
   X *y = (X *)yv;
   int64_t i = 0;
   for (; i + LANES <= width; i += LANES) {
-    vf x = load(gate + i), silu = x / (1.f + exp_of(-x));
+    vf x = load(gate + i), silu = over(x, 1.f + exp_of(-x));
     store(y + i, rounded(x == x ? silu : x, gate) * load(up + i));
   }
   for (; i < width; i++) {
-    vf x = splat(number(gate + i)), silu = x / (1.f + exp_of(-x));
+    vf x = splat(number(gate + i)), silu = over(x, 1.f + exp_of(-x));
     put(y + i, rounded(x[0] == x[0] ? silu[0] : x[0], gate) * number(up + i));
   }
 }
 
-// The sum of exp(x - largest).
-INLINE float exponentials(const float *x, int64_t n, float largest) {
-  vf sums = {};
-  float sum = 0;
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) sums += exp_of(load(x + i) - largest);
-  for (; i < n; i++) sum += exp_of(splat(x[i] - largest))[0];
-  return sum + total(sums);
-}
-
-// Put (x, place) among the best, which are at most k and in falling order.
-INLINE void insert(float x, int64_t place, int64_t k, int64_t *count, int64_t *index, float *value) {
-  if (*count == k && !(x > value[k - 1])) return;
-  int64_t at = *count < k ? (*count)++ : k - 1;
-  for (; at > 0 && x > value[at - 1]; at--) value[at] = value[at - 1], index[at] = index[at - 1];
-  value[at] = x, index[at] = place;
-}
-
-// work: n numbers. Of equal numbers the first is taken; indices are valid and distinct whatever the numbers.
-template <class X>
-static void softmax_topk(const void *logitsv, int64_t n, int64_t k, bool renormalize, int64_t *index, float *weight, float *work) {
-  const X *logits = (const X *)logitsv;
-  int64_t i = 0, count = 0;
-  for (; i + LANES <= n; i += LANES) store(work + i, load(logits + i));
-  for (; i < n; i++) work[i] = number(logits + i);
-  for (i = 0; i < n; i++) insert(work[i], i, k, &count, index, weight);
-  float largest = weight[0], sum = renormalize ? 0 : exponentials(work, n, largest);
-  for (i = 0; i < k; i += LANES) {
-    int64_t here = k - i < LANES ? k - i : LANES;
-    vf x = splat(largest);
-    memcpy(&x, weight + i, 4 * here);
-    x = exp_of(x - largest);
-    memcpy(weight + i, &x, 4 * here);
-  }
-  for (i = 0; renormalize && i < k; i++) sum += weight[i];
-  for (i = 0; i < k; i++) weight[i] /= sum;
-}
-
-static void grouped_topk(const GroupedCall &call, int64_t row, float *work) {
-  const float *logits = call.logits + row * call.experts;
-  int64_t n = call.experts, each = n / call.groups, i = 0, count = 0, *index = call.index + row * call.k;
-  float *score = work, *biased = work + n, *group = work + 2 * n, *weight = call.weight + row * call.k;
-  if (call.bias && !call.softmax) {
-    for (; i + LANES <= n; i += LANES) store(score + i, 1.f / (1.f + exp_of(-load(logits + i))));
-    for (; i < n; i++) score[i] = (1.f / (1.f + exp_of(splat(-logits[i]))))[0];
-  } else {
-    float largest = logits[0];
-    for (i = 1; i < n; i++) largest = logits[i] > largest ? logits[i] : largest;
-    float sum = exponentials(logits, n, largest);
-    for (i = 0; i + LANES <= n; i += LANES) store(score + i, exp_of(load(logits + i) - largest) / sum);
-    for (; i < n; i++) score[i] = exp_of(splat(logits[i] - largest))[0] / sum;
-  }
-  for (i = 0; i < n; i++) biased[i] = call.bias ? score[i] + call.bias[i] : score[i];
-  int64_t counted = call.bias ? 2 : 1;  // of a group's best
-  for (int64_t g = 0; g < call.groups && call.kept < call.groups; g++) {
-    float best[2];
-    int64_t unused[2], found = 0;
-    for (i = 0; i < each; i++) insert(biased[g * each + i], i, counted, &found, unused, best);
-    group[g] = best[0] + (counted > 1 ? best[1] : 0);
-  }
-  for (int64_t g = 0; g < call.groups; g++) {
-    int64_t better = 0;  // groups that come before this one
-    for (int64_t other = 0; call.kept < call.groups && other < call.groups; other++)
-      better += group[other] > group[g] || (other < g && !(group[other] < group[g]));
-    if (better >= call.kept) continue;
-    for (i = 0; i < each; i++) insert(biased[g * each + i], g * each + i, call.k, &count, index, weight);
-  }
-  float sum = 1e-20f;
-  for (i = 0; i < call.k; i++) weight[i] = score[index[i]], sum += weight[i];
-  sum = sum > call.smallest ? sum : call.smallest;
-  float factor = call.renormalize ? call.scale / sum : call.scale;
-  for (i = 0; i < call.k; i++) weight[i] *= factor;
-}
+#include "choose_vector.h"
 
 template <class X> static void sigmoid_gate(const void *gatev, bool one, void *yv, int64_t width) {
   const X *gate = (const X *)gatev;

@@ -165,7 +165,7 @@ int test_layers(int isa) {
         for (int64_t dim : {1, 36, 64, 130})
           for (int64_t group : {1, 7})
             test_attention(x_type, 2 * group, 2, dim, lens, threads), test_attention(x_type, group, 1, dim, lens, threads, 9), count += 2;
-      for (int64_t tokens : {1, 2, 7}) test_latent_space(x_type, tokens, 3, 10, 36, 6, 19, threads), test_latent_space(x_type, tokens, 2, 32, 64, 8, 16, threads), count += 2;
+      for (int64_t tokens : {1, 2, 7, 20}) test_latent_space(x_type, tokens, 3, 10, 36, 6, 19, threads), test_latent_space(x_type, tokens, 2, 32, 64, 8, 16, threads), count += 2;
       for (int64_t rows : {0, 1, 5, 2000})
         for (int64_t dim : {1, 2, 7, 32, 66}) test_rows(x_type, rows, dim, threads), count++;
     }

@@ -8,7 +8,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias
 #define INLINE static inline __attribute__((always_inline))
 
 // 16 bits to 32 and back. The compiler makes several instructions of it where one is to be had.
-#ifdef __AVX512BW__
+#ifdef AVX512_FILE
 static_assert(LANES == 16);
 INLINE vi wide(vh x) { return (vi)_mm512_cvtepu16_epi32((__m256i)x); }
 INLINE vh narrow(vi x) { return (vh)_mm512_cvtepi32_epi16((__m512i)x); }
@@ -28,12 +28,16 @@ INLINE vf value(const float *a) { return splat(*a); }
 INLINE vf value(const bf16 *a) { return float_of(*a); }
 
 // Round to nearest, ties to even; NaN stays NaN.
+#ifdef AVX512_BF16_FILE  // one instruction, which takes denormal numbers for 0
+INLINE vh bf16_of(vf x) { return (vh)_mm512_cvtneps_pbh((__m512)x); }
+#else
 INLINE vh bf16_of(vf x) {
   vi bits = (vi)x;
   vi rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   vi nan = (x != x);
   return narrow((rounded & ~nan) | (nan & 0x7fc0));
 }
+#endif
 
 INLINE vf exp_of(vf x) {  // x is at most 88; below -87 the result is 0 but for rounding
   x = x < -87.f ? splat(-87.f) : x;
@@ -66,6 +70,9 @@ template <class Row> INLINE vf weighted(int64_t n, const float *weight, const Ro
   for (int64_t i = 0; i < n; i++) sum += row(i) * weight[i];
   return sum;
 }
+#ifdef AVX512_FILE
+INLINE float total(vf x) { return _mm512_reduce_add_ps((__m512)x); }  // in the same order
+#else
 INLINE float total(vf x) {
   float part[LANES];
   *(vf *)part = x;
@@ -73,3 +80,4 @@ INLINE float total(vf x) {
     for (int i = 0; i < half; i++) part[i] += part[i + half];
   return part[0];
 }
+#endif

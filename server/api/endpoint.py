@@ -100,7 +100,8 @@ def make_job(
     if beams is not None:  # what the model recommends is of draws
         params = msgspec.structs.replace(params, repetition_penalty=1.0, min_tokens=0)
     options = body.stream_options or StreamOptions()
-    include_usage = service.config.enable_force_include_usage or either(options.include_usage, False)
+    forced = service.config.enable_force_include_usage
+    include_usage = forced or either(options.include_usage, False)
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
     return Job(
         request_id=taken.request_id,
@@ -110,7 +111,7 @@ def make_job(
         n=params.n,
         stream=either(body.stream, False),
         include_usage=include_usage,
-        continuous_usage=include_usage and either(options.continuous_usage_stats, False),
+        continuous_usage=include_usage and (forced or either(options.continuous_usage_stats, False)),
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=either(body.return_token_ids, False),
         tokens_as_ids=either(body.return_tokens_as_token_ids, service.config.return_tokens_as_token_ids),

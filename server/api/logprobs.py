@@ -25,8 +25,8 @@ def completion_logprobs(
     """text: of these positions; offset: characters of the choice's text before it.
 
     A None position is the first of the prompt, the token `first` (id and text). `top_logprobs` holds the chosen token
-    too, as evaluation harnesses compare it with the others there. hidden: special tokens, which have no characters
-    where the text lacks them.
+    too, and before the others, as evaluation harnesses compare it with them. hidden: special tokens, which have no
+    characters where the text lacks them.
     """
     result = CompletionLogprobs([], [], [], [])
     began = offset
@@ -45,8 +45,7 @@ def completion_logprobs(
         result.tokens.append(name)
         result.token_logprobs.append(bounded(chosen.logprob))
         top = {_name(token, as_ids): bounded(token.logprob) for token in position.top}
-        top.setdefault(name, bounded(chosen.logprob))
-        result.top_logprobs.append(top)
+        result.top_logprobs.append({name: bounded(chosen.logprob)} | top)
     return result
 
 

@@ -15,6 +15,10 @@ from engine.process.orphan import die_with_parent
 from engine.process.places import Places
 
 
+def import_loop(architecture: str = "") -> None:
+    """There is nothing to be imported."""
+
+
 def get_ready(architecture: str, words: Sequence[str]) -> None:
     """There is nothing to be got ready."""
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -66,6 +67,23 @@ def test_before_anything_has_started(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.wait(AT_ONCE) == 128 + signal.SIGTERM
     assert "SIGTERM" in log_of(tmp_path) and "Traceback" not in log_of(tmp_path)
+
+
+def test_behind_the_first_answer_of_health_it_drains(tmp_path: Path) -> None:
+    """However early the signal comes: what was ready ends with 0."""
+    with starting(tmp_path) as server:
+
+        def healthy() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"{server.url}/health").status_code == 200
+            return False
+
+        deadline = time.monotonic() + 90
+        while not healthy():
+            assert time.monotonic() < deadline and server.process.poll() is None, log_of(tmp_path)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    assert "before the server was ready" not in log_of(tmp_path)
 
 
 async def hold(server: Server) -> None:

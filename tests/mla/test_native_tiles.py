@@ -14,7 +14,7 @@ from rounding import assert_within, mla_bound
 
 from mla import native_tiles, reference
 from mla.attention import TorchMla
-from mla.native_decode import NativeDecode
+from mla.native_decode import NativeDecode, absorb, expand
 from mla.native_tiles import LatentTiles
 from mla.protocol import MlaShape
 from native import best_isa, isa, limit_isa
@@ -108,3 +108,20 @@ def test_neither_company_nor_threads_change_a_result() -> None:
             TorchMla(case.shape, SCALE, "auto", torch.bfloat16).prepare(step)(q_nope[:1], q_pe[:1], *others),
             together[:1],
         )
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16, 40, 100])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_into_the_latent_space_and_out_of_it(num_tokens: int, heads: int) -> None:
+    """With and without tiles, and columns that do not fill a panel."""
+    torch.manual_seed(num_tokens)
+    torch.set_num_threads(2)
+    q, up = torch.randn(num_tokens, heads, 32 + 6), torch.randn(heads, 32, 96) / 6
+    mixed, down = torch.randn(num_tokens, heads, 96), torch.randn(heads, 70, 96) / 10
+    q, up, mixed, down = (tensor.to(torch.bfloat16) for tensor in (q, up, mixed, down))
+    inside = absorb(q[..., :32], q[..., 32:], up)
+    expected = torch.einsum("thn,hnc->thc", q[..., :32].double(), up.double())
+    torch.testing.assert_close(inside[..., :96].double(), expected, rtol=2**-8, atol=1e-4)
+    assert torch.equal(inside[..., 96:], q[..., 32:])
+    expected = torch.einsum("thc,hvc->thv", mixed.double(), down.double())
+    torch.testing.assert_close(expand(mixed, down).double(), expected, rtol=2**-8, atol=1e-4)

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from configs.engine import EngineConfig
+from configs.env import read_env
 from engine.plan import make_plan
 from front.text import Tokenizer
 from models.tiny import CHECKPOINT
@@ -263,3 +264,14 @@ def test_options_of_the_server(words: list[str], message: str, monkeypatch: pyte
     monkeypatch.setattr("moesaic.serve.guard_console", lambda: None)  # it would take this process's streams
     with pytest.raises(ValueError, match=message):
         CliRunner().invoke(serve_command, words, catch_exceptions=False)
+
+
+def test_flags_and_a_key_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What names the reasoning's bounds says nothing new; a key that vLLM would have asked for is asked for here too."""
+    explained("--reasoning-config", '{"reasoning_end_str": "</think>"}', "--enable-scale-out")
+    monkeypatch.setenv("MOESAIC_API_KEY", "one, two")
+    monkeypatch.setenv("VLLM_API_KEY", "a,b")
+    assert read_env().api_keys == ("one", "two", "a,b")
+    monkeypatch.delenv("MOESAIC_API_KEY")
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    assert read_env().api_keys == ()

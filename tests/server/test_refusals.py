@@ -119,6 +119,7 @@ def test_a_bad_completion_names_its_field(fields: dict[str, Any], param: str | N
 
 
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"min_tokens": 10**6}, "min_tokens"),  # more than the context has
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),

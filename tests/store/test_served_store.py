@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import streams
 from served import Server, descendants, served, starting, until
-from streams import mode, wave
+from streams import NUM_STREAMS, mode, wave
 from test_losing_all import all_serve, copied, kill_all, ranks_of
 
 from engine.process.places import STORE
@@ -108,7 +108,7 @@ def test_ranks_come_back_without_the_checkpoint(tmp_path: Path) -> None:
 
         assert asyncio.run(wave(server, all_but_one)) == expected
         assert waited in ranks_of(server).values()
-        assert asyncio.run(wave(server, lambda: kill_all(server))) == expected
+        assert asyncio.run(wave(server, lambda: kill_all(server), after=2 * NUM_STREAMS)) == expected
         all_serve(server)
         assert maps_of_ranks(server, inode) == [{"r--s"}] * 3
     assert not mappings(inode), "memory is left"

@@ -1,0 +1,131 @@
+"""Ranks and the processes that wait, forked from one that has imported for them: real processes, really killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served import command_line, descendants, served, until
+
+from engine.process.heartbeat import last_beat
+from launch.forks import NAME
+from launch.processes import Child, Children, RuntimeDir
+
+pytestmark = pytest.mark.store
+SECONDS = 30.0  # for imports
+
+
+class Forking:
+    """Processes that run beating_rank.py."""
+
+    def __init__(self, runtime: RuntimeDir) -> None:
+        self.runtime = runtime
+        self.children = Children()
+        self.plan = runtime.write("plan.json", {"data_parallel_size": 1})
+        self.children.fork_from("beating_rank", [], "", {**os.environ, "OPENBLAS_NUM_THREADS": "1"}, SECONDS)
+
+    def start(self, rank: int) -> Child:
+        self.runtime.clear(f"beat-{rank}")
+        words = ["--plan", str(self.plan), "--rank", str(rank), *self.runtime.options]
+        return self.children.start(f"rank {rank}", rank, "beating_rank", words, {**os.environ})
+
+    def wait_beat(self, rank: int) -> None:
+        until(lambda: last_beat(self.runtime.file(f"beat-{rank}")) is not None, 30.0, "it beats")
+
+    @property
+    def source(self) -> Child:
+        """What they are forked from."""
+        return next(child for child in self.children.all if child.name == NAME)
+
+
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forking]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    runtime = RuntimeDir(Path(tempfile.gettempdir()))
+    one = Forking(runtime)
+    yield one
+    one.children.end(grace=0.0)
+    runtime.close()
+
+
+def was_forked(child: Child) -> bool:
+    return not hasattr(child.process, "args")
+
+
+def test_a_fork_is_a_child_like_any_other(forking: Forking) -> None:
+    child = forking.start(3)
+    forking.wait_beat(3)
+    pid = child.process.pid
+    words = [word for word in command_line(pid) if word]
+    assert was_forked(child) and os.getpgid(pid) == pid
+    assert words[:4] == [sys.executable, "-P", "-m", "beating_rank"] and words[-2:] == ["--parent", str(os.getpid())]
+    assert f"\nPPid:\t{os.getpid()}\n" in Path(f"/proc/{pid}/status").read_text()
+    os.kill(pid, signal.SIGKILL)
+    assert forking.children.exited(10.0) == [child] and child.exit_text() == "killed by SIGKILL"
+    forking.children.forget(child)
+
+
+def test_its_exit_code_is_seen(forking: Forking) -> None:
+    (forking.runtime.path / "refuse-0").write_text("5")
+    child = forking.start(0)
+    assert forking.children.exited(10.0) == [child] and child.exit_text() == "exit code 5"
+    forking.children.forget(child)
+
+
+def test_the_end_of_the_source_costs_nothing(forking: Forking) -> None:
+    """Those that it has forked go on, the next one is started as it would be without, and then there is another one."""
+    first = forking.start(0)
+    forking.wait_beat(0)
+    before = forking.source
+    os.kill(before.process.pid, signal.SIGKILL)
+    assert forking.children.exited(10.0) == [before]
+    plain = forking.start(1)
+    forking.wait_beat(1)
+    assert not was_forked(plain) and first.process.returncode is None
+    ranks = iter(range(2, 1000))
+    until(lambda: was_forked(forking.start(next(ranks))), 30.0, "it is forked")
+    assert forking.source.process.pid != before.process.pid
+
+
+def test_one_that_stands_still_costs_seconds(forking: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it forks too late does not begin."""
+    monkeypatch.setattr("launch.forks.ANSWER_SECONDS", 0.2)
+    forking.start(0)
+    forking.wait_beat(0)
+    os.kill(forking.source.process.pid, signal.SIGSTOP)
+    plain = forking.start(1)
+    forking.wait_beat(1)
+    os.kill(forking.source.process.pid, signal.SIGCONT)
+    assert not was_forked(plain) and was_forked(forking.start(2))
+    forking.wait_beat(2)
+    forked = [pid for pid in pids_of("beating_rank", "--rank", "1") if pid != plain.process.pid]
+    until(lambda: not any(command_line(pid) for pid in forked), 10.0, "it has ended")
+
+
+def pids_of(*words: str) -> list[int]:
+    found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in found if {*words} <= {*command_line(pid)}]
+
+
+def test_a_server_imports_once(tmp_path: Path) -> None:
+    """Its ranks, and those that wait, have torch where the process has it that they were forked from."""
+    with served(tmp_path, "-dp", "2") as server:
+        until(lambda: len(server.standby()) == 2, 60.0, "two wait")
+        ranks = [pid for name, pid in server.children().items() if name.startswith("rank")]
+        (source,) = (
+            pid for pid in descendants(server.process.pid) if "engine.process.fork_process" in command_line(pid)
+        )
+        assert len(ranks) == 2
+        for pid in (*ranks, *server.standby()):
+            assert torch_at(pid) == torch_at(source)
+            assert f"\nPPid:\t{server.process.pid}\n" in Path(f"/proc/{pid}/status").read_text()
+
+
+def torch_at(pid: int) -> str:
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return next(line.split("-")[0] for line in maps if line.endswith("libtorch_cpu.so"))

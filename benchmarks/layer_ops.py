@@ -6,6 +6,7 @@ Weights and caches of several layers are taken in turn, so that they come from m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,6 +137,37 @@ def attention_ops(_: Sequence[int]) -> list[Op]:
                 keys * 16 * 2 * (576 + 512) + num_sequences * 4 * w_uk.numel(),
                 lambda i, a=(q_nope, q_pe), c=latents, run=ours: run(*a, c[i % len(c)], w_uk, w_uv),  # type: ignore[misc]
                 lambda i, a=(q_nope, q_pe), c=latents, run=theirs: run(*a, c[i % len(c)], w_uk, w_uv),  # type: ignore[misc]
+            )
+        )  # fmt: skip
+    return [*ops, *verification_ops()]
+
+
+def verification_ops() -> list[Op]:
+    """MLA as above of a token and three drafts of each sequence; the other way: four times one row of each."""
+    ops, shape = [], MlaShape(16, 128, 64, 512, 128)
+    w_uk, w_uv = (torch.randn(16, 128, 512).bfloat16() * 0.05 for _ in range(2))
+    backend = TorchMla(shape, 0.1, "auto", torch.bfloat16)
+    for num_sequences, length in CONTEXTS:
+        one, keys, rows = decode_step(num_sequences, length), num_sequences * length, 4 * num_sequences
+        lens = (one.kv_lens_B[:, None] - torch.arange(3, -1, -1)).flatten()
+        four = replace(
+            one, query_starts=tuple(range(rows + 1)), kv_lens=tuple(lens.tolist()), kv_lens_B=lens, num_decodes=rows,
+            block_table_BN=one.block_table_BN.repeat_interleave(4, 0),
+        )  # fmt: skip
+        latents = [layer[0] for layer in decode_caches(one, 576, 1)]
+        q_nope, q_pe = torch.randn(rows, 16, 128).bfloat16(), torch.randn(rows, 16, 64).bfloat16()
+        ours, alone = backend.prepare(four), backend.prepare(one)
+
+        def each(i: int, a: tuple[Tensor, ...] = (q_nope, q_pe), c: list[Tensor] = latents, run: Any = alone) -> None:
+            for r in range(4):
+                run(*(part[r::4].contiguous() for part in a), c[i % len(c)], w_uk, w_uv)
+
+        ops.append(
+            Op(
+                "mla of 3 drafts", f"B={num_sequences} L={length} H=16 C=512 P=64", keys * 576 * 2 + 4 * w_uk.numel(),
+                4 * keys * 16 * 2 * (576 + 512) + rows * 4 * w_uk.numel(),
+                lambda i, a=(q_nope, q_pe), c=latents, run=ours: run(*a, c[i % len(c)], w_uk, w_uv),  # type: ignore[misc]
+                each,
             )
         )  # fmt: skip
     return ops

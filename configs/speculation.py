@@ -16,6 +16,7 @@ MAX_STEP_TOKENS = 256  # of all requests of a rank: with so many sequences draft
 MAX_LOOKUP = 64
 DEFAULT_TOKENS = {"prediction": 7, "ngram": 5, "suffix": 7, "mtp": 3}
 DEFAULT_LOOKUP = 5  # vLLM's
+DECIDED = ("memory", "whole", "draft_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,8 @@ class SpeculativeConfig:
     num_speculative_tokens: most of a request in a step; fewer where that is measured to be faster, if adaptive.
     prompt_lookup_min, _max: tokens that have to occur again ("ngram"). suffix_decoding_*: see
     engine/speculation/suffix.py. memory: file of the times that were measured; "": they are not kept. whole: every
-    rank has all experts of the layer that drafts (method "mtp"). The last two are decided, not asked for.
+    rank has all experts of the layer that drafts (method "mtp"). draft_dtype: of that layer's experts and a head of
+    its own; "": the model's. The last three are decided, not asked for.
     """
 
     method: Method
@@ -40,6 +42,7 @@ class SpeculativeConfig:
     adaptive: bool = True
     memory: str = ""
     whole: bool = False
+    draft_dtype: str = ""
 
     def most_drafts(self, max_num_seqs: int) -> int:
         """Of a rank in a step."""
@@ -48,7 +51,7 @@ class SpeculativeConfig:
 
 def parse_speculative_config(values: dict[str, Any], where: str = "speculative_config") -> SpeculativeConfig | None:
     """None: no drafts, as `{"method": "none"}` asks for. ValueError on one line that names the field and its limits."""
-    names = [field.name for field in dataclasses.fields(SpeculativeConfig) if field.name not in ("memory", "whole")]
+    names = [field.name for field in dataclasses.fields(SpeculativeConfig) if field.name not in DECIDED]
     unknown = [name for name in values if name not in names]
     if unknown:
         raise ValueError(f"{where}: unknown field {unknown[0]!r:.100}; the fields are {', '.join(names)}")

@@ -93,13 +93,13 @@ def make_plan(
         plan = resolve(config, numbers, as_one(alike, hosts))
         why = {"all2all_backend": "ranks of several machines", "data_parallel_size_local": "as asked"}
         reasons = {**plan.reasons, **why}
-        plan = _with_weights(plan, config)
         cadence = config.prefill_cadence != "off" and facts.num_experts > 0  # however many cores each machine has
         reasons |= {"prefill_cadence": "ranks of several machines"} if config.prefill_cadence == "auto" else {}
         plan = replace(plan, data_parallel_size_local=hosts.local, checkpoint=files, reasons=reasons)
         plan = replace(plan, prefill_cadence=cadence)
         plan = with_speculation(plan, config, speculation, why_drafts, read_env().cache_root)
-        return with_memory(_with_unserved(plan, facts), read_env().cache_root)
+        plan = _with_weights(_with_unserved(plan, facts), config)
+        return with_memory(plan, read_env().cache_root)
     if machine.gpu is not None and config.data_parallel_size > machine.gpu.count:
         raise ValueError(
             f"data_parallel_size {config.data_parallel_size} exceeds the {machine.gpu.count} GPU(s) of this machine"
@@ -156,8 +156,9 @@ def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
         "num_experts",
     )  # fmt: skip
     choices: dict[str, object] = {name: getattr(plan, name) for name in names}
-    drafts = plan.speculation is not None and plan.speculation.method == "mtp"
-    choices["drafts"] = plan.speculation.whole if drafts and plan.speculation is not None else None
+    speculation = plan.speculation
+    drafts = None if speculation is None or speculation.method != "mtp" else speculation
+    choices["drafts"] = None if drafts is None else (drafts.whole, drafts.draft_dtype)
     key = weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
     return _with_nodes(replace(plan, weight_key=key))
 

@@ -48,7 +48,7 @@ class Experts(nn.Module):
         super().__init__()
         self.hidden_size, self.width = hidden_size, intermediate_size
         self._sizes = (num_slots, hidden_size, intermediate_size, dtype, torch.device(device or "cpu"))
-        self.num_slots, self.kind = num_slots, kind
+        self.num_slots, self.kind, self.dtype = num_slots, kind, dtype
         self._form, self._backend = WeightFormat.PLAIN, "auto"
         self._weights: ExpertWeights | None = None
 
@@ -67,6 +67,11 @@ class Experts(nn.Module):
     def format(self) -> WeightFormat:
         """In which weights are, or are to be, kept."""
         return self._form if self._weights is None else self._weights.format
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Take rows of this dtype, and have weights for them, from now on; what was loaded before is lost."""
+        self.dtype, self._weights = dtype, None
+        self._sizes = (*self._sizes[:3], dtype, self._sizes[4])
 
     def keep_as(self, form: WeightFormat, backend: str | None = None) -> None:
         """From now on weights are kept in this format, if they can be; what was loaded before is lost. backend: a name

@@ -17,7 +17,7 @@ from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
 from ep.recorder import Kind
-from moe_kernels import TokenBatch, add_rows
+from moe_kernels import TokenBatch, add_rows, as_dtype
 from native.tape import mark
 
 _DISPATCH, _COMBINE = int(Kind.DISPATCH), int(Kind.COMBINE)
@@ -84,7 +84,7 @@ class MoE(nn.Module):
 
     def _alone(self, x_TD: Tensor) -> Tensor:
         routing = self._route(x_TD)
-        batch = TokenBatch(x_TD, routing.slot_TK, routing.weight_TK, 0, x_TD.dtype)
+        batch = TokenBatch(as_dtype(x_TD, self.experts.dtype), routing.slot_TK, routing.weight_TK, 0, x_TD.dtype)
         out_TD: Tensor = self.experts(batch)
         return out_TD if self.shared is None else add_rows(out_TD, self.shared(x_TD))
 

@@ -1,6 +1,6 @@
 """The table of token embeddings.
 
-Legend: T tokens, V vocabulary, D hidden size.
+Legend: T tokens, S of them, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -25,3 +25,13 @@ class Embedding(nn.Module):
         if rows.can_run(self.weight):
             return rows.gather(self.weight, token_ids_T.contiguous())
         return F.embedding(token_ids_T, self.weight)
+
+
+def take_rows(x_TD: Tensor, rows_S: Tensor) -> Tensor:
+    """Those of the tokens at rows_S, int64: [S, D]."""
+    return rows.gather(x_TD.contiguous(), rows_S) if rows.can_run(x_TD) else x_TD[rows_S]
+
+
+def as_dtype(x_TD: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, or its numbers in another dtype."""
+    return rows.as_dtype(x_TD, dtype)

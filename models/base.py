@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from cache.memory import CacheMemory
@@ -52,11 +53,18 @@ class CausalLM(Protocol):
         ...
 
     def draft_steps(
-        self, step: StepInput, hidden_TD: Tensor, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER
+        self,
+        step: StepInput,
+        hidden_TD: Tensor,
+        cache: CacheMemory,
+        lane: int = 0,
+        breaks: GraphBreaks = EAGER,
+        rows_S: Tensor | None = None,
     ) -> Steps[Tensor]:
         """A pass of the layer that drafts, where the facts have one (`drafts`). step: as of `steps`, but with each
-        token replaced by the one that follows it; hidden_TD: what `steps` gave, or an earlier pass of this kind. Its
-        value, [T, D], is what `greedy_tokens` makes drafts of, and the hidden_TD of one token further."""
+        token replaced by the one that follows it; hidden_TD: what `steps` gave, or an earlier pass of this kind;
+        rows_S: the tokens of which something is wanted, int64, None: all. Its value, [S, D], is what `draft_tokens`
+        makes drafts of, and the hidden_TD of one token further."""
         ...
 
     def logits(self, hidden_PD: Tensor) -> Tensor:
@@ -66,6 +74,15 @@ class CausalLM(Protocol):
     def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
         one."""
+        ...
+
+    def draft_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
+        """The same of what `draft_steps` gave: drafts, which need not be exact."""
+        ...
+
+    def draft_in(self, dtype: torch.dtype) -> None:
+        """Have the experts of the layer that drafts, and a copy of the head for it, in another dtype, where the facts
+        have such a layer; before `load`."""
         ...
 
     def keep_experts(self, form: WeightFormat, backend: str = "auto") -> None:

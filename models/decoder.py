@@ -18,8 +18,9 @@ from cache.memory import CacheMemory
 from cache.spec import CacheSpec
 from dbo.alive import mark
 from dbo.steps import Steps
+from ep.moe import MoE
 from ep.parallel import Parallel
-from layers.embed import Embedding
+from layers.embed import Embedding, as_dtype
 from layers.head import LMHead
 from layers.norm import RMSNorm
 from layers.rope import Rope
@@ -119,14 +120,20 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         return self.mtp is not None and self.mtp.layer.mlp.exchanges
 
     def draft_steps(
-        self, step: StepInput, hidden_TD: Tensor, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER
+        self,
+        step: StepInput,
+        hidden_TD: Tensor,
+        cache: CacheMemory,
+        lane: int = 0,
+        breaks: GraphBreaks = EAGER,
+        rows_S: Tensor | None = None,
     ) -> Steps[Tensor]:
         """A pass of the layer that drafts (models/mtp.py), behind one of `steps` or of its own."""
         assert self.mtp is not None
         if not step.num_tokens:
             return (yield from self._idle_steps([self.mtp.layer], lane))
         context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
-        return (yield from self.mtp.steps(self.embed(step.token_ids_T), hidden_TD, context, cache))
+        return (yield from self.mtp.steps(self.embed(step.token_ids_T), hidden_TD, rows_S, context, cache))
 
     def _idle_steps(self, layers: Sequence[DecoderLayer[A]], lane: int) -> Steps[Tensor]:
         """A rank without tokens: its experts serve the tokens of others, and nothing else is to be computed."""
@@ -146,6 +153,22 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
         one."""
         return self.head.greedy_tokens(hidden_PD, num_valid_tokens, out_P)
+
+    def draft_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
+        """As `greedy_tokens`, but drafts: by a head of another dtype, if there is one."""
+        head = None if self.mtp is None else self.mtp.head
+        if head is None:
+            return self.greedy_tokens(hidden_PD, num_valid_tokens, out_P)
+        return head.greedy_tokens(as_dtype(hidden_PD, head.matrix.dtype), num_valid_tokens, out_P)
+
+    def draft_in(self, dtype: torch.dtype) -> None:
+        """The experts of the layer that drafts, and a copy of the head for it, in another dtype than the model's."""
+        mtp, config = self.mtp, self.config
+        assert mtp is not None
+        mlp = mtp.layer.mlp
+        if isinstance(mlp, MoE) and not mlp.exchanges:
+            mlp.experts.compute_in(dtype)
+        mtp.head = LMHead(config.hidden_size, config.vocab_size, None, dtype, self.norm.weight.device)
 
     def _read_embedding(self, source: WeightSource) -> None:
         source.read("model.embed_tokens.weight", self.embed.weight)

@@ -5,7 +5,7 @@ own earlier positions: it is one more decoder layer, with a cache of its own. Wh
 through the main model's head, and can stand for the main model's state when it drafts one token more. Source:
 DeepSeek-V3's technical report (arXiv 2412.19437), 2.2; transformers has it as `MtpLayer`.
 
-Legend: T tokens, D hidden size.
+Legend: T tokens, S of them of which something is wanted, D hidden size.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from cache.memory import CacheMemory
 from dbo.alive import mark
 from dbo.steps import Steps
+from layers.embed import take_rows
+from layers.head import LMHead
 from layers.linear import Linear
 from layers.norm import RMSNorm
 from models.base import WeightSource
@@ -47,15 +49,23 @@ class MtpLayer(nn.Module, Generic[A]):
         self.from_hidden = Linear(hidden_size, hidden_size, False, dtype, device)
         self.layer = layer
         self.norm = RMSNorm(hidden_size, eps, dtype, device)
+        self.head: LMHead | None = None  # a copy of the main model's, in another dtype
 
-    def steps(self, embedded_TD: Tensor, hidden_TD: Tensor, context: LayerContext, cache: CacheMemory) -> Steps[Tensor]:
-        """[T, D]: what the head makes drafts of. embedded_TD: of the tokens that follow the step's; hidden_TD: of the
-        step's, from the main model or from here."""
+    def steps(
+        self, embedded_TD: Tensor, hidden_TD: Tensor, rows_S: Tensor | None, context: LayerContext, cache: CacheMemory
+    ) -> Steps[Tensor]:
+        """[S, D]: what the head makes drafts of. embedded_TD: of the tokens that follow the step's; hidden_TD: of the
+        step's, from the main model or from here. rows_S: the tokens of which something is wanted; None: all. Of the
+        others only what the cache keeps is made: the layer is the last one."""
         mark()
         layer = self.layer
         residual_TD: Tensor = self.from_embedding(self.embedding_norm(embedded_TD))
         x_TD = layer.input_norm.add(self.from_hidden(self.hidden_norm(hidden_TD)), residual_TD)
         mixed_TD = yield from layer.mixer.steps(x_TD, context, cache.layers[self.index])
+        if rows_S is not None:
+            mixed_TD, residual_TD = take_rows(mixed_TD, rows_S), take_rows(residual_TD, rows_S)
+            if not len(rows_S) and not layer.mlp.exchanges:
+                return residual_TD
         x_TD = layer.post_norm.add(mixed_TD, residual_TD)
         mlp_TD = yield from layer.mlp_steps(x_TD, context)
         return self.norm.add(mlp_TD, residual_TD)
@@ -72,6 +82,10 @@ class MtpLayer(nn.Module, Generic[A]):
         source.read(f"{prefix}enorm.weight", self.embedding_norm.weight)
         source.read(f"{prefix}hnorm.weight", self.hidden_norm.weight)
         source.read(f"{prefix}shared_head.norm.weight", self.norm.weight)
+        if self.head is not None:
+            main = _SHARED["shared_head.head.weight"][tied]
+            source.borrow(main, (vocab_size, size)).widen_into(self.head.weight)
+            source.give_back(main)
         for name, mains in _SHARED.items():
             if source.has(prefix + name):
                 _check_equal(source, prefix + name, mains[tied], (vocab_size, size))

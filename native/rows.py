@@ -54,6 +54,7 @@ _rows_latent = function("rows_latent", ctypes.POINTER(_LatentCall), _NUMBER, _IN
 _rows_silu_mul = function("rows_silu_mul", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_sigmoid_gate = function("rows_sigmoid_gate", _INT, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_add = function("rows_add", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_halve = function("rows_halve", _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_copy = function("rows_copy", _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_weigh = function(
     "rows_weigh", _INT, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT
@@ -224,6 +225,22 @@ def add(y_TD: Tensor, x_TD: Tensor) -> Tensor:
     assert y_TD.is_contiguous() and x_TD.is_contiguous() and x_TD.shape == y_TD.shape and x_TD.dtype is y_TD.dtype
     num_rows, size = y_TD.shape
     _rows_add(_X_TYPES[y_TD.dtype], x_TD.data_ptr(), y_TD.data_ptr(), num_rows, size, torch.get_num_threads())
+    return y_TD
+
+
+def as_dtype(x_TD: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, or its numbers in another dtype."""
+    if x_TD.dtype is dtype:
+        return x_TD
+    fits = can_run(x_TD) and x_TD.dtype is torch.float32 and dtype is torch.bfloat16
+    return halve(x_TD.contiguous()) if fits else x_TD.to(dtype)
+
+
+def halve(x_TD: Tensor) -> Tensor:
+    """float32 [T, D] in bfloat16, a fresh tensor."""
+    assert x_TD.is_contiguous() and x_TD.dtype is torch.float32
+    y_TD = torch.empty_like(x_TD, dtype=torch.bfloat16)
+    _rows_halve(x_TD.data_ptr(), y_TD.data_ptr(), *x_TD.shape, torch.get_num_threads())
     return y_TD
 
 

@@ -31,7 +31,6 @@ from engine.step_buffers import StepBuffers
 from layers.step import StepInput
 from models.base import CausalLM
 from models.graph_breaks import EAGER, GraphBreaks
-from native import rows
 from native.drafts import can_run as follows
 from native.drafts import follow
 
@@ -41,7 +40,8 @@ FURTHER = -1  # the lane of the step memory and the graphs; rows travel in lane 
 @dataclass(frozen=True, slots=True)
 class Ends:
     """The sequences that drafts are made for. entries_S: of the schedule; rows_S: of the batch; positions_S: of the
-    token that was sampled last, whose draft comes next; places_S: of the states before it, in the pass."""
+    token that was sampled last, whose draft comes next; places_S: of the states before it, in the pass, and then in
+    what comes of it."""
 
     entries_S: Ints
     rows_S: Ints
@@ -137,8 +137,8 @@ class MtpPasses:
             following = self._buffers.fields(FURTHER, ahead.count * num, group) if ahead.count else None
             follow(drawn, starts, rows_S, table_RN, step.block_size, places_S, following)
         shifted = replace(step, token_ids_T=tokens_T)
-        given_TD = yield from self._model.draft_steps(shifted, hidden_TD, self._kv, 0, breaks)
-        return (yield from self._passes(rows.gather(given_TD, places_S), breaks))
+        given_SD = yield from self._model.draft_steps(shifted, hidden_TD, self._kv, 0, breaks, places_S)
+        return (yield from self._passes(given_SD, breaks))
 
     def _forward_further(self, step: StepInput, breaks: GraphBreaks, lane: int) -> Steps[Tensor]:
         """For capture.Forward: the passes that follow one of any step."""
@@ -150,7 +150,7 @@ class MtpPasses:
         ahead, num = self._ahead, self._ahead.num
         drafts_PS = torch.empty(1 + ahead.count, num, dtype=torch.int64, device=hidden_SD.device)
         if num:
-            self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[0])
+            self._model.draft_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[0])
         for number in range(1, ahead.count + 1):
             one = ahead.step(number - 1)
             if breaks is not EAGER:
@@ -158,7 +158,7 @@ class MtpPasses:
             one = replace(one, token_ids_T=drafts_PS[number - 1])
             hidden_SD = yield from self._model.draft_steps(one, hidden_SD, self._kv, 0, breaks)
             if num:
-                self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[number])
+                self._model.draft_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[number])
         return drafts_PS.T
 
     @property
@@ -192,7 +192,7 @@ class MtpPasses:
             states.tokens_T[:num_tokens].copy_(sampled_P)
             return (yield from self._graph(self._forward_behind, *begun, prepared))
         ends = _ends(schedule, prepared, sampled_P.tolist())
-        given_TD = yield from self._whole(prepared, hidden_TD, sampled_P)
+        given_SD, ends = yield from self._whole(prepared, hidden_TD, sampled_P, ends)
         fits_S = self._fits(ends.rows_S, ends.positions_S + further)
         parts = [(further, ends)]
         if further and not fits_S.all():  # only those with room for all of the passes have more than one draft
@@ -200,7 +200,7 @@ class MtpPasses:
         made: list[list[int]] = [[] for _ in range(prepared.num_entries)]
         for count, those in parts:
             if count or len(those.rows_S):
-                several = yield from self._drafts(those, given_TD, count)
+                several = yield from self._drafts(those, given_SD, count)
                 for entry, one in zip(those.entries_S.tolist(), several, strict=True):
                     made[entry] = one
         return made
@@ -244,11 +244,11 @@ class MtpPasses:
             made[entry] = one
         return made
 
-    def _drafts(self, ends: Ends, given_TD: Tensor, further: int) -> Steps[list[list[int]]]:
-        """So many drafts and one of each of these sequences."""
-        num, states = len(ends.rows_S), self._states_like(given_TD)
-        places_S = torch.from_numpy(ends.places_S).to(given_TD.device)
-        torch.index_select(given_TD, 0, places_S, out=states.last_SD[:num])
+    def _drafts(self, ends: Ends, given_SD: Tensor, further: int) -> Steps[list[list[int]]]:
+        """So many drafts and one of each of these sequences. given_SD: of all, at their places."""
+        num, states = len(ends.rows_S), self._states_like(given_SD)
+        places_S = torch.from_numpy(ends.places_S).to(given_SD.device)
+        torch.index_select(given_SD, 0, places_S, out=states.last_SD[:num])
         alike = self._ahead_of(num, 1).step(0)
         self._ahead = self._buffers.ahead(FURTHER, ends.rows_S, ends.positions_S, further)
         capture = self._captured(self._forward_further)
@@ -279,26 +279,34 @@ class MtpPasses:
             self._states = _States.allocate(limits.max_decodes, limits.max_num_seqs, hidden_TD)
         return self._states
 
-    def _whole(self, prepared: PreparedStep, hidden_TD: Tensor, sampled_P: Tensor) -> Steps[Tensor]:
+    def _whole(
+        self, prepared: PreparedStep, hidden_TD: Tensor, sampled_P: Tensor, ends: Ends
+    ) -> Steps[tuple[Tensor, Ends]]:
         """The step once more, each token replaced by the one behind it; drafts that were refused have one too, and
-        what comes of them is written again as they are."""
+        what comes of them is written again as they are. What comes of the ends, and where."""
+        places_S, device = ends.places_S, hidden_TD.device
         if prepared.samples_all:
             (step,) = prepared.inputs
             shifted = replace(step, token_ids_T=sampled_P)
-            return (yield from self._model.draft_steps(shifted, hidden_TD, self._kv))
+            wanted = torch.from_numpy(places_S).to(device)
+            given_SD = yield from self._model.draft_steps(shifted, hidden_TD, self._kv, rows_S=wanted)
+            return given_SD, replace(ends, places_S=np.arange(len(places_S)))
         known = self._buffers.rows.token_ids
-        passes, first = [], 0
+        passes, order, first = [], [], 0
         for lane, (step, rows_B) in enumerate(zip(prepared.inputs, prepared.rows_B, strict=True)):
             lens = np.diff(step.query_starts)
             shift_B = np.array(step.kv_lens, dtype=np.int64) - np.array(step.query_starts[1:], dtype=np.int64)
             positions_T = np.repeat(shift_B, lens) + np.arange(step.num_tokens)
             following_T = known[np.repeat(rows_B, lens), positions_T + 1].astype(np.int64)
-            shifted = replace(step, token_ids_T=torch.from_numpy(following_T).to(hidden_TD.device))
+            shifted = replace(step, token_ids_T=torch.from_numpy(following_T).to(device))
             own_TD = hidden_TD[first : first + step.num_tokens]
-            passes.append(self._model.draft_steps(shifted, own_TD, self._kv, lane))
+            order.append(np.flatnonzero((places_S >= first) & (places_S < first + step.num_tokens)))
+            wanted = torch.from_numpy(places_S[order[-1]] - first).to(device)
+            passes.append(self._model.draft_steps(shifted, own_TD, self._kv, lane, rows_S=wanted))
             first += step.num_tokens
         given = yield from weave(*passes)
-        return given[0] if len(given) == 1 else torch.cat(given)
+        places_S = np.argsort(np.concatenate(order), kind="stable")
+        return given[0] if len(given) == 1 else torch.cat(given), replace(ends, places_S=places_S)
 
 
 def _ends(schedule: Schedule, prepared: PreparedStep, tokens: list[int]) -> Ends:

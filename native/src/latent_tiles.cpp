@@ -21,7 +21,7 @@ namespace {
 int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 struct Item {
-  int32_t sequence, part;
+  int32_t sequence, rows, part;  // rows: queries of one sequence, from this one on
 };
 
 struct Job {
@@ -30,8 +30,10 @@ struct Job {
   int64_t key_panel, value_panels, value_panel, q_bytes, acc_stride;
   int64_t *first_part;  // of each sequence: where its results lie among the parts, -1 if it has but one
   float *parts;         // [part of a long sequence, head]: acc [acc_stride], largest, sum
+  int64_t longest_run;  // queries of an item
 
   explicit Job(const LatentTilesCall *call) : c(call), bands(experts_bands(X_BF16)) {
+    longest_run = 1;
     key_panel = c->key_dim * PANEL * 2;
     value_panels = (c->value_dim + PANEL - 1) / PANEL;
     value_panel = LATENT_CHUNK * PANEL * 2;
@@ -44,6 +46,32 @@ struct Job {
   static int64_t parts_of(int64_t len) { return (len + keys_of(len) - 1) / keys_of(len); }
   int64_t part_size() const { return acc_stride + 2; }
 
+  // How many queries from this one on, at most `most`, are of one sequence, as a token and its drafts are: each sees the keys of the one
+  // before, in the same blocks. What is packed of the keys serves them all; what is computed of a query does not depend on that.
+  int64_t run_at(int64_t first, int64_t most) const {
+    int64_t b = first;
+    for (; b + 1 < c->num_sequences && b + 1 - first < most; b++) {
+      int64_t used = (c->lens[b] + c->block_size - 1) / c->block_size;
+      const int64_t *blocks = c->table + b * c->table_stride;
+      if (c->lens[b + 1] < c->lens[b] || keys_of(c->lens[b + 1]) != keys_of(c->lens[b])) break;
+      if (memcmp(blocks, blocks + c->table_stride, used * sizeof(int64_t))) break;
+    }
+    return b + 1 - first;
+  }
+  // As many as leave something for every thread, and whose sums stay near.
+  int64_t most_rows(int threads) const {
+    enum { NEAR_BYTES = 1 << 20 };
+    int64_t most = NEAR_BYTES / (c->num_heads * acc_stride * 4);
+    most = most < 1 ? 1 : most > MOST_ROWS ? (int64_t)MOST_ROWS : most;
+    for (; most > 1 && count_items(most) < 2 * threads; most /= 2) {}
+    return most;
+  }
+  int64_t count_items(int64_t most) const {
+    int64_t count = 0;
+    for (int64_t b = 0, rows; b < c->num_sequences; b += rows) rows = run_at(b, most), count += parts_of(c->lens[b + rows - 1]);
+    return count;
+  }
+
   // What a thread works in.
   struct Work {
     uint8_t *keys, *values, *p, *q;
@@ -54,16 +82,18 @@ struct Job {
     auto take = [&](int64_t bytes) { return at += up_to(bytes, 64), base ? base + at - up_to(bytes, 64) : nullptr; };
     work->keys = take(LATENT_CHUNK / PANEL * key_panel), work->values = take(value_panels * value_panel);
     work->p = take(LATENT_ROWS * LATENT_CHUNK * 2), work->scores = (float *)take(LATENT_ROWS * LATENT_CHUNK * 4);
-    work->q = take(c->num_heads * q_bytes), work->acc = (float *)take(c->num_heads * acc_stride * 4);
-    work->largest = (float *)take(c->num_heads * 4), work->sum = (float *)take(c->num_heads * 4);
+    int64_t heads = longest_run * c->num_heads;
+    work->q = take(heads * q_bytes), work->acc = (float *)take(heads * acc_stride * 4);
+    work->largest = (float *)take(heads * 4), work->sum = (float *)take(heads * 4);
     return at;
   }
 
   void run(const Item &item, const Work &work) const {
-    int64_t len = c->lens[item.sequence], each = keys_of(len), start = item.part * each, end = len - start < each ? len : start + each;
-    memset(work.acc, 0, c->num_heads * acc_stride * 4);
-    for (int64_t h = 0; h < c->num_heads; h++) {
-      const uint8_t *q = (const uint8_t *)c->q + (item.sequence * c->q_stride + h * c->key_dim) * 2;
+    int64_t last = item.sequence + item.rows - 1, len = c->lens[last], each = keys_of(len), start = item.part * each, end = len - start < each ? len : start + each;
+    int64_t all_heads = item.rows * c->num_heads;
+    memset(work.acc, 0, all_heads * acc_stride * 4);
+    for (int64_t h = 0; h < all_heads; h++) {
+      const uint8_t *q = (const uint8_t *)c->q + ((item.sequence + h / c->num_heads) * c->q_stride + h % c->num_heads * c->key_dim) * 2;
       memcpy(work.q + h * q_bytes, q, c->key_dim * 2);
       memset(work.q + h * q_bytes + c->key_dim * 2, 0, q_bytes - c->key_dim * 2);
       work.largest[h] = -INFINITY, work.sum[h] = 0;
@@ -71,28 +101,49 @@ struct Job {
     for (int64_t key = start; key < end; key += LATENT_CHUNK) {
       int64_t n = end - key < LATENT_CHUNK ? end - key : (int64_t)LATENT_CHUNK, next = end - key - n < LATENT_CHUNK ? end - key - n : (int64_t)LATENT_CHUNK;
       const uint8_t *row[2 * LATENT_CHUNK];
-      find(item.sequence, key, n + next, row);
+      find(last, key, n + next, row);
       pack(row, n, work);
-      for (int64_t h = 0; h < c->num_heads; h += LATENT_ROWS) {
-        // Beside each strip some of the rows that come next: asked for all at once they would wait for each other.
-        int64_t strips = (c->num_heads + LATENT_ROWS - 1) / LATENT_ROWS, at = h / LATENT_ROWS;
-        for (int64_t i = next * at / strips; i < next * (at + 1) / strips; i++)
-          for (int64_t byte = 0; byte < c->key_dim * 2; byte += 64) __builtin_prefetch(row[n + i] + byte, 0, 2);
-        strip(h, c->num_heads - h < LATENT_ROWS ? c->num_heads - h : (int64_t)LATENT_ROWS, n, work);
+      // Those that see most keys first: what others do not see is then taken out.
+      int64_t strips = (c->num_heads + LATENT_ROWS - 1) / LATENT_ROWS, num_strips = strips * item.rows, at = 0, packed = n;
+      for (int64_t r = item.rows - 1; r >= 0; r--) {
+        int64_t left = c->lens[item.sequence + r] - key, own = left < n ? left : n;
+        if (own > 0) packed = take_out(own, packed, work);
+        for (int64_t h = 0; h < c->num_heads; h += LATENT_ROWS, at++) {
+          // Beside each strip some of the rows that come next: asked for all at once they would wait for each other.
+          for (int64_t i = next * at / num_strips; i < next * (at + 1) / num_strips; i++)
+            for (int64_t byte = 0; byte < c->key_dim * 2; byte += 64) __builtin_prefetch(row[n + i] + byte, 0, 2);
+          if (own > 0) strip(r * c->num_heads + h, c->num_heads - h < LATENT_ROWS ? c->num_heads - h : (int64_t)LATENT_ROWS, own, work);
+        }
       }
     }
     bands->release();
-    int64_t part = first_part[item.sequence];
+    for (int64_t r = 0; r < item.rows; r++)
+      if (c->lens[item.sequence + r] > start) give(item.sequence + r, item.part, r * c->num_heads, work);
+  }
+
+  // What a query gets of its part. from: where its heads are.
+  void give(int64_t sequence, int64_t number, int64_t from, const Work &work) const {
+    int64_t part = first_part[sequence];
     for (int64_t h = 0; h < c->num_heads; h++) {
-      const float *own = work.acc + h * acc_stride;
+      const float *own = work.acc + (from + h) * acc_stride;
       if (part < 0) {
-        finish(own, 1 / work.sum[h], item.sequence, h);
+        finish(own, 1 / work.sum[from + h], sequence, h);
         continue;
       }
-      float *to = parts + ((part + item.part) * c->num_heads + h) * part_size();
+      float *to = parts + ((part + number) * c->num_heads + h) * part_size();
       memcpy(to, own, acc_stride * 4);
-      to[acc_stride] = work.largest[h], to[acc_stride + 1] = work.sum[h];
+      to[acc_stride] = work.largest[from + h], to[acc_stride + 1] = work.sum[from + h];
     }
+  }
+
+  // Packed values of keys from n on become zero, up to `packed`; n.
+  int64_t take_out(int64_t n, int64_t packed, const Work &work) const {
+    for (int64_t i = n; i < packed; i++)
+      for (int64_t panel = 0; panel < value_panels; panel++) {
+        uint16_t *to = (uint16_t *)(work.values + panel * value_panel) + i / 2 * 2 * PANEL + i % 2;
+        for (int64_t j = 0; j < PANEL; j++) to[2 * j] = 0;
+      }
+    return n;
   }
 
   void finish(const float *acc, float factor, int64_t sequence, int64_t head) const {
@@ -155,13 +206,18 @@ struct Job {
 NATIVE_API void latent_tiles(const LatentTilesCall *call, int threads) {
   tape_note(latent_tiles, call, threads);
 #if defined(__x86_64__)
+  if (call->num_sequences == 0) return;
   Job job(call);
-  int64_t num_items = 0, num_parts = 0;
+  const int64_t most = job.most_rows(threads);
+  int64_t num_items = job.count_items(most), num_parts = 0;
+  for (int64_t b = 0, rows; b < call->num_sequences; b += rows) {
+    rows = job.run_at(b, most);
+    if (rows > job.longest_run) job.longest_run = rows;
+  }
   for (int64_t b = 0; b < call->num_sequences; b++) {
     int64_t parts = Job::parts_of(call->lens[b]);
-    num_items += parts, num_parts += parts > 1 ? parts : 0;
+    num_parts += parts > 1 ? parts : 0;
   }
-  if (num_items == 0) return;
   Job::Work none;
   int64_t each = job.lay_out(nullptr, &none), items_at = threads * each, first_at = items_at + up_to(num_items * (int64_t)sizeof(Item), 64);
   int64_t parts_at = first_at + up_to(call->num_sequences * 8, 64);
@@ -173,7 +229,10 @@ NATIVE_API void latent_tiles(const LatentTilesCall *call, int threads) {
     int64_t parts = Job::parts_of(call->lens[b]);
     job.first_part[b] = parts > 1 ? num_parts : -1;
     if (parts > 1) num_parts += parts;
-    for (int64_t i = 0; i < parts; i++) items[num_items++] = {(int32_t)b, (int32_t)i};
+  }
+  for (int64_t b = 0, rows; b < call->num_sequences; b += rows) {
+    rows = job.run_at(b, most);
+    for (int64_t i = 0; i < Job::parts_of(call->lens[b + rows - 1]); i++) items[num_items++] = {(int32_t)b, (int32_t)rows, (int32_t)i};
   }
   team(threads, num_items, [&](int64_t i, int worker) {
     Job::Work work;

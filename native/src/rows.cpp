@@ -113,6 +113,13 @@ NATIVE_API void rows_add(int x_type, const void *x, void *y, int64_t rows, int64
   each_row(rows, dim, threads, [&](int64_t i, int) { ops->add((const uint8_t *)x + i * bytes, (uint8_t *)y + i * bytes, dim); });
 }
 
+// y = x in bfloat16.
+NATIVE_API void rows_halve(const float *x, bf16 *y, int64_t rows, int64_t dim, int threads) {
+  tape_note(rows_halve, x, y, rows, dim, threads);
+  const RowOps *ops = ops_for(ROWS_F32);
+  each_row(rows, dim, threads, [&](int64_t i, int) { ops->halve(x + i * dim, y + i * dim, dim); });
+}
+
 void weigh_rows(int x_type, const int64_t *slot, const float *weight, int64_t slots_per_part, const void *const *part, int64_t parts, void *y,
                 int64_t rows, int64_t top_k, int64_t dim, int threads) {
   const RowOps *ops = ops_for(x_type);

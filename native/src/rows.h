@@ -86,6 +86,8 @@ struct RowOps {
   void (*dots)(const void *x, int64_t x_stride, int64_t rows, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride);
   // Where the largest of n numbers is, the first of equals; NaN is not looked at.
   int64_t (*best)(const void *x, int64_t n);
+  // y = x, rounded.
+  void (*halve)(const float *x, bf16 *y, int64_t dim);
 };
 
 extern const RowOps *const rows_avx2[2], *const rows_avx512[2];  // by RowType

@@ -218,6 +218,12 @@ template <class X> static void add(const void *xv, void *yv, int64_t dim) {
   for (; i < dim; i++) put(y + i, number(y + i) + number(x + i));
 }
 
+static void halve(const float *x, bf16 *y, int64_t dim) {
+  int64_t i = 0;
+  for (; i + LANES <= dim; i += LANES) store(y + i, load(x + i));
+  for (; i < dim; i++) put(y + i, x[i]);
+}
+
 template <class X> static void weigh(const void *const *rows, const float *weight, int64_t n, void *yv, int64_t dim) {
   X *y = (X *)yv;
   int64_t i = 0;
@@ -311,5 +317,5 @@ template <class X> static int64_t best(const void *xv, int64_t n) {
 }
 
 template <class X> struct Ops {
-  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>, best<X>};
+  static constexpr RowOps table = {norm<X>, heads<X>, latent<X>, index_key<X>, silu_mul<X>, sigmoid_gate<X>, softmax_topk<X>, grouped_topk, add<X>, weigh<X>, rope<X>, dots<X>, best<X>, halve};
 };

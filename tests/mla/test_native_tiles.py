@@ -110,6 +110,33 @@ def test_neither_company_nor_threads_change_a_result() -> None:
         )
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("last", [5, 67, 128, 131, 258, 700, 2049])
+def test_a_token_and_its_drafts_read_the_cache_together(last: int, threads: int) -> None:
+    """With the bits of each alone; what a later one has written does not reach an earlier one, whatever it is."""
+    case, count = decodes([last, 40, 2100], shape_of(20)), 5
+    block = case.step.block_table_BN
+    lens = [*range(last - count + 1, last + 1), 40, *range(2096, 2101)]
+    owner = [0] * count + [1] + [2] * 5
+    q_nope, q_pe = torch.randn(len(lens), 20, 10).bfloat16(), torch.randn(len(lens), 20, 6).bfloat16()
+    newest = case.step.block_table_BN[0, (last - 1) // 16] * 16 + (last - 1) % 16
+    case.cache[newest] = torch.nan
+
+    def together(first: int, end: int) -> torch.Tensor:
+        step = replace(
+            case.step, query_starts=tuple(range(end - first + 1)), kv_lens=tuple(lens[first:end]),
+            kv_lens_B=torch.tensor(lens[first:end]), num_decodes=end - first, block_table_BN=block[owner[first:end]],
+        )  # fmt: skip
+        decode = NativeDecode(step, case.shape, SCALE, torch.bfloat16)
+        return decode(q_nope[first:end], q_pe[first:end], case.cache, case.w_uk, case.w_uv)
+
+    torch.set_num_threads(threads)
+    found = together(0, len(lens))
+    for b in range(len(lens)):
+        assert torch.equal(found[b].nan_to_num(7.0), together(b, b + 1)[0].nan_to_num(7.0)), lens[b]
+        assert bool(found[b].isnan().any()) == (b == count - 1)
+
+
 @pytest.mark.parametrize("num_tokens", [15, 16, 40, 100])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_into_the_latent_space_and_out_of_it(num_tokens: int, heads: int) -> None:

@@ -75,6 +75,7 @@ struct Job {
   const int32_t *source, *target;  // entry -> row of x, row of the results
   const float *weight;             // row -> its share of the sum
   uint8_t *hidden;                 // entry -> what lies between the matrices, hidden_stride numbers of x's type
+  uint8_t *near;                   // for each thread NEAR_ENTRIES of the same
   uint8_t *whole;                  // the same as whole numbers, of experts whose rows are multiplied so
   uint8_t *rows;                   // for each thread 64 columns of every row, of x's type
   int64_t num_rows;
@@ -107,26 +108,30 @@ struct Job {
 
   // Part `part` of `parts`, worked on by one thread: an expert, where there are as many parts.
   void up(int64_t part, int64_t parts, int thread) const {
-    int64_t total = 0, at = 0, stride = s->hidden_stride * item(), panels = s->up_panels;
+    int64_t total = 0, at = 0, panels = s->up_panels;
     for (int64_t j = 0; j < num_active; j++) total += cost(j) * panels;
     int64_t low = total * part / parts, high = total * (part + 1) / parts;
-    const RowsAt rows_at = {x, s->up_depth * item(), source, false, false};
     for (int64_t j = 0; j < num_active; j++) {
       int64_t each = cost(j), first = low <= at ? 0 : (low - at + each - 1) / each, last = high <= at ? 0 : (high - at + each - 1) / each;
       if (last > panels) last = panels;
       if (parts == num_active) first = j == part ? 0 : panels, last = panels;
       at += each * panels;
-      if (first >= last) continue;
-      auto panel_at = [&](int64_t n) { return n < panels ? up_panel(j, n) : j + 1 < num_active ? up_panel(j + 1, 0) : nullptr; };
-      ups().panels(rows_at, start[j], start[j + 1], s->up_depth, first, last, panel_at, work + thread * work_bytes,
-                  [&](int64_t n, float *c, int64_t i, int rows) {
-                    void *h[MAX_BAND];
-                    for (int m = 0; m < rows; m++) h[m] = hidden + (i + m) * stride + n * 32 * item();
-                    ops->gated(c, rows, h, {s->alpha, s->limit, s->offset, bias(j, n)});
-                    if (!downs().whole(start[j + 1] - start[j])) return;
-                    for (int m = 0; m < rows; m++) ops->whole(h[m], K_GROUP, downs().halves(), whole + (i + m) * whole_stride() + n * WHOLE_BYTES);
-                  });
+      if (first < last) up_of(j, first, last, j + 1 < num_active ? up_panel(j + 1, 0) : nullptr, hidden, thread);
     }
+  }
+
+  // Panels first to last of expert j's. next: what follows its panels. between: the entries' places between the matrices.
+  void up_of(int64_t j, int64_t first, int64_t last, const uint8_t *next, uint8_t *between, int thread) const {
+    const int64_t stride = s->hidden_stride * item(), panels = s->up_panels;
+    const RowsAt rows_at = {x, s->up_depth * item(), source, false, false};
+    auto panel_at = [&](int64_t n) { return n < panels ? up_panel(j, n) : next; };
+    ups().panels(rows_at, start[j], start[j + 1], s->up_depth, first, last, panel_at, work + thread * work_bytes, [&](int64_t n, float *c, int64_t i, int rows) {
+      void *h[MAX_BAND];
+      for (int m = 0; m < rows; m++) h[m] = between + (i + m) * stride + n * 32 * item();
+      ops->gated(c, rows, h, {s->alpha, s->limit, s->offset, bias(j, n)});
+      if (!downs().whole(start[j + 1] - start[j])) return;
+      for (int m = 0; m < rows; m++) ops->whole(h[m], K_GROUP, downs().halves(), whole + (i + m) * whole_stride() + n * WHOLE_BYTES);
+    });
   }
 
   // How many panels pass by an expert's rows at once: several where all that lies between the matrices is more than stays near.
@@ -144,38 +149,87 @@ struct Job {
 
   // rows_of: of the panels one after another, 64 columns of every row.
   void down_panels(int64_t low, int64_t high, uint8_t *rows_of, uint8_t *in) const {
-    int64_t y_item = y_type == X_F32 ? 4 : 2, row_bytes = first ? PANEL * item() : s->hidden * y_item;
+    int64_t y_item = y_type == X_F32 ? 4 : 2, row_bytes = PANEL * item(), of_panel = num_rows * row_bytes;
     for (int64_t j = 0; j < num_active; j++) {
-      RowsAt rows_at = {hidden, s->hidden_stride * item(), nullptr, true, false};  // what is past F is 0
-      if (downs().whole(start[j + 1] - start[j])) rows_at = {whole, whole_stride(), nullptr, true, true};
-      auto panel_at = [&](int64_t n) { return n < high ? down_panel(j, n) : j + 1 < num_active ? down_panel(j + 1, low) : nullptr; };
-      downs().panels(rows_at, start[j], start[j + 1], s->down_depth, low, high, panel_at, in, [&](int64_t n, float *c, int64_t i, int rows) {
-        if (const float *own = bias(j, s->up_panels + n))
-          for (int m = 0; m < rows * PANEL; m++) c[m] += own[m % PANEL];
-        uint8_t *to_rows = first ? rows_of + (n - low) * num_rows * row_bytes : y + n * PANEL * y_item;
-        void *to[MAX_BAND];
-        for (int m = 0; m < rows; m++) to[m] = to_rows + target[i + m] * row_bytes;
-        ops->store(c, PANEL, rows, to, first ? (int)PANEL : columns_of(n));
-      });
+      const uint8_t *next = j + 1 < num_active ? down_panel(j + 1, low) : nullptr;
+      if (first) down_of(j, low, high, next, {rows_of - low * of_panel, row_bytes, of_panel, false}, hidden, in);
+      else down_of(j, low, high, next, {y, s->hidden * y_item, PANEL * y_item, false}, hidden, in);
     }
-    for (int64_t n = low; first && n < high; n++, rows_of += num_rows * row_bytes)
-      for (int64_t t = 0; t < num_tokens; t++) {
-        alignas(64) float sum[PANEL];
-        ops->weigh(rows_of + first[t] * row_bytes, weight + first[t], first[t + 1] - first[t], sum);
-        void *to = y + n * PANEL * y_item + t * s->hidden * y_item;
-        if (y_type == X_F32) memcpy(to, sum, columns_of(n) * 4);
-        else ops->store(sum, PANEL, 1, &to, columns_of(n));
-      }
+    for (int64_t n = low; first && n < high; n++, rows_of += of_panel)
+      for (int64_t t = 0; t < num_tokens; t++) weigh(t, n, rows_of, PANEL);
+  }
+
+  // Where rows of results go: 64 columns of a row, `each` apart. far: they are too many to stay near.
+  struct Results {
+    uint8_t *start;
+    int64_t row, each;
+    bool far;
+  };
+
+  // Panels low to high of expert j's. next: what follows them.
+  void down_of(int64_t j, int64_t low, int64_t high, const uint8_t *next, const Results &results, const uint8_t *between, uint8_t *in) const {
+    RowsAt rows_at = {between, s->hidden_stride * item(), nullptr, true, false};  // what is past F is 0
+    if (downs().whole(start[j + 1] - start[j])) rows_at = {whole, whole_stride(), nullptr, true, true};
+    auto panel_at = [&](int64_t n) { return n < high ? down_panel(j, n) : next; };
+    downs().panels(rows_at, start[j], start[j + 1], s->down_depth, low, high, panel_at, in, [&](int64_t n, float *c, int64_t i, int rows) {
+      if (const float *own = bias(j, s->up_panels + n))
+        for (int m = 0; m < rows * PANEL; m++) c[m] += own[m % PANEL];
+      void *to[MAX_BAND];
+      for (int m = 0; m < rows; m++) to[m] = results.start + target[i + m] * results.row + n * results.each;
+      if (results.far) bands->far(c, rows, to);
+      else ops->store(c, PANEL, rows, to, first ? (int)PANEL : columns_of(n));
+    });
+  }
+
+  // 64 columns of a token's result. rows_of: those columns of every row, `stride` numbers apart.
+  void weigh(int64_t t, int64_t n, const uint8_t *rows_of, int64_t stride) const {
+    alignas(64) float sum[PANEL];
+    const int64_t y_item = y_type == X_F32 ? 4 : 2;
+    ops->weigh(rows_of + first[t] * stride * item(), stride, weight + first[t], first[t + 1] - first[t], sum);
+    void *to = y + n * PANEL * y_item + t * s->hidden * y_item;
+    if (y_type == X_F32) memcpy(to, sum, columns_of(n) * 4);
+    else ops->store(sum, PANEL, 1, &to, columns_of(n));
   }
 
   int columns_of(int64_t n) const { return (int)(s->hidden - n * PANEL < PANEL ? s->hidden - n * PANEL : PANEL); }
 
   enum { STREAM = 8, NEAR_BYTES = 1 << 20 };  // panels; what stays in the second cache
+  enum { MOST_WHOLE = 64 << 20, NEAR_ENTRIES = 512 };  // bytes of all rows of results; entries
+
+  int64_t whole_row() const { return s->down_panels * PANEL * item(); }
+
+  // Whether whole rows of results may be kept until they are summed.
+  bool keeps_rows() const { return bands && num_rows >= FEW_ROWS && num_rows * whole_row() <= MOST_WHOLE; }
+
+  // Whether a thread takes one expert after another, with both matrices: what lies between them is still near then.
+  bool by_expert(bool many, int threads) const {
+    return bands && many && (!first || keeps_rows()) && (threads == 1 || num_active > FEW_PIECES * threads);
+  }
+
+  void run_by_expert(int threads) const {
+    team(threads, num_active, [&](int64_t j, int worker) {
+      const int64_t follows = j + threads;  // very likely this thread's next one
+      const int64_t y_item = y_type == X_F32 ? 4 : 2;
+      // Rows that are written again and again stay near.
+      uint8_t *between = start[j + 1] - start[j] > NEAR_ENTRIES ? hidden : near + (worker * NEAR_ENTRIES - start[j]) * s->hidden_stride * item();
+      up_of(j, 0, s->up_panels, down_panel(j, 0), between, worker);
+      const Results results = first ? Results{rows, whole_row(), PANEL * item(), num_rows * whole_row() > NEAR_BYTES} : Results{y, s->hidden * y_item, PANEL * y_item, false};
+      down_of(j, 0, s->down_panels, follows < num_active ? up_panel(follows, 0) : nullptr, results, between, work + worker * work_bytes);
+      bands->release();
+    });
+    if (!first) return;
+    const int64_t pieces = team_pieces(threads, num_tokens);
+    team(threads, pieces, [&](int64_t part, int) {
+      for (int64_t t = num_tokens * part / pieces; t < num_tokens * (part + 1) / pieces; t++)
+        for (int64_t n = 0; n < s->down_panels; n++) weigh(t, n, rows + n * PANEL * item(), s->down_panels * PANEL);
+    });
+  }
 
   void run(int threads) const {
+    bool many = start[num_active] >= FEW_ROWS * num_active;
+    if (by_expert(many, threads)) return run_by_expert(threads);
     // Many pieces, so that threads end together, but each long enough for its bytes to come in a stream; with many rows an expert,
     // whose rows are gathered once.
-    bool many = start[num_active] >= FEW_ROWS * num_active;
     int64_t ups = team_pieces(threads, (num_active * s->up_panels + STREAM - 1) / STREAM, MANY_PIECES), downs = team_pieces(threads, (s->down_panels + abreast() - 1) / abreast(), MANY_PIECES);
     if (many && threads > 1 && num_active > FEW_PIECES * threads) ups = num_active;
     team(threads, ups, [&](int64_t part, int worker) {
@@ -215,13 +269,18 @@ Plan lay_out(Job *job, int64_t entries, int64_t num_tokens, int threads) {
   size_t source = pieces.take(4 * entries), target = pieces.take(4 * entries), weight = pieces.take(4 * entries);
   size_t hidden = pieces.take(entries * s->hidden_stride * job->item());
   job->ops = experts_ops(s->x_type), job->bands = experts_bands(s->x_type);
+  size_t near = pieces.take(job->bands && entries >= FEW_ROWS ? threads * Job::NEAR_ENTRIES * s->hidden_stride * job->item() : 0);
   size_t whole = pieces.take(job->downs().whole(1) ? entries * job->whole_stride() : 0);
-  size_t first = pieces.take(8 * (num_tokens + 1)), rows = pieces.take(num_tokens ? threads * job->abreast() * entries * PANEL * job->item() : 0);
+  size_t first = pieces.take(8 * (num_tokens + 1)), rows = 0;
+  if (num_tokens) {
+    int64_t of_panels = threads * job->abreast() * entries * PANEL * job->item(), whole_rows = job->keeps_rows() ? entries * job->whole_row() : 0;
+    rows = pieces.take(of_panels > whole_rows ? of_panels : whole_rows);
+  }
   int64_t ups = job->ups().work_bytes(s->up_depth, entries), downs = job->downs().work_bytes(s->down_depth, entries);
   job->work_bytes = ((ups > downs ? ups : downs) + 63) / 64 * 64;
   size_t work = pieces.take(threads * job->work_bytes);
   uint8_t *base = scratch(pieces.bytes);
-  job->hidden = base + hidden, job->whole = base + whole, job->rows = base + rows, job->work = base + work;
+  job->hidden = base + hidden, job->near = base + near, job->whole = base + whole, job->rows = base + rows, job->work = base + work;
   job->num_tokens = num_tokens;
   Plan plan = {(int32_t *)(base + active), (int32_t *)(base + start), (int32_t *)(base + count),
                (int32_t *)(base + source), (int32_t *)(base + target), (float *)(base + weight), (int64_t *)(base + first)};

@@ -65,7 +65,7 @@ struct ExpertOps {
   void (*whole)(const void *row, int64_t depth, bool halves, uint8_t *out);
   TileFn bytes[MAX_WHOLE_ROWS + 1];          // INT8 and rows of whole numbers
   void (*gated)(const float *c, int rows, void *const *h, const Gating &gating);      // 64 columns to 32 of x's type
-  void (*weigh)(const void *rows, const float *weight, int64_t n, float *sum);        // sum = their weighted sum; n rows of 64 of x's type
+  void (*weigh)(const void *rows, int64_t stride, const float *weight, int64_t n, float *sum);  // sum = weighted sum of 64 columns of n rows of x's type
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
 };
 
@@ -96,6 +96,7 @@ struct BandOps {
   typedef void (*Fn)(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *weights, int64_t depth, bool more, Ahead *ahead, float *c);
   Fn plain;   // the first k of a panel of bfloat16, or with `more` those after them
   Fn scaled;  // of a panel of 8-bit weights: blocks that `widen` has made bfloat16, with their scales
+  void (*far)(const float *c, int rows, void *const *y);  // 64 columns of sums as bfloat16, to places that are aligned to 64 bytes and not near
   // For products of the same up to 32 rows one after another: tiles for so many rows, then `plain` of all k that takes these for granted.
   void (*shape)(int64_t rows);
   void (*shaped)(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, float *c);
@@ -150,7 +151,7 @@ struct Multiplier {
   const BandOps *bands;  // or null
   int64_t x_type, format, narrow_rows;  // the last: with up to so many rows weights of fewer bits are widened in registers
 
-  enum { GATHERED = 1 << 20, MOST_GATHERED = 2 * MAX_BAND, MOST_WIDENED = 5 * MAX_BAND };  // bytes and rows that stay in the second cache
+  enum { GATHERED = 1 << 20, MOST_GATHERED = 4 * MAX_BAND, MOST_DIRECT = 2 * MAX_BAND, MOST_WIDENED = 5 * MAX_BAND };  // bytes and rows that stay in the second cache
   enum { NEAR_ROWS = 64, FAR_BYTES = 4 << 20 };  // whose sums stay in the nearest cache; what passes by may push out of the last one
   int64_t item() const { return x_type == X_F32 ? 4 : 2; }
   bool halves() const { return format >= W_MXFP4; }
@@ -204,6 +205,7 @@ struct Multiplier {
     }
     bool direct = !a.index && (a.padded || depth % TILE_K == 0);
     int64_t most = gathered_rows(depth), stride = gathered_stride(depth);
+    if (direct && format == W_PLAIN && most > MOST_DIRECT) most = MOST_DIRECT;
     for (int64_t i = first; i < last;) {
       int64_t rows = last - i < most ? last - i : most;
       RowsAt here = {a[direct ? i : 0], a.stride, nullptr, true, false};

@@ -7,16 +7,21 @@
 #endif
 #include "experts.h"
 
+#ifndef TILE_MODEL
+#include <immintrin.h>
+#endif
+
 namespace {
 enum { LANES = 16 };
 #include "tiles.h"
 #include "vector.h"
 
 enum { STEP = TILE_K * PANEL * 2, PAIR = PANEL * 4 };  // bytes of 32 k and of a pair of them
-enum { NEAR_K = 128, NEAR_DEPTH = 256 };  // k of which weights and rows stay in the nearest cache; up to so many all do
+enum { NEAR_K = 256 };  // k of which some columns' weights stay in the nearest cache while rows pass by
 
 // Tiles 0 to 3 are sums. Up to 16 rows: all four of a panel's groups of columns by the rows in tile 4, the panel in 5 to 7. More: two
-// groups (0 and 1 of the first 16 rows, 2 and 3 of the others) by the rows in 4 and 5, the panel in 6 and 7.
+// groups (0 and 1 of the first 16 rows, 2 and 3 of the others) by the rows in 4 and 5, the panel in 6 and 7. For 16 rows all are whole,
+// as for 32. To change shapes takes as long as ten products.
 INLINE void shape(int64_t rows) {
   int low = rows < TILE_ROWS ? (int)rows : (int)TILE_ROWS, high = rows > TILE_ROWS ? (int)rows - TILE_ROWS : 0;
   TileShapes s = {};
@@ -55,10 +60,9 @@ template <int LINES> INLINE void few_step(const uint8_t *a, int64_t stride, cons
 }
 
 template <int LINES> INLINE void many_step(const uint8_t *a, int64_t stride, const uint8_t *b, const uint8_t *at, int64_t gap) {
-  tile_load<4>(a, stride);
-  tile_load<6>(b, PAIR), tile_products<0, 4, 6>(), bring<LINES, 2>(at, gap, b, 0);
-  tile_load<7>(b + 64, PAIR), tile_products<1, 4, 7>(), bring<LINES, 2>(at, gap, b, 1);
-  tile_load<5>(a + TILE_ROWS * stride, stride);
+  tile_load<4>(a, stride), tile_load<6>(b, PAIR), tile_load<7>(b + 64, PAIR), tile_load<5>(a + TILE_ROWS * stride, stride);
+  tile_products<0, 4, 6>(), bring<LINES, 2>(at, gap, b, 0);
+  tile_products<1, 4, 7>(), bring<LINES, 2>(at, gap, b, 1);
   tile_products<2, 5, 6>(), bring<LINES, 2>(at, gap, b, 2);
   tile_products<3, 5, 7>(), bring<LINES, 2>(at, gap, b, 3);
 }
@@ -122,29 +126,45 @@ template <int LINES> INLINE void many(const Part &o) {
     default: FN<16>(PART);                   \
   }
 
-// All rows.
+// All rows, which are whole tiles or fewer than one.
 INLINE void part(Part o, int64_t rows) {
   const uint8_t *a = o.a;
   float *c = o.c;
   for (int64_t m = 0; m < rows; m += 2 * TILE_ROWS) {
-    int64_t here = rows - m < 2 * TILE_ROWS ? rows - m : 2 * (int64_t)TILE_ROWS;
-    if (here != 2 * TILE_ROWS || m == 0) shape(here);
     int64_t lines = o.ahead->at < o.ahead->end ? o.ahead->lines : 0;
     o.a = a + m * o.stride, o.c = c + m * PANEL;
-    if (here > TILE_ROWS) WITH_LINES(many, lines, o)
+    if (rows - m > TILE_ROWS) WITH_LINES(many, lines, o)
     else WITH_LINES(few, lines, o)
   }
+}
+
+// Rows that fill whole tiles, then the others.
+template <class Some> INLINE void whole_and_rest(int64_t rows, const Some &some) {
+  const int64_t whole = rows / TILE_ROWS * TILE_ROWS;
+  if (whole) shape(TILE_ROWS), some(0, whole);
+  if (rows > whole) shape(rows - whole), some(whole, rows - whole);
 }
 
 void plain(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel, int64_t depth, bool more, Ahead *ahead, float *c) {
   alignas(64) uint8_t last[STEP];
   if (depth % TILE_K) last_step(panel, depth, last);
-  int64_t step = rows > TILE_ROWS && depth > NEAR_DEPTH ? (int64_t)NEAR_K : depth;
-  for (int64_t k = 0; k < depth; k += step)
-    part({a, stride, panel, last, k, k + step < depth ? k + step : depth, more || k > 0, ahead, c}, rows);
+  whole_and_rest(rows, [&](int64_t m, int64_t here) __attribute__((always_inline)) {
+    const int64_t step = here > TILE_ROWS ? (int64_t)NEAR_K : depth;
+    for (int64_t k = 0; k < depth; k += step)
+      part({a + m * stride, stride, panel, last, k, k + step < depth ? k + step : depth, more || k > 0, ahead, c + m * PANEL}, here);
+  });
 }
 
-// Up to 32 rows times a block: c = sums times its scales, with `more` added to c.
+// x y + z, rounded once: the same wherever it is compiled into.
+INLINE vf product_and(vf x, vf y, vf z) {
+#ifdef TILE_MODEL
+  return x * y + z;
+#else
+  return (vf)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#endif
+}
+
+// Rows of a shape times a block: c = sums times its scales, with `more` added to c.
 INLINE void scaled_block(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *block, int64_t depth, bool more, Ahead *ahead, float *c) {
   alignas(64) uint8_t last[STEP];
   alignas(64) float sums[2 * TILE_ROWS * PANEL];
@@ -152,23 +172,35 @@ INLINE void scaled_block(const uint8_t *a, int64_t stride, int64_t rows, const u
   if (depth % TILE_K) last_step(p, depth, last);
   vf scale[4];
   for (int j = 0; j < 4; j++) scale[j] = load((const float *)block + 16 * j);
-  const Part all = {a, stride, p, last, 0, depth, false, ahead, sums};
-  shape(rows);
-  const int64_t lines = ahead->at < ahead->end ? ahead->lines : 0;
-  if (rows > TILE_ROWS) WITH_LINES(many, lines, all)
-  else WITH_LINES(few, lines, all)
+  part({a, stride, p, last, 0, depth, false, ahead, sums}, rows);
   for (int64_t i = 0; i < rows; i++)
     for (int j = 0; j < 4; j++) {
       float *to = c + i * PANEL + 16 * j;
-      store(to, load(sums + i * PANEL + 16 * j) * scale[j] + (more ? load(to) : (vf){}));
+      store(to, product_and(load(sums + i * PANEL + 16 * j), scale[j], more ? load(to) : (vf){}));
     }
 }
 
 void scaled(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *blocks, int64_t depth, bool more, Ahead *ahead, float *c) {
-  for (int64_t k = 0; k < depth; k += K_BLOCK, blocks += PANEL * 4 + K_BLOCK * PANEL * 2)
-    for (int64_t m = 0; m < rows; m += 2 * TILE_ROWS) {
-      int64_t here = rows - m < 2 * TILE_ROWS ? rows - m : 2 * (int64_t)TILE_ROWS, n = depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK;
-      scaled_block(a + m * stride + k * 2, stride, here, blocks, n, more || k > 0, ahead, c + m * PANEL);
+  whole_and_rest(rows, [&](int64_t first, int64_t here) {
+    const uint8_t *block = blocks;
+    for (int64_t k = 0; k < depth; k += K_BLOCK, block += PANEL * 4 + K_BLOCK * PANEL * 2)
+      for (int64_t m = 0; m < here; m += 2 * TILE_ROWS) {
+        int64_t count = here - m < 2 * TILE_ROWS ? here - m : 2 * (int64_t)TILE_ROWS, n = depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK, row = first + m;
+        scaled_block(a + row * stride + k * 2, stride, count, block, n, more || k > 0, ahead, c + row * PANEL);
+      }
+  });
+}
+
+// What is written past the caches is not read into them first.
+void far(const float *c, int rows, void *const *y) {
+  for (int m = 0; m < rows; m++)
+    for (int at = 0; at < PANEL; at += 2 * LANES) {
+      const vh low = bf16_of(load(c + m * PANEL + at)), high = bf16_of(load(c + m * PANEL + at + LANES));
+#ifdef TILE_MODEL
+      memcpy((bf16 *)y[m] + at, &low, sizeof low), memcpy((bf16 *)y[m] + at + LANES, &high, sizeof high);
+#else
+      _mm512_stream_si512((__m512i *)((bf16 *)y[m] + at), _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)low), (__m256i)high, 1));
+#endif
     }
 }
 
@@ -178,7 +210,7 @@ void shaped(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel
   alignas(64) uint8_t last[STEP];
   if (depth % TILE_K) last_step(panel, depth, last);
   Ahead nothing = {};
-  int64_t step = rows > TILE_ROWS && depth > NEAR_DEPTH ? (int64_t)NEAR_K : depth;
+  int64_t step = rows > TILE_ROWS ? (int64_t)NEAR_K : depth;
   for (int64_t k = 0; k < depth; k += step) {
     const Part one = {a, stride, panel, last, k, k + step < depth ? k + step : depth, k > 0, &nothing, c};
     if (rows > TILE_ROWS) many<0>(one);
@@ -186,9 +218,15 @@ void shaped(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel
   }
 }
 
-void release() { tile_release(); }
+// What was written past the caches is there for all.
+void release() {
+#ifndef TILE_MODEL
+  _mm_sfence();
+#endif
+  tile_release();
+}
 
-constexpr BandOps table = {plain, scaled, shape_for, shaped, release};
+constexpr BandOps table = {plain, scaled, far, shape_for, shaped, release};
 }  // namespace
 const BandOps *const bands_amx = &table;
 #endif

@@ -21,8 +21,8 @@ template <class X> static void gated_columns(const float *c, int rows, void *con
     }
 }
 
-template <class X> static void weigh_columns(const void *rows, const float *weight, int64_t n, float *sum) {
-  for (int at = 0; at < PANEL; at += LANES) store(sum + at, weighted(n, weight, [&](int64_t i) { return load((const X *)rows + i * PANEL + at); }));
+template <class X> static void weigh_columns(const void *rows, int64_t stride, const float *weight, int64_t n, float *sum) {
+  for (int at = 0; at < PANEL; at += LANES) store(sum + at, weighted(n, weight, [&](int64_t i) { return load((const X *)rows + i * stride + at); }));
 }
 
 template <class X> static void store_columns(const float *c, int64_t stride, int rows, void *const *y, int columns) {

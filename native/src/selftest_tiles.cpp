@@ -76,9 +76,22 @@ void test_scaled(int64_t rows, int64_t depth) {
   cases++;
 }
 
+void test_far() {
+  alignas(64) float c[3 * PANEL];
+  alignas(64) bf16 y[3 * PANEL];
+  void *to[3] = {y + 2 * PANEL, y, y + PANEL};
+  for (float &x : c) x = number();
+  bands_amx->far(c, 3, to);
+  for (int m = 0; m < 3; m++)
+    for (int j = 0; j < PANEL; j++)
+      if (((bf16 *)to[m])[j] != rounded(c[m * PANEL + j]) && failures++ < 5) printf("far: row %d column %d\n", m, j);
+  cases++;
+}
+
 }  // namespace
 
 int main() {
+  test_far();
   for (int64_t rows : {1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 95, 96})
     for (int64_t depth : {2, 30, 32, 34, 128, 510, 546, 1030}) {
       test_plain(rows, depth, depth % 3 * 16);

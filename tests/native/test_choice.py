@@ -21,7 +21,9 @@ from native import Choice, Isa, best_isa, choose, isa, limit_isa, measured, pars
 from native.packed_linear import PackedLinear
 
 ROOT = Path(__file__).resolve().parents[2]
-WAYS = [Choice(products, narrow, narrow) for products in (Isa.AVX512, Isa.AVX512_BF16, Isa.AMX) for narrow in (0, 3, 12)]
+WAYS = [
+    Choice(products, narrow, narrow) for products in (Isa.AVX512, Isa.AVX512_BF16, Isa.AMX) for narrow in (0, 3, 12)
+]
 
 
 @pytest.fixture(autouse=True)

@@ -64,7 +64,12 @@ def test_equals_torch(
             ours = layer(x, b)
             wanted = F.linear(x.float(), weight, None if b is None else b.float())
             allowed = matmul_bound(x, weight, b)
-            if form is WeightFormat.INT8 and dtype is torch.bfloat16 and rows <= Choice().byte_rows and isa() is Isa.AMX:
+            if (
+                form is WeightFormat.INT8
+                and dtype is torch.bfloat16
+                and rows <= Choice().byte_rows
+                and isa() is Isa.AMX
+            ):
                 allowed += whole_rows_bound(x, weight)
             assert_within(ours, wanted, allowed)
 

@@ -216,9 +216,11 @@ class RankMonitor:
                 place.child.process.kill()
 
     def kill_loading(self) -> None:
-        """At the end of the server: those that are still loading cannot hear that they are to leave."""
+        """At the end of the server: those that are still loading cannot hear that they are to leave, and those that come
+        back, and have not met the others, may have been told before they could."""
         for place in self._places:
-            if place.child is not None and self._beat(place.rank) is None:
+            deaf = self._beat(place.rank) is None or (place.joins and self._beat(place.rank, "joined") is None)
+            if place.child is not None and deaf:
                 place.child.process.kill()
 
     def _prepare(self, rank: int) -> None:

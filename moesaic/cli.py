@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ from types import FrameType
 
 import click
 
-from engine.process.console import say_line, say_text
+from engine.process.console import drain_console, say_line, say_text
 from moesaic.lazy import LazyGroup
 
 COMMANDS = {
@@ -49,7 +50,12 @@ def main() -> None:
         sys.exit(code)
     except (KeyboardInterrupt, click.Abort):
         say_text(f"ended by {stopped_by.name}")
-        sys.exit(128 + stopped_by)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        drain_console()
+        # Where the exception came through code of a string (a dataclass, while modules are imported), Python would end
+        # by SIGINT in the place of sys.exit's code.
+        os._exit(128 + stopped_by)
     except BrokenPipeError:  # what reads our output has ended, as `head` does: no error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)  # as click does

@@ -289,6 +289,7 @@ class Children:
         if self._forks is not None:
             self._forks.close()
             self._forks = None
+            adopt_orphans(False)  # this may be the process of somebody who calls us
         while any(child.process.returncode is None for child in self.all):
             left = deadline - time.monotonic()
             if left <= 0:

@@ -55,8 +55,9 @@ def die_with_parent(parent: int | None = None) -> None:
         raise SystemExit("the parent process has ended")
 
 
-def adopt_orphans() -> bool:
-    """Have the processes below this one become its children when their own parent ends. False: not on this system."""
+def adopt_orphans(on: bool = True) -> bool:
+    """Have the processes below this one become its children when their own parent ends, or not any more: whoever else
+    ends below it is then not this process's to wait for. False: not on this system."""
     if not sys.platform.startswith("linux"):
         return False
-    return bool(ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+    return bool(ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) == 0)

@@ -216,7 +216,7 @@ class RankMonitor:
                 place.child.process.kill()
 
     def kill_loading(self) -> None:
-        """At the end of the server: who still loads cannot hear it, nor may one that comes back and has not met others."""
+        """At the end of the server: who still loads cannot hear it, nor may who comes back and has met no other."""
         for place in self._places:
             deaf = self._beat(place.rank) is None or (place.joins and self._beat(place.rank, "joined") is None)
             if place.child is not None and deaf:

@@ -30,8 +30,3 @@ class Embedding(nn.Module):
 def take_rows(x_TD: Tensor, rows_S: Tensor) -> Tensor:
     """Those of the tokens at rows_S, int64: [S, D]."""
     return rows.gather(x_TD.contiguous(), rows_S) if rows.can_run(x_TD) else x_TD[rows_S]
-
-
-def as_dtype(x_TD: Tensor, dtype: torch.dtype) -> Tensor:
-    """x, or its numbers in another dtype."""
-    return rows.as_dtype(x_TD, dtype)

@@ -12,6 +12,7 @@ from layers.greedy import greedy, greedy_tokens
 from layers.linear import Linear, parameter
 from native import fixed_order
 from native.linear import linear
+from native.rows import as_dtype
 
 
 class LMHead(Linear):
@@ -54,7 +55,7 @@ class LMHead(Linear):
 
     def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
-        one."""
+        one. hidden may be of another dtype than the weights."""
         if self.packed is not None or self.bias is not None:
             return greedy(self(hidden_PD)[:, :num_valid_tokens], out_P)
-        return greedy_tokens(hidden_PD, self.matrix, num_valid_tokens, out_P)
+        return greedy_tokens(as_dtype(hidden_PD, self.matrix.dtype), self.matrix, num_valid_tokens, out_P)

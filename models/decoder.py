@@ -20,7 +20,7 @@ from dbo.alive import mark
 from dbo.steps import Steps
 from ep.moe import MoE
 from ep.parallel import Parallel
-from layers.embed import Embedding, as_dtype
+from layers.embed import Embedding
 from layers.head import LMHead
 from layers.norm import RMSNorm
 from layers.rope import Rope
@@ -159,7 +159,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         head = None if self.mtp is None else self.mtp.head
         if head is None:
             return self.greedy_tokens(hidden_PD, num_valid_tokens, out_P)
-        return head.greedy_tokens(as_dtype(hidden_PD, head.matrix.dtype), num_valid_tokens, out_P)
+        return head.greedy_tokens(hidden_PD, num_valid_tokens, out_P)
 
     def draft_in(self, dtype: torch.dtype) -> None:
         """The experts of the layer that drafts, and a copy of the head for it, in another dtype than the model's."""

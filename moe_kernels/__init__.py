@@ -22,13 +22,13 @@ from moe_kernels.expert_storage import ExpertWeights
 from moe_kernels.layout import ExpertBatch, Layout, TokenBatch, TokenMemory
 from moe_kernels.matrix import HalfMatrix, ScaledMatrix, WeightFormat
 from moe_kernels.permute import Bags
-from moe_kernels.token_sums import add_rows, as_dtype, copy_rows, sum_choices
+from moe_kernels.token_sums import add_rows, copy_rows, sum_choices
 from moe_kernels.topk import biased_softmax_topk, router_logits, router_logits32
 from moe_kernels.weights import expert_weights
 
 __all__ = [
     "Bags", "ExpertBatch", "ExpertWeights", "HalfMatrix",
-    "Layout", "ScaledMatrix", "TokenBatch", "TokenMemory", "WeightFormat", "add_rows", "as_dtype",
+    "Layout", "ScaledMatrix", "TokenBatch", "TokenMemory", "WeightFormat", "add_rows",
     "biased_softmax_topk", "copy_rows", "dequantize_rows", "expert_weights", "grouped_sigmoid_topk",
     "grouped_softmax_topk", "permute",
     "permute_some", "quantize_rows", "router_logits", "router_logits32", "run_experts", "silu_mul", "softmax_topk",

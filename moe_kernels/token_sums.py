@@ -64,8 +64,3 @@ def sum_choices(
     index_P = torch.arange(num_tokens * top_k, device=slot_TK.device)
     row_P = torch.empty_like(index_P).scatter_(0, pair_R, index_P)
     return unpermute(torch.cat(list(parts)), Bags(row_P, weight_TK.flatten(), index_P[::top_k]), out_TD)
-
-
-def as_dtype(x_TD: Tensor, dtype: torch.dtype) -> Tensor:
-    """x, or its numbers in another dtype."""
-    return rows.as_dtype(x_TD, dtype)

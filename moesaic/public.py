@@ -51,7 +51,11 @@ class LLM(llm.LLM):
         if self.plan.data_parallel_size == 1:
             progress = LoadProgress("moesaic", sys.stderr)
             self._weights = OwnWeights(self.plan)
-            rank = build_rank(self.plan, progress=progress, store=self._weights.store)
+            try:
+                rank = build_rank(self.plan, progress=progress, store=self._weights.store)
+            except BaseException:
+                self._weights.close()
+                raise
             self._weights.map_ahead()
             progress.finish(rank.ready.bytes_read)
             ranks = LocalRanks(rank)

@@ -98,9 +98,8 @@ def measured(most: Isa) -> tuple[Choice, str]:
     of_bytes = _narrow_rows(WeightFormat.INT8, products) if tiles else Choice().byte_rows
     half = _narrow_rows(WeightFormat.INT4, products)
     said = ", ".join(f"{level.name.lower()} {_flops(times[level])}" for level in ways)
-    return Choice(
-        products, narrow, of_bytes, half
-    ), f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows: {said}"
+    choice = Choice(products, narrow, of_bytes, half)
+    return choice, f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows: {said}"
 
 
 def _narrow_rows(form: WeightFormat, products: Isa) -> int:

@@ -14,6 +14,7 @@ and its standard input.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -90,9 +91,11 @@ def _begin(answers: int, parent: int) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(LOOK_SECONDS)
-    with socket.socket(fileno=answers) as asking:
+    with socket.socket(fileno=answers) as asking, contextlib.suppress(OSError):
+        asking.settimeout(ORPHAN_SECONDS)
         asking.send(b"%d" % os.getpid())
         return asking.recv(len(GO)) == GO
+    return False
 
 
 def _take_input(file: int) -> None:

@@ -266,7 +266,7 @@ struct Multiplier {
   void panel(const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *wide, int64_t first, int64_t last, const RowsAt &rows_at, const Then &then) const {
     alignas(64) float c[MAX_BAND * PANEL];
     const void *a[MAX_BAND];
-    // Of 8 bits both ways give the same sums; of 4 not.
+    // FP8 gives the same sums both ways; INT8 with matrix tiles and 4 bits do not.
     bool bytes = format != W_PLAIN, narrow = bytes && last - first <= (halves() ? narrow_rows : 2 * MAX_NARROW_ROWS), widened = bytes && !narrow;
     const TileFn *tiles = narrow ? rows_at.whole && !halves() ? ops->bytes : ops->narrow[format - W_FP8] : widened && !halves() ? ops->scaled : ops->plain;
     // For many rows products take longest: a panel that comes from the second cache is no matter, sums put away and taken up are.

@@ -17,8 +17,7 @@ from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.protocol import AllToAll, Routing
 from ep.recorder import Kind
-from moe_kernels import TokenBatch, add_rows
-from native.rows import as_dtype
+from moe_kernels import TokenBatch, add_rows, as_dtype
 from native.tape import mark
 
 _DISPATCH, _COMBINE = int(Kind.DISPATCH), int(Kind.COMBINE)

@@ -25,10 +25,11 @@ from moe_kernels.permute import Bags
 from moe_kernels.token_sums import add_rows, copy_rows, sum_choices
 from moe_kernels.topk import biased_softmax_topk, router_logits, router_logits32
 from moe_kernels.weights import expert_weights
+from native.rows import as_dtype
 
 __all__ = [
     "Bags", "ExpertBatch", "ExpertWeights", "HalfMatrix",
-    "Layout", "ScaledMatrix", "TokenBatch", "TokenMemory", "WeightFormat", "add_rows",
+    "Layout", "ScaledMatrix", "TokenBatch", "TokenMemory", "WeightFormat", "add_rows", "as_dtype",
     "biased_softmax_topk", "copy_rows", "dequantize_rows", "expert_weights", "grouped_sigmoid_topk",
     "grouped_softmax_topk", "permute",
     "permute_some", "quantize_rows", "router_logits", "router_logits32", "run_experts", "silu_mul", "softmax_topk",

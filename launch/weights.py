@@ -102,8 +102,8 @@ class OwnWeights:
         return Path(f"/proc/{os.getpid()}/fd/{self._files[name]}")
 
     def close(self) -> None:
-        """The rank has ended, or never began. Pages that are being mapped are mapped to the end, which takes a second or
-        two: they cannot be given back meanwhile."""
+        """The rank has ended, or never began. Pages that are being mapped are mapped to the end, a second or two: they
+        cannot be given back meanwhile."""
         self._weights.leave_writer()
         if self._mapping is not None:
             self._mapping.join()

@@ -8,14 +8,6 @@ enum { LINE = 64, ROWS = 4, SUMS = 12, K_STEP = 1024, NEAR_WEIGHTS = 192 << 10 }
 // Outputs of a tile of so many rows: the sums, the weights of a step and numbers of a row have room in 16 registers.
 INLINE constexpr int outputs_of(int rows) { return rows == 1 ? 6 : rows == 2 ? 4 : 3; }
 
-// The bits of the second of a pair. Where it is read it is not known what it is: it stays in no register.
-alignas(64) static const vi second_bits = (vi){} + (int32_t)0xffff0000;
-INLINE const vi *second_mask() {
-  const vi *at = &second_bits;
-  asm("" : "+r"(at));
-  return at;
-}
-
 // A line of weights is so many vectors of float32. Of bfloat16: of its first numbers those at even places, then those at odd ones.
 template <class X> INLINE constexpr int vectors_of() { return LINE / (int)sizeof(X) / LANES; }
 INLINE vf vector_of(const float *line, int i, const vi *) { return load(line + i * LANES); }

@@ -27,6 +27,14 @@ INLINE vf float_of(bf16 x) {
 INLINE vf value(const float *a) { return splat(*a); }
 INLINE vf value(const bf16 *a) { return float_of(*a); }
 
+// The bits of the second of a pair. Where it is read it is not known what it is: it stays in no register.
+alignas(64) static const vi second_bits = (vi){} + (int32_t)0xffff0000;
+INLINE const vi *second_mask() {
+  const vi *at = &second_bits;
+  asm("" : "+r"(at));
+  return at;
+}
+
 // Round to nearest, ties to even; NaN stays NaN.
 #ifdef AVX512_BF16_FILE  // one instruction, which takes denormal numbers for 0
 INLINE vh bf16_of(vf x) { return (vh)_mm512_cvtneps_pbh((__m512)x); }

@@ -81,3 +81,15 @@ INLINE float total(vf x) {
   return part[0];
 }
 #endif
+
+// The totals of LANES vectors, each in its lane: neighbours are added, until one vector is left.
+INLINE vf totals(vf *sum) {
+  typedef int32_t mask __attribute__((vector_size(sizeof(vf))));
+  mask even, odd;
+  for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+#pragma GCC unroll 4
+  for (int left = LANES / 2; left; left /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < left; i++) sum[i] = __builtin_shuffle(sum[2 * i], sum[2 * i + 1], even) + __builtin_shuffle(sum[2 * i], sum[2 * i + 1], odd);
+  return sum[0];
+}

@@ -252,3 +252,24 @@ template <bool ZERO, int MR> void wide_pairs(const void *const *av, const Block 
       }
     }
 }
+
+template <int FORMAT, int N> constexpr void take_halves(ExpertOps &ops) {
+  ops.narrow[FORMAT - W_FP8][N] = half_pairs<FORMAT, N>;
+  if constexpr (N > 1) take_halves<FORMAT, N - 1>(ops);
+}
+template <int N> constexpr void take_bytes(ExpertOps &ops) {
+  ops.bytes[N] = byte_pairs<N>;
+  if constexpr (N > 1) take_bytes<N - 1>(ops);
+}
+template <int N> constexpr void take_wide(ExpertOps &ops) {
+  ops.wide_whole[0][N] = wide_pairs<false, N>, ops.wide_whole[1][N] = wide_pairs<true, N>;
+  if constexpr (N > 1) take_wide<N - 1>(ops);
+}
+constexpr ExpertOps with_whole(ExpertOps ops) {
+  const WidenFn widen[5] = {nullptr, widen_whole<W_INT8>, widen_whole<W_MXFP4>, widen_whole<W_INT4>, widen_whole<W_INT4_ZERO>};
+  ops.whole = whole_numbers;
+  take_halves<W_MXFP4, MAX_WHOLE_ROWS>(ops), take_halves<W_INT4, MAX_WHOLE_ROWS>(ops), take_halves<W_INT4_ZERO, MAX_WHOLE_ROWS>(ops);
+  take_bytes<MAX_WHOLE_ROWS>(ops), take_wide<MAX_ROWS>(ops);
+  for (int i = 0; i < 5; i++) ops.widen_whole[i] = widen[i];
+  return ops;
+}

@@ -67,7 +67,7 @@ def _too_long(key: str, value: float) -> ValueError:
 
 
 def beside_zero(schema: dict[str, Any]) -> None:
-    """Bounds that leave out zero alone leave out all that is nearer to it than 10^-15 too: of numbers that must be above
+    """Bounds that leave out zero leave out all that is nearer to it than 10^-15 too: of numbers that must be above
     0 and below 1 llguidance lets 0 through."""
     if schema.get("type") == "integer":
         return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-# Counts within counts, multiplied: the back end writes them out, and 10^6 of them hold a step up for seconds. A count of
-# its own may be as large as it likes.
+# Counts within counts, multiplied: the back end writes them out, and 10^6 of them hold a step up for seconds. A count
+# of its own may be as large as it likes.
 MAX_NESTED = 20_000
 _COUNT = re.compile(r"\{(\d{1,9})?(?:,(\d{0,9}))?\}")
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)

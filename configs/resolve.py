@@ -166,7 +166,7 @@ def _dtype(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dic
         )
         return "float32"
     if not machine.fast_bfloat16:
-        why["dtype"] = "this CPU has no bfloat16 arithmetic"
+        why["dtype"] = "this CPU has no bfloat16 arithmetic, and there are no native kernels for it"
         return "float32"
     why["dtype"] = "the checkpoint's"
     return "bfloat16"

@@ -17,6 +17,7 @@ from native.library import function, library
 _MARGIN = 1.15  # by which another way must be faster than the usual one: measurements differ by less
 _ROWS = (1, 4, 16, 64)
 _MOST_NARROW = 12
+_SAID = f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows"
 
 
 class _Fields(ctypes.Structure):
@@ -86,8 +87,11 @@ def measured(most: Isa) -> tuple[Choice, str]:
     A way is as good as its worst ratio to the best one over all numbers of rows: one is taken for all of them, so that
     a row's result does not depend on its company. Where 8-bit weights are concerned few rows and many differ too much.
     """
+    if Isa.NONE in (most, isa()):
+        return Choice(), "without native kernels there are no ways"
     if most < Isa.AVX512_BF16 or isa() < Isa.AVX512_BF16:
-        return Choice(), f"there is one way with {most.name.lower()}"
+        times = [_time(min(most, isa()), WeightFormat.PLAIN, rows) for rows in _ROWS]
+        return Choice(), f"one way; {_SAID} with {min(most, isa()).name.lower()}: {_flops(times)}"
     ways = [level for level in Isa if Isa.AVX512 <= level <= most]
     times = {level: [_time(level, WeightFormat.PLAIN, rows) for rows in _ROWS] for level in ways}
     best = [min(column) for column in zip(*times.values(), strict=True)]
@@ -99,7 +103,7 @@ def measured(most: Isa) -> tuple[Choice, str]:
     half = _narrow_rows(WeightFormat.INT4, products)
     said = ", ".join(f"{level.name.lower()} {_flops(times[level])}" for level in ways)
     choice = Choice(products, narrow, of_bytes, half)
-    return choice, f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows: {said}"
+    return choice, f"{_SAID}: {said}"
 
 
 def _narrow_rows(form: WeightFormat, products: Isa) -> int:

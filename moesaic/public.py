@@ -51,6 +51,7 @@ class LLM(llm.LLM):
         if self.plan.data_parallel_size == 1:
             progress = LoadProgress("moesaic", sys.stderr)
             self._weights = OwnWeights(self.plan)
+            mapped = self._weights.store is not None and self._weights.store.complete
             try:
                 rank = build_rank(self.plan, progress=progress, store=self._weights.store)
             except BaseException:
@@ -58,7 +59,7 @@ class LLM(llm.LLM):
                 raise
             self._weights.map_ahead()
             progress.finish(rank.ready.bytes_read)
-            ranks = LocalRanks(rank)
+            ranks = LocalRanks(rank, mapped)
             super().__init__(ranks, tokenizer, **shared)
         else:
             spawned = SpawnedRanks(self.plan, read_env().runtime_root)

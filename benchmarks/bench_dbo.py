@@ -287,10 +287,12 @@ class RankBench:
             self.rank.step()
             time.sleep(0.001)
         assert self.rank._team.working, "the ranks have not met"
+        assert self.rank._overlap is not None
+        self.overlap = self.rank._overlap
         self.gates = {
             "off": Threshold(1, Crossover(NEVER, NEVER)),
             "on": Threshold(plan.dbo.num_ubatches if plan.dbo else 1, Crossover(1, 1)),
-            "auto": self.rank._overlap._threshold,
+            "auto": self.overlap._threshold,
         }
         self.serial = 0
         self.barrier = self.rank._team._groups.agreement  # type: ignore[union-attr]
@@ -307,7 +309,7 @@ class RankBench:
     def step(self, mode: str) -> Row:
         from front.messages import AddRequest, SamplingParams
 
-        self.rank._overlap._threshold = self.gates[mode]
+        self.overlap._threshold = self.gates[mode]
         each = self.part["tokens"] // self.part["prompts"]
         for _ in range(self.part["prompts"]):
             self.serial += 1

@@ -118,8 +118,8 @@ class Watch:
                         self.max_gap = max(self.max_gap, now - last)
                     last = now
                     self.num_pieces += 1
-                    if self.over:
-                        return
+                    if self.over:  # said while this waited
+                        return  # type: ignore[unreachable]
             except Exception as error:
                 self.failures.append(repr(error))
                 return

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_faults import Load
+from bench_faults import Goodput, Load
 from server_process import Server
 from torch import nn
 
@@ -49,7 +50,8 @@ WAIT_SECONDS = 120.0
 
 def counting(blocks: int, directory: Path) -> dict[str, Any]:
     """Percent of step time; each block is `GATHER` steps. alone: what is done once per block, timed by itself."""
-    plan = make_plan(EngineConfig(dtype="float32", max_num_seqs=SEQUENCES, max_model_len=1024))
+    # Eager, as steps are whose experts are balanced: their layers show what they route.
+    plan = make_plan(EngineConfig(dtype="float32", max_num_seqs=SEQUENCES, max_model_len=1024, cudagraph_mode="none"))
     rank = build_rank(plan)
     model = rank._team._model
     assert isinstance(model, nn.Module)
@@ -132,7 +134,7 @@ async def _in_turns(server: Server, arguments: argparse.Namespace) -> dict[str, 
     """Recording on and off under the same load, in pairs; the median of their ratios."""
     admin = Client(server.url, KEY)
     load = Load(Client(server.url), arguments.streams, 128)
-    await load.run(asyncio.Event(), rounds=1)
+    await one_round(load)
     stopping = asyncio.Event()
     running = asyncio.create_task(load.run(stopping))
     pids = list(server.ranks().values())
@@ -191,11 +193,13 @@ async def live(arguments: argparse.Namespace) -> dict[str, Any]:
     load = Load(Client(reference.url), arguments.streams, 128)
     try:
         reference.wait_ready()
-        await load.run(asyncio.Event(), rounds=1)
-        without = await load.run(asyncio.Event(), rounds=1)
+        await one_round(load)
+        goodput = Goodput(load)
+        await one_round(load)
+        without = goodput.now()
     finally:
         reference.end()
-    load.silences.clear()
+    load.gaps.clear()
     load.num_requests = 0
     server = _server(arguments, {"window_size": WINDOW, "reweight_interval": 0, "move_interval": 0}, [])
     orphans = -1
@@ -217,6 +221,22 @@ async def live(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+async def one_round(load: Load) -> None:
+    """Until every stream has had an answer more."""
+    stopping = asyncio.Event()
+    running = asyncio.create_task(load.run(stopping))
+    try:
+        await load.done(1)
+    finally:
+        stopping.set()
+        await running
+
+
+def silences_of(load: Load) -> list[tuple[float, float]]:
+    """(start, end) between two pieces that follow each other, whatever streams they are of."""
+    return list(itertools.pairwise(sorted(end for gaps in load.gaps.values() for _, end in gaps)))
+
+
 async def _rebalance(load: Load, admin: Client) -> dict[str, Any]:
     stopping = asyncio.Event()
     running = asyncio.create_task(load.run(stopping))
@@ -230,14 +250,15 @@ async def _rebalance(load: Load, admin: Client) -> dict[str, Any]:
         done = time.monotonic()
         end = after_move["steps"] + 2 * WINDOW
         after = await _until(admin, lambda status: status["steps"] >= end)
-        rate_before = sum(start < told for start, _ in load.silences) / (told - load.silences[0][0])
+        silences = silences_of(load)
+        rate_before = sum(start < told for start, _ in silences) / (told - silences[0][0])
         ended = time.monotonic()
-        rate_after = sum(start >= done for start, _ in load.silences) / (ended - done)
+        rate_after = sum(start >= done for start, _ in silences) / (ended - done)
     finally:
         stopping.set()
         await running
-    usual = [end - start for start, end in load.silences if end < started]
-    moving = [end - start for start, end in load.silences if start < done and end >= told]
+    usual = [end - start for start, end in silences if end < started]
+    moving = [end - start for start, end in silences if start < done and end >= told]
     return {
         "balance_before": _mean(before["window_balance"]),
         "balance_after": _mean(after["window_balance"]),

@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -89,7 +89,7 @@ class Check:
     under_way: str = ""  # the part
     _children: list[tuple[str, Child]] = field(default_factory=list)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Generator[Row, None, None]:
         """As they come."""
         deadline = time.monotonic() + self.seconds - LAST_SECONDS
         yield here()

@@ -288,7 +288,7 @@ def floor_of(
     """
     facts: ModelFacts = model.config
     expert, others = weight_bytes(model)
-    size = model.dtype.itemsize
+    size = model.dtype.itemsize  # type: ignore[attr-defined]
     head = facts.vocab_size * facts.hidden_size
     others -= 0 if num_logits else head * size
     top_k = _experts_per_token(facts)

@@ -17,7 +17,7 @@ from gpu_clock import Limits
 from gpu_models import WHOLE, Captured, Driver, Floor, StepSizes, floor_of, steps_of
 from gpu_rows import Options, attempt, row
 from torch import Tensor
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity
 
 from engine.capture import GraphLibrary, GraphPolicy
@@ -89,8 +89,8 @@ def _model(options: Options, name: str) -> None:
             if ran is None or not options.left(3):
                 continue
             with attempt(f"decode {count} x {context} {how}"):
-                step = ran.step(range(count), context, 1)
-                seconds = _wall(options, functools.partial(_sampled, ran, step))
+                sampled = functools.partial(_sampled, ran, ran.step(range(count), context, 1))
+                seconds = _wall(options, sampled)
                 _timed(f"decode {count} x {context} {how}", seconds, count, num_layers, found, floor)
 
 

@@ -17,7 +17,7 @@ from native.features import Isa, isa
 from native.library import function
 
 MAX_DOT_ROWS = 8  # of float32: with more torch is faster
-MAX_ROWS = 2048  # with more torch is as fast (benchmarks/bench_ops.py --only linear)
+MAX_ROWS = 2048  # with more torch is as fast, where it has products of bfloat16 (benchmarks/bench_ops.py --only linear)
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _linear_bf16 = function(
@@ -39,7 +39,7 @@ def use_large_pages(values: Tensor) -> None:
 
 def can_run(x_TI: Tensor) -> bool:
     """Whether the native kernels multiply such rows here."""
-    return x_TI.dtype is torch.bfloat16 and x_TI.device.type == "cpu" and isa() >= Isa.AVX512_BF16
+    return x_TI.dtype is torch.bfloat16 and x_TI.device.type == "cpu" and isa() > Isa.NONE
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     num_rows = x_TI.shape[0]
     if x_TI.dtype is torch.float32 and rows.can_run(x_TI) and (num_rows <= MAX_DOT_ROWS or fixed_order()):
         return rows.dots(x_TI if x_TI.stride(1) == 1 else x_TI.contiguous(), weight_OI, bias_O)
-    if not can_run(x_TI) or (num_rows > MAX_ROWS and not fixed_order()):
+    if not can_run(x_TI) or (num_rows > MAX_ROWS and isa() >= Isa.AVX512_BF16 and not fixed_order()):
         return F.linear(x_TI, weight_OI, bias_O)
     if x_TI.stride(1) != 1:
         x_TI = x_TI.contiguous()

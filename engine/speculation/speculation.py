@@ -14,6 +14,7 @@ from engine.speculation.prediction import PredictionDrafter
 
 FIRST_ACCEPTANCE = 0.7  # until it is known
 RECENT = 1 / 64  # of a draft that came back
+RECENT_REQUEST = 1 / 8
 
 
 class Speculation:
@@ -57,6 +58,7 @@ class Speculation:
         """Count from here on."""
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_pos = [0] * self.max_drafts
+        self.usual_output = 0.0  # tokens of a request that ended lately; 0: none has
         self.acceptance = [FIRST_ACCEPTANCE] * self.max_drafts  # of each place, if all before it were right; lately
 
     @property
@@ -173,6 +175,10 @@ class Speculation:
                 change(written)
 
     def forget(self, request: Request) -> None:
+        """It has ended."""
+        tokens = len(request.tokens) - request.prompt_len
+        if tokens > 0:
+            self.usual_output += (RECENT_REQUEST if self.usual_output else 1.0) * (tokens - self.usual_output)
         self._open.discard(request.request_id)
         self._cold.discard(request.request_id)
         self._sources.pop(request.request_id, None)

@@ -11,16 +11,19 @@ enum { SMALL = 1 << 16 };  // weights below which one thread is faster
 namespace {
 // How the rows are multiplied, and what a thread works in: what that takes, and the best outputs that it has seen.
 struct Work {
-  enum Way { FEW, TILES, MANY } way;
+  enum Way { FEW, TILES, MANY, SINGLE } way;  // the last: in float32, any number of rows
   int64_t panel_bytes, bytes;
   uint8_t *start;
+  const LinearOps *single;
   Work(const LinearCall &call, int64_t more, int threads) {
+    single = vector_isa() == ISA_AVX512 ? &linear_avx512 : vector_isa() == ISA_AVX2 ? &linear_avx2 : nullptr;
     // What cannot be cut into pairs is left to the ways that read weights as they lie.
     bool pairs = call.inputs % 2 == 0;
     bool fixed = kernel_choice().fixed_order;
-    if (has_tiles() && (pairs || !fixed)) way = call.rows <= TILE_ROWS_AT_ONCE ? TILES : pairs ? MANY : FEW;
+    if (single) way = SINGLE;
+    else if (has_tiles() && (pairs || !fixed)) way = call.rows <= TILE_ROWS_AT_ONCE ? TILES : pairs ? MANY : FEW;
     else way = call.rows >= MANY_ROWS && pairs && !fixed ? MANY : FEW;
-    panel_bytes = way == MANY ? linear_many_rows_bytes(call.rows, call.inputs) : way == TILES ? linear_tile_rows_bytes(call.inputs) : 0;
+    panel_bytes = way == MANY ? linear_many_rows_bytes(call.rows, call.inputs) : way == TILES ? linear_tile_rows_bytes(call.inputs) : single ? single->bytes(call) : 0;
     bytes = (panel_bytes + more + 63) / 64 * 64;
     start = scratch(bytes * threads);
   }
@@ -28,6 +31,7 @@ struct Work {
   void multiply(const LinearCall &call, int64_t first, int64_t last, int thread) const {
     if (way == MANY) linear_many_rows(call, first, last, of(thread));
     else if (way == TILES) linear_tile_rows(call, first, last, of(thread));
+    else if (way == SINGLE) single->multiply(call, first, last, of(thread));
     else linear_few_rows(call, first, last);
   }
 };

@@ -1,4 +1,4 @@
-// y = x w^T + b for few rows of bfloat16, weights as they lie: [outputs, inputs], rows of any distance.
+// y = x w^T + b, weights as they lie: [outputs, inputs], rows of any distance.
 #pragma once
 #include "native.h"
 
@@ -21,3 +21,19 @@ int64_t linear_many_rows_bytes(int64_t rows, int64_t inputs);
 enum { TILE_ROWS_AT_ONCE = 16 };
 void linear_tile_rows(const LinearCall &call, int64_t first, int64_t last, uint8_t *work);
 int64_t linear_tile_rows_bytes(int64_t inputs);
+
+// The same for any number of rows where there are no products of bfloat16. work: of `bytes`.
+struct LinearOps {
+  void (*multiply)(const LinearCall &call, int64_t first, int64_t last, uint8_t *work);
+  int64_t (*bytes)(const LinearCall &call);
+};
+extern const LinearOps linear_avx2, linear_avx512;
+
+// Outputs first to first + n of a row, rounded: the largest so far.
+static inline void note_best(const LinearCall &call, int64_t row, const bf16 *y, int n, int64_t first) {
+  for (int j = 0; j < n; j++) {
+    int16_t x = (int16_t)y[j];
+    x = x == INT16_MIN ? 0 : (int16_t)(x ^ (x >> 15 & 0x7fff));  // both zeros are 0
+    if (x > call.best[row]) call.best[row] = x, call.place[row] = first + j;
+  }
+}

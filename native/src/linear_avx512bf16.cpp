@@ -14,14 +14,6 @@ enum { LANES = 16 };
 
 enum { OUTPUTS = 4, ROWS = 4 };  // of a tile: 16 sums, of 16 numbers each
 
-INLINE void note_best(const LinearCall &call, int64_t row, const bf16 *y, int n, int64_t first) {
-  for (int j = 0; j < n; j++) {
-    int16_t x = (int16_t)y[j];
-    x = x == INT16_MIN ? 0 : (int16_t)(x ^ (x >> 15 & 0x7fff));  // both zeros are 0
-    if (x > call.best[row]) call.best[row] = x, call.place[row] = first + j;
-  }
-}
-
 // Whether one of 64 sums is above the best so far: only then it can be so when it is rounded.
 INLINE bool may_be_best(const float *c, int16_t best) {
   if (best == INT16_MIN) return true;

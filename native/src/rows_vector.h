@@ -245,18 +245,6 @@ template <class X> static void rope(int64_t position, const float *frequency, fl
   }
 }
 
-// The totals of LANES vectors, each in its lane: neighbours are added, until one vector is left.
-INLINE vf totals(vf *sum) {
-  typedef int32_t mask __attribute__((vector_size(sizeof(vf))));
-  mask even, odd;
-  for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
-#pragma GCC unroll 4
-  for (int left = LANES / 2; left; left /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < left; i++) sum[i] = __builtin_shuffle(sum[2 * i], sum[2 * i + 1], even) + __builtin_shuffle(sum[2 * i], sum[2 * i + 1], odd);
-  return sum[0];
-}
-
 // `live` of LANES / rows outputs, of so many rows.
 template <int rows, bool all, class X>
 INLINE void some_dots(const X *x, int64_t x_stride, const float *w, int64_t inputs, int live, float *y, int64_t y_stride) {

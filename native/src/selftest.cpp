@@ -178,7 +178,7 @@ int main() {
   const int64_t sizes[][2] = {{64, 32}, {1, 1}, {7, 5}, {130, 66}, {300, 140}};
   for (int isa = ISA_AVX2; isa <= best; isa++) {
     native_limit_isa(isa);
-    count += test_layers(isa) + test_prompts() + test_indexes() + test_tapes() + test_deltas();
+    count += test_layers() + test_prompts() + test_indexes() + test_tapes() + test_deltas();
     for (int x_type : {X_F32, X_BF16})
       for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4, W_INT4_ZERO, W_INT4_INT8})
         for (auto &size : sizes)

@@ -27,6 +27,14 @@ INLINE vf float_of(bf16 x) {
 INLINE vf value(const float *a) { return splat(*a); }
 INLINE vf value(const bf16 *a) { return float_of(*a); }
 
+// The bits of the second of a pair. Where it is read it is not known what it is: it stays in no register.
+alignas(64) static const vi second_bits = (vi){} + (int32_t)0xffff0000;
+INLINE const vi *second_mask() {
+  const vi *at = &second_bits;
+  asm("" : "+r"(at));
+  return at;
+}
+
 // Round to nearest, ties to even; NaN stays NaN.
 #ifdef AVX512_BF16_FILE  // one instruction, which takes denormal numbers for 0
 INLINE vh bf16_of(vf x) { return (vh)_mm512_cvtneps_pbh((__m512)x); }
@@ -81,3 +89,15 @@ INLINE float total(vf x) {
   return part[0];
 }
 #endif
+
+// The totals of LANES vectors, each in its lane: neighbours are added, until one vector is left.
+INLINE vf totals(vf *sum) {
+  typedef int32_t mask __attribute__((vector_size(sizeof(vf))));
+  mask even, odd;
+  for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+#pragma GCC unroll 4
+  for (int left = LANES / 2; left; left /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < left; i++) sum[i] = __builtin_shuffle(sum[2 * i], sum[2 * i + 1], even) + __builtin_shuffle(sum[2 * i], sum[2 * i + 1], odd);
+  return sum[0];
+}

@@ -51,7 +51,6 @@ class LLM(llm.LLM):
         if self.plan.data_parallel_size == 1:
             progress = LoadProgress("moesaic", sys.stderr)
             self._weights = OwnWeights(self.plan)
-            mapped = self._weights.store is not None and self._weights.store.complete
             try:
                 rank = build_rank(self.plan, progress=progress, store=self._weights.store)
             except BaseException:
@@ -59,7 +58,7 @@ class LLM(llm.LLM):
                 raise
             self._weights.map_ahead()
             progress.finish(rank.ready.bytes_read)
-            ranks = LocalRanks(rank, mapped)
+            ranks = LocalRanks(rank, stored=self._weights.store is not None)
             super().__init__(ranks, tokenizer, **shared)
         else:
             spawned = SpawnedRanks(self.plan, read_env().runtime_root)

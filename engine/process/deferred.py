@@ -52,7 +52,7 @@ class _Deferred(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):  # which whoever looks through all modules asks for
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        self.__class__ = ModuleType
+        self.__class__ = ModuleType  # type: ignore[assignment]
         self.__dict__.pop(_LOADER).exec_module(self)
         return getattr(self, name)
 

@@ -19,10 +19,10 @@ class LocalRanks:
     While the rank has no work, a thread does what a rank's process does then: it prepares for requests to come.
     """
 
-    def __init__(self, rank: Rank, mapped: bool = False) -> None:
-        """mapped: its weights lie in a store that it has found full."""
+    def __init__(self, rank: Rank, stored: bool = False) -> None:
+        """stored: its weights lie in a store."""
         self._rank = rank
-        self._mapped = mapped
+        self._stored = stored
         self._inbox: queue.SimpleQueue[FrontToRank] = queue.SimpleQueue()
         self._said_ready = False
         self._resting = True
@@ -48,11 +48,11 @@ class LocalRanks:
         `timeout` seconds. Errors of the rank pass through."""
         if not self._said_ready:
             self._said_ready = True
-            if self._mapped:
+            if self._stored:
                 practise(self._rank, alone=True)
             while self._rank.forming:  # it meets no other: so graphs are captured before the first request
                 self._rank.step()
-            if not self._mapped:
+            if not self._stored:
                 practise(self._rank)
             self._at_rest.set()
             return [self._rank.ready]

@@ -90,12 +90,13 @@ def measured(most: Isa) -> tuple[Choice, str]:
     if Isa.NONE in (most, isa()):
         return Choice(), "without native kernels there are no ways"
     if most < Isa.AVX512_BF16 or isa() < Isa.AVX512_BF16:
-        times = [_time(min(most, isa()), WeightFormat.PLAIN, rows) for rows in _ROWS]
-        return Choice(), f"one way; {_SAID} with {min(most, isa()).name.lower()}: {_flops(times)}"
+        only = min(most, isa())
+        took = _flops([_time(only, WeightFormat.PLAIN, rows) for rows in _ROWS])
+        return Choice(), f"one way; {_SAID}: {only.name.lower()} {took}"
     ways = [level for level in Isa if Isa.AVX512 <= level <= most]
     times = {level: [_time(level, WeightFormat.PLAIN, rows) for rows in _ROWS] for level in ways}
     best = [min(column) for column in zip(*times.values(), strict=True)]
-    worst = {level: max(took / least for took, least in zip(times[level], best, strict=True)) for level in ways}
+    worst = {level: max(mine / least for mine, least in zip(times[level], best, strict=True)) for level in ways}
     products = min(ways, key=lambda level: worst[level] * (1.0 if level is most else _MARGIN))
     tiles = products is Isa.AMX
     narrow = _narrow_rows(WeightFormat.FP8, products) if tiles else Choice().narrow_rows

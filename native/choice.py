@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from dataclasses import dataclass
 
 from native.features import Isa, isa
@@ -92,7 +93,7 @@ def measured(most: Isa) -> tuple[Choice, str]:
     if most < Isa.AVX512_BF16 or isa() < Isa.AVX512_BF16:
         only = min(most, isa())
         took = _flops([_time(only, WeightFormat.PLAIN, rows) for rows in _ROWS])
-        return Choice(), f"one way; {_SAID}: {only.name.lower()} {took}"
+        return Choice(), f"one way; {_SAID}, of {_most_flops():.0f} in float32: {only.name.lower()} {took}"
     ways = [level for level in Isa if Isa.AVX512 <= level <= most]
     times = {level: [_time(level, WeightFormat.PLAIN, rows) for rows in _ROWS] for level in ways}
     best = [min(column) for column in zip(*times.values(), strict=True)]
@@ -120,6 +121,20 @@ def _narrow_rows(form: WeightFormat, products: Isa) -> int:
 def _flops(times: list[float]) -> str:
     """2 x 64 columns x 512 k for each row."""
     return "/".join(f"{2 * 64 * 512 * rows / took:.0f}" for rows, took in zip(_ROWS, times, strict=True))
+
+
+def _most_flops() -> float:
+    """GFLOP/s of one core that does nothing but products and sums of float32."""
+    kernels = library()
+    assert kernels is not None
+    probe = kernels["probe_products"]
+    probe.argtypes, probe.restype = (ctypes.c_int, ctypes.c_int64, ctypes.c_int), ctypes.c_int64
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        done = int(probe(0, 50_000, 1))
+        best = max(best, done / (time.perf_counter() - began))
+    return best / 1e9
 
 
 def _time(level: Isa, form: WeightFormat, rows: int) -> float:

@@ -163,8 +163,8 @@ def _dtype(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dic
         return "float32"
     if _is_small(model, machine):
         why["dtype"] = (
-            f"the weights take less than {SMALL_MODEL_BYTES // MEBI} MiB: on a CPU float32 takes less than a millisecond more "
-            "for a step, and is exact"
+            f"the weights take less than {SMALL_MODEL_BYTES // MEBI} MiB: on a CPU a step in float32 takes less than a "
+            "millisecond more, and is exact"
         )
         return "float32"
     if not machine.fast_bfloat16:

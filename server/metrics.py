@@ -151,7 +151,9 @@ class Metrics(Collector):
         yield family
 
     def _step_tokens(self, name: str, labels: list[str]) -> Metric:
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens that a step computed.", labels=labels)
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens of prompts and outputs in a step.", labels=labels
+        )
         for rank, stats in enumerate(self._engine.stats):
             if stats.step_tokens:
                 counts = buckets(STEP_TOKENS, stats.step_tokens)

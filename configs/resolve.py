@@ -23,6 +23,7 @@ from configs.store import plan_store, with_bytes
 from configs.threads import pin_ranks, spin_threads
 
 MEBI = 1 << 20
+THREADS_PER_CORE = 16  # more of a rank's threads than this only take turns
 DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_NUM_SEQS = 256
 DEFAULT_BLOCK_SIZE = 16
@@ -307,6 +308,12 @@ def _threads(config: EngineConfig, model: ModelNumbers, machine: Machine, share:
     default, reason = max(1, machine.cores // ranks), f"{machine.cores} core(s) over {ranks} rank(s)"
     if _is_small(model, machine) and not share:
         default, reason = 1, "the model is small: what a second thread would save is less than the front needs"
+    most = THREADS_PER_CORE * machine.cores
+    if config.threads_per_rank is not None and config.threads_per_rank > most:
+        raise ValueError(
+            f"threads_per_rank must be at most {most}, {THREADS_PER_CORE} for each of {machine.cores} core(s), "
+            f"not {config.threads_per_rank}"
+        )
     return _choose(why, "threads_per_rank", config.threads_per_rank, default, reason)
 
 

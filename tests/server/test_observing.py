@@ -31,15 +31,16 @@ HISTOGRAMS = """
 COUNTERS = """
     prompt_tokens generation_tokens prompt_tokens_cached prompt_tokens_by_source prefix_cache_queries prefix_cache_hits
     num_preemptions request_success admission_rejections spec_decode_num_drafts spec_decode_num_draft_tokens
-    spec_decode_num_accepted_tokens
+    spec_decode_num_accepted_tokens external_prefix_cache_queries external_prefix_cache_hits
 """
 GAUGES = """
     num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc cache_config_info
-    lora_requests_info
+    lora_requests_info engine_sleep_state
 """
 LABELS = {
     "vllm:cache_config_info": {"block_size": "16", "num_gpu_blocks": "64", "kv_cache_size_tokens": "1024"},
     "vllm:num_requests_waiting_by_reason": {"reason": "capacity"},
+    "vllm:engine_sleep_state": {"sleep_state": "awake"},
     "vllm:prompt_tokens_by_source_total": {"source": "local_cache_hit"},
     "vllm:lora_requests_info": {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""},
     "vllm:request_success_total": {"finished_reason": "length"},

@@ -49,8 +49,8 @@ def render_messages(
     kwargs: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The prompt's text. ApiError 400. chat_template: replaces the model's. content_parts: as `message_dict`. add_generation_prompt: true unless said
-    otherwise or the last message goes on."""
+    """The prompt's text. ApiError 400. chat_template: replaces the model's. content_parts: as `message_dict`.
+    add_generation_prompt: true unless said otherwise or the last message goes on."""
     goes_on = either(continue_final_message, False)
     if goes_on and add_generation_prompt:
         field = "continue_final_message"

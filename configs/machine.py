@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -94,6 +95,20 @@ def this_machine() -> Machine:
     shared = system.sysname == "Linux" and system.machine == "x86_64"
     cores = len(os.sched_getaffinity(0))
     return Machine("cpu", cores, free_memory(), fast, shared, restricted=cores < (os.cpu_count() or cores))
+
+
+def measured_here() -> dict[str, str | int]:
+    """What tells times that were measured by this release on this machine from those of others that may remember theirs
+    in the same directory."""
+    try:
+        release = version("moesaic")
+    except PackageNotFoundError:  # run from its sources
+        release = ""
+    names = ("vendor_id", "cpu family", "model", "model name", "stepping")
+    first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    cpu = " ".join(value.strip() for name, _, value in pairs if name.strip() in names)
+    return {"version": release, "cpu": cpu, "cores": len(os.sched_getaffinity(0))}
 
 
 def free_memory() -> int:

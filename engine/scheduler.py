@@ -156,7 +156,7 @@ class Scheduler:
             draft.restate(self._running)
         schedule = draft.finish(self.rows.take_freed(self._restates), self.kv, self.speculation.warm)
         self._restates = False
-        self._counts.add_step(self.max_num_batched_tokens - draft.budget)
+        self._counts.add_step(self.max_num_batched_tokens - draft.budget + draft.num_first)
         self._in_flight.append((schedule, draft.ones + draft.chunks))
         return schedule
 

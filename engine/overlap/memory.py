@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from configs.engine import Plan
+from configs.machine import measured_here
 from dbo.memory import Remembered, file_of, recall
 from dbo.threshold import NEVER
 
@@ -29,12 +29,8 @@ def with_memory(plan: Plan, folder: Path) -> Plan:
 def _key(plan: Plan) -> dict[str, str | int]:
     """Everything that the times depend on, as far as it can be known before the ranks run."""
     assert plan.dbo is not None
-    try:
-        release = version("moesaic")
-    except PackageNotFoundError:  # run from its sources
-        release = ""
     return {
-        "version": release,
+        **measured_here(),
         "model": plan.model_path,
         "dtype": plan.dtype,
         "experts": plan.expert_format,

@@ -1,10 +1,17 @@
 """How many drafts a request gets: as many as make most tokens per second, by what was measured (docs/speculation.md).
 
 Times are those of the steps that serve (engine/speculation/times.py). Where a number of drafts has not been measured
-for so many sequences, and might be the best, a few steps are made with it (a *trial*), as long as all trials together
-have cost no more than a hundredth of the time. Each rank says what it would do in the record of every step, and all do
-what the rank with most sequences said: the passes of a layer that drafts are exchanges between all of them. So all
-learn the same of what a step took where the model drafts.
+for so many sequences, and might be the best, a few steps are made with it (a *trial*); what was measured once is
+measured again, as long as all trials have cost no more than a hundredth of the time. A trial costs what its steps took
+longer than the best number would have for as many tokens. One without drafts lasts until its requests end, since they
+lose the thread by it, and is charged to that end.
+
+What decodes gain has to pay for what prompts lose: of a model that drafts the passes over prompts are measured too, and
+divided among the tokens that requests usually have.
+
+Each rank says what it would do in the record of every step, and all do what the rank with most sequences said: the
+passes of a layer that drafts are exchanges between all of them. So all learn the same of what a step took where the
+model drafts.
 """
 
 from __future__ import annotations
@@ -20,28 +27,75 @@ from engine.hooks import StepCompanion, StepHook
 from engine.schedule import Schedule
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, SETTLED, StepTimes, expected_tokens, size_of, tokens_per_second
+from ep.recorder import Kind
 
 AGAIN = 64  # steps of a size, after which something else is measured once more, if it may cost that
-NONE_AGAIN = 64  # times of these, after which no drafts are: requests lose the thread by it
+FAR_AGAIN = 8  # times of these, after which that may be something much worse than the best
 HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
 TRIAL = SETTLED + 3  # steps: one that begins it, one that may compile, and one that ends it
 TRIALS = 3  # of what turns out not to be measured
-WORSE = 0.9  # of the best: more drafts than those that make so few tokens are not tried
+REQUESTS = 64  # of those that drafts were made of last, what prompts lose by it counts
+WORSE = 0.9  # of the best: numbers of drafts that make fewer tokens are measured again more rarely
 SHARE = 0.01  # of the time, that trials of what is known already may cost
 KEPT = 4096  # steps after which times are written
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
 
 
 class _Size:
-    """Of steps of about so many sequences. tried: trials of so many drafts; trial: the one under way, and its steps
-    that are left; chosen: None: nothing yet; held: steps for which it stays."""
+    """Of steps of about so many sequences. tried: trials of so many drafts, and tried_at: in which step the last one
+    began; trial: the one under way, and its steps that are left; chosen: None: nothing yet; held: steps for which it
+    stays."""
 
     def __init__(self) -> None:
         self.tried: dict[int, int] = {}
+        self.tried_at: dict[int, int] = {}
         self.trial = (0, 0)
         self.chosen: int | None = None
         self.steps = self.held = self.rounds = 0
         self.again = False  # it is time to measure something else once more
+
+    def tick(self) -> None:
+        self.steps += 1
+        if self.steps % AGAIN == 0:
+            self.rounds += 1
+            self.again = True
+
+
+class _Costs:
+    """Seconds: served, of all steps; spent, what trials cost. Of prompts that drafts were made of."""
+
+    def __init__(self) -> None:
+        self.served = self.spent = self._trial = 0.0
+        self._prompts, self._rows = 0.0, -1  # the first one compiles
+
+    @property
+    def may_try(self) -> bool:
+        return self.spent <= SHARE * self.served
+
+    def add_step(self, seconds: float, trying: bool, needed: float) -> None:
+        """needed: that the best would have taken. A trial may have been better: then it has cost nothing."""
+        self.served += seconds
+        if trying:
+            self._trial += seconds - needed
+        elif self._trial:
+            self.spent += max(0.0, self._trial)
+            self._trial = 0.0
+
+    def add_prompts(self, rows: int, seconds: float, trying: bool) -> None:
+        """Passes over prompts that so many sequences begin with, made only for a trial or not."""
+        if trying:
+            self.spent += seconds
+        if self._rows < 0:
+            self._rows = 0
+            return
+        if self._rows >= REQUESTS:
+            self._rows, self._prompts = self._rows // 2, self._prompts / 2
+        self._rows, self._prompts = self._rows + rows, self._prompts + seconds
+
+    @property
+    def of_request(self) -> float:
+        """Seconds that its prompt takes longer by drafts."""
+        return self._prompts / self._rows if self._rows > 0 else 0.0
 
 
 class Gate(StepCompanion):
@@ -64,10 +118,12 @@ class Gate(StepCompanion):
         self._clock = clock
         self._most = speculation.max_drafts
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
+        self._trying = False  # they are wanted for a trial
+        self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._sizes: dict[int, _Size] = {}
         self._part = 1.0  # of the sequences, that have drafts where they may
-        self._last, self._began = _Step(-2, 0, 0, 0, False), 0.0  # the step before, and when it began
-        self._served = self._spent = 0.0  # seconds: of all steps, and what trials cost
+        self._last, self._began = _Step(-2, 0, 0, 0, False, False, 0.0), 0.0  # the step before, and when it began
+        self._costs = _Costs()
         self._best_rate = 0.0  # of what was last chosen; 0: not known
         self._unwritten = 0
 
@@ -75,12 +131,16 @@ class Gate(StepCompanion):
         """The words: drafts to verify in the next step, drafts to make in this one, sequences."""
         num = len(schedule.rows)
         if self._adaptive and num and self._speculation.busy:
+            one = self._sizes.setdefault(size_of(num), _Size())
             if schedule.warm and not any(schedule.warm):
-                self._wanted = (0, 0)
+                one.tick()
+                if not one.trial[0]:
+                    one.trial = (0, 0)
+                self._want(0, self._without)
             elif schedule.num_tokens == num + schedule.num_drafts:
-                self._choose(num, not schedule.warm)
+                self._choose(one, num, not schedule.warm)
             else:
-                self._begin(num)
+                self._begin(one, num)
         return (*self._wanted, num)
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
@@ -92,7 +152,7 @@ class Gate(StepCompanion):
         self._speculation.depth = verify
         depth = min(depth, 1 + self._speculation.max_in_step // num)  # more could not be verified, and have no memory
         depth = depth if self._speculation.models else 0
-        return _Clocked(self, _Step.of(plan, num, depth))
+        return _Clocked(self, _Step.of(plan, num, depth, self._trying))
 
     def close(self) -> None:
         if self._file is not None and self._unwritten:
@@ -101,48 +161,48 @@ class Gate(StepCompanion):
 
     # ---- choosing ----
 
-    def _begin(self, num: int) -> None:
+    def _want(self, depth: int, trying: bool) -> None:
+        self._wanted, self._trying = (depth, depth), trying
+
+    def _begin(self, one: _Size, num: int) -> None:
         """A step with prompts: what was chosen for so many sequences, if anything was, not what smaller steps want.
         Drafts are made of them where something is to be measured, or it could not be."""
-        one = self._sizes.setdefault(size_of(num), _Size())
-        if one.chosen is None and 0 in (rates := self._rates(num)):  # other ranks have measured it, or an earlier start
+        rates = self._rates(num) if one.chosen is None or one.again else {}
+        if one.chosen is None and 0 in rates:  # other ranks have measured it, or an earlier start
             one.chosen = _best(rates)
         if one.chosen is not None:
-            tries = one.trial[1] > 0 or (one.again and self._may_try())
+            may = one.again and self._costs.may_try
+            tries = one.trial[1] > 0 or (may and self._to_try(one, num, rates, one.chosen) is not None)
             self._wanted = (one.chosen, max(one.chosen, int(tries)))
+            self._trying = not one.chosen and tries
 
-    def _choose(self, num: int, warm: bool) -> None:
+    def _choose(self, one: _Size, num: int, warm: bool) -> None:
         """warm: all of them may have drafts. Others are not measured."""
-        one = self._sizes.setdefault(size_of(num), _Size())
-        one.steps += 1
-        if one.steps % AGAIN == 0:
-            one.rounds += 1
-            one.again = True
+        one.tick()
+        self._without = self._without and not warm
         depth, left = one.trial
         if left and warm:
             one.trial = (depth, left - 1)
-            self._wanted = (depth, depth)
+            self._want(depth, True)
             return
         one.held -= 1
         if one.held > 0 and one.chosen is not None:
-            self._wanted = (one.chosen, one.chosen)
+            self._want(one.chosen, self._without)
             return
         rates = self._rates(num)
         best = _best(rates)
         self._best_rate = rates.get(best, 0.0)
         tried = self._to_try(one, num, rates, best) if warm else None
         if tried is not None:
+            one.again = False
             one.tried[tried] = one.tried.get(tried, 0) + 1
+            one.tried_at[tried] = one.steps
             one.trial = (tried, TRIAL - 1)
-            if (
-                tried in rates
-            ):  # the first step of it and the last bring what a step without drafts does, or little more
-                tokens = num * expected_tokens(self._speculation.acceptance, tried)
-                self._spent += max(0.0, TRIAL * tokens / rates[tried] - (TRIAL - 2) * tokens / self._best_rate)
-            self._wanted = (tried, tried)
+            self._without = not tried
+            self._want(tried, True)
         elif rates:
             one.chosen, one.held = best, HELD
-            self._wanted = (best, best)
+            self._want(best, self._without)
 
     def _most_of(self, num: int) -> int:
         return min(self._most, max(1, self._speculation.max_in_step // num))
@@ -150,45 +210,58 @@ class Gate(StepCompanion):
     def _rates(self, num: int) -> dict[int, float]:
         """Tokens per second by the number of drafts, as far as they are known."""
         drafts = self._speculation
-        rates = {
-            depth: tokens_per_second(self.times, drafts.acceptance, num, self._part, depth, drafts.models)
-            for depth in range(self._most_of(num) + 1)
-        }
-        return {depth: rate for depth, rate in rates.items() if rate is not None}
-
-    def _may_try(self) -> bool:
-        return self._spent <= SHARE * self._served
+        usual = drafts.usual_output
+        prompts = self._costs.of_request / usual if usual and drafts.models else 0.0  # seconds per token
+        found: dict[int, float] = {}
+        for depth in range(self._most_of(num) + 1):
+            rate = tokens_per_second(self.times, drafts.acceptance, num, self._part, depth, drafts.models)
+            if rate is not None:
+                found[depth] = rate / (1 + rate * prompts) if depth else rate
+        return found
 
     def _to_try(self, one: _Size, num: int, rates: dict[int, float], best: int) -> int | None:
-        """So many drafts are to be measured now; None: nothing is. More of them one after another, as long as they may
-        be better; none at all last: requests lose the thread by it, where the model drafts."""
+        """So many drafts are to be measured now; None: nothing is. None at all last: requests lose the thread by it,
+        where the model drafts."""
         acceptance, best_rate = self._speculation.acceptance, rates.get(best, 0.0)
-        may = not rates or self._may_try()
-        for depth in range(1, self._most_of(num) + 1 if may else 0):
-            if depth not in rates:
-                before = rates.get(depth - 1)
-                # A step with more drafts takes at least as long.
-                gain = expected_tokens(acceptance, depth) / expected_tokens(acceptance, depth - 1)
-                if one.tried.get(depth, 0) < TRIALS and (before is None or before * gain > best_rate):
-                    return depth
-                break
-            if rates[depth] < WORSE * best_rate:
-                break
+        better = best_rate * (1 + MARGIN) if best == 0 else best_rate
+        most = float("inf")  # sequences times steps per second: one with more drafts takes at least as long
+        for depth in range(self._most_of(num) + 1):
+            tokens = expected_tokens(acceptance, depth)
+            if depth in rates:
+                most = min(most, rates[depth] / tokens)
+            elif depth and one.tried.get(depth, 0) < TRIALS and tokens * most > better:
+                return depth
         if 0 not in rates:
             return 0 if one.tried.get(0, 0) < TRIALS else None
-        if not (one.again and may):
+        if self._speculation.models:
+            for depth, rate in rates.items():  # what an earlier start remembers is measured once in this one
+                if rate >= WORSE * best_rate and not one.tried.get(depth) and not self.times.measured(num, depth):
+                    return depth
+        return self._again(one, rates, best)
+
+    def _again(self, one: _Size, rates: dict[int, float], best: int) -> int | None:
+        """What is known, and to be measured once more: of what may be as good as the best what was measured longest
+        ago."""
+        if not one.again or not self._costs.may_try:
             return None
-        one.again = False
-        near = [depth for depth in rates if depth > 0 and (best == 0 or abs(depth - best) == 1)]
-        if best and one.rounds % NONE_AGAIN == 0:
-            return 0
-        return near[one.rounds % len(near)] if near else None
+        others = [depth for depth in rates if depth != best]
+        near = [depth for depth in others if rates[depth] >= WORSE * rates[best]] if best in rates else []
+        if one.rounds % FAR_AGAIN:
+            others = near
+        return min(others, key=lambda depth: one.tried_at.get(depth, -1), default=None)
 
     # ---- what the thread that computes tells ----
+
+    def now(self) -> float:
+        return self._clock()
 
     def begun(self, step: _Step, schedule: Schedule) -> None:
         """A step begins, and so the one before it is over."""
         now, last, began = self._clock(), self._last, self._began
+        if step.trying:
+            acceptance = self._speculation.acceptance
+            tokens = sum(expected_tokens(acceptance, len(drafts)) for drafts in schedule.drafts)
+            step = step._replace(tokens=tokens or float(len(schedule.rows)))
         num, drafts = len(schedule.rows), schedule.num_drafts
         if not self._speculation.models:
             # Tokens say nothing of what others verify, so each rank knows of its own.
@@ -197,14 +270,20 @@ class Gate(StepCompanion):
             if schedule.drafts:
                 self._part += 0.05 * (sum(map(bool, schedule.drafts)) / num - self._part)
         self._last, self._began = step, now
-        following = last.decodes and step.decodes and last.step + 1 == step.step and last.num == step.num
-        if following and not schedule.new_rows and now - began < LONGEST_GAP:
+        follows = last.step + 1 == step.step and last.num > 0 and now - began < LONGEST_GAP
+        if follows:
+            rate = self._best_rate
+            self._costs.add_step(now - began, last.trying and rate > 0, last.tokens / rate if rate else 0.0)
+        if follows and last.decodes and step.decodes and last.num == step.num and not schedule.new_rows:
             self._note(last, now - began)
+
+    def drafted(self, step: _Step, schedule: Schedule, seconds: float) -> None:
+        """The passes over a step with prompts took so long."""
+        self._costs.add_prompts(len(schedule.new_rows), seconds, step.trying)
 
     def _note(self, step: _Step, seconds: float) -> None:
         """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear it, and
         learn the same."""
-        self._served += seconds
         if step.depth:
             self.times.add_drafting(step.num, step.depth, seconds)
         else:
@@ -226,28 +305,43 @@ def _best(rates: Mapping[int, float]) -> int:
 
 class _Step(NamedTuple):
     """Of the rank with most sequences: how many, and the drafts that the model makes for each of them. num_tokens: of
-    the rank with most. decodes: whether they only decode, and verify as many drafts."""
+    the rank with most. decodes: whether they only decode, and verify as many drafts. trying: it belongs to a trial.
+    tokens: of this rank, that it may be expected to bring."""
 
     step: int
     num: int
     num_tokens: int
     depth: int
     decodes: bool
+    trying: bool
+    tokens: float
 
     @classmethod
-    def of(cls, plan: StepPlan, num: int, depth: int) -> _Step:
+    def of(cls, plan: StepPlan, num: int, depth: int, trying: bool) -> _Step:
         most = max(plan.num_tokens)
-        return cls(plan.step, num, most, depth, most == num * (1 + depth))
+        return cls(plan.step, num, most, depth, most == num * (1 + depth), trying, 0.0)
 
 
 class _Clocked(StepHook):
-    """Of one step: says how many drafts are to be made at its end, and when it begins."""
+    """Of one step: says how many drafts are to be made at its end, when it begins, and what drafts of prompts take."""
 
     watches = True
 
     def __init__(self, gate: Gate, step: _Step) -> None:
         self._gate, self._step = gate, step
+        self._prompts: Schedule | None = None
+        self._sampled = 0.0
 
     def begin(self, schedule: Schedule) -> None:
         schedule.draft_depth = self._step.depth
         self._gate.begun(self._step, schedule)
+        if self._step.depth and schedule.num_tokens != len(schedule.rows) + schedule.num_drafts:
+            self._prompts = schedule
+
+    def ended(self, kind: Kind, num_tokens: int) -> None:
+        if self._prompts is None:
+            return
+        if kind is Kind.SAMPLING:
+            self._sampled = self._gate.now()
+        elif kind is Kind.DRAFTING:
+            self._gate.drafted(self._step, self._prompts, self._gate.now() - self._sampled)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.engine import EngineConfig, Plan
+from configs.machine import measured_here
 from configs.speculation import Method, SpeculativeConfig, parse_speculative_config
 from dbo.memory import file_of
 from engine.speculation.times import StepTimes
@@ -106,16 +107,20 @@ def with_speculation(
 def _key(plan: Plan, speculation: SpeculativeConfig) -> dict[str, str | int]:
     """Everything that the times depend on, as far as it can be known before the ranks run."""
     return {
+        **measured_here(),
         "model": plan.model_path,
         "dtype": plan.dtype,
         "experts": plan.expert_format,
         "linears": plan.linear_format,
+        "slots": plan.slots_per_rank,
         "ranks": plan.data_parallel_size,
+        "local_ranks": plan.data_parallel_size_local,
         "backend": plan.all2all_backend,
         "device": plan.device,
         "threads": plan.threads_per_rank,
         "kernels": plan.native_kernels,
         "graphs": plan.cudagraph_mode,
+        "deterministic": int(plan.deterministic),
         "method": speculation.method,
         "whole": int(speculation.whole),
         "drafts_in": speculation.draft_dtype,

@@ -14,6 +14,7 @@ from engine.speculation.prediction import PredictionDrafter
 
 FIRST_ACCEPTANCE = 0.7  # until it is known
 RECENT = 1 / 64  # of a draft that came back
+RECENT_REQUEST = 1 / 8
 
 
 class Speculation:
@@ -57,6 +58,7 @@ class Speculation:
         """Count from here on."""
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_pos = [0] * self.max_drafts
+        self.usual_output = 0.0  # tokens of a request that ended lately; 0: none has
         self.acceptance = [FIRST_ACCEPTANCE] * self.max_drafts  # of each place, if all before it were right; lately
 
     @property
@@ -137,9 +139,11 @@ class Speculation:
         most = min(cache.room(request), request.max_length - 1)
         return max(num_tokens, min(num_tokens + self.lookahead, most))
 
-    def warm(self, request: Request) -> bool:
-        """Whether the model can draft for it."""
-        return request.request_id not in self._cold
+    def warm(self, requests: Sequence[Request]) -> list[bool]:
+        """Of each whether the model can draft for it; []: of all."""
+        cold = self._cold
+        warms = [request.request_id not in cold for request in requests] if cold else []
+        return [] if all(warms) else warms
 
     def admit(self, request: Request) -> None:
         """It begins, or begins again, with the blocks of a prefix."""
@@ -169,10 +173,14 @@ class Speculation:
                 self._model.offer(request, len(request.tokens) + len(token_ids[index]), drafts[index])
             if start // size != (start + count) // size:
                 written = request.held.tables[0][start // size : (start + count) // size]
-                change = self._warm_blocks.update if self.warm(request) else self._warm_blocks.difference_update
-                change(written)
+                warm, cold = self._warm_blocks, request.request_id in self._cold
+                (warm.difference_update if cold else warm.update)(written)
 
     def forget(self, request: Request) -> None:
+        """It has ended."""
+        tokens = len(request.tokens) - request.prompt_len
+        if tokens > 0:
+            self.usual_output += (RECENT_REQUEST if self.usual_output else 1.0) * (tokens - self.usual_output)
         self._open.discard(request.request_id)
         self._cold.discard(request.request_id)
         self._sources.pop(request.request_id, None)

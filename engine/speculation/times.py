@@ -13,9 +13,10 @@ from dbo.memory import read_json, write_json
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 SETTLED = 3  # samples that count, behind the first, which may compile or capture
-LATELY = 6  # samples, of which the third from the least counts: what else the machine does makes steps longer
+LATELY = 32  # samples of which the mean counts
+OUTLIER = 3.0  # times the middle one: a step that took longer counts as so long
 MARGIN = 0.05  # by which drafts have to be better than none: what is measured beside other work is not exact
-FORMAT = 2
+FORMAT = 3
 
 
 def size_of(count: int) -> int:
@@ -24,23 +25,38 @@ def size_of(count: int) -> int:
 
 
 class Usual:
-    """Seconds: as two in three of what came lately took, or more. remembered: of an earlier start, until one comes."""
+    """Seconds of a step: the mean of the last ones, since that is what throughput is made of. What other work did to
+    one of them counts little. remembered: of an earlier start, until so many have come."""
 
-    __slots__ = ("_began", "_last", "value")
+    __slots__ = ("_began", "_last", "_remembered", "_value")
 
     def __init__(self, remembered: float | None = None) -> None:
         self._began = False
-        self._last = deque([] if remembered is None else [remembered] * SETTLED, maxlen=LATELY)
-        self.value = remembered or 0.0
+        self._last: deque[float] = deque(maxlen=LATELY)
+        self._remembered = remembered
+        self._value = remembered
 
     def add(self, seconds: float) -> None:
         if self._began:
             self._last.append(seconds)
-            self.value = sorted(self._last)[len(self._last) // 3]
+            if len(self._last) >= SETTLED:
+                self._value = self._remembered = None
         self._began = True
 
     @property
+    def value(self) -> float:
+        if self._value is None:
+            most = OUTLIER * sorted(self._last)[len(self._last) // 2]
+            self._value = sum(min(seconds, most) for seconds in self._last) / len(self._last)
+        return self._value
+
+    @property
     def known(self) -> bool:
+        return self._remembered is not None or self.measured
+
+    @property
+    def measured(self) -> bool:
+        """Since this start."""
         return len(self._last) >= SETTLED
 
 
@@ -81,6 +97,12 @@ class StepTimes:
         found = self.drafting.get((size_of(num_sequences), depth))
         return None if found is None or not found.known else found.value
 
+    def measured(self, num_sequences: int, depth: int) -> bool:
+        """Of steps in which the model makes so many drafts of each: since this start, and not only remembered."""
+        size = size_of(num_sequences)
+        found = self.drafting.get((size, depth)) if depth else self.steps.get(size)
+        return found is not None and found.measured
+
     # ---- kept on disk ----
 
     def write(self, file: Path) -> None:
@@ -107,9 +129,13 @@ class StepTimes:
 
     def told(self) -> str:
         """For `explain`."""
-        steps = ", ".join(f"{size}: {1e3 * usual.value:.3g}" for size, usual in sorted(self.steps.items()))
+        steps = ", ".join(
+            f"{size}: {1e3 * usual.value:.3g}" for size, usual in sorted(self.steps.items()) if usual.known
+        )
         drafting = ", ".join(
-            f"{size}x{depth}: {1e3 * usual.value:.3g}" for (size, depth), usual in sorted(self.drafting.items())
+            f"{size}x{depth}: {1e3 * usual.value:.3g}"
+            for (size, depth), usual in sorted(self.drafting.items())
+            if usual.known
         )
         text = f"ms of a step by its tokens: {steps or 'not measured'}"
         return text + (f"; with drafting by sequences and depth: {drafting}" if drafting else "")

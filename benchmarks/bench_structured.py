@@ -232,9 +232,11 @@ def measure(options: argparse.Namespace, more: dict[str, Any]) -> None:
         for name, method in drafts.items()
     }  # fmt: skip
     for case, asked in (("records", schema(0)), ("text", text_schema())):
-        rows = [cost(engines, case, asked, streams, options.tokens, options.repeats) for streams in options.streams]
-        for row in [*rows, library(engines["plain"], rows, case, asked)]:
-            show(row, options.json)
+        rows = []
+        for streams in options.streams:
+            rows.append(cost(engines, case, asked, streams, options.tokens, options.repeats))
+            show(rows[-1], options.json)
+        show(library(engines["plain"], rows, case, asked), options.json)
     show(first_token(engines["plain"], options.repeats), options.json)
     for llm in engines.values():
         llm.close()

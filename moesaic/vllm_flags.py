@@ -59,7 +59,6 @@ TAKEN = (
     Taken(("--disable-custom-all-reduce",), said="there is none"),
     Taken(("--disable-frontend-multiprocessing",), said="the front is a process of its own"),
     Taken(("--max-parallel-loading-workers",), int, said="ranks read their parts at the same time"),
-    Taken(("--chat-template-content-format",), str, ("auto", "string"), "parts of a message are joined to a text"),
     Taken(("--reasoning-config",), str, said="where reasoning begins and ends is known from --reasoning-parser"),
     Taken(("--response-role",), str, ("assistant",), "answers have the role assistant"),
     Taken(("--enable-prompt-tokens-details",)),

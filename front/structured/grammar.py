@@ -17,7 +17,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from configs.server import STRUCTURED_BACKENDS
 from front.messages import Grammar, StructuredOutputsParams
-from front.structured.lark import WHITESPACE, JsonStyle, json_rule, quoted, regex_rule
+from front.structured.lark import WHITESPACE, JsonStyle, escaped, json_rule, regex_rule
+from front.structured.patterns import check_counts
 from front.structured.tags import structural_tag_grammar
 from front.structured.vocabulary import Vocabulary, names_only
 from front.structured.xgrammar_backend import grammar_of
@@ -90,9 +91,10 @@ def _text_of(kind: str, params: StructuredOutputsParams, tokenizer: Vocabulary) 
         return f"start: {regex_rule(params.regex)}"
     if kind == "choice":
         assert params.choice is not None
-        return f"start: {' | '.join(_choices(params.choice))}"
+        return f"start: {regex_rule('|'.join(map(escaped, _choices(params.choice))))}"
     if kind == "grammar":
         assert params.grammar is not None
+        check_counts(params.grammar)
         return _from_gbnf(params.grammar)
     tag = _decoded(params.structural_tag)
     if not isinstance(tag, Mapping):
@@ -164,7 +166,7 @@ def _choices(choices: tuple[str, ...]) -> list[str]:
         raise ValueError(f"from 1 to {MAX_CHOICES} texts are taken, not {len(choices)}")
     if not all(choices):
         raise ValueError("texts must not be empty")
-    return [quoted(choice) for choice in dict.fromkeys(choices)]
+    return [*dict.fromkeys(choices)]
 
 
 def _from_gbnf(text: str) -> str:

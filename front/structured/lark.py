@@ -50,7 +50,19 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
+def escaped(text: str) -> str:
+    """A regular expression for exactly this text, as the back end reads them."""
+    return "".join(map(_escaped, text))
+
+
+def _escaped(letter: str) -> str:
+    if letter.isascii() and not letter.isprintable():
+        return f"\\x{ord(letter):02x}"
+    return f"\\{letter}" if letter in _MEANT else letter
+
+
 PLAIN = JsonStyle()
+_MEANT = frozenset("\\.+*?()|[]{}^$#&-~")
 
 
 def json_rule(schema: object, style: JsonStyle = PLAIN) -> str:

@@ -73,8 +73,15 @@ template <int MR, int NO, class X> INLINE void deliver(const LinearCall &call, i
     for (int j = 0; j < outputs; j++) sum[i * NO + j] += number((const X *)call.bias + o + j);
 #pragma GCC unroll 2
   for (int p = 0; p < PARTS; p++) store(y + p * LANES, load(sum + p * LANES));
+#pragma GCC unroll 4
   for (int i = 0; i < MR; i++) {
-    if (call.best) note_best(call, m + i, y + i * NO, outputs, o);
+    if constexpr (sizeof(X) == sizeof(bf16)) {
+      if (call.best) {
+        note_best(call, m + i, y + i * NO, outputs, o);
+        continue;
+      }
+    }
+    if (outputs == NO) memcpy((X *)call.y + (m + i) * call.y_stride + o, y + i * NO, NO * sizeof(X));
     else memcpy((X *)call.y + (m + i) * call.y_stride + o, y + i * NO, outputs * sizeof(X));
   }
 }
@@ -93,7 +100,7 @@ static void some_rows(const LinearCall &call, int64_t m, int64_t first, int64_t 
       const X *w[NO];
 #pragma GCC unroll 8
       for (int j = 0; j < NO; j++) w[j] = (const X *)call.w + (o + (j < outputs ? j : outputs - 1)) * call.w_stride;
-      const int64_t gap = tile % turns == turn ? (ahead ? ahead : NO * call.w_stride) * (int64_t)sizeof(X) : 0;
+      const int64_t gap = tile % turns == turn ? (ahead ? ahead : 2 * NO * call.w_stride) * (int64_t)sizeof(X) : 0;
       vf acc[MR][NO] = {}, *kept = sums + tile * MR * NO;
       if (k)
 #pragma GCC unroll 4

@@ -51,7 +51,11 @@ def check_unknown(body: bytes, form: type[msgspec.Struct]) -> list[str]:
     known = form.__struct_fields__
     ignored: list[str] = []
     for name, value in _fields.decode(body).items():
-        if name in known or name in HARMLESS or bytes(value) == b"null":
+        if name in known or bytes(value) == b"null":
+            continue
+        if name == "modalities" and b'"audio"' in bytes(value):
+            raise bad_request("modalities: only text is made here", name, "unsupported_parameter")
+        if name in HARMLESS:
             continue
         if name in REFUSED:
             message = f"{name} is not supported: to ignore it would change what the answer means"

@@ -45,6 +45,7 @@ def test_mutated_bodies_are_answered(seed: int) -> None:
     [
         ("/v1/messages", {"messages": [{"role": "user", "content": []}], "max_tokens": 2}, "messages[0].content"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "tool_choice": {"type": "any"}}, "tool_choice"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "modalities": ["text", "audio"]}, "modalities"),
         ("/v1/responses", {"input": "a", "tool_choice": "required"}, "tool_choice"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "custom", "name": "f", "description": [1], "format": {"type": "grammar"}}]}, "tools[0].description"),

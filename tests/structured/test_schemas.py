@@ -147,6 +147,34 @@ def test_many_schemas_by_chance(vocabulary: str) -> None:
     check_made(range(QUICK, MANY), vocabulary)
 
 
+def test_choices_are_these_texts() -> None:
+    """Whatever they are made of, and as many as may be given."""
+    tokenizer, masks = tokenizers()
+    odd = (
+        "a",
+        "ab",
+        "a b",
+        "x.y*",
+        "new\nline",
+        "tab\t",
+        'q"',
+        "b\\s",
+        "/s/",
+        "é🎉",
+        "<t>",
+        "{1}",
+        "$^",
+        "a|b",
+        "(x)[y]",
+        "#&~-\x00",
+    )
+    for choices in (odd, tuple(map(str, range(4096)))):
+        text = checked_grammar(StructuredOutputsParams(choice=choices), tokenizer).text
+        for written in (*choices[:16], "", "abc", "xay", "a|", "4096", "x"):
+            tokens = tokenizer.encode(written, add_special_tokens=False)
+            assert whole(masks, text, tokens) == (written in choices), written
+
+
 @pytest.mark.parametrize("schema", FOLLOWED, ids=lambda one: json.dumps(one[0])[:60])
 def test_schemas_of_users(schema: tuple[Any, ...]) -> None:
     judge, instances = Draft202012Validator(schema[0]), schema[1:]
@@ -161,6 +189,13 @@ def test_refusals_name_the_keyword(schema: object, named: str) -> None:
         checked_grammar(StructuredOutputsParams(json=schema), tokenizers()[0])
     message = str(refused.value)
     assert named in message and "%json" not in message and "x-guidance" not in message
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_counts_within_counts(kind: str) -> None:
+    given = {"regex": "((a{100}){100}){100}", "grammar": "start: /((a{100}){100}){100}/"}[kind]
+    with pytest.raises(ValueError, match="counts within counts"):
+        checked_grammar(StructuredOutputsParams(**{kind: given}), tokenizers()[0])
 
 
 def test_bounds_that_leave_themselves_out() -> None:

@@ -121,7 +121,9 @@ class Draft:
             self.place(request)
         self.new_blocks = [(request.row, [table.copy() for table in request.held.tables]) for request in running]
 
-    def finish(self, freed_rows: list[int], cache: CacheManager, warm: Callable[[Request], bool]) -> Schedule:
+    def finish(
+        self, freed_rows: list[int], cache: CacheManager, warms: Callable[[Sequence[Request]], list[bool]]
+    ) -> Schedule:
         num_ones = len(self.ones)
         reads: list[int] = []
         writes: list[int] = []
@@ -132,9 +134,8 @@ class Draft:
                 read, written = cache.schedule_state(request)
                 reads.append(read)
                 writes.append(written)
-        warms = [warm(request) for request in (*self.ones, *self.chunks)]
         return Schedule(
-            warm=[] if all(warms) else warms,
+            warm=warms([*self.ones, *self.chunks]),
             drafts=[[] for _ in self.ones] + self.chunk_drafts if any(self.chunk_drafts) else [],
             state_reads=reads,
             state_writes=writes,

@@ -207,14 +207,15 @@ class Gate(StepCompanion):
     def _most_of(self, num: int) -> int:
         return min(self._most, max(1, self._speculation.max_in_step // num))
 
-    def _rates(self, num: int) -> dict[int, float]:
-        """Tokens per second by the number of drafts, as far as they are known."""
+    def _rates(self, num: int, hopeful: bool = False) -> dict[int, float]:
+        """Tokens per second by the number of drafts, as far as they are known. hopeful: as they might be, by what has
+        been measured."""
         drafts = self._speculation
         usual = drafts.usual_output
         prompts = self._costs.of_request / usual if usual and drafts.models else 0.0  # seconds per token
         found: dict[int, float] = {}
         for depth in range(self._most_of(num) + 1):
-            rate = tokens_per_second(self.times, drafts.acceptance, num, self._part, depth, drafts.models)
+            rate = tokens_per_second(self.times, drafts.acceptance, num, self._part, depth, drafts.models, hopeful)
             if rate is not None:
                 found[depth] = rate / (1 + rate * prompts) if depth else rate
         return found
@@ -237,15 +238,16 @@ class Gate(StepCompanion):
             for depth, rate in rates.items():  # what an earlier start remembers is measured once in this one
                 if rate >= WORSE * best_rate and not one.tried.get(depth) and not self.times.measured(num, depth):
                     return depth
-        return self._again(one, rates, best)
+        return self._again(one, num, rates, best)
 
-    def _again(self, one: _Size, rates: dict[int, float], best: int) -> int | None:
+    def _again(self, one: _Size, num: int, rates: dict[int, float], best: int) -> int | None:
         """What is known, and to be measured once more: of what may be as good as the best what was measured longest
-        ago."""
+        ago. Chance may have made few steps of it long."""
         if not one.again or not self._costs.may_try:
             return None
         others = [depth for depth in rates if depth != best]
-        near = [depth for depth in others if rates[depth] >= WORSE * rates[best]] if best in rates else []
+        hopes, least = self._rates(num, hopeful=True), WORSE * rates.get(best, 0.0)
+        near = [depth for depth in others if hopes[depth] >= least]
         if one.rounds % FAR_AGAIN:
             others = near
         return min(others, key=lambda depth: one.tried_at.get(depth, -1), default=None)
@@ -270,11 +272,11 @@ class Gate(StepCompanion):
             if schedule.drafts:
                 self._part += 0.05 * (sum(map(bool, schedule.drafts)) / num - self._part)
         self._last, self._began = step, now
-        follows = last.step + 1 == step.step and last.num > 0 and now - began < LONGEST_GAP
-        if follows:
-            rate = self._best_rate
-            self._costs.add_step(now - began, last.trying and rate > 0, last.tokens / rate if rate else 0.0)
-        if follows and last.decodes and step.decodes and last.num == step.num and not schedule.new_rows:
+        if last.step + 1 != step.step or not last.num or schedule.new_rows or now - began > LONGEST_GAP:
+            return  # there may have been nothing to do in between
+        rate = self._best_rate
+        self._costs.add_step(now - began, last.trying and rate > 0, last.tokens / rate if rate else 0.0)
+        if last.decodes and step.decodes and last.num == step.num:
             self._note(last, now - began)
 
     def drafted(self, step: _Step, schedule: Schedule, seconds: float) -> None:

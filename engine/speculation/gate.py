@@ -272,7 +272,9 @@ class Gate(StepCompanion):
             if schedule.drafts:
                 self._part += 0.05 * (sum(map(bool, schedule.drafts)) / num - self._part)
         self._last, self._began = step, now
-        if last.step + 1 != step.step or not last.num or schedule.new_rows or now - began > LONGEST_GAP:
+        follows = last.step + 1 == step.step and last.num > 0 and now - began < LONGEST_GAP
+        begins = bool(schedule.new_rows) or not (schedule.rows or step.decodes)  # here, or on another rank
+        if begins or not follows:
             return  # there may have been nothing to do in between
         rate = self._best_rate
         self._costs.add_step(now - began, last.trying and rate > 0, last.tokens / rate if rate else 0.0)

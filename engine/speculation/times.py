@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Usual:
             return self.value
         value, num = self.value, len(self._last)
         spread = sum((min(seconds, OUTLIER * value) - value) ** 2 for seconds in self._last) / num
-        return max(value / OUTLIER, value - 2 * (spread / num) ** 0.5)
+        return max(value / OUTLIER, value - 2 * sqrt(spread / num))
 
     @property
     def known(self) -> bool:

@@ -44,13 +44,14 @@ LONGEST_GAP = 0.5  # seconds between two steps that follow each other
 class _Size:
     """Of steps of about so many sequences. tried: trials of so many drafts, and tried_at: in which step the last one
     began; trial: the one under way, and its steps that are left; chosen: None: nothing yet; held: steps for which it
-    stays."""
+    stays; pace: what was chosen when that was last asked, and seconds of its steps."""
 
     def __init__(self) -> None:
         self.tried: dict[int, int] = {}
         self.tried_at: dict[int, int] = {}
         self.trial = (0, 0)
         self.chosen: int | None = None
+        self.pace: tuple[int, float] | None = None
         self.steps = self.held = self.rounds = 0
         self.again = False  # it is time to measure something else once more
 
@@ -167,8 +168,9 @@ class Gate(StepCompanion):
     def _begin(self, one: _Size, num: int) -> None:
         """A step with prompts: what was chosen for so many sequences, if anything was, not what smaller steps want.
         Drafts are made of them where something is to be measured, or it could not be."""
-        rates = self._rates(num) if one.chosen is None or one.again else {}
-        if one.chosen is None and 0 in rates:  # other ranks have measured it, or an earlier start
+        self._keep_pace(one, num)
+        rates = self._rates(num)
+        if 0 in rates:  # while requests have lost the thread nothing else chooses
             one.chosen = _best(rates)
         if one.chosen is not None:
             may = one.again and self._costs.may_try
@@ -189,6 +191,7 @@ class Gate(StepCompanion):
         if one.held > 0 and one.chosen is not None:
             self._want(one.chosen, self._without)
             return
+        self._keep_pace(one, num)
         rates = self._rates(num)
         best = _best(rates)
         self._best_rate = rates.get(best, 0.0)
@@ -203,6 +206,20 @@ class Gate(StepCompanion):
         elif rates:
             one.chosen, one.held = best, HELD
             self._want(best, self._without)
+
+    def _keep_pace(self, one: _Size, num: int) -> None:
+        """What else the machine does makes all steps longer for a while: by as much as those that were chosen have
+        become longer, what was measured of others is taken to have, so that they are compared as they were then."""
+        if not self._speculation.models or one.chosen is None:
+            return
+        usual = self.times.usual(num, one.chosen)
+        before, one.pace = one.pace, None if usual is None else (one.chosen, usual.value)
+        if before is None or one.pace is None or before[0] != one.chosen or before[1] == one.pace[1]:
+            return
+        for depth in range(self._most_of(num) + 1):
+            other = self.times.usual(num, depth)
+            if other is not None and depth != one.chosen:
+                other.scale(one.pace[1] / before[1])
 
     def _most_of(self, num: int) -> int:
         return min(self._most, max(1, self._speculation.max_in_step // num))
@@ -236,7 +253,8 @@ class Gate(StepCompanion):
             return 0 if one.tried.get(0, 0) < TRIALS else None
         if self._speculation.models:
             for depth, rate in rates.items():  # what an earlier start remembers is measured once in this one
-                if rate >= WORSE * best_rate and not one.tried.get(depth) and not self.times.measured(num, depth):
+                usual = self.times.usual(num, depth)
+                if rate >= WORSE * best_rate and not one.tried.get(depth) and usual and not usual.measured:
                     return depth
         return self._again(one, num, rates, best)
 

@@ -51,6 +51,14 @@ class Usual:
             self._value = sum(min(seconds, most) for seconds in self._last) / len(self._last)
         return self._value
 
+    def scale(self, factor: float) -> None:
+        """As if everything had taken so much longer."""
+        for place, seconds in enumerate(self._last):
+            self._last[place] = factor * seconds
+        if self._remembered is not None:
+            self._remembered *= factor
+        self._value = self._remembered
+
     @property
     def hope(self) -> float:
         """What the mean might be, by two standard errors less."""
@@ -98,20 +106,12 @@ class StepTimes:
         part = (num_tokens - below) / (above - below)
         return (1 - part) * self.steps[below].value + part * self.steps[above].value
 
-    def drafts(self, num_sequences: int, depth: int, hopeful: bool = False) -> float | None:
-        """Of a step of so many sequences in which the model makes so many drafts of each, by those of its size.
-        hopeful: at best."""
+    def usual(self, num_sequences: int, depth: int) -> Usual | None:
+        """Of a step of so many sequences in which the model makes so many drafts of each, by those of its size. None:
+        not known yet."""
         size = size_of(num_sequences)
         found = self.drafting.get((size, depth)) if depth else self.steps.get(size)
-        if found is None or not found.known:
-            return None
-        return found.hope if hopeful else found.value
-
-    def measured(self, num_sequences: int, depth: int) -> bool:
-        """Of steps in which the model makes so many drafts of each: since this start, and not only remembered."""
-        size = size_of(num_sequences)
-        found = self.drafting.get((size, depth)) if depth else self.steps.get(size)
-        return found is not None and found.measured
+        return found if found is not None and found.known else None
 
     # ---- kept on disk ----
 
@@ -172,7 +172,8 @@ def tokens_per_second(
     """Of all sequences. part: of them that have drafts, where the model does not make them itself (drafts). hopeful: of
     a model that drafts, by the least that steps may take. None: not measured."""
     if drafts:
-        part, step = 1.0, times.drafts(num_sequences, depth, hopeful)
+        usual = times.usual(num_sequences, depth)
+        part, step = 1.0, None if usual is None else usual.hope if hopeful else usual.value
     else:
         step = times.step(
             num_sequences * (1 + part * depth) if part == 1 else round(num_sequences * (1 + part * depth))

@@ -4,6 +4,7 @@
     python benchmarks/bench_serving.py --cases online --models DIR --vllm-python PATH [--json]
 
 overhead: 256 streams at once, 16 prompt and 32 output tokens, a tiny random model, so that the engine itself is what costs.
+host, host-long: the same of a model that computes next to nothing, with 32 and 160 output tokens: what a request costs, and a token.
 online: 64 streams at once, 128 prompt and 64 output tokens, qwen3moe-small. start: seconds from the command to the first token.
 Costs are CPU time of the front, the ranks and the client divided by output tokens: unlike times on the clock they mean something
 while others use the machine. --url: measure this server instead (its costs are then not known).
@@ -51,10 +52,13 @@ class Case:
     num_prompt: int
     num_output: int
     options: list[str] = field(default_factory=list)
+    num_words: int = 20000  # that prompts are drawn from
 
 
 CASES = {
     "overhead": Case("tiny-qwen3moe", 256, 16, 32, ["--dtype", "bfloat16", "--max-num-batched-tokens", "4096"]),
+    "host": Case("tiny-host", 256, 16, 32, ["--dtype", "float32", "--max-num-batched-tokens", "4096"], 1024),
+    "host-long": Case("tiny-host", 256, 16, 160, ["--dtype", "float32", "--max-num-batched-tokens", "4096"], 1024),
     "online": Case("qwen3moe-small", 64, 128, 64),
 }
 COMPARED = {"requests_per_s": True, "ttft_p50_ms": False, "ttft_p99_ms": False, "tpot_p50_ms": False}  # is more better
@@ -102,7 +106,7 @@ def requests(case: Case, url: str, model: str, seed: int) -> list[bytes]:
     for _ in range(case.streams):
         body: dict[str, Any] = {
             "model": model,
-            "prompt": [draw.randrange(100, 20000) for _ in range(case.num_prompt)],
+            "prompt": [draw.randrange(100, case.num_words) for _ in range(case.num_prompt)],
             "max_tokens": case.num_output,
             "temperature": 0,
             "ignore_eos": True,
@@ -256,7 +260,7 @@ def beside_vllm(name: str, arguments: argparse.Namespace, models: Path) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default="overhead,online", help=", ".join(CASES))
     parser.add_argument("--models", type=Path, help=f"where made models are kept ({', '.join(sorted(SHAPES))})")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--url", help="a server that runs already, e.g. vLLM's")

@@ -9,7 +9,10 @@ grammar's run draws: what a step draws is replaced by them, in each run alike. T
 turns in one process; times are the least of the repeats, percents the middle of what each turn says. forced: where tokens that the
 grammar makes certain are drafts; else nothing drafts. processors: without a grammar, where the engine has a logits processor that no
 request asks for; --plain leaves both out, and their engines. ttft_added_ms: a prompt's first token with a schema that no request had
-before, less one without. --train-tokenizer: for a model whose own cannot spell JSON (make_models.py), byte-level BPE of as many tokens
+before, less one without. library: what the calls alone take that no step can do without, of rows whose tokens are drawn from their
+masks: mask_us, take_us of a row (of as many sequences as the most streams; the caches are swept before each call, as a step does it),
+and what that makes of the steps above, for each number of streams (percent); check_us: what asking first whether a token may come would
+take in the place of the mask, and forced_percent: rows where that is not the same. --train-tokenizer: for a model whose own cannot spell JSON (make_models.py), byte-level BPE of as many tokens
 as the model has, of the text of Python's library.
 """
 
@@ -21,9 +24,12 @@ import statistics
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llguidance
+import numpy as np
 import tokenizers
 import torch
 from torch import Tensor
@@ -33,6 +39,8 @@ from engine.sampling.processors import RequestLogitsProcessor
 from engine.sampling.sampler import Sampled, sample
 from engine.sampling.sampling_table import SamplingBatch
 from front.messages import LogprobsMode
+from front.structured.grammar import LIMITS, checked_grammar
+from front.structured.vocabulary import grammar_tokenizer
 from moesaic import LLM, SamplingParams, StructuredOutputsParams
 
 PROMPT = "Once upon a time there was a small fox"
@@ -103,7 +111,7 @@ def seconds(llm: LLM, streams: int, tokens: int, asked: StructuredOutputsParams 
 
 def cost(
     engines: dict[str, LLM], case: str, asked: StructuredOutputsParams, streams: int, tokens: int, repeats: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     script = Script()
     vars(engine.runner)["sample"] = script
     runs: dict[str, tuple[LLM, StructuredOutputsParams | None]] = {
@@ -117,7 +125,7 @@ def cost(
         script.records = False
     turns = [{name: seconds(llm, streams, tokens, own) for name, (llm, own) in runs.items()} for _ in range(repeats)]
     vars(engine.runner)["sample"] = sample
-    row: dict[str, object] = {"case": case, "streams": streams}
+    row: dict[str, Any] = {"case": case, "streams": streams}
     for name in runs:
         row[f"{name}_ms"] = round(min(turn[name] for turn in turns) * 1e3, 4)
         if name != "tpot":
@@ -133,6 +141,53 @@ def first_token(llm: LLM, repeats: int) -> dict[str, object]:
         free = min(seconds(llm, 1, 1, None) for _ in range(2))
         added.append((seconds(llm, 1, 1, schema(number)) - free) * 1e3)
     return {"ttft_added_ms": round(statistics.median(added), 3), "worst_ms": round(max(added), 3)}
+
+
+def library(llm: LLM, rows: list[dict[str, Any]], case: str, asked: StructuredOutputsParams) -> dict[str, object]:
+    """rows: what `cost` said of this case."""
+    grammar, vocabulary = checked_grammar(asked, llm.tokenizer), grammar_tokenizer(llm.tokenizer, llm.vocab_size)
+    root = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0, limits=LIMITS)
+    root.compute_bitmask()
+    count, words = max(row["streams"] for row in rows), -(-llm.vocab_size // 32)
+    matchers = [root.deep_copy() for _ in range(count)]
+    masks_RW = np.zeros((count, words), np.int32)
+    pointers = [masks_RW.ctypes.data + 4 * words * row for row in range(count)]
+    draw, swept = np.random.default_rng(0), np.zeros(8 << 20, np.int64)
+    drawn: list[list[int]] = []
+    spent: dict[str, list[float]] = {}
+    num_forced = 0
+
+    def timed(name: str, call: Callable[[int], object]) -> list[object]:
+        swept[:] += 1
+        began = time.perf_counter()
+        answers = [call(row) for row in range(count)]
+        spent.setdefault(name, []).append((time.perf_counter() - began) / count * 1e6)
+        return answers
+
+    for step in range(40):
+        if step % 2:  # the answer is kept, and the mask asks for it too
+            num_forced += sum(map(bool, timed("forced", lambda row: matchers[row].compute_ff_tokens())))
+        mask = "mask behind forced" if step % 2 else "mask"
+        timed(mask, lambda row: matchers[row].unsafe_compute_mask_ptr(pointers[row], 4 * words))
+        bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")[:, : llm.vocab_size]
+        bits[:, vocabulary.eos_token] = 0
+        drawn[:] = [[int(draw.choice(np.flatnonzero(row)))] for row in bits]
+        timed("allowed", lambda row: matchers[row].validate_tokens(drawn[row]))
+        timed("take", lambda row: matchers[row].consume_tokens(drawn[row]))
+    mask_us, take_us, forced_us, allowed_us = (
+        statistics.mean(spent[name]) for name in ("mask", "take", "forced", "allowed")
+    )
+    return {
+        "case": case,
+        "library": count,
+        "mask_us": round(mask_us, 2),
+        "take_us": round(take_us, 2),
+        "check_us": round(forced_us + allowed_us, 2),
+        "forced_percent": round(100 * num_forced / (20 * count), 1),
+        "percent": {
+            row["streams"]: round(row["streams"] * (mask_us + take_us) / row["tpot_ms"] / 10, 1) for row in rows
+        },
+    }
 
 
 def train_tokenizer(model: Path, directory: Path) -> None:
@@ -177,8 +232,11 @@ def measure(options: argparse.Namespace, more: dict[str, Any]) -> None:
         for name, method in drafts.items()
     }  # fmt: skip
     for case, asked in (("records", schema(0)), ("text", text_schema())):
+        rows = []
         for streams in options.streams:
-            show(cost(engines, case, asked, streams, options.tokens, options.repeats), options.json)
+            rows.append(cost(engines, case, asked, streams, options.tokens, options.repeats))
+            show(rows[-1], options.json)
+        show(library(engines["plain"], rows, case, asked), options.json)
     show(first_token(engines["plain"], options.repeats), options.json)
     for llm in engines.values():
         llm.close()

@@ -69,6 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-1.5b-like": qwen3(1536, 28, 12, 2, 128, 8960, vocab_size=151936, model_type="qwen2"),
     "qwen3moe-11g": {**qwen3_moe(2048, 8, 32, 4, 128, 128, 8, 768), "vocab_size": 151936},
     "tiny-qwen3moe": qwen3_moe(64, 4, 4, 2, 32, 16, 4, 32),
+    "tiny-host": {**qwen3_moe(32, 1, 2, 1, 16, 4, 2, 16), "vocab_size": 1024},
     "tiny-deepseek": deepseek_v3(64, 4, 4, 32, 32, 64, 32, 16, 4, 4, 2, 32, 128),
     "tiny-qwen3next": qwen3_next(64, 4, 4, 2, 32, 2, 4, 32, 16, 4, 32),
     "tiny-dense": qwen3(64, 4, 4, 2, 32, 128),

@@ -23,6 +23,7 @@ from configs.store import plan_store, with_bytes
 from configs.threads import pin_ranks, spin_threads
 
 MEBI = 1 << 20
+THREADS_PER_CORE = 16  # more of a rank's threads than this only take turns
 DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_NUM_SEQS = 256
 DEFAULT_BLOCK_SIZE = 16
@@ -162,11 +163,12 @@ def _dtype(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dic
         return "float32"
     if _is_small(model, machine):
         why["dtype"] = (
-            f"the weights take less than {SMALL_MODEL_BYTES // MEBI} MiB: on a CPU float32 is as fast, and exact"
+            f"the weights take less than {SMALL_MODEL_BYTES // MEBI} MiB: on a CPU a step in float32 takes less than a "
+            "millisecond more, and is exact"
         )
         return "float32"
     if not machine.fast_bfloat16:
-        why["dtype"] = "this CPU has no bfloat16 arithmetic"
+        why["dtype"] = "this CPU has no bfloat16 arithmetic, and there are no native kernels for it"
         return "float32"
     why["dtype"] = "the checkpoint's"
     return "bfloat16"
@@ -307,6 +309,12 @@ def _threads(config: EngineConfig, model: ModelNumbers, machine: Machine, share:
     default, reason = max(1, machine.cores // ranks), f"{machine.cores} core(s) over {ranks} rank(s)"
     if _is_small(model, machine) and not share:
         default, reason = 1, "the model is small: what a second thread would save is less than the front needs"
+    most = THREADS_PER_CORE * machine.cores
+    if config.threads_per_rank is not None and config.threads_per_rank > most:
+        raise ValueError(
+            f"threads_per_rank must be at most {most}, {THREADS_PER_CORE} for each of {machine.cores} core(s), "
+            f"not {config.threads_per_rank}"
+        )
     return _choose(why, "threads_per_rank", config.threads_per_rank, default, reason)
 
 

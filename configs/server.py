@@ -24,6 +24,7 @@ class ServerConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # unless a request sets them
     generation: dict[str, float] = field(default_factory=dict)  # defaults of sampling, before all others
     chat_template: str | None = None  # text of a template that replaces the model's
+    content_parts: bool = False  # templates get a message's content as a list of parts, not as one text
     tool_call_parser: str | None = (
         None  # a family of front/chat/families.py; None: what the chat template says; "": none
     )

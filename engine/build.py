@@ -66,8 +66,8 @@ from store.memory import Store
 # Of the cache, brought in while there is nothing to do: as much as the first prompts are likely to fill, and never more
 # than the weights take.
 PREPARED_BYTES = 1 << 30
-# Of a rank that finds a full store: more would read most of a large model's experts before it serves.
-MAPPED_PRACTICE_TOKENS = 4
+# Of a rank whose weights lie in a store: more would read most of a large model's experts before it serves.
+STORED_PRACTICE_TOKENS = 4
 PRACTICE_TOKENS = 32  # on a CPU; on a GPU kernels are compiled for the largest step
 MAX_EXACT = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
 
@@ -132,7 +132,7 @@ def build_rank(
         overlap=_overlap(plan, model, times, exchange, runner, device),
         timeline=timeline,
         preparation=_preparation(scheduler, kv, checkpoint.bytes_read if store is None else store.used // size),
-        practice_tokens=_practice_tokens(plan, mapped),
+        practice_tokens=_practice_tokens(plan, store is not None),
     )
 
 
@@ -158,10 +158,10 @@ def _fingerprint(plan: Plan, facts: ModelFacts) -> int:
     return zlib.crc32(f"{plan.dtype} {facts} {files}".encode())
 
 
-def _practice_tokens(plan: Plan, mapped: bool) -> int:
-    """mapped: it has found a full store."""
+def _practice_tokens(plan: Plan, stored: bool) -> int:
+    """stored: its weights lie in a store."""
     if plan.device == "cpu":
-        return MAPPED_PRACTICE_TOKENS if mapped else PRACTICE_TOKENS
+        return STORED_PRACTICE_TOKENS if stored else PRACTICE_TOKENS
     return plan.max_num_batched_tokens
 
 

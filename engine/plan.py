@@ -267,7 +267,7 @@ def _with_kernels(machine: Machine) -> Machine:
         native_reason=reason,
         native_choice=str(choice) if used >= Isa.AVX512_BF16 else "",
         choice_reason=measurements,
-        fast_bfloat16=machine.fast_bfloat16 and (used == best or used >= Isa.AVX512_BF16),
+        fast_bfloat16=used > Isa.NONE or (machine.fast_bfloat16 and used == best),  # the kernels multiply it everywhere
     )
 
 

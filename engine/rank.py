@@ -154,7 +154,8 @@ class Rank:
         yield
         self._overlap, self._companions.muted = overlap, False
         if alone:
-            self._team.working, self._idle, self._in_flight = False, True, None
+            self._team.stop_alone()
+            self._idle, self._in_flight = True, None
             self._runner.reset()
             self._scheduler.rollback()
         self._scheduler.reset_prefix_cache()

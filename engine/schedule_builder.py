@@ -47,6 +47,11 @@ class Draft:
         self.new_blocks: list[tuple[int, list[list[int]]]] = []
         self.preempted = False
 
+    @property
+    def num_first(self) -> int:
+        """Outputs that begin with this step: what it samples behind a prompt."""
+        return sum(request.length == request.prompt_len + 1 for request in self.chunks)
+
     def add(self, request: Request, count: int) -> None:
         """Compute the next `count` tokens of a request whose blocks are there."""
         start = request.num_computed
@@ -122,20 +127,20 @@ class Draft:
         self.new_blocks = [(request.row, [table.copy() for table in request.held.tables]) for request in running]
 
     def finish(
-        self, freed_rows: list[int], cache: CacheManager, warms: Callable[[Sequence[Request]], list[bool]]
+        self, freed_rows: list[int], cache: CacheManager, warm: Callable[[Sequence[Request]], list[bool]]
     ) -> Schedule:
-        num_ones = len(self.ones)
+        num_ones, requests = len(self.ones), self.ones + self.chunks
         reads: list[int] = []
         writes: list[int] = []
         kept: list[int] = []
         if cache.has_state:
-            for request in (*self.ones, *self.chunks):
+            for request in requests:
                 kept.append(cache.kept_inputs(request))
                 read, written = cache.schedule_state(request)
                 reads.append(read)
                 writes.append(written)
         return Schedule(
-            warm=warms([*self.ones, *self.chunks]),
+            warm=warm(requests),
             drafts=[[] for _ in self.ones] + self.chunk_drafts if any(self.chunk_drafts) else [],
             state_reads=reads,
             state_writes=writes,

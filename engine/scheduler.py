@@ -154,9 +154,9 @@ class Scheduler:
             return Schedule(draft.step_id)  # freed rows are kept for a schedule that is applied
         if self._restates:
             draft.restate(self._running)
-        schedule = draft.finish(self.rows.take_freed(self._restates), self.kv, self.speculation.warms)
+        schedule = draft.finish(self.rows.take_freed(self._restates), self.kv, self.speculation.warm)
         self._restates = False
-        self._counts.add_step(self.max_num_batched_tokens - draft.budget)
+        self._counts.add_step(self.max_num_batched_tokens - draft.budget + draft.num_first)
         self._in_flight.append((schedule, draft.ones + draft.chunks))
         return schedule
 

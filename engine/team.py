@@ -242,14 +242,20 @@ class Team:
     def work_alone(self) -> None:
         """Work without having met the others: this rank's experts stand in for all; a few of them, where it has every
         expert, as to read them all would take the memory's time from ranks that serve. What comes out is of no use, but
-        whatever is slow at its first time is over then (engine/process/warm_up.py). An epoch that is about to begin
-        stays so."""
+        whatever is slow at its first time is over then (engine/process/warm_up.py). For the same reason a few layers
+        stand in for all. An epoch that is about to begin stays so."""
         self._update_group(self._placement, LocalGroup())
         if self._placement is not None and self._placement.everywhere:
             tables = [moe.table.folded(STAND_INS) for _, moe in self._model.moe_layers if moe.table is not None]
             self._model.update_expert_map(self._model.parallel, tables)
+        self._model.shorten(True)
         self.agreement = Agreement(LocalGroup(), self.epoch, 0)
         self.working = True
+
+    def stop_alone(self) -> None:
+        """What has been computed since `work_alone` is over."""
+        self._model.shorten(False)
+        self.working = False
 
     def form(self) -> Steps[Joined | None]:
         """The groups have opened: agree on the placement and bring the experts. None: some rank still reads, so call it

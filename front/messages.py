@@ -214,10 +214,10 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     spec_accepted_tokens: int = 0
     spec_accepted_per_pos: list[int] = []
     cached_tokens: int = 0  # of prompt_tokens, those that were found in the prefix cache
-    num_step_tokens: int = 0  # computed in all steps
+    num_step_tokens: int = 0  # computed in all steps, and the first ones of outputs: what was read and written
     prefill_interval: int = 1  # steps from one that lets prompts in to the next
     prefill_held_steps: int = 0  # in which prompts waited for that
-    step_tokens: list[int] = []  # steps by the tokens they computed: at most STEP_TOKENS[i]; the last entry: more
+    step_tokens: list[int] = []  # steps by these tokens: at most STEP_TOKENS[i]; the last entry: more
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

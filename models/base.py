@@ -47,6 +47,11 @@ class CausalLM(Protocol):
         """Forward pass as a generator; its value is the hidden state after the last norm, [T, D]."""
         ...
 
+    def shorten(self, on: bool) -> None:
+        """From now on `steps` goes through the first layers only, as many as have one of each kind among them; or
+        through all again. What comes out is of no use, but whatever is slow at its first time is over then."""
+        ...
+
     @property
     def drafts_exchange(self) -> bool:
         """Whether the layer that drafts has experts on other ranks."""

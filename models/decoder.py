@@ -81,6 +81,7 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         self.register_moe_layers(mlps)
         layers = [DecoderLayer(make_mixer(layer), mlp, size, eps, dtype, device) for layer, mlp in enumerate(mlps)]
         self.decoders = layers[: config.num_layers]
+        self.depth = len(self.decoders)  # so many of them take part in a step
         self.mtp: MtpLayer[A] | None = None
         if len(layers) > config.num_layers:
             self.mtp = MtpLayer(layers[-1], config.num_layers, size, eps, dtype, device)
@@ -100,19 +101,28 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
 
     def steps(self, step: StepInput, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER) -> Steps[Tensor]:
         """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
+        layers = self.decoders[: self.depth]
         if not step.num_tokens:
-            return (yield from self._idle_steps(self.decoders, lane))
+            return (yield from self._idle_steps(layers, lane))
         residual_TD = self.embed(step.token_ids_T)
         context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
-        x_TD: Tensor = self.decoders[0].input_norm(residual_TD)
-        for index, layer in enumerate(self.decoders):
+        x_TD: Tensor = layers[0].input_norm(residual_TD)
+        for index, layer in enumerate(layers):
             mark()
             mixed_TD = yield from layer.mixer.steps(x_TD, context, cache.layers[index])
             x_TD = layer.post_norm.add(mixed_TD, residual_TD)
             mlp_TD = yield from layer.mlp_steps(x_TD, context)
-            following = self.decoders[index + 1].input_norm if index + 1 < len(self.decoders) else self.norm
+            following = layers[index + 1].input_norm if index + 1 < len(layers) else self.norm
             x_TD = following.add(mlp_TD, residual_TD)
         return x_TD
+
+    def shorten(self, on: bool) -> None:
+        """Layers are of one kind that have the same classes of sublayers and lie in the same group of the cache."""
+        self.depth = len(self.decoders)
+        if on:
+            group_of = {layer: number for number, group in enumerate(self.cache_spec()) for layer in group.layers}
+            kinds = [(type(it.mixer), type(it.mlp), group_of.get(at)) for at, it in enumerate(self.decoders)]
+            self.depth = 1 + max(kinds.index(kind) for kind in kinds)
 
     @property
     def drafts_exchange(self) -> bool:

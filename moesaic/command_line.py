@@ -31,7 +31,7 @@ class VllmCommand(click.Command):
         try:
             return super().parse_args(ctx, list(_spelled(self, _with_file(args))))
         except click.NoSuchOption as error:
-            reason = refusal(error.option_name)
+            reason = refusal(error.option_name.partition(".")[0])
             if reason:
                 raise click.UsageError(reason, ctx) from None
             raise
@@ -100,7 +100,7 @@ def _spelled(command: click.Command, args: list[str]) -> Iterator[str]:
     """The arguments as click takes them."""
     options = {name: option for option in command.params if isinstance(option, click.Option) for name in option.opts}
     objects: dict[str, dict[str, Any]] = {}  # of options whose fields are given one by one
-    words = list(args)
+    words = _switched(options, args)
     while words:
         word = words.pop(0)
         if word == "--":
@@ -121,13 +121,27 @@ def _spelled(command: click.Command, args: list[str]) -> Iterator[str]:
         elif name in options and (options[name].multiple or options[name].name in LISTS):
             yield from _list(options[name], name, [value] if equals else _words(words))
         elif name.startswith("--no-") and name not in options and f"--{name[5:]}" in options:
-            # a switch that is off already, as files say it; others are click's to refuse
+            # of a switch without such a name, which is off now (_switched); others are click's to refuse
             if not options[f"--{name[5:]}"].is_flag or name in options[f"--{name[5:]}"].secondary_opts:
                 yield name
         else:
             yield f"{name}={value}" if equals else name
     for name, fields in objects.items():
         yield from (name, json.dumps(fields))
+
+
+def _switched(options: dict[str, click.Option], args: list[str]) -> list[str]:
+    """Without the switches that a --no-NAME behind them, for which click has no name, takes back."""
+    words: list[str] = []
+    for place, word in enumerate(args):
+        if word == "--":
+            return words + args[place:]
+        name = word.replace("_", "-")
+        switch = options.get(f"--{name[5:]}") if name.startswith("--no-") and name not in options else None
+        if switch is not None and switch.is_flag:
+            words = [one for one in words if one.replace("_", "-") not in switch.opts]
+        words.append(word)
+    return words
 
 
 def _dotted(name: str) -> str:

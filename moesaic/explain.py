@@ -22,6 +22,7 @@ from configs.machine import this_machine
 from configs.replicas import Sharing, memory_rate
 from configs.store import STANDBY_BYTES
 from engine.plan import expert_choices, is_for_gpus, make_plan, planned_cache
+from eplb.placement import Distance, linear_placement
 from moesaic.command_line import VllmCommand
 from moesaic.options import EMBEDDED_RANKS, engine_config, engine_options
 from moesaic.serve import command as serve
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     from engine.cluster import ClusterPlan
 
 DEFAULT_CHIP = "h200"
+BRINGS = {  # how a rank gets an expert that another one has
+    Distance.SAME_STORE: "mapped: nothing is brought",
+    Distance.SAME_MACHINE: "copied in the machine's memory",
+    Distance.OTHER_MACHINE: "sent over the network",
+}
 
 
 @click.command("explain", cls=VllmCommand)
@@ -191,7 +197,9 @@ def _show(plan: Plan, as_json: bool, sharing: Sharing | None = None) -> None:
     values["checkpoint"] = {name: digest for name, (_, _, _, digest) in plan.checkpoint.items()}
     if as_json:
         machines = {} if sharing is None else {"machines": _numbers_of(sharing)}
-        print(json.dumps({"plan": values, "reasons": reasons, "cache": planned_cache(plan), **machines}))
+        distances = {distance.name.lower(): ranks for distance, ranks in _distances(plan).items()}
+        found = {"cache": planned_cache(plan), "distances": distances}
+        print(json.dumps({"plan": values, "reasons": reasons, **found, **machines}))
         return
     table = Table("field", "value", "why", title=f"Plan for {plan.served_model_names[0]}", title_justify="left")
     for name, value in values.items():
@@ -200,6 +208,7 @@ def _show(plan: Plan, as_json: bool, sharing: Sharing | None = None) -> None:
     Console().print(table)
     if plan.device == "cpu":
         _show_memory(plan)
+        _show_distances(plan)
     if sharing is not None:
         _show_sharing(sharing)
 
@@ -226,6 +235,32 @@ def _show_memory(plan: Plan) -> None:
     waiting = ranks * STANDBY_BYTES
     table.add_row("a server's processes that wait to become ranks, at most about", "", f"{waiting // MEBI}")
     table.add_row("together", "", f"{(stores + ranks * plan.rank_bytes + waiting) // MEBI}")
+    Console().print(table)
+
+
+def _distances(plan: Plan) -> dict[Distance, list[int]]:
+    """The ranks at each distance of rank 0 (docs/memory.md), where each machine has as many as this one. Empty where
+    there are no experts, or no other rank."""
+    ranks, local = plan.data_parallel_size, plan.data_parallel_size_local or plan.data_parallel_size
+    machines = tuple(rank // local for rank in range(ranks))
+    stores = machines if plan.weight_store and not plan.store_nodes else ()
+    found: dict[Distance, list[int]] = {}
+    if plan.num_experts:
+        placement = linear_placement(1, plan.num_experts, ranks, plan.slots_per_rank, machines, stores)
+        for rank in range(1, ranks):
+            found.setdefault(placement.distance(0, rank), []).append(rank)
+    return found
+
+
+def _show_distances(plan: Plan) -> None:
+    found = _distances(plan)
+    if not found:
+        return
+    table = Table("distance of rank 0", "ranks", "their experts are", title="Distances", title_justify="left")
+    for distance, ranks in sorted(found.items()):
+        own = distance is not Distance.SAME_STORE and plan.weight_store
+        how = "in a store of their own too: nothing is brought" if own else BRINGS[distance]
+        table.add_row(distance.name.lower().replace("_", " "), ", ".join(map(str, ranks)), how)
     Console().print(table)
 
 

@@ -221,7 +221,8 @@ GROUPS = {
         "allowed_origins",
     ],
     "Conversations": [
-        "chat_template", "default_chat_template_kwargs", "generation_config", "override_generation_config",
+        "chat_template", "chat_template_content_format", "default_chat_template_kwargs", "generation_config",
+        "override_generation_config",
         "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "exclude_tools_when_tool_choice_none",
         "enable_force_include_usage", "return_tokens_as_token_ids", "structured_outputs_config",
     ],

@@ -58,7 +58,7 @@ class LLM(llm.LLM):
                 raise
             self._weights.map_ahead()
             progress.finish(rank.ready.bytes_read)
-            ranks = LocalRanks(rank)
+            ranks = LocalRanks(rank, stored=self._weights.store is not None)
             super().__init__(ranks, tokenizer, **shared)
         else:
             spawned = SpawnedRanks(self.plan, read_env().runtime_root)

@@ -80,6 +80,13 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
 )
 @click.option("--override-generation-config", help="Defaults of sampling in its place, as a JSON object or a file.")
 @click.option("--default-chat-template-kwargs", help="What templates get unless a request says otherwise; JSON.")
+@click.option(
+    "--chat-template-content-format",
+    type=click.Choice(["auto", "string", "openai"]),
+    default="auto",
+    show_default=True,
+    help="What templates get of a message: one text (auto, string), or a list of parts as the API has it.",
+)
 @click.option("--root-path", default="", help="Path before every route that a proxy leaves there, such as /models/a.")
 @click.option("--ssl-certfile", type=click.Path(exists=True, dir_okay=False), help="With --ssl-keyfile: HTTPS.")
 @click.option("--ssl-keyfile", type=click.Path(exists=True, dir_okay=False), help="Its key, without a password.")
@@ -188,6 +195,7 @@ def server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin:
         api_key_digests=_digests((*options.pop("api_key"), *env_keys)),
         admin_key_digests=_digests((*options.pop("admin_api_key"), *env_admin)),
         chat_template=Path(template).read_text() if template else None,
+        content_parts=options.pop("chat_template_content_format") == "openai",
         chat_template_kwargs=json_object("default_chat_template_kwargs", kwargs)[0] if kwargs else {},
         generation=overrides_of(*json_object("override_generation_config", generation)) if generation else {},
         root_path=_root_path(options.pop("root_path")),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from dataclasses import dataclass
 
 from native.features import Isa, isa
@@ -17,6 +18,7 @@ from native.library import function, library
 _MARGIN = 1.15  # by which another way must be faster than the usual one: measurements differ by less
 _ROWS = (1, 4, 16, 64)
 _MOST_NARROW = 12
+_SAID = f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows"
 
 
 class _Fields(ctypes.Structure):
@@ -86,12 +88,16 @@ def measured(most: Isa) -> tuple[Choice, str]:
     A way is as good as its worst ratio to the best one over all numbers of rows: one is taken for all of them, so that
     a row's result does not depend on its company. Where 8-bit weights are concerned few rows and many differ too much.
     """
+    if Isa.NONE in (most, isa()):
+        return Choice(), "without native kernels there are no ways"
     if most < Isa.AVX512_BF16 or isa() < Isa.AVX512_BF16:
-        return Choice(), f"there is one way with {most.name.lower()}"
+        only = min(most, isa())
+        took = _flops([_time(only, WeightFormat.PLAIN, rows) for rows in _ROWS])
+        return Choice(), f"one way; {_SAID}, of {_most_flops():.0f} in float32: {only.name.lower()} {took}"
     ways = [level for level in Isa if Isa.AVX512 <= level <= most]
     times = {level: [_time(level, WeightFormat.PLAIN, rows) for rows in _ROWS] for level in ways}
     best = [min(column) for column in zip(*times.values(), strict=True)]
-    worst = {level: max(took / least for took, least in zip(times[level], best, strict=True)) for level in ways}
+    worst = {level: max(mine / least for mine, least in zip(times[level], best, strict=True)) for level in ways}
     products = min(ways, key=lambda level: worst[level] * (1.0 if level is most else _MARGIN))
     tiles = products is Isa.AMX
     narrow = _narrow_rows(WeightFormat.FP8, products) if tiles else Choice().narrow_rows
@@ -99,7 +105,7 @@ def measured(most: Isa) -> tuple[Choice, str]:
     half = _narrow_rows(WeightFormat.INT4, products)
     said = ", ".join(f"{level.name.lower()} {_flops(times[level])}" for level in ways)
     choice = Choice(products, narrow, of_bytes, half)
-    return choice, f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows: {said}"
+    return choice, f"{_SAID}: {said}"
 
 
 def _narrow_rows(form: WeightFormat, products: Isa) -> int:
@@ -115,6 +121,20 @@ def _narrow_rows(form: WeightFormat, products: Isa) -> int:
 def _flops(times: list[float]) -> str:
     """2 x 64 columns x 512 k for each row."""
     return "/".join(f"{2 * 64 * 512 * rows / took:.0f}" for rows, took in zip(_ROWS, times, strict=True))
+
+
+def _most_flops() -> float:
+    """GFLOP/s of one core that does nothing but products and sums of float32."""
+    kernels = library()
+    assert kernels is not None
+    probe = kernels["probe_products"]
+    probe.argtypes, probe.restype = (ctypes.c_int, ctypes.c_int64, ctypes.c_int), ctypes.c_int64
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        done = int(probe(0, 50_000, 1))
+        best = max(best, done / (time.perf_counter() - began))
+    return best / 1e9
 
 
 def _time(level: Isa, form: WeightFormat, rows: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 
 from native.library import library
 
@@ -24,6 +25,7 @@ def best_isa() -> Isa:
     return Isa.NONE if kernels is None else Isa(kernels.native_best_isa())
 
 
+@functools.cache  # asked before every call of a kernel, dozens of times in a step
 def isa() -> Isa:
     """What the kernels use now."""
     kernels = library()
@@ -36,4 +38,5 @@ def limit_isa(most: Isa) -> Isa:
     kernels = library()
     if kernels is not None:
         kernels.native_limit_isa(int(most))
+        isa.cache_clear()
     return isa()

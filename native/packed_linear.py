@@ -35,9 +35,12 @@ def can_pack(weight_OI: Tensor) -> bool:
 
 def is_faster_packed(weight_OI: Tensor) -> bool:
     """Whether a layer of such weights, kept as they are, is better packed: more than a few rows take less time, one
-    no more; and packed weights are multiplied in one order, whatever the number of rows. Without products of bfloat16
-    `linear` is faster with any number of rows, and its order is one too."""
-    faster = isa() >= (Isa.AVX512_BF16 if weight_OI.dtype is torch.bfloat16 else Isa.AVX512)
+    no more; and packed weights are multiplied in one order, whatever the number of rows. Of bfloat16 with AVX512 alone
+    `linear` is taken (not measured there); of float32 with AVX2 one row and many take longer packed."""
+    if weight_OI.dtype is torch.bfloat16:
+        faster = isa() is Isa.AVX2 or isa() >= Isa.AVX512_BF16
+    else:
+        faster = isa() >= Isa.AVX512
     return can_pack(weight_OI) and (faster or fixed_order())
 
 

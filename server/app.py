@@ -52,7 +52,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_origins=origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "x-ignored-fields", "retry-after"],
         )
     return Sockets(app, service, responses.store)
 

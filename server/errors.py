@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from front.front import EngineBusy, EngineDraining, EngineFailed
+from front.messages import SamplingParams
 
 MAX_MESSAGE = 1000  # characters: a small bad request must not earn a huge answer
 RETRY_AFTER = (b"retry-after", b"1")
@@ -121,6 +122,15 @@ def from_value_error(error: ValueError, fields: Sequence[str], names: Mapping[st
         param = names[param]
     code = "context_length_exceeded" if "context length" in message or "max_model_len" in message else "invalid_value"
     return bad_request(message, param, code)
+
+
+def unfinished(params: SamplingParams) -> ApiError:
+    """What the engine could not go on with: a grammar asks for too much where one was given, and nothing else of the
+    request's could have failed."""
+    if (params.grammar is None and params.structured_outputs is None) or params.extra_args:
+        return ApiError(500, "the engine could not finish this request", code="engine_error")
+    message = "the grammar of the output allows nothing more, or asks for more work at a step than may be done"
+    return bad_request(message, None, "grammar_too_complex")
 
 
 def as_api_error(error: Exception) -> ApiError:

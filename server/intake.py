@@ -276,6 +276,7 @@ class Intake:
             self._tokenizer,
             self._config.chat_template,
             messages,
+            content_parts=self._config.content_parts,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             kwargs=kwargs,

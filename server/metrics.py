@@ -32,6 +32,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RankStats], int]], ...] = (
     ("vllm:generation_tokens", "Tokens generated.", lambda stats: stats.generation_tokens),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda stats: stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
+    ("vllm:external_prefix_cache_queries", "There is no cache of prefixes elsewhere.", lambda stats: 0),
+    ("vllm:external_prefix_cache_hits", "There is no cache of prefixes elsewhere.", lambda stats: 0),
     ("vllm:num_preemptions", "Requests put back for want of KV blocks.", lambda stats: stats.preemptions),
     ("vllm:spec_decode_num_drafts", "Steps of a sequence with drafts.", lambda stats: stats.spec_drafts),
     ("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", lambda stats: stats.spec_draft_tokens),
@@ -149,7 +151,9 @@ class Metrics(Collector):
         yield family
 
     def _step_tokens(self, name: str, labels: list[str]) -> Metric:
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens that a step computed.", labels=labels)
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens of prompts and outputs in a step.", labels=labels
+        )
         for rank, stats in enumerate(self._engine.stats):
             if stats.step_tokens:
                 counts = buckets(STEP_TOKENS, stats.step_tokens)
@@ -177,6 +181,12 @@ class Metrics(Collector):
         )
         text = "Prompt tokens by where their KV came from."
         yield counter("vllm:prompt_tokens_by_source", text, [*labels, "source"], computed)
+        asleep = (
+            ((*key, state), float(state == "awake"))
+            for key, _ in stats
+            for state in ("awake", "weights_offloaded", "discard_all")
+        )
+        yield gauge("vllm:engine_sleep_state", "Engines never sleep.", [*labels, "sleep_state"], asleep)
         lora = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         yield gauge("vllm:lora_requests_info", "There are no LoRA adapters.", lora, [(("0", "", ""), time.time())])
 

@@ -174,6 +174,8 @@ class AuthMiddleware:
                 started = True
                 record.status = message["status"]
                 self._add_headers(message, record, load_format)
+                if scope["path"].startswith("/v1/messages"):  # where Anthropic's clients look for it
+                    message["headers"].append((b"request-id", record.request_id.encode()))
             await send(message)
 
         error: ApiError | None = None

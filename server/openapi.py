@@ -28,6 +28,15 @@ from server.api.openai import (
     TokenizeRequest,
 )
 from server.api.responses import ResponsesRequest
+from server.api.shapes import (
+    Counted,
+    InputItems,
+    LoadReport,
+    MessageObject,
+    ResponseObject,
+    StateReport,
+    VersionReport,
+)
 from server.api.tokens import TokensRequest
 
 
@@ -48,15 +57,17 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions/render"): Operation("Such a body of a conversation.", ChatRequest),
     ("POST", "/v1/messages/render"): Operation("Such a body of a message.", MessagesRequest),
     ("POST", "/invocations"): Operation("As /v1/chat/completions or /v1/completions, by what the body has."),
-    ("POST", "/v1/responses"): Operation("OpenAI's Responses.", ResponsesRequest),
-    ("POST", "/v1/responses/input_tokens"): Operation("The tokens of such a request's prompt.", ResponsesRequest),
+    ("POST", "/v1/responses"): Operation("OpenAI's Responses.", ResponsesRequest, ResponseObject),
+    ("POST", "/v1/responses/input_tokens"): Operation("The tokens of such a prompt.", ResponsesRequest, Counted),
     ("POST", "/v1/responses/compact"): Operation("The conversation, summed up in one item.", ResponsesRequest),
-    ("GET", "/v1/responses/{response_id}"): Operation("A response that is kept."),
+    ("GET", "/v1/responses/{response_id}"): Operation("A response that is kept.", None, ResponseObject),
     ("DELETE", "/v1/responses/{response_id}"): Operation("Forget it."),
-    ("GET", "/v1/responses/{response_id}/input_items"): Operation("What it answered."),
-    ("POST", "/v1/responses/{response_id}/cancel"): Operation("End one that runs in the background."),
-    ("POST", "/v1/messages"): Operation("Anthropic's Messages.", MessagesRequest),
-    ("POST", "/v1/messages/count_tokens"): Operation("The tokens of a message's prompt.", MessagesRequest),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation("What it answered.", None, InputItems),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+        "End one that runs in the background.", None, ResponseObject
+    ),
+    ("POST", "/v1/messages"): Operation("Anthropic's Messages.", MessagesRequest, MessageObject),
+    ("POST", "/v1/messages/count_tokens"): Operation("The tokens of a message's prompt.", MessagesRequest, Counted),
     ("POST", "/tokenize"): Operation("Text or messages to token ids.", TokenizeRequest, Tokenized),
     ("POST", "/v1/tokenize"): Operation("Text or messages to token ids.", TokenizeRequest, Tokenized),
     ("POST", "/detokenize"): Operation("Token ids to text.", DetokenizeRequest, Detokenized),
@@ -64,15 +75,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/tokenizer_info"): Operation("The tokenizer's configuration."),
     ("GET", "/v1/models"): Operation("The served names.", None, ModelList),
     ("GET", "/v1/models/{model}"): Operation("One of them.", None, Model),
-    ("GET", "/health"): Operation("Whether the server is alive."),
-    ("GET", "/ping"): Operation("As /health."),
-    ("POST", "/ping"): Operation("As /health."),
-    ("GET", "/live"): Operation("Whether the process answers."),
-    ("GET", "/ready"): Operation("Whether requests are served."),
-    ("GET", "/load"): Operation("How much is in flight."),
+    ("GET", "/health"): Operation("Whether the server is alive.", None, StateReport),
+    ("GET", "/ping"): Operation("As /health.", None, StateReport),
+    ("POST", "/ping"): Operation("As /health.", None, StateReport),
+    ("GET", "/live"): Operation("Whether the process answers.", None, StateReport),
+    ("GET", "/ready"): Operation("Whether requests are served.", None, StateReport),
+    ("GET", "/load"): Operation("How much is in flight.", None, LoadReport),
     ("GET", "/debug/waits"): Operation("Which ranks wait for which."),
     ("GET", "/metrics"): Operation("Prometheus metrics."),
-    ("GET", "/version"): Operation("The server's version."),
+    ("GET", "/version"): Operation("The server's version.", None, VersionReport),
     ("GET", "/openapi.json"): Operation("This document."),
     ("GET", "/docs"): Operation("This document, as a page."),
     ("GET", "/admin/ranks"): Operation("The live table of ranks.", None, RankTable),
@@ -89,6 +100,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/stop_profile"): Operation("End it, and write it."),
 }
 _JSON = "application/json"
+_TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}  # the answers that are no JSON
 _HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Moesaic: the API</title><style>
 body{font:15px/1.45 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color-scheme:light dark}
 code,summary{font-family:ui-monospace,monospace}summary{cursor:pointer;padding:.25em 0}
@@ -110,7 +122,7 @@ def document(routes: Sequence[tuple[str, str]], version: str) -> dict[str, Any]:
         entry: dict[str, Any] = {
             "summary": operation.text,
             "responses": {
-                "200": {"description": "The answer.", "content": {_JSON: answer}},
+                "200": {"description": "The answer.", "content": {_TEXTS.get(path, _JSON): answer}},
                 "default": {"description": "What is wrong.", "content": {_JSON: {"schema": _ERROR}}},
             },
         }

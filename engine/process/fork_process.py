@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 from engine.process.console import say
+from engine.process.deferred import OF_TORCH, defer
 from engine.process.orphan import die_with_parent
 from engine.process.standby_process import show_command
 
@@ -46,6 +47,7 @@ def main() -> None:
     die_with_parent(options.parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # as a rank does
+    defer(OF_TORCH)
     importlib.import_module(options.module).import_loop(options.architecture)
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:  # of a library: only one of them would go on in a fork

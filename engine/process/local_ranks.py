@@ -19,8 +19,10 @@ class LocalRanks:
     While the rank has no work, a thread does what a rank's process does then: it prepares for requests to come.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, stored: bool = False) -> None:
+        """stored: its weights lie in a store."""
         self._rank = rank
+        self._stored = stored
         self._inbox: queue.SimpleQueue[FrontToRank] = queue.SimpleQueue()
         self._said_ready = False
         self._resting = True
@@ -46,9 +48,12 @@ class LocalRanks:
         `timeout` seconds. Errors of the rank pass through."""
         if not self._said_ready:
             self._said_ready = True
+            if self._stored:
+                practise(self._rank, alone=True)
             while self._rank.forming:  # it meets no other: so graphs are captured before the first request
                 self._rank.step()
-            practise(self._rank)
+            if not self._stored:
+                practise(self._rank)
             self._at_rest.set()
             return [self._rank.ready]
         deadline = time.monotonic() + timeout

@@ -142,7 +142,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
     phases.end("build", {"load": rank.ready.load_seconds})
     if store is not None and mapped and start.rehearsed is None:
         _start_mapping(store)
-    _warm_up(start, rank, mapped)
+    _warm_up(start, rank, stored=store is not None)
     phases.end("practice")
     gc.collect()
     gc.freeze()  # the model's objects are never garbage; do not look through them again
@@ -191,9 +191,9 @@ def _cores(start: Start) -> Cores | None:
     return cores
 
 
-def _warm_up(start: Start, rank: Rank, mapped: bool) -> None:
-    """mapped: it has found a full store."""
-    alone = start.join or start.network is not None or mapped
+def _warm_up(start: Start, rank: Rank, stored: bool) -> None:
+    """stored: its weights lie in a store, so that it needs no other rank's experts."""
+    alone = start.join or start.network is not None or stored
     if alone and start.rehearsed is None:
         practise(rank, alone=True)
     if not start.join and start.network is None:

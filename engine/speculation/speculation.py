@@ -139,15 +139,11 @@ class Speculation:
         most = min(cache.room(request), request.max_length - 1)
         return max(num_tokens, min(num_tokens + self.lookahead, most))
 
-    def warm(self, request: Request) -> bool:
-        """Whether the model can draft for it."""
-        return request.request_id not in self._cold
-
-    def warms(self, requests: Sequence[Request]) -> list[bool]:
-        """The same of several; []: for all of them."""
+    def warm(self, requests: Sequence[Request]) -> list[bool]:
+        """Of each whether the model can draft for it; []: of all."""
         cold = self._cold
-        found = [request.request_id not in cold for request in requests] if cold else []
-        return [] if all(found) else found
+        warms = [request.request_id not in cold for request in requests] if cold else []
+        return [] if all(warms) else warms
 
     def admit(self, request: Request) -> None:
         """It begins, or begins again, with the blocks of a prefix."""
@@ -175,8 +171,8 @@ class Speculation:
                 self._model.offer(request, len(request.tokens) + len(token_ids[index]), drafts[index])
             if (start + count) % size < count and request.status is running:  # a block is full
                 written = request.held.tables[0][start // size : (start + count) // size]
-                change = self._warm_blocks.update if self.warm(request) else self._warm_blocks.difference_update
-                change(written)
+                warm, cold = self._warm_blocks, request.request_id in self._cold
+                (warm.difference_update if cold else warm.update)(written)
 
     def forget(self, request: Request) -> None:
         """It has ended."""

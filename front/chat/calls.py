@@ -47,13 +47,15 @@ class Tables:
     format: CallFormat
     header: Tags  # what ends a name that has no tag of its own
     between: Tags  # what may follow a parameter
-    value: Tags
+    value: Tags  # what ends a value; models that write line breaks forget its own tag, and go on with the next one
     tools: Tools
 
 
 def tables_of(format: CallFormat, tools: Tools) -> Tables:
     header = Tags([format.named or format.key_begin, "" if format.named else format.end])
-    return Tables(format, header, Tags([format.key_begin, format.end]), Tags([format.value_end]), tools)
+    between = [format.key_begin, format.end]
+    value = [format.value_end, *(f"\n{tag}" for tag in between if format.newlines)]
+    return Tables(format, header, Tags(between), Tags(value), tools)
 
 
 class CallScanner(ABC):
@@ -348,7 +350,7 @@ class ParameterCall(CallScanner):
             return False
         piece = text[:at]
         self._piece(piece.removesuffix("\n") if self._format.newlines else piece)
-        self._text = text[at + len(tag) :]
+        self._text = text[at + len(tag) :] if tag == self._format.value_end else text[at:]
         self._say('"' if self._kinds == STRING else as_json("".join(self._value), self._kinds))
         self._state = ParameterCall._between
         return True

@@ -6,6 +6,7 @@ a vocabulary (a millisecond; `_checked` remembers them), a rank builds matchers 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from configs.server import STRUCTURED_BACKENDS
 from front.messages import Grammar, StructuredOutputsParams
-from front.structured.lark import WHITESPACE, JsonStyle, json_rule, quoted, regex_rule
+from front.structured.lark import WHITESPACE, JsonStyle, escaped, json_rule, regex_rule
+from front.structured.patterns import check_counts
 from front.structured.tags import structural_tag_grammar
 from front.structured.vocabulary import Vocabulary, names_only
 from front.structured.xgrammar_backend import grammar_of
@@ -29,6 +31,8 @@ MAX_AFTER = 64  # tokens
 LIMITS = llguidance.LLParserLimits(
     max_grammar_size=200_000, initial_lexer_fuel=1_000_000, step_max_items=50_000, verbose_errors=False
 )
+_PLACE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
+_EXCERPT = re.compile(r"\n\s*\d+ \|.*", re.DOTALL)
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 _encode = msgspec.json.Encoder().encode
@@ -64,15 +68,14 @@ def _checked(described: bytes, tokenizer: Vocabulary) -> Grammar:
         return Grammar(_of_xgrammar(kind, params), params.after_token_ids, xgrammar=True)
     try:
         text = _text_of(kind, params, tokenizer)
-        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-            text, names_only(tokenizer), limits=LIMITS
-        )
+        made = llguidance.LLMatcher(names_only(tokenizer), text, log_level=0, limits=LIMITS)
     except RecursionError:
         raise ValueError(f"{kind}: nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{kind}: {_line(error)}") from None
-    if failed:
-        raise ValueError(f"{kind}: {_line(messages[0])}")
+    if made.is_error():
+        message = made.get_error()
+        raise ValueError(f"{kind}: {_line(message if kind == 'grammar' else _reason(message))}")
     return Grammar(text, params.after_token_ids)
 
 
@@ -88,9 +91,10 @@ def _text_of(kind: str, params: StructuredOutputsParams, tokenizer: Vocabulary) 
         return f"start: {regex_rule(params.regex)}"
     if kind == "choice":
         assert params.choice is not None
-        return f"start: {' | '.join(_choices(params.choice))}"
+        return f"start: {regex_rule('|'.join(map(escaped, _choices(params.choice))))}"
     if kind == "grammar":
         assert params.grammar is not None
+        check_counts(params.grammar)
         return _from_gbnf(params.grammar)
     tag = _decoded(params.structural_tag)
     if not isinstance(tag, Mapping):
@@ -162,7 +166,7 @@ def _choices(choices: tuple[str, ...]) -> list[str]:
         raise ValueError(f"from 1 to {MAX_CHOICES} texts are taken, not {len(choices)}")
     if not all(choices):
         raise ValueError("texts must not be empty")
-    return [quoted(choice) for choice in dict.fromkeys(choices)]
+    return [*dict.fromkeys(choices)]
 
 
 def _from_gbnf(text: str) -> str:
@@ -179,6 +183,14 @@ def _check_after(token_ids: tuple[int, ...], vocab_size: int) -> None:
     wrong = next((token for token in token_ids if token < 0), None)
     if wrong is not None:
         raise ValueError(f"after_token_ids must hold token ids from 0 to {vocab_size - 1}, not {wrong}")
+
+
+def _reason(message: str) -> str:
+    """Of the back end, without the places in the text that was made for it, and that text."""
+    bare = _EXCERPT.sub("", _PLACE.sub("", message))
+    if "'coerce_one_of'" in bare:
+        return "oneOf of schemas that are not evidently disjoint cannot be followed; anyOf can"
+    return bare
 
 
 def _line(error: object) -> str:

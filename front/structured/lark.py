@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from front.structured.numbers import NUMBERS, kept
+from front.structured.patterns import check_counts
+from front.structured.schema import plain_schema
 
-# Between the tokens of JSON: a line and its indentation. Longer runs are refused, or a model could go on with spaces
-# for ever.
-WHITESPACE = r"[ \t]{1,40}|\r?\n[ \t]{0,40}"
+# Between the tokens of JSON: what programs and models write there, which is a space or a line break with its
+# indentation. Longer runs are refused: a model that has begun with spaces goes on with them, and spends on them the
+# tokens that the answer needs.
+WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
 ANY_TEXT = r"(.|\n)*"
 TEXT = f"/{ANY_TEXT}/"
 
@@ -48,7 +50,19 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
+def escaped(text: str) -> str:
+    """A regular expression for exactly this text, as the back end reads them."""
+    return "".join(map(_escaped, text))
+
+
+def _escaped(letter: str) -> str:
+    if letter.isascii() and not letter.isprintable():
+        return f"\\x{ord(letter):02x}"
+    return f"\\{letter}" if letter in _MEANT else letter
+
+
 PLAIN = JsonStyle()
+_MEANT = frozenset("\\.+*?()|[]{}^$#&-~")
 
 
 def json_rule(schema: object, style: JsonStyle = PLAIN) -> str:
@@ -59,7 +73,7 @@ def json_rule(schema: object, style: JsonStyle = PLAIN) -> str:
         raise ValueError("the schema is false: nothing is valid")
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
-    plain: dict[str, Any] = plain_schema(schema, style.closed)
+    plain: dict[str, Any] = plain_schema(schema, style.closed, narrow=True)
     options = {
         "whitespace_pattern": style.whitespace,
         "lenient": False,  # what cannot be followed is refused
@@ -70,51 +84,7 @@ def json_rule(schema: object, style: JsonStyle = PLAIN) -> str:
 
 
 def regex_rule(regex: str) -> str:
-    """An expression for text that the regular expression matches as a whole."""
+    """An expression for text that the regular expression matches as a whole. ValueError: it would cost too much."""
+    check_counts(regex)
     body = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", regex, flags=re.DOTALL).replace("\n", r"\n")
     return f"/{body}/"
-
-
-def plain_schema(schema: Any, closed: bool) -> Any:
-    """Without keywords that say nothing, as programs write them, which the back end would refuse for their names alone.
-    closed: as JsonStyle says."""
-    if not isinstance(schema, Mapping):
-        return schema
-    plain: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _SAYS_NOTHING and _SAYS_NOTHING[key](schema, value):
-            continue
-        if key in _BY_NAME and isinstance(value, Mapping):
-            plain[key] = {name: plain_schema(one, closed) for name, one in value.items()}
-        elif key in NUMBERS:
-            plain[key] = kept(schema, key)
-        elif key in _VALUES:
-            plain[key] = value
-        else:
-            plain[key] = (
-                [plain_schema(one, closed) for one in value] if isinstance(value, list) else plain_schema(value, closed)
-            )
-    kind = schema.get("type")
-    may_be_object = kind == "object" or (isinstance(kind, list) and "object" in kind)
-    if closed and (may_be_object or isinstance(schema.get("properties"), Mapping)):
-        plain.setdefault("additionalProperties", False)
-    return plain
-
-
-_VALUES = frozenset(("default", "examples", "required", "type"))
-_BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
-_SAYS_NOTHING: Mapping[str, Callable[[Mapping[str, Any], object], bool]] = {
-    "uniqueItems": lambda _, value: value is False,
-    "propertyNames": lambda _, value: value in (True, {}, {"type": "string"}),
-    "unevaluatedProperties": lambda _, value: value in (True, {}),
-    "unevaluatedItems": lambda _, value: value in (True, {}),
-    "dependencies": lambda _, value: value == {},
-    "dependentRequired": lambda _, value: value == {},
-    "dependentSchemas": lambda _, value: value == {},
-    "not": lambda _, value: value is False,
-    "if": lambda schema, _: "then" not in schema and "else" not in schema,
-    "then": lambda schema, _: "if" not in schema,
-    "else": lambda schema, _: "if" not in schema,
-    "minContains": lambda schema, _: "contains" not in schema,
-    "maxContains": lambda schema, _: "contains" not in schema,
-}

@@ -9,14 +9,14 @@ text is free until a trigger has come, and then one of the tags that begin with 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from front.messages import StructuredOutputsParams
-from front.structured.lark import ANY_TEXT, TEXT, JsonStyle, Specials, json_rule, literal, regex_rule
+from front.structured.lark import ANY_TEXT, TEXT, JsonStyle, Specials, escaped, json_rule, literal, regex_rule
+from front.structured.patterns import check_counts
 
 MAX_DEPTH = 32  # of formats
 MAX_TAGS = 512
@@ -112,6 +112,7 @@ class _Writer:
         return name
 
     def _grammar(self, text: str) -> str:
+        check_counts(text)
         return self._named("%lark {\n" + text + "\n}")
 
     def _each(self, form: Mapping[str, Any], field: str, depth: int) -> list[str]:
@@ -143,7 +144,7 @@ class _Writer:
         begins = [end.index(name) for name in special if name in end]
         if begins:  # the token ends a text that ends with what stands before it
             before = end[: min(begins)]
-            return f"{self._named(regex_rule(ANY_TEXT + re.escape(before)))} {self._literal(end[len(before) :])}"
+            return f"{self._named(regex_rule(ANY_TEXT + escaped(before)))} {self._literal(end[len(before) :])}"
         return self._named(f"{TEXT} {self._literal(end)}", lazy=True)
 
     def _triggered(self, form: Mapping[str, Any], depth: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from front.structured.lark import plain_schema
+from front.structured.schema import plain_schema
 
 Schema = Mapping[str, Any]
 

@@ -44,11 +44,11 @@ static double time_panel(const Multiplier &by, int64_t rows) {
 }
 #endif
 
-// Times one way, isa: ISA_AVX512, ISA_AVX512_BF16 or ISA_AMX, which this CPU must have. format: the panel's (experts.h). 0: not here.
+// Times one way, isa: from ISA_AVX2 on, which this CPU must have. format: the panel's (experts.h). 0: not here.
 NATIVE_API double native_time_panel(int isa, int64_t format, int64_t rows) {
 #if defined(__x86_64__)
-  if (isa < ISA_AVX512 || isa > native_best_isa() || rows < 1) return 0;
-  const ExpertOps *ops = isa == ISA_AVX512 ? experts_avx512[X_BF16] : experts_avx512_bf16;
+  if (isa < ISA_AVX2 || isa > native_best_isa() || rows < 1) return 0;
+  const ExpertOps *ops = isa == ISA_AVX2 ? experts_avx2[X_BF16] : isa == ISA_AVX512 ? experts_avx512[X_BF16] : experts_avx512_bf16;
   const bool tiles = isa == ISA_AMX || (format != W_PLAIN && native_best_isa() >= ISA_AMX);
   return time_panel({ops, tiles ? bands_amx : nullptr, X_BF16, format, isa == ISA_AMX ? 0 : MAX_NARROW_ROWS * 2}, rows);
 #else

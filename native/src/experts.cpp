@@ -66,6 +66,8 @@ struct Job {
   const BandOps *bands;
   const uint8_t *weights;
   const uint8_t *x;
+  uint8_t *whole_x;                // rows of x as whole numbers, where any number of rows are multiplied so
+  RowsAt rows_of_x;                // entry -> row
   uint8_t *y;
   int y_type;
   int64_t num_tokens;   // of a weighted sum
@@ -123,9 +125,8 @@ struct Job {
   // Panels first to last of expert j's. next: what follows its panels. between: the entries' places between the matrices.
   void up_of(int64_t j, int64_t first, int64_t last, const uint8_t *next, uint8_t *between, int thread) const {
     const int64_t stride = s->hidden_stride * item(), panels = s->up_panels;
-    const RowsAt rows_at = {x, s->up_depth * item(), source, false, false};
     auto panel_at = [&](int64_t n) { return n < panels ? up_panel(j, n) : next; };
-    ups().panels(rows_at, start[j], start[j + 1], s->up_depth, first, last, panel_at, work + thread * work_bytes, [&](int64_t n, float *c, int64_t i, int rows) {
+    ups().panels(rows_of_x, start[j], start[j + 1], s->up_depth, first, last, panel_at, work + thread * work_bytes, [&](int64_t n, float *c, int64_t i, int rows) {
       void *h[MAX_BAND];
       for (int m = 0; m < rows; m++) h[m] = between + (i + m) * stride + n * 32 * item();
       ops->gated(c, rows, h, {s->alpha, s->limit, s->offset, bias(j, n)});
@@ -225,7 +226,17 @@ struct Job {
     });
   }
 
-  void run(int threads) const {
+  // A row is made whole numbers once for all experts that it goes to.
+  void take_rows(int threads) {
+    rows_of_x = {x, s->up_depth * item(), source, false, false};
+    if (!ups().all_whole()) return;
+    if (first) rows_of_x.index = nullptr;
+    rows_of_x = whole_rows(ops, rows_of_x, first ? num_tokens : start[num_active], s->up_depth, ups().halves(), whole_x, threads);
+    if (first) rows_of_x.index = source;
+  }
+
+  void run(int threads) {
+    take_rows(threads);
     bool many = start[num_active] >= FEW_ROWS * num_active;
     if (by_expert(many, threads)) return run_by_expert(threads);
     // Many pieces, so that threads end together, but each long enough for its bytes to come in a stream; with many rows an expert,
@@ -271,6 +282,7 @@ Plan lay_out(Job *job, int64_t entries, int64_t num_tokens, int threads) {
   job->ops = experts_ops(s->x_type), job->bands = experts_bands(s->x_type);
   size_t near = pieces.take(job->bands && entries >= FEW_ROWS ? threads * Job::NEAR_ENTRIES * s->hidden_stride * job->item() : 0);
   size_t whole = pieces.take(job->downs().whole(1) ? entries * job->whole_stride() : 0);
+  size_t whole_x = pieces.take(job->ups().all_whole() ? (num_tokens ? num_tokens : entries) * Multiplier::whole_stride(s->up_depth) : 0);
   size_t first = pieces.take(8 * (num_tokens + 1)), rows = 0;
   if (num_tokens) {
     int64_t of_panels = threads * job->abreast() * entries * PANEL * job->item(), whole_rows = job->keeps_rows() ? entries * job->whole_row() : 0;
@@ -280,7 +292,7 @@ Plan lay_out(Job *job, int64_t entries, int64_t num_tokens, int threads) {
   job->work_bytes = ((ups > downs ? ups : downs) + 63) / 64 * 64;
   size_t work = pieces.take(threads * job->work_bytes);
   uint8_t *base = scratch(pieces.bytes);
-  job->hidden = base + hidden, job->near = base + near, job->whole = base + whole, job->rows = base + rows, job->work = base + work;
+  job->hidden = base + hidden, job->near = base + near, job->whole = base + whole, job->whole_x = base + whole_x, job->rows = base + rows, job->work = base + work;
   job->num_tokens = num_tokens;
   Plan plan = {(int32_t *)(base + active), (int32_t *)(base + start), (int32_t *)(base + count),
                (int32_t *)(base + source), (int32_t *)(base + target), (float *)(base + weight), (int64_t *)(base + first)};

@@ -21,6 +21,8 @@ enum { PANEL = 64, K_BLOCK = 128, MAX_ROWS = 6, MAX_NARROW_ROWS = 6, MAX_BAND = 
 enum { WIDE_K = 1024 };  // k of a panel of fewer bits that are widened at a time, for all rows, where there are matrix tiles
 enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_STEP = 8, HALF_STEP_BYTES = PANEL * HALF_STEP / 2 };
 enum { WHOLE_BYTES = 72, MAX_WHOLE_ROWS = 4 };  // of 32 numbers of a row as whole numbers, with their scale and sum; sums are two
+// Where whole numbers serve for any number of rows: a block of weights taken apart for them, and up to how many rows take it apart again.
+enum { WHOLE_BLOCK = 2 * K_BLOCK / K_GROUP * PANEL * 4 + K_BLOCK * PANEL * 2, FEW_WHOLE_ROWS = 8 };
 enum XType { X_F32 = 0, X_BF16 = 1 };
 enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5, W_INT4_INT8 = 6 };  // plain: of x's type
 // The last is of experts only: gate and up have zero points, down has 8 bits.
@@ -54,19 +56,24 @@ struct Block {
 
 // c[rows][64] += a[row][k..k + depth) times a block; the first block of a panel (k = 0) sets c.
 typedef void (*TileFn)(const void *const *a, const Block &block, float *c);
+// A block of `depth` k of weights of fewer bits, made what many rows are multiplied by.
+typedef void (*WidenFn)(const uint8_t *block, int64_t depth, uint8_t *out);
 
 // What the driver needs from an instruction set, for one type of x.
 struct ExpertOps {
   TileFn plain[MAX_ROWS + 1];                // weights of x's type
   TileFn scaled[MAX_ROWS + 1];               // 8-bit weights that `widen` has made x's type, with their scales
   TileFn narrow[5][MAX_NARROW_ROWS + 1];     // weights of fewer bits, from FP8 on, widened in registers
-  void (*widen[5])(const uint8_t *block, int64_t depth, uint8_t *out);  // from FP8 on, to numbers of x's type; of 8 bits behind their scales
+  WidenFn widen[5];                          // from FP8 on, to numbers of x's type; of 8 bits behind their scales
   // `depth` numbers as `narrow` of 4 bits (halves) or `bytes` reads them; null: as they are.
   void (*whole)(const void *row, int64_t depth, bool halves, uint8_t *out);
   TileFn bytes[MAX_WHOLE_ROWS + 1];          // INT8 and rows of whole numbers
   void (*gated)(const float *c, int rows, void *const *h, const Gating &gating);      // 64 columns to 32 of x's type
   void (*weigh)(const void *rows, int64_t stride, const float *weight, int64_t n, float *sum);  // sum = weighted sum of 64 columns of n rows of x's type
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
+  // Where whole numbers serve for any number of rows, with the same sums: from FP8 on (which has none), and without or with zero points.
+  WidenFn widen_whole[5];
+  TileFn wide_whole[2][MAX_ROWS + 1];
 };
 
 // What a thread asks to be brought nearer while it multiplies: beside each of the four products of a step so many lines, `gap` bytes
@@ -171,18 +178,20 @@ struct Multiplier {
   }
   // What a thread needs to work in, a multiple of 64: weights that are widened, sums of rows that take several parts of a panel, then
   // rows (at most `rows` of `depth`) that lie together.
-  int64_t wide_block() const { return K_BLOCK * PANEL * item() + (halves() ? 0 : PANEL * 4); }
+  int64_t wide_block() const { return all_whole() ? (int64_t)WHOLE_BLOCK : K_BLOCK * PANEL * item() + (halves() ? 0 : PANEL * 4); }
   int64_t wide_bytes() const { return format == W_PLAIN ? 0 : (bands ? WIDE_K / K_BLOCK : 1) * wide_block(); }
   int64_t sums_bytes(int64_t depth, int64_t rows) const { return format == W_PLAIN || depth <= WIDE_K || rows <= MAX_BAND ? 0 : rows * PANEL * 4; }
   int64_t work_bytes(int64_t depth, int64_t rows) const {
     int64_t most = gathered_rows(depth), here = rows < most ? rows : most;
     int64_t bytes = wide_bytes() + (bands ? sums_bytes(depth, here) + here * gathered_stride(depth) : 0);
-    int64_t narrow = whole(1) ? (rows < narrow_rows ? rows : narrow_rows) * whole_stride(depth) : 0;
+    int64_t narrow = whole(1) && !all_whole() ? (rows < narrow_rows ? rows : narrow_rows) * whole_stride(depth) : 0;
     return bytes > narrow ? bytes : narrow;
   }
   // Whether so many rows are multiplied as whole numbers, and what one of them takes then. Without matrix tiles products of pairs of
   // bfloat16 are as fast with 8 bits, and equal to those of many rows.
-  bool whole(int64_t rows) const { return ops->whole && rows <= narrow_rows && (halves() || (format == W_INT8 && bands)); }
+  bool whole(int64_t rows) const { return all_whole() || (ops->whole && rows <= narrow_rows && (halves() || (format == W_INT8 && bands))); }
+  // Whether any number of rows are; then they come so (whole_rows).
+  bool all_whole() const { return format > W_FP8 && ops->widen_whole[format - W_FP8]; }
   static int64_t whole_stride(int64_t depth) { return (depth + K_GROUP - 1) / K_GROUP * WHOLE_BYTES; }
 
   // Rows `first` to `last` times panels `low` to `high`, which at(n) tells; at(high) is what follows them, or null. Then
@@ -230,7 +239,7 @@ struct Multiplier {
   // `depth` k of a panel, from a block's first on, as numbers of x's type.
   void widen(const uint8_t *p, int64_t depth, uint8_t *wide) const {
     for (int64_t k = 0; k < depth; k += K_BLOCK, p += block_bytes(), wide += wide_block())
-      ops->widen[format - W_FP8](p, depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK, wide);
+      (all_whole() ? ops->widen_whole : ops->widen)[format - W_FP8](p, depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK, wide);
   }
 
   // The first `rows` of `a` times one panel, on matrix tiles. What is not plain is widened once for all of them: for few rows a block at
@@ -261,20 +270,23 @@ struct Multiplier {
     }
   }
 
+  int64_t most_narrow() const { return all_whole() ? (int64_t)FEW_WHOLE_ROWS : halves() ? narrow_rows : (int64_t)2 * MAX_NARROW_ROWS; }
+
   // Rows `first` to `last` times one panel; then(c, first row, rows) takes the results. next: the panel that follows.
   template <class Then>
   void panel(const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *wide, int64_t first, int64_t last, const RowsAt &rows_at, const Then &then) const {
     alignas(64) float c[MAX_BAND * PANEL];
     const void *a[MAX_BAND];
     // FP8 gives the same sums both ways; INT8 with matrix tiles and 4 bits do not.
-    bool bytes = format != W_PLAIN, narrow = bytes && last - first <= (halves() ? narrow_rows : 2 * MAX_NARROW_ROWS), widened = bytes && !narrow;
+    bool bytes = format != W_PLAIN, narrow = bytes && last - first <= most_narrow(), widened = bytes && !narrow;
     const TileFn *tiles = narrow ? rows_at.whole && !halves() ? ops->bytes : ops->narrow[format - W_FP8] : widened && !halves() ? ops->scaled : ops->plain;
+    if (widened && all_whole()) tiles = ops->wide_whole[format == W_INT4_ZERO];
     // For many rows products take longest: a panel that comes from the second cache is no matter, sums put away and taken up are.
     int64_t step = bytes || last - first <= FEW_ROWS ? (int64_t)K_BLOCK : depth;
     int64_t size = bytes ? block_bytes() : step * PANEL * item();
-    const int64_t most = rows_at.whole ? (int64_t)MAX_WHOLE_ROWS : narrow ? (int64_t)MAX_NARROW_ROWS : (int64_t)MAX_ROWS;
+    const int64_t most = rows_at.whole && narrow ? (int64_t)MAX_WHOLE_ROWS : narrow ? (int64_t)MAX_NARROW_ROWS : (int64_t)MAX_ROWS;
     // Blocks from one to that which is brought nearer: small ones are done before a line has come from memory.
-    const int64_t apart = rows_at.whole || (narrow && halves()) ? 3 : 1, end = (depth + step - 1) / step * step;
+    const int64_t apart = narrow && (rows_at.whole || halves()) ? 3 : 1, end = (depth + step - 1) / step * step;
     for (int64_t i = first; i < last;) {
       int64_t rows = cut_rows(last - i, MAX_BAND);
       for (int64_t m = 0; m < rows; m++) a[m] = rows_at[i + m];
@@ -290,3 +302,6 @@ struct Multiplier {
     }
   }
 };
+
+// `rows` of them as whole numbers, one after another at `to`, for panels of 8 or of 4 bits (halves); all threads make them.
+RowsAt whole_rows(const ExpertOps *ops, const RowsAt &a, int64_t rows, int64_t depth, bool halves, uint8_t *to, int threads);

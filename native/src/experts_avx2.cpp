@@ -2,9 +2,14 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma,f16c")
 #include "experts.h"
+
+#include <immintrin.h>
 namespace {
 enum { LANES = 8, GROUPS = 1 };
 #include "experts_vector.h"
+#include "spread_avx2.h"
+#include "whole_avx2.h"
+constexpr ExpertOps of_f32 = with_spread<float>(Ops<float>::table), of_bf16 = with_whole(with_spread<bf16>(Ops<bf16>::table));
 }  // namespace
-const ExpertOps *const experts_avx2[2] = {&Ops<float>::table, &Ops<bf16>::table};
+const ExpertOps *const experts_avx2[2] = {&of_f32, &of_bf16};
 #endif

@@ -64,6 +64,7 @@ INLINE Pair value_pair(const bf16 *a) {
 }
 
 // 2^120 takes e4m3's exponent, read as float32's, to where it belongs; numbers below the normal ones come out right too.
+#ifdef AVX512_FILE
 template <int FORMAT> INLINE vf magnitude(vi byte) {
   vf y = FORMAT == W_FP8 ? (vf)(byte << 20) * 0x1p120f : __builtin_convertvector(byte, vf);
   if (FORMAT == W_FP8) y = (byte == 0x7f) ? (vf)((vi){} + 0x7fc00000) : y;
@@ -78,6 +79,26 @@ template <int FORMAT> INLINE Pair byte_pair(const uint8_t *p, int group, int par
   vf even = magnitude<FORMAT>(v & 0x7f), odd = magnitude<FORMAT>((v >> 8) & 0x7f);
   return {(vf)((vi)even | ((v & 0x80) << 24)), (vf)((vi)odd | ((v & 0x8000) << 16))};
 }
+#else
+// Bytes of 8 columns and one k to the top of as many numbers.
+INLINE vi top_bytes(__m256i x, int first) {
+  const __m128i of_4 = _mm_setr_epi32(first << 24 | 0x808080, (first + 2) << 24 | 0x808080, (first + 4) << 24 | 0x808080, (first + 6) << 24 | 0x808080);
+  return (vi)_mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(of_4));
+}
+
+template <int FORMAT> INLINE vf top_value(vi x) {
+  if (FORMAT == W_INT8) return __builtin_convertvector(x >> 24, vf);
+  vi bits = x >> 4 & (int32_t)0x87ffffff;
+  return (vf)((vi)((vf)bits * 0x1p120f) | ((x & 0x7f000000) == 0x7f000000));
+}
+
+// 32 bytes have 8 columns of two groups.
+template <int FORMAT> INLINE Pair byte_pair(const uint8_t *p, int group, int part) {
+  __m256i x = _mm256_loadu_si256((const __m256i *)(p + group / 2 * 64 + part * 32));
+  if (FORMAT == W_INT8) x = _mm256_sign_epi8(_mm256_and_si256(x, _mm256_set1_epi8(0x7f)), x);
+  return {top_value<FORMAT>(top_bytes(x, group % 2 * 8)), top_value<FORMAT>(top_bytes(x, group % 2 * 8 + 1))};
+}
+#endif
 
 // ---- tiles: GROUPS groups of columns at a time, in the order of k ----
 

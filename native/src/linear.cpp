@@ -15,8 +15,8 @@ struct Work {
   int64_t panel_bytes, bytes;
   uint8_t *start;
   const LinearOps *single;
-  Work(const LinearCall &call, int64_t more, int threads) {
-    single = vector_isa() == ISA_AVX512 ? &linear_avx512 : vector_isa() == ISA_AVX2 ? &linear_avx2 : nullptr;
+  Work(const LinearCall &call, int64_t more, int threads, bool halves = true) {
+    single = vector_isa() == ISA_AVX2 ? &linear_avx2[halves] : vector_isa() == ISA_AVX512 || !halves ? &linear_avx512[halves] : nullptr;
     // What cannot be cut into pairs is left to the ways that read weights as they lie.
     bool pairs = call.inputs % 2 == 0;
     bool fixed = kernel_choice().fixed_order;
@@ -43,19 +43,33 @@ int64_t first_of(int64_t outputs, int64_t piece, int64_t pieces) {
   int64_t first = blocks_of(outputs) * piece / pieces * OUTPUTS_AT_ONCE;
   return first < outputs ? first : outputs;
 }
+
+void multiply(const LinearCall &call, int threads, bool halves) {
+  if (call.rows == 0) return;
+  if (call.inputs * call.outputs <= SMALL && call.rows < MANY_ROWS) threads = 1;
+  Work work(call, 0, threads, halves);
+  int64_t pieces = team_pieces(threads, blocks_of(call.outputs));
+  team(threads, pieces, [&](int64_t i, int worker) { work.multiply(call, first_of(call.outputs, i, pieces), first_of(call.outputs, i + 1, pieces), worker); });
+}
 }  // namespace
 
-// y [rows, outputs] = x [rows, inputs] w [outputs, inputs]^T + bias [outputs] (or null), bfloat16. Strides in numbers.
+// y [rows, outputs] = x [rows, inputs] w [outputs, inputs]^T + bias [outputs] (or null), float32. Strides in numbers.
+NATIVE_API void linear_f32(const void *x, int64_t x_stride, const void *w, int64_t w_stride, const void *bias, void *y,
+                           int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
+  tape_note(linear_f32, x, x_stride, w, w_stride, bias, y, y_stride, rows, inputs, outputs, threads);
+#if defined(__x86_64__)
+  LinearCall call = {(const bf16 *)x, (const bf16 *)w, (const bf16 *)bias, (bf16 *)y, rows, inputs, outputs, x_stride, w_stride, y_stride, nullptr, nullptr};
+  multiply(call, threads, false);
+#endif
+}
+
+// The same of bfloat16.
 NATIVE_API void linear_bf16(const void *x, int64_t x_stride, const void *w, int64_t w_stride, const void *bias, void *y,
                             int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
   tape_note(linear_bf16, x, x_stride, w, w_stride, bias, y, y_stride, rows, inputs, outputs, threads);
 #if defined(__x86_64__)
   LinearCall call = {(const bf16 *)x, (const bf16 *)w, (const bf16 *)bias, (bf16 *)y, rows, inputs, outputs, x_stride, w_stride, y_stride, nullptr, nullptr};
-  if (rows == 0) return;
-  if (inputs * outputs <= SMALL && rows < MANY_ROWS) threads = 1;
-  Work work(call, 0, threads);
-  int64_t pieces = team_pieces(threads, blocks_of(outputs));
-  team(threads, pieces, [&](int64_t i, int worker) { work.multiply(call, first_of(outputs, i, pieces), first_of(outputs, i + 1, pieces), worker); });
+  multiply(call, threads, true);
 #endif
 }
 

@@ -3,7 +3,7 @@
 #include "native.h"
 
 struct LinearCall {
-  const bf16 *x, *w, *bias;  // bias: or null
+  const bf16 *x, *w, *bias;  // bias: or null; for LinearOps of float32 all are of that
   bf16 *y;
   int64_t rows, inputs, outputs, x_stride, w_stride, y_stride;
   int16_t *best;   // or, without y: for every row the largest output so far, rounded, as a whole number in the order of the floats
@@ -22,12 +22,12 @@ enum { TILE_ROWS_AT_ONCE = 16 };
 void linear_tile_rows(const LinearCall &call, int64_t first, int64_t last, uint8_t *work);
 int64_t linear_tile_rows_bytes(int64_t inputs);
 
-// The same for any number of rows where there are no products of bfloat16. work: of `bytes`.
+// The same for any number of rows, with products in float32. work: of `bytes`.
 struct LinearOps {
   void (*multiply)(const LinearCall &call, int64_t first, int64_t last, uint8_t *work);
   int64_t (*bytes)(const LinearCall &call);
 };
-extern const LinearOps linear_avx2, linear_avx512;
+extern const LinearOps linear_avx2[2], linear_avx512[2];  // of float32, of bfloat16
 
 // Outputs first to first + n of a row, rounded: the largest so far.
 static inline void note_best(const LinearCall &call, int64_t row, const bf16 *y, int n, int64_t first) {

@@ -6,5 +6,5 @@ namespace {
 enum { LANES = 8 };
 #include "linear_vector.h"
 }  // namespace
-const LinearOps linear_avx2 = {multiply<bf16>, work_bytes<bf16>};
+const LinearOps linear_avx2[2] = {{multiply<float>, work_bytes<float>}, {multiply<bf16>, work_bytes<bf16>}};
 #endif

@@ -7,5 +7,5 @@ namespace {
 enum { LANES = 16 };
 #include "linear_vector.h"
 }  // namespace
-const LinearOps linear_avx512 = {multiply<bf16>, work_bytes<bf16>};
+const LinearOps linear_avx512[2] = {{multiply<float>, work_bytes<float>}, {multiply<bf16>, work_bytes<bf16>}};
 #endif

@@ -8,15 +8,17 @@
 #include "tape.h"
 #include "team.h"
 
-enum { SMALL = 1 << 16 };  // weights below which one thread is faster
+enum { SMALL = 1 << 16 };       // weights below which one thread is faster
+enum { SMALL_ROWS = 1 << 14 };  // numbers of rows below which it is faster
 
 namespace {
 
 struct PackedCall {
   Multiplier by;
-  const uint8_t *packed, *x, *bias;
+  const uint8_t *packed, *bias;
   uint8_t *y;
-  int64_t x_stride, y_stride, rows, inputs, outputs, panel_bytes;
+  RowsAt x;
+  int64_t y_stride, rows, inputs, outputs, panel_bytes;
 
   void add_bias(float *c, int64_t rows_here, int64_t first, int columns) const {
     for (int64_t m = 0; m < rows_here; m++)
@@ -31,7 +33,7 @@ struct PackedCall {
   // Panels low to high.
   void multiply(int64_t low, int64_t high, uint8_t *work) const {
     auto panel_at = [&](int64_t n) { return n < high ? packed + n * panel_bytes : nullptr; };
-    by.panels({x, x_stride * by.item(), nullptr, false, false}, 0, rows, inputs, low, high, panel_at, work, [&](int64_t n, float *c, int64_t first, int count) {
+    by.panels(x, 0, rows, inputs, low, high, panel_at, work, [&](int64_t n, float *c, int64_t first, int count) {
       int columns = (int)(outputs - n * PANEL < PANEL ? outputs - n * PANEL : PANEL);
       void *to[MAX_BAND];
       for (int64_t i = 0; i < count; i++) to[i] = y + ((first + i) * y_stride + n * PANEL) * by.item();
@@ -44,6 +46,14 @@ struct PackedCall {
 
 }  // namespace
 
+RowsAt whole_rows(const ExpertOps *ops, const RowsAt &a, int64_t rows, int64_t depth, bool halves, uint8_t *to, int threads) {
+  const int64_t stride = Multiplier::whole_stride(depth), pieces = rows * depth <= SMALL_ROWS ? 1 : team_pieces(threads, rows);
+  team(threads, pieces, [&](int64_t piece, int) {
+    for (int64_t m = rows * piece / pieces; m < rows * (piece + 1) / pieces; m++) ops->whole(a[m], depth, halves, to + m * stride);
+  });
+  return {to, stride, nullptr, true, true};
+}
+
 // y [rows, outputs] = x [rows, inputs] w^T + bias (or null), all of x's type. packed: from linear_packed_fill. Strides in numbers.
 NATIVE_API void linear_packed(int64_t x_type, int64_t format, const uint8_t *packed, const void *x, int64_t x_stride, const void *bias,
                               void *y, int64_t y_stride, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
@@ -51,11 +61,13 @@ NATIVE_API void linear_packed(int64_t x_type, int64_t format, const uint8_t *pac
   if (rows == 0) return;
   int64_t panels = (outputs + PANEL - 1) / PANEL;
   Multiplier by = {experts_ops(x_type), experts_bands(x_type), x_type, format, narrow_rows_of(format)};
-  PackedCall call = {by, packed, (const uint8_t *)x, (const uint8_t *)bias, (uint8_t *)y, x_stride, y_stride,
-                     rows, inputs, outputs, by.panel_bytes(inputs)};
+  PackedCall call = {by, packed, (const uint8_t *)bias, (uint8_t *)y, {(const uint8_t *)x, x_stride * by.item(), nullptr, false, false},
+                     y_stride, rows, inputs, outputs, by.panel_bytes(inputs)};
   if (inputs * outputs <= SMALL && rows < FEW_ROWS) threads = 1;
   int64_t work_bytes = by.work_bytes(inputs, rows);
-  uint8_t *work = scratch(threads * work_bytes);
+  work_bytes = (work_bytes + 63) / 64 * 64;
+  uint8_t *work = scratch(threads * work_bytes + (by.all_whole() ? rows * by.whole_stride(inputs) : 0));
+  if (by.all_whole()) call.x = whole_rows(by.ops, call.x, rows, inputs, by.halves(), work + threads * work_bytes, threads);
   int64_t pieces = team_pieces(threads, panels);
   team(threads, pieces, [&](int64_t piece, int worker) {
     call.multiply(panels * piece / pieces, panels * (piece + 1) / pieces, work + worker * work_bytes);

@@ -8,14 +8,6 @@ enum { LINE = 64, ROWS = 4, SUMS = 12, K_STEP = 1024, NEAR_WEIGHTS = 192 << 10 }
 // Outputs of a tile of so many rows: the sums, the weights of a step and numbers of a row have room in 16 registers.
 INLINE constexpr int outputs_of(int rows) { return rows == 1 ? 6 : rows == 2 ? 4 : 3; }
 
-// The bits of the second of a pair. Where it is read it is not known what it is: it stays in no register.
-alignas(64) static const vi second_bits = (vi){} + (int32_t)0xffff0000;
-INLINE const vi *second_mask() {
-  const vi *at = &second_bits;
-  asm("" : "+r"(at));
-  return at;
-}
-
 // A line of weights is so many vectors of float32. Of bfloat16: of its first numbers those at even places, then those at odd ones.
 template <class X> INLINE constexpr int vectors_of() { return LINE / (int)sizeof(X) / LANES; }
 INLINE vf vector_of(const float *line, int i, const vi *) { return load(line + i * LANES); }
@@ -81,8 +73,15 @@ template <int MR, int NO, class X> INLINE void deliver(const LinearCall &call, i
     for (int j = 0; j < outputs; j++) sum[i * NO + j] += number((const X *)call.bias + o + j);
 #pragma GCC unroll 2
   for (int p = 0; p < PARTS; p++) store(y + p * LANES, load(sum + p * LANES));
+#pragma GCC unroll 4
   for (int i = 0; i < MR; i++) {
-    if (call.best) note_best(call, m + i, y + i * NO, outputs, o);
+    if constexpr (sizeof(X) == sizeof(bf16)) {
+      if (call.best) {
+        note_best(call, m + i, y + i * NO, outputs, o);
+        continue;
+      }
+    }
+    if (outputs == NO) memcpy((X *)call.y + (m + i) * call.y_stride + o, y + i * NO, NO * sizeof(X));
     else memcpy((X *)call.y + (m + i) * call.y_stride + o, y + i * NO, outputs * sizeof(X));
   }
 }
@@ -101,7 +100,7 @@ static void some_rows(const LinearCall &call, int64_t m, int64_t first, int64_t 
       const X *w[NO];
 #pragma GCC unroll 8
       for (int j = 0; j < NO; j++) w[j] = (const X *)call.w + (o + (j < outputs ? j : outputs - 1)) * call.w_stride;
-      const int64_t gap = tile % turns == turn ? (ahead ? ahead : NO * call.w_stride) * (int64_t)sizeof(X) : 0;
+      const int64_t gap = tile % turns == turn ? (ahead ? ahead : 2 * NO * call.w_stride) * (int64_t)sizeof(X) : 0;
       vf acc[MR][NO] = {}, *kept = sums + tile * MR * NO;
       if (k)
 #pragma GCC unroll 4

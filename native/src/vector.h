@@ -27,6 +27,14 @@ INLINE vf float_of(bf16 x) {
 INLINE vf value(const float *a) { return splat(*a); }
 INLINE vf value(const bf16 *a) { return float_of(*a); }
 
+// The bits of the second of a pair. Where it is read it is not known what it is: it stays in no register.
+alignas(64) static const vi second_bits = (vi){} + (int32_t)0xffff0000;
+INLINE const vi *second_mask() {
+  const vi *at = &second_bits;
+  asm("" : "+r"(at));
+  return at;
+}
+
 // Round to nearest, ties to even; NaN stays NaN.
 #ifdef AVX512_BF16_FILE  // one instruction, which takes denormal numbers for 0
 INLINE vh bf16_of(vf x) { return (vh)_mm512_cvtneps_pbh((__m512)x); }
@@ -85,11 +93,17 @@ INLINE float total(vf x) {
 // The totals of LANES vectors, each in its lane: neighbours are added, until one vector is left.
 INLINE vf totals(vf *sum) {
   typedef int32_t mask __attribute__((vector_size(sizeof(vf))));
+#if defined(AVX512_FILE)
   mask even, odd;
   for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+  mask low = even, high = odd;
+#else  // halves of a register are put together last
+  static_assert(LANES == 8);
+  const mask even = {0, 2, 8, 10, 4, 6, 12, 14}, odd = {1, 3, 9, 11, 5, 7, 13, 15}, low = {0, 1, 2, 3, 8, 9, 10, 11}, high = {4, 5, 6, 7, 12, 13, 14, 15};
+#endif
 #pragma GCC unroll 4
-  for (int left = LANES / 2; left; left /= 2)
+  for (int left = LANES / 2; left > 1; left /= 2)
 #pragma GCC unroll 8
     for (int i = 0; i < left; i++) sum[i] = __builtin_shuffle(sum[2 * i], sum[2 * i + 1], even) + __builtin_shuffle(sum[2 * i], sum[2 * i + 1], odd);
-  return sum[0];
+  return __builtin_shuffle(sum[0], sum[1], low) + __builtin_shuffle(sum[0], sum[1], high);
 }

@@ -43,13 +43,14 @@ def render_messages(
     chat_template: str | None,
     messages: Sequence[ChatMessage],
     *,
+    content_parts: bool,
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     kwargs: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The prompt's text. ApiError 400. chat_template: replaces the model's. add_generation_prompt: true unless said
-    otherwise or the last message goes on."""
+    """The prompt's text. ApiError 400. chat_template: replaces the model's. content_parts: as `message_dict`.
+    add_generation_prompt: true unless said otherwise or the last message goes on."""
     goes_on = either(continue_final_message, False)
     if goes_on and add_generation_prompt:
         field = "continue_final_message"
@@ -58,7 +59,7 @@ def render_messages(
     if reserved:
         field = "chat_template_kwargs"
         raise bad_request(f"chat_template_kwargs may not hold {', '.join(sorted(reserved))}", field)
-    plain = [message_dict(message, index) for index, message in enumerate(messages)]
+    plain = [message_dict(message, index, content_parts) for index, message in enumerate(messages)]
     try:
         return tokenizer.apply_chat_template(
             plain,
@@ -72,12 +73,18 @@ def render_messages(
         raise bad_request(f"messages: {error}", "messages", "invalid_value") from None
 
 
-def message_dict(message: ChatMessage, index: int) -> dict[str, Any]:
-    """As chat templates want it: content is a text, absent fields are absent, arguments of tool calls are objects."""
+def message_dict(message: ChatMessage, index: int, content_parts: bool = False) -> dict[str, Any]:
+    """As chat templates want it: content is a text, or a list of parts as the API has it (content_parts); absent fields
+    are absent, arguments of tool calls are objects."""
     if not message.role:
         raise bad_request(f"messages[{index}].role must not be empty", f"messages[{index}].role", "invalid_value")
     role = "system" if message.role == "developer" else message.role
-    result: dict[str, Any] = {"role": role, "content": text_of(message, index)}
+    content: object = text_of(message, index)  # ApiError where a part is not a text
+    if content_parts:
+        given = [message.content] if isinstance(message.content, str) else message.content or ()
+        texts = [part if isinstance(part, str) else part.text for part in given]
+        content = [{"type": "text", "text": text} for text in texts]
+    result: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
         result["name"] = message.name
     if message.tool_call_id is not None:

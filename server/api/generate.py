@@ -22,7 +22,7 @@ from front.front import EngineBusy, EngineDraining, EngineFailed
 from front.outputs import Delta, PositionLogprobs, Prompt
 from front.search.beams import BeamSearchParams, beam_deltas, beam_names
 from server.api.openai import CompletionTokensDetails, Usage, usage
-from server.errors import ApiError, as_api_error
+from server.errors import ApiError, as_api_error, unfinished
 from server.http import ResponseWriter, response_writer_of
 from server.in_flight import InFlightRequest
 from server.logs import Record
@@ -357,13 +357,13 @@ class _Counter:
         self.num_open = job.num_choices  # choices that have not ended
         self._last = [0.0] * job.num_choices  # when the choice's last delta came; 0: none has
         self._gaps: list[list[float]] = [[] for _ in job.prompts]
+        self._params = job.prompts[0].params
 
     def count(self, deltas: list[Delta]) -> float:
-        """Returns the time. ApiError 500 when the engine could not finish a choice."""
+        """Returns the time. ApiError when the engine could not finish a choice."""
         now = time.monotonic()
         record, last = self._record, self._last
-        if record.first_token is None:
-            record.first_token = now
+        record.first_token = record.first_token or now
         for delta in deltas:
             index = delta.index
             if last[index]:
@@ -381,7 +381,7 @@ class _Counter:
                 record.finish = delta.finish_reason
                 self.num_open -= 1
                 if delta.finish_reason == "error":
-                    raise ApiError(500, "the engine could not finish this request", code="engine_error")
+                    raise unfinished(self._params)
         return now
 
     def report(self, service: Service) -> None:

@@ -133,6 +133,8 @@ def _add(messages: list[Json], message: InputMessage, where: str) -> None:
     if message.role == "assistant":
         messages.append(_assistant(blocks, where))
         return
+    if not blocks:
+        raise bad_request(f"{where}.content must not be empty", f"{where}.content", "invalid_value")
     texts = []
     for place, block in enumerate(blocks):
         at = f"{where}.content[{place}]"
@@ -182,7 +184,7 @@ def _text(block: Json, where: str) -> str:
     if kind == "text" and isinstance(block.get("text"), str):
         return str(block["text"])
     if kind == "document" and isinstance(block.get("source"), dict) and block["source"].get("type") == "text":
-        return "\n".join(filter(None, (block.get("title"), str(block["source"].get("data", "")))))
+        return "\n".join(filter(None, (str(block.get("title") or ""), str(block["source"].get("data", "")))))
     if kind == "search_result":
         title = f"{block.get('title', '')} ({block.get('source', '')})"
         return "\n".join([title, _joined(block.get("content"), f"{where}.content")])
@@ -200,10 +202,12 @@ def _tools(body: MessagesRequest) -> Json:
             raise bad_request(f"{where}.name is missing", f"{where}.name", "invalid_value")
         function = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
         tools.append({"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}})
-    if not tools:
-        return {}
     given = body.tool_choice or {"type": "auto"}
     kind = given.get("type")
+    if not tools:
+        if kind in ("any", "tool"):
+            raise bad_request("tool_choice needs tools", "tool_choice", "invalid_value")
+        return {}
     choice: Any = {"auto": "auto", "any": "required", "none": "none"}.get(str(kind))
     if kind == "tool":
         choice = {"type": "function", "function": {"name": given.get("name")}}

@@ -203,7 +203,7 @@ def _add(messages: list[Json], item: Json, where: str) -> None:
             {"role": "system", "content": f"The conversation so far, summed up:\n\n{_summary(item, where)}"}
         )
     elif kind == "function_call":
-        _call(messages, item, item.get("arguments") or "{}", where)
+        _call(messages, item, _arguments(item, f"{where}.arguments"), where)
     elif kind == "custom_tool_call":
         _call(messages, item, _encoded({_CUSTOM_PARAMETER: item.get("input") or ""}), where)
     elif isinstance(kind, str) and kind.endswith("_call_output"):
@@ -229,6 +229,15 @@ def _call(messages: list[Json], item: Json, arguments: str, where: str) -> None:
         messages.append({"role": "assistant", "content": ""})
     function = {"name": item["name"], "arguments": arguments}
     messages[-1].setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+
+
+def _arguments(item: Json, where: str) -> str:
+    given = item.get("arguments") or "{}"
+    try:
+        msgspec.json.decode(given, type=dict[str, Any])
+    except (msgspec.DecodeError, TypeError, RecursionError):
+        raise bad_request(f"{where} must be a JSON object, as a text", where, "invalid_value") from None
+    return str(given)
 
 
 def _reasoning(item: Json, where: str) -> str:
@@ -297,8 +306,7 @@ def _tools(body: ResponsesRequest) -> Json:
     if isinstance(choice, dict):
         kind, name = choice.get("type"), choice.get("name")
         if kind == "allowed_tools":
-            named = [{"type": "function", "name": tool.get("name")} for tool in choice.get("tools") or ()]
-            choice = {"type": kind, "mode": choice.get("mode"), "tools": named}
+            choice = {"type": kind, "mode": choice.get("mode"), "tools": choice.get("tools")}
         elif kind in ("function", "custom"):
             if not any(tool["function"]["name"] == name for tool in tools):
                 raise bad_request(f"tool_choice: no tool is named {name!r:.80}", "tool_choice", "invalid_value")
@@ -311,6 +319,9 @@ def _tools(body: ResponsesRequest) -> Json:
         else:
             raise bad_request(f"tool_choice: {kind!r:.40} is not supported", "tool_choice", "unsupported_parameter")
     if not tools:
+        if choice not in (None, "auto", "none"):
+            message = "tool_choice needs tools of type function or custom"
+            raise bad_request(message, "tool_choice", "invalid_value")
         return {}
     return {**fields, "tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls}
 
@@ -321,6 +332,8 @@ def _tool(given: Json, where: str) -> Json | None:
         return None
     if not isinstance(name, str):
         raise bad_request(f"{where}.name is missing", f"{where}.name", "invalid_value")
+    if not isinstance(given.get("description"), str | None):
+        raise bad_request(f"{where}.description must be a text", f"{where}.description", "invalid_value")
     function = {
         key: given[key] for key in ("name", "description", "parameters", "strict") if given.get(key) is not None
     }

@@ -132,11 +132,27 @@ class Responses:
         return Response(self._kept(request).response, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
+        """The newest first, unless order=asc; at most `limit` (20), those behind the item `after`."""
         stored = self._kept(request)
         items = msgspec.json.decode(stored.items)[: stored.num_input]
-        named = [{"id": f"in_{place}", **item} for place, item in enumerate(items)]
-        first, last = (named[0]["id"], named[-1]["id"]) if named else (None, None)
-        return json_response({"object": "list", "data": named, "first_id": first, "last_id": last, "has_more": False})
+        found = [_input_item(item, place) for place, item in enumerate(items)]
+        asked = request.query_params
+        order, limit, after = asked.get("order", "desc"), asked.get("limit", "20"), asked.get("after")
+        if order not in ("asc", "desc"):
+            raise bad_request("order must be asc or desc", "order", "invalid_value")
+        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= 100:
+            raise bad_request("limit must be from 1 to 100", "limit", "invalid_value")
+        if order == "desc":
+            found.reverse()
+        if after is not None:
+            places = [place for place, item in enumerate(found) if item["id"] == after]
+            if not places:
+                raise bad_request(f"after: the response has no item {after!r:.80}", "after", "invalid_value")
+            found = found[places[0] + 1 :]
+        page = found[: int(limit)]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        more = len(page) < len(found)
+        return json_response({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -241,3 +257,16 @@ class Responses:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+
+
+def _input_item(item: Json, place: int) -> Json:
+    """With an id, and a message's text as a part."""
+    named = {"id": f"in_{place}", **item}
+    content = item.get("content")
+    if "role" in item and isinstance(content, str):
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        named["content"] = [{"type": kind, "text": content}]
+    if "role" in item:
+        named.setdefault("type", "message")
+        named.setdefault("status", "completed")
+    return named

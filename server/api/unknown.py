@@ -6,6 +6,8 @@ nothing about its answer, are let through; all others are named in the answer's 
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from server.errors import bad_request
@@ -13,6 +15,7 @@ from server.errors import bad_request
 HEADER = b"x-ignored-fields"
 MAX_NAMED = 16
 MAX_NAME = 64  # characters
+NOT_PRINTABLE = re.compile(r"[^ -~]")  # what a header may not hold
 
 # OpenAI's, and those that have no effect where there are no images, sounds or searches.
 HARMLESS = frozenset(
@@ -48,11 +51,15 @@ def check_unknown(body: bytes, form: type[msgspec.Struct]) -> list[str]:
     known = form.__struct_fields__
     ignored: list[str] = []
     for name, value in _fields.decode(body).items():
-        if name in known or name in HARMLESS or bytes(value) == b"null":
+        if name in known or bytes(value) == b"null":
+            continue
+        if name == "modalities" and b'"audio"' in bytes(value):
+            raise bad_request("modalities: only text is made here", name, "unsupported_parameter")
+        if name in HARMLESS:
             continue
         if name in REFUSED:
             message = f"{name} is not supported: to ignore it would change what the answer means"
             raise bad_request(message, name, "unsupported_parameter")
         if len(ignored) < MAX_NAMED:
-            ignored.append(name[:MAX_NAME].encode("ascii", "replace").decode())
+            ignored.append(NOT_PRINTABLE.sub("?", name[:MAX_NAME]))
     return ignored

@@ -213,4 +213,5 @@ $("reset").addEventListener("click", () => {
   $("text").focus();
 });
 $("key").addEventListener("change", connect);
+if (matchMedia("(max-width: 44rem)").matches) document.querySelector("aside details").open = false; // a phone
 connect();

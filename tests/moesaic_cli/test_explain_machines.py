@@ -58,6 +58,17 @@ def test_the_embedded_model_on_two_machines() -> None:
     assert "or a replica on each" in explain("--nnodes", "2", "-dpl", "2,1")
 
 
+def test_which_ranks_share_a_store() -> None:
+    assert json.loads(explain("--json", "-dp", "3"))["distances"] == {"same_store": [1, 2]}
+    apart = json.loads(explain("--json", "-dp", "2", "--num-redundant-experts", "0"))
+    assert apart["distances"] == {"same_machine": [1]}
+    four = json.loads(explain("--json", "--nnodes", "2", "-dp", "4"))
+    assert four["distances"] == {"same_store": [1], "other_machine": [2, 3]}
+    assert json.loads(explain("--json", "-dp", "1"))["distances"] == {}
+    text = explain("-dp", "2")
+    assert "same store" in text and "mapped: nothing is brought" in text
+
+
 def test_auto_is_refused() -> None:
     done = CliRunner().invoke(command, ["--nnodes", "auto"])
     assert isinstance(done.exception, ValueError) and "--nnodes must be a number for explain" in str(done.exception)

@@ -120,6 +120,9 @@ def config_of(*words: str) -> Any:
         ("--compilation-config 2", "optimization_level", 2),
         ("--hf-overrides.rope_scaling.factor 4", "hf_overrides", {"rope_scaling": {"factor": 4}}),
         ('--hf-overrides {"a":1} --hf-overrides.b two', "hf_overrides", {"a": 1, "b": "two"}),
+        ("--enforce-eager --no-enforce-eager", "cudagraph_mode", "auto"),
+        ("--no_enforce_eager --enforce_eager", "cudagraph_mode", "none"),
+        ("--stream-interval 1 --numa-bind --use-tqdm-on-load", "data_parallel_size", 1),
         ("-tp 1 -pp 1 --seed 0 --trust-remote-code --disable-log-stats", "data_parallel_size", 1),
         ("--load-format auto --tokenizer-mode auto --swap-space 4", "data_parallel_size", 1),
     ],
@@ -153,6 +156,9 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     assert (config.model, config.max_model_len, config.dtype) == ("org/name", 8000, "float32")
     assert config.served_model_name == ("a", "b") and not config.enable_prefix_caching
     assert config.eplb.window_size == 50
+    file.write_text("enforce-eager: true\n")
+    assert config_of("--config", str(file)).cudagraph_mode == "none"
+    assert config_of("--config", str(file), "--no-enforce-eager").cudagraph_mode == "auto"
     file.write_text("- a list\n")
     assert "must hold options" in refused("--config", str(file))
     file.write_text("a: [\n")
@@ -174,6 +180,9 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         ("--max-model-len much", "is not a number such as 8192, 8k or 8K or auto"),
         ("--dtype int3", "'int3' is not one of"),
         ("--no-such-flag", "--no-such-flag"),
+        ("--threads-per-rank 1000", "threads_per_rank must be at most"),
+        ("--attention-config.backend FLASHINFER", "--attention-config cannot be: --attention-backend says it"),
+        ('--rope-scaling {"factor":2}', "--hf-overrides.rope_scaling says it"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(words: str, message: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from isas import BF16_ISAS
+from isas import BF16_ISAS, EVERY_ISA
 from rounding import assert_within, matmul_bound, whole_rows_bound
 
 from moe_kernels.matrix import SCALE_ROWS, WeightFormat, dequantize, quantize
@@ -49,8 +49,18 @@ def test_what_is_measured_is_a_way_of_the_level(level: Isa) -> None:
     assert measured(level) == (choice, said)  # once per process
 
 
-def test_with_lesser_instructions_nothing_is_measured() -> None:
+def test_with_lesser_instructions_there_is_one_way() -> None:
     assert measured(Isa.AVX512)[0] == measured(Isa.NONE)[0] == Choice()
+    assert "no ways" in measured(Isa.NONE)[1]
+
+
+@pytest.mark.parametrize("level", EVERY_ISA)
+def test_what_one_core_does_is_said(level: Isa) -> None:
+    measured.cache_clear()
+    limit_isa(level)
+    said = measured(level)[1]
+    measured.cache_clear()
+    assert level.name.lower() in said and "GFLOP/s of one core" in said
 
 
 @pytest.mark.parametrize("level", BF16_ISAS)

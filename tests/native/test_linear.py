@@ -14,7 +14,7 @@ from isas import EVERY_ISA
 from rounding import assert_within, matmul_bound
 
 from native import Isa, limit_isa
-from native.linear import MAX_DOT_ROWS, best_output, linear
+from native.linear import MAX_DOT_ROWS, MAX_ROWS_F32, best_output, linear
 
 ROWS = [0, 1, 2, 3, 4, 5, 7, 12, 16, 23, 24, 25, 31, 64, 97, 300]
 
@@ -26,17 +26,18 @@ def _level(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("sizes", [(64, 64), (1, 1), (33, 7), (31, 130), (1000, 515), (2600, 70)])
-def test_equals_torch(sizes: tuple[int, int], threads: int) -> None:
+def test_equals_torch(sizes: tuple[int, int], threads: int, dtype: torch.dtype) -> None:
     num_inputs, num_outputs = sizes
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn((num_outputs, num_inputs), generator=generator).bfloat16()
-    bias = torch.randn(num_outputs, generator=generator).bfloat16()
+    weight = torch.randn((num_outputs, num_inputs), generator=generator).to(dtype)
+    bias = torch.randn(num_outputs, generator=generator).to(dtype)
     for rows in ROWS:
         # Rows lie apart, and what is between them is NaN.
-        x = torch.full((rows, num_inputs + 5), torch.nan).bfloat16()[:, 2 : 2 + num_inputs]
+        x = torch.full((rows, num_inputs + 5), torch.nan).to(dtype)[:, 2 : 2 + num_inputs]
         x[:] = torch.randn((rows, num_inputs), generator=generator)
         for b in (None, bias):
             ours = linear(x, weight, b)
@@ -73,9 +74,10 @@ def test_a_row_does_not_depend_on_its_company() -> None:
 
 
 def test_other_types_and_lesser_machines_take_torch() -> None:
-    x, weight = torch.randn(MAX_DOT_ROWS + 1, 20), torch.randn(5, 20)
+    x, weight = torch.randn(MAX_ROWS_F32 + 1, 20), torch.randn(5, 20)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
-    assert_within(linear(x[1:], weight), F.linear(x[1:], weight), matmul_bound(x[1:], weight))  # few rows do not
+    few = x[:MAX_DOT_ROWS]
+    assert_within(linear(few, weight), F.linear(few, weight), matmul_bound(few, weight))  # few rows do not
     limit_isa(Isa.NONE)
     x, weight = x.bfloat16(), weight.bfloat16()
     assert torch.equal(linear(x, weight), F.linear(x, weight))

@@ -192,3 +192,23 @@ def test_answers_that_are_stopped_cut_off_or_lost(page: Any, served: Any) -> Non
     say(page, "after")
     page.wait_for_selector("text=You said after.")
     assert [message["content"] for message in served.asked[-1]["messages"][-2:]] == ["Half", "after"]
+
+
+def test_a_phone(browser: Any, served: Any) -> None:
+    """Nothing lies over anything else, however long the answer is, and the parameters are folded."""
+    page = browser.new_page(viewport={"width": 390, "height": 700}, color_scheme="dark")
+    page.goto(f"http://127.0.0.1:{served.server_port}")
+    shows(page, "#state", "ready")
+    for text in ("much " * 150, "y" * 300):
+        say(page, text)
+        shows(page, "#log", f"You said {text.strip()}"[:300])
+    boxes = [page.locator(place).bounding_box() for place in ("header", "aside", "#log", "#ask")]
+    assert not page.locator("#system").is_visible()
+    bottom = 0.0
+    for box in boxes:
+        assert box["y"] >= bottom - 1 and box["width"] <= 390, boxes
+        bottom = box["y"] + box["height"]
+    assert bottom <= 700 and boxes[2]["height"] > 300, boxes
+    page.click("aside summary")
+    assert page.locator("#system").is_visible() and page.locator("#send").is_visible()
+    page.close()

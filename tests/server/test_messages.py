@@ -28,6 +28,21 @@ async def message(s: Server, **fields: Any) -> dict[str, Any]:
     return body
 
 
+def test_requests_have_a_name_that_clients_find() -> None:
+    async def run() -> None:
+        async with server() as s:
+            for body in (
+                {"max_tokens": 1, "messages": HELLO},
+                {"max_tokens": 1, "messages": HELLO, "stream": True},
+                {},
+            ):
+                answer = await s.post("/v1/messages", body)
+                assert answer.headers["request-id"] == answer.headers["x-request-id"]
+            assert "request-id" not in (await s.http.get("/v1/models")).headers
+
+    asyncio.run(run())
+
+
 async def stream(s: Server, **fields: Any) -> list[dict[str, Any]]:
     body = {"model": MODEL, "max_tokens": 200, "messages": HELLO, "stream": True, **fields}
     answer = await s.post("/v1/messages?beta=true", body)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 from server_parts import MODEL, server, small_tokenizer, until
@@ -31,15 +32,16 @@ HISTOGRAMS = """
 COUNTERS = """
     prompt_tokens generation_tokens prompt_tokens_cached prompt_tokens_by_source prefix_cache_queries prefix_cache_hits
     num_preemptions request_success admission_rejections spec_decode_num_drafts spec_decode_num_draft_tokens
-    spec_decode_num_accepted_tokens
+    spec_decode_num_accepted_tokens external_prefix_cache_queries external_prefix_cache_hits
 """
 GAUGES = """
     num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc cache_config_info
-    lora_requests_info
+    lora_requests_info engine_sleep_state
 """
 LABELS = {
     "vllm:cache_config_info": {"block_size": "16", "num_gpu_blocks": "64", "kv_cache_size_tokens": "1024"},
     "vllm:num_requests_waiting_by_reason": {"reason": "capacity"},
+    "vllm:engine_sleep_state": {"sleep_state": "awake"},
     "vllm:prompt_tokens_by_source_total": {"source": "local_cache_hit"},
     "vllm:lora_requests_info": {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""},
     "vllm:request_success_total": {"finished_reason": "length"},
@@ -118,6 +120,37 @@ def test_the_description_of_the_api_has_every_route_and_needs_no_key() -> None:
             assert docs.headers["content-type"].startswith("text/html") and "/v1/chat/completions" in docs.text
             assert "<script" not in docs.text and "//" not in docs.text.replace("</", "")
             assert (await s.http.get("/tokenizer_info")).status_code == 401
+
+    asyncio.run(run())
+
+
+ANSWERED: list[tuple[str, dict[str, Any] | None]] = [
+    ("/v1/completions", {"prompt": "a", "max_tokens": 2, "logprobs": 1, "echo": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "logprobs": True}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+    ("/v1/responses/input_tokens", {"input": "a"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/tokenize", {"prompt": "a"}),
+    ("/detokenize", {"tokens": [5]}),
+    *((path, None) for path in ("/v1/models", "/health", "/live", "/ready", "/load", "/version")),
+]  # fmt: skip
+
+
+def test_answers_are_what_the_document_says() -> None:
+    async def run() -> None:
+        async with server() as s:
+            document = (await s.http.get("/openapi.json")).json()
+            for path, body in ANSWERED:
+                answer = await (s.http.get(path) if body is None else s.post(path, body))
+                entry = document["paths"][path]["get" if body is None else "post"]
+                assert answer.status_code == 200, answer.text
+                schema = entry["responses"]["200"]["content"]["application/json"]["schema"]
+                Draft202012Validator({**schema, "components": document["components"]}).validate(answer.json())
+                if body is not None:
+                    asked = entry["requestBody"]["content"]["application/json"]["schema"]
+                    Draft202012Validator({**asked, "components": document["components"]}).validate(body)
+            assert "text/plain" in document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
 
     asyncio.run(run())
 

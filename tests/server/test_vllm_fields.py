@@ -30,6 +30,28 @@ def test_documents_go_to_the_template() -> None:
     asyncio.run(run())
 
 
+def test_templates_may_get_parts() -> None:
+    template = (
+        "{% for m in messages %}{% for part in m.content %}[{{ part.type }}:{{ part.text }}]{% endfor %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+
+    async def run() -> None:
+        async with server(ServerConfig(chat_template=template, content_parts=True)) as s:
+            await s.chat(
+                messages=[{"role": "system", "content": "be"}, {"role": "user", "content": parts}], max_tokens=1
+            )
+            assert last_prompt(s) == "[text:be][text:a][text:b]"
+            going = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so"}]
+            await s.chat(messages=going, continue_final_message=True, add_generation_prompt=False, max_tokens=1)
+            assert last_prompt(s) == "[text:a][text:so"
+            picture = [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]
+            refused = await s.post("/v1/chat/completions", {"model": MODEL, "messages": picture, "max_tokens": 1})
+            assert refused.status_code == 400 and "messages[0].content[0].type" in refused.text
+
+    asyncio.run(run())
+
+
 def test_defaults_of_a_server_for_what_answers_show() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     config = ServerConfig(

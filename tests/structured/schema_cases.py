@@ -100,7 +100,7 @@ STRINGS = [
     Case(one(type="string", format="email"), ["a@b.de", "first.last@example.com"], ["a", "a@", "@b.de"]),
     Case(one(type="string", format="uuid"), ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567", "123e4567e89b12d3a456426614174000"]),
     Case(one(type="string", format="ipv4"), ["127.0.0.1", "255.255.255.255"], ["256.0.0.1", "1.2.3", "::1"]),
-    Case(one(type="string", format="ipv6"), ["::1", "2001:db8:0:0:0:0:0:1"], ["127.0.0.1", "xyz"]),
+    Case(one(type="string", format="ipv6"), ["::", "::1", "1::", "2001:db8:0:0:0:0:0:1", "1:2:3:4:5:6:7:8", "fe80::a:B", "::ffff:192.168.0.1", "1:2:3:4:5:6:1.2.3.4", "1::3:4:5:6:7:8"], ["127.0.0.1", "xyz", "1:2:3", "12345::", ":::", "1::2::3", "1:2:3:4:5:6:7:8:9", "::1.2.3.256", "1:2:3:4:5:6:7:1.2.3.4"]),
     Case(one(type="string", format="hostname"), ["example.com", "localhost"], ["-a.com", "a b"]),
     Case(one(type="string", format="uri"), ["https://example.com/a?b=c#d"], ["no scheme", ""]),
     Case(one(type="string", format="duration"), ["P1D", "PT5M"], ["1D", "P"]),

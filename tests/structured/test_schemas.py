@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from schema_cases import CASES, Case
 from schema_makers import FORMATS, JSON_PIECES, OwnVocabulary, make_instance, make_schema, mutated
 from structured_parts import whole
+from user_cases import FOLLOWED, REFUSED
 
 from front.messages import StructuredOutputsParams
 from front.structured.grammar import checked_grammar
@@ -144,3 +145,77 @@ def test_schemas_by_chance(vocabulary: str) -> None:
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_many_schemas_by_chance(vocabulary: str) -> None:
     check_made(range(QUICK, MANY), vocabulary)
+
+
+def test_choices_are_these_texts() -> None:
+    """Whatever they are made of, and as many as may be given."""
+    tokenizer, masks = tokenizers()
+    odd = (
+        "a",
+        "ab",
+        "a b",
+        "x.y*",
+        "new\nline",
+        "tab\t",
+        'q"',
+        "b\\s",
+        "/s/",
+        "é🎉",
+        "<t>",
+        "{1}",
+        "$^",
+        "a|b",
+        "(x)[y]",
+        "#&~-\x00",
+    )
+    for choices in (odd, tuple(map(str, range(4096)))):
+        text = checked_grammar(StructuredOutputsParams(choice=choices), tokenizer).text
+        for written in (*choices[:16], "", "abc", "xay", "a|", "4096", "x"):
+            tokens = tokenizer.encode(written, add_special_tokens=False)
+            assert whole(masks, text, tokens) == (written in choices), written
+
+
+@pytest.mark.parametrize("schema", FOLLOWED, ids=lambda one: json.dumps(one[0])[:60])
+def test_schemas_of_users(schema: tuple[Any, ...]) -> None:
+    judge, instances = Draft202012Validator(schema[0]), schema[1:]
+    judged = [[one for one in instances if judge.is_valid(one) == valid] for valid in (True, False)]
+    assert check(Case(schema[0], *judged), "tiny")
+
+
+@pytest.mark.parametrize(("schema", "named"), REFUSED, ids=lambda one: json.dumps(one)[:60])
+def test_refusals_name_the_keyword(schema: object, named: str) -> None:
+    """And show nothing of the text that is made for the back end."""
+    with pytest.raises(ValueError) as refused:
+        checked_grammar(StructuredOutputsParams(json=schema), tokenizers()[0])
+    message = str(refused.value)
+    assert named in message and "%json" not in message and "x-guidance" not in message
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_counts_within_counts(kind: str) -> None:
+    given = {"regex": "((a{100}){100}){100}", "grammar": "start: /((a{100}){100}){100}/"}[kind]
+    with pytest.raises(ValueError, match="counts within counts"):
+        checked_grammar(StructuredOutputsParams(**{kind: given}), tokenizers()[0])
+
+
+def test_bounds_that_leave_themselves_out() -> None:
+    """All pairs of some numbers as bounds, and numbers beside them."""
+    tokenizer, masks = tokenizers("bytes")
+    bounds = (-0.5, -0.001, 0, 0.5, 10)
+    for low, high in ((low, high) for low in bounds for high in bounds if low < high):
+        for least, most in (("minimum", "exclusiveMaximum"), ("exclusiveMinimum", "maximum")):
+            schema = {"type": "number", least: low, most: high}
+            judge, text = (
+                Draft202012Validator(schema),
+                checked_grammar(StructuredOutputsParams(json=schema), tokenizer).text,
+            )
+            for number in {low, high, 0, low - 1, high + 1, low + 0.0001, high - 0.0001}:
+                written = json.dumps(round(number, 6))
+                for form in (
+                    written,
+                    written if "." in written else f"{written}.0",
+                    f"-{written}" if not number else written,
+                ):
+                    passes = whole(masks, text, tokenizer.encode(form, add_special_tokens=False))
+                    assert not passes or judge.is_valid(json.loads(form)), (schema, form)
+                    assert passes or form != written or not judge.is_valid(json.loads(form)), (schema, form)

@@ -16,6 +16,7 @@ from test_end_to_end import running
 
 from front.messages import AddRequest, SamplingParams, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
+from server.errors import unfinished
 
 pytestmark = pytest.mark.structured
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -35,13 +36,13 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}}, r'"additionalProperties": false'),
     ({"structured_outputs": {"json_object": True}}, '%json'),
     ({"structured_outputs": {"regex": "a+/b"}}, r"start: /a\+\\/b/"),
-    ({"structured_outputs": {"choice": ["yes", "no"]}}, r'start: "yes" \| "no"'),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, r"start: /yes\|no/"),
     ({"structured_outputs": {"grammar": 'root ::= "a"'}}, 'start: "a"'),
     ({"structured_outputs": {"grammar": 'start: "a" x\nx: /b/'}}, "x: /b/"),
     ({"structured_outputs": {"structural_tag": json.dumps({"format": FORMAT})}}, r"\[lazy\]"),
     ({"guided_json": SCHEMA, "guided_decoding_backend": "guidance"}, '"a"'),
     ({"guided_regex": "ab"}, "start: /ab/"),
-    ({"guided_choice": ["yes"]}, 'start: "yes"'),
+    ({"guided_choice": ["yes"]}, "start: /yes/"),
     ({"guided_grammar": 'start: "a"'}, 'start: "a"'),
 ]  # fmt: skip
 
@@ -76,6 +77,14 @@ def test_a_back_end_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(ValueError, match=r"structured_outputs: .*pip install 'moesaic\[xgrammar\]'"):
         checked_grammar(StructuredOutputsParams(regex="a missing one", backend="xgrammar"), small_tokenizer())
+
+
+def test_what_the_engine_could_not_go_on_with() -> None:
+    """Is the request's fault where it has a grammar, and nothing else that could fail."""
+    structured = StructuredOutputsParams(json_object=True)
+    assert unfinished(SamplingParams(structured_outputs=structured)).code == "grammar_too_complex"
+    for params in (SamplingParams(), SamplingParams(structured_outputs=structured, extra_args={"a": 1})):
+        assert (unfinished(params).status, unfinished(params).code) == (500, "engine_error")
 
 
 PERSON = {
@@ -115,5 +124,8 @@ def test_the_openai_client(tmp_path: Path) -> None:
         assert ask(0, response_format=openai.omit, extra_body=choices).choices[0].message.content in ("yes", "no")
         with pytest.raises(openai.BadRequestError, match="uniqueItems"):
             ask(0, response_format=openai.omit, extra_body={"guided_json": {"type": "array", "uniqueItems": True}})
+        many = [{"type": "object", "properties": {f"k{j}": {} for j in range(30)}} for _ in range(60)]
+        with pytest.raises(openai.BadRequestError, match="asks for more work at a step"):
+            ask(0, response_format=openai.omit, extra_body={"guided_json": {"anyOf": many}})
         for seed in range(4):
             assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(seed, stream=True)) == whole[seed]

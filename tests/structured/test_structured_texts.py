@@ -43,3 +43,11 @@ def test_texts_are_what_was_asked_for(llm: LLM, temperature: float) -> None:
     assert all(found in ("yes", "no", "maybe") for found in text(asks(choice=("yes", "no", "maybe"))))
     assert all(re.fullmatch(r"[a-c]{2} \d{3}", found) for found in text(asks(regex=r"[a-c]{2} \d{3}")))
     assert all(found in ("ac", "bc") for found in text(asks(grammar='root ::= ("a" | "b") end\nend ::= "c"\n')))
+
+
+def test_spaces_do_not_eat_the_answer(llm: LLM) -> None:
+    """A model that goes on with spaces as long as it may has said little when its tokens are spent."""
+    params = SamplingParams(max_tokens=160, temperature=1.0, seed=1, n=8, structured_outputs=asks(json=SCHEMA))
+    for result in llm.generate(PROMPTS, params):
+        for output in result.outputs:
+            assert output.finish_reason == "stop" and json.loads(output.text).keys() == {"name", "age"}, output.text

@@ -155,3 +155,13 @@ def test_plain_text_goes_through_as_it_is(family: str, text: str) -> None:
 
 def test_the_schema_of_these_tests_is_one() -> None:
     assert set(SCHEMA["properties"]) == {"text", "maybe", "number", "yes", "many", "deep"}  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("cut_up", [list, lambda text: [text]])
+def test_values_without_the_tag_that_ends_them(cut_up: Any) -> None:
+    """Qwen3-Coder leaves it out now and then: the next parameter, or the end of the call, ends the value too."""
+    begin, end = "<tool_call>\n<function=f>\n", "\n</function>\n</tool_call>"
+    text = f"{begin}<parameter=number>\n5\n<parameter=text>\na <b>\nc{end}{begin}<parameter=number>\n7{end}bye"
+    message, _ = read(cut_up(text), "qwen3_coder")
+    assert [json.loads(call.arguments) for call in message.calls] == [{"number": 5, "text": "a <b>\nc"}, {"number": 7}]
+    assert message.content == "bye"

@@ -185,7 +185,7 @@ def serve(model: str, options: list[str]) -> tuple[Server, float]:
     server = Server(["-dp", "1", "--model", model, *options])
     try:
         server.wait_ready()
-        one = Case("", 1, 8, 2)
+        one = Case("", 1, 8, 2, num_words=1000)
         first = uvloop.run(load(server.url, requests(one, server.url, model, 0)))[0].first
     except BaseException:
         server.end()

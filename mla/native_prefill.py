@@ -20,7 +20,7 @@ from mla import latent_kv
 from mla.native_decode import absorb, expand
 from mla.plan import Limits, absorbs
 from mla.protocol import MlaShape, PrefillMode
-from native import fixed_order
+from native import Isa, fixed_order, isa
 from native.linear import linear
 
 
@@ -72,7 +72,9 @@ class NativePrefill:
                 self._attend_built(built, q_THK, cache_RX, w_uk_HNC, w_uv_HVC, out_THV)
         if self._absorbed is not None:
             q_nope, q_pe = q_nope_THN.index_select(0, self._tokens), q_pe_THP.index_select(0, self._tokens)
-            into, out_of = (absorb, expand) if fixed_order() else (_absorb, _expand)
+            # Without products of bfloat16 torch multiplies it number by number.
+            slow = q_nope.dtype is torch.bfloat16 and isa() < Isa.AVX512_BF16
+            into, out_of = (absorb, expand) if slow or fixed_order() else (_absorb, _expand)
             q_THX = into(q_nope, q_pe, w_uk_HNC)
             mixed_THC = q_THX.new_empty((*q_THX.shape[:2], self._shape.latent_dim))
             keys = cache_RX[:, None]

@@ -1,7 +1,7 @@
 """What drafts bring over HTTP: two servers of one model, with drafts and without, measured in turns by the same requests.
 
     python benchmarks/bench_speculation.py [--model DIR] [--cases mtp,prediction,ngram,editing,edited] [--streams 1,8,64]
-                                           [--tokens 160] [--repeats 3] [--drafts N] [--options WORDS] [--json]
+                                           [--tokens 160] [--repeats 3] [--drafts N] [--options WORDS] [--picture FILE] [--json]
 
 mtp: stories of the model's own making, where its MTP layer drafts. prediction: a text is to come again with a tenth of its words
 changed, and the request says what it expects (the changed text is what a model would edit; the tokens are the model's).
@@ -11,7 +11,7 @@ text that it was given (method ngram); edited: the same with that text as the re
 
 A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; ratio, the
 middle one of tokens per second with drafts over those without. --drafts: always so many, not as many as pay. --options: of both
-servers, as `moesaic serve` takes them.
+servers, as `moesaic serve` takes them. --picture: an SVG of tokens per second by streams, of the first case.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -127,6 +129,43 @@ def measure(case: str, streams: int, options: argparse.Namespace, plain: Server,
     }
 
 
+def picture(rows: list[dict[str, Any]]) -> str:
+    """Tokens per second without drafts and with as many as the gate has chosen, over the number of streams; both axes are
+    logarithmic. Beside each point is how many drafts a request had."""
+    wide, tall, left, low = 640, 360, 70, 40
+    streams = [row["streams"] for row in rows]
+    rates = [row[name] for row in rows for name in ("plain_tokens_per_s", "tokens_per_s")]
+    first, last = math.log(min(streams)), math.log(max(streams))
+    least, most = math.log(min(rates)), math.log(max(rates))
+
+    def place(count: float, rate: float) -> tuple[float, float]:
+        right = (math.log(count) - first) / (last - first or 1) * (wide - left - 60)
+        up = (math.log(rate) - least) / (most - least or 1) * (tall - low - 50)
+        return left + 20 + right, tall - low - 20 - up
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{wide}" height="{tall}" fill="white"/>',
+        f'<text x="6" y="16">tokens per second</text><text x="{wide - 60}" y="{tall - 6}">streams</text>',
+    ]
+    for index, count in enumerate(streams):
+        x, _ = place(count, rates[0])
+        parts.append(f'<text x="{x:.1f}" y="{tall - 24}" text-anchor="middle">{count}</text>')
+        _, y = place(count, rates[2 * index])
+        parts.append(f'<text x="6" y="{y + 4:.1f}">{rates[2 * index]}</text>')
+    lines = (("plain_tokens_per_s", "without drafts", "#bbbbbb"), ("tokens_per_s", "with as many as pay", "#4477aa"))
+    for number, (name, label, colour) in enumerate(lines):
+        points = [place(row["streams"], row[name]) for row in rows]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{left + 100 + 150 * number}" y="16" fill="{colour}">{label}</text>')
+        for (x, y), row in zip(points, rows, strict=True):
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+            if number:
+                parts.append(f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle">{row["k_mean"]:g} drafts</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
@@ -136,8 +175,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--drafts", type=int)
     parser.add_argument("--options", default="", help='such as "--dtype float32 --data-parallel-size 1"')
+    parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    rows = []
     model = [*([options.model] if options.model else []), *options.options.split()]
     plain = Server([*model, "--speculative-config", '{"method": "none"}'])
     plain.wait_ready()
@@ -155,9 +196,12 @@ def main() -> None:
         await_rest(REST_CORES, REST_SECONDS)
         for streams in map(int, options.streams.split(",")):
             row = measure(case, streams, options, plain, drafting)
+            rows.append(row)
             print(json.dumps(row) if options.json else row, flush=True)
         drafting.end()
     plain.end()
+    if options.picture is not None:
+        options.picture.write_text(picture([row for row in rows if row["method"] == rows[0]["method"]]))
 
 
 if __name__ == "__main__":

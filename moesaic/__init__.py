@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from moesaic.rooms import ROOMS, check_rooms
+from moesaic.rooms import ROOMS, check_rooms, no_collections
 
 if TYPE_CHECKING:
     from configs.engine import EngineConfig
@@ -47,4 +47,5 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
     check_rooms(room for room in ROOMS if room != "server")  # that one is a server's alone: a script may have the name
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with no_collections():
+        return getattr(importlib.import_module(_HOMES[name]), name)

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from moesaic.rooms import no_collections
+
 
 class LazyGroup(click.Group):
     """table: name -> (module, short help). The module's `command` is the click command."""
@@ -23,7 +25,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in self.table:
             return None
-        command = importlib.import_module(self.table[name][0]).command
+        with no_collections():
+            command = importlib.import_module(self.table[name][0]).command
         assert isinstance(command, click.Command)
         return command
 

@@ -3,8 +3,10 @@ user's, such as configs.py in the working directory, would be imported in their 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOMS = (
@@ -26,3 +28,16 @@ def check_rooms(rooms: Iterable[str] = ROOMS) -> None:
                 f"{found} would be imported in the place of Moesaic's package {room}: rename it, or start Moesaic from "
                 "another directory"
             )
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """For a block that imports: what it makes is no garbage, and looking through it while it grows takes a tenth of the
+    time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -44,13 +44,14 @@ LONGEST_GAP = 0.5  # seconds between two steps that follow each other
 class _Size:
     """Of steps of about so many sequences. tried: trials of so many drafts, and tried_at: in which step the last one
     began; trial: the one under way, and its steps that are left; chosen: None: nothing yet; held: steps for which it
-    stays."""
+    stays; pace: what was chosen when that was last asked, and seconds of its steps."""
 
     def __init__(self) -> None:
         self.tried: dict[int, int] = {}
         self.tried_at: dict[int, int] = {}
         self.trial = (0, 0)
         self.chosen: int | None = None
+        self.pace: tuple[int, float] | None = None
         self.steps = self.held = self.rounds = 0
         self.again = False  # it is time to measure something else once more
 
@@ -167,8 +168,9 @@ class Gate(StepCompanion):
     def _begin(self, one: _Size, num: int) -> None:
         """A step with prompts: what was chosen for so many sequences, if anything was, not what smaller steps want.
         Drafts are made of them where something is to be measured, or it could not be."""
-        rates = self._rates(num) if one.chosen is None or one.again else {}
-        if one.chosen is None and 0 in rates:  # other ranks have measured it, or an earlier start
+        self._keep_pace(one, num)
+        rates = self._rates(num)
+        if 0 in rates:  # while requests have lost the thread nothing else chooses
             one.chosen = _best(rates)
         if one.chosen is not None:
             may = one.again and self._costs.may_try
@@ -189,6 +191,7 @@ class Gate(StepCompanion):
         if one.held > 0 and one.chosen is not None:
             self._want(one.chosen, self._without)
             return
+        self._keep_pace(one, num)
         rates = self._rates(num)
         best = _best(rates)
         self._best_rate = rates.get(best, 0.0)
@@ -204,17 +207,32 @@ class Gate(StepCompanion):
             one.chosen, one.held = best, HELD
             self._want(best, self._without)
 
+    def _keep_pace(self, one: _Size, num: int) -> None:
+        """What else the machine does makes all steps longer for a while: by as much as those that were chosen have
+        become longer, what was measured of others is taken to have, so that they are compared as they were then."""
+        if not self._speculation.models or one.chosen is None:
+            return
+        usual = self.times.usual(num, one.chosen)
+        before, one.pace = one.pace, None if usual is None else (one.chosen, usual.value)
+        if before is None or one.pace is None or before[0] != one.chosen or before[1] == one.pace[1]:
+            return
+        for depth in range(self._most_of(num) + 1):
+            other = self.times.usual(num, depth)
+            if other is not None and depth != one.chosen:
+                other.scale(one.pace[1] / before[1])
+
     def _most_of(self, num: int) -> int:
         return min(self._most, max(1, self._speculation.max_in_step // num))
 
-    def _rates(self, num: int) -> dict[int, float]:
-        """Tokens per second by the number of drafts, as far as they are known."""
+    def _rates(self, num: int, hopeful: bool = False) -> dict[int, float]:
+        """Tokens per second by the number of drafts, as far as they are known. hopeful: as they might be, by what has
+        been measured."""
         drafts = self._speculation
         usual = drafts.usual_output
         prompts = self._costs.of_request / usual if usual and drafts.models else 0.0  # seconds per token
         found: dict[int, float] = {}
         for depth in range(self._most_of(num) + 1):
-            rate = tokens_per_second(self.times, drafts.acceptance, num, self._part, depth, drafts.models)
+            rate = tokens_per_second(self.times, drafts.acceptance, num, self._part, depth, drafts.models, hopeful)
             if rate is not None:
                 found[depth] = rate / (1 + rate * prompts) if depth else rate
         return found
@@ -235,17 +253,19 @@ class Gate(StepCompanion):
             return 0 if one.tried.get(0, 0) < TRIALS else None
         if self._speculation.models:
             for depth, rate in rates.items():  # what an earlier start remembers is measured once in this one
-                if rate >= WORSE * best_rate and not one.tried.get(depth) and not self.times.measured(num, depth):
+                usual = self.times.usual(num, depth)
+                if rate >= WORSE * best_rate and not one.tried.get(depth) and usual and not usual.measured:
                     return depth
-        return self._again(one, rates, best)
+        return self._again(one, num, rates, best)
 
-    def _again(self, one: _Size, rates: dict[int, float], best: int) -> int | None:
+    def _again(self, one: _Size, num: int, rates: dict[int, float], best: int) -> int | None:
         """What is known, and to be measured once more: of what may be as good as the best what was measured longest
-        ago."""
+        ago. Chance may have made few steps of it long."""
         if not one.again or not self._costs.may_try:
             return None
         others = [depth for depth in rates if depth != best]
-        near = [depth for depth in others if rates[depth] >= WORSE * rates[best]] if best in rates else []
+        hopes, least = self._rates(num, hopeful=True), WORSE * rates.get(best, 0.0)
+        near = [depth for depth in others if hopes[depth] >= least]
         if one.rounds % FAR_AGAIN:
             others = near
         return min(others, key=lambda depth: one.tried_at.get(depth, -1), default=None)
@@ -271,10 +291,12 @@ class Gate(StepCompanion):
                 self._part += 0.05 * (sum(map(bool, schedule.drafts)) / num - self._part)
         self._last, self._began = step, now
         follows = last.step + 1 == step.step and last.num > 0 and now - began < LONGEST_GAP
-        if follows:
-            rate = self._best_rate
-            self._costs.add_step(now - began, last.trying and rate > 0, last.tokens / rate if rate else 0.0)
-        if follows and last.decodes and step.decodes and last.num == step.num and not schedule.new_rows:
+        begins = bool(schedule.new_rows) or not (schedule.rows or step.decodes)  # here, or on another rank
+        if begins or not follows:
+            return  # there may have been nothing to do in between
+        rate = self._best_rate
+        self._costs.add_step(now - began, last.trying and rate > 0, last.tokens / rate if rate else 0.0)
+        if last.decodes and step.decodes and last.num == step.num:
             self._note(last, now - began)
 
     def drafted(self, step: _Step, schedule: Schedule, seconds: float) -> None:

@@ -14,7 +14,7 @@ from engine.speculation.times import StepTimes
 from models.facts import ModelFacts, mtp_layers, takes_drafts, with_drafts, with_kept_drafts
 from models.registry import read_config
 
-HALF_KERNELS = ("avx512_bf16", "amx")  # that multiply bfloat16
+HALF_KERNELS = ("avx2", "avx512_bf16", "amx")  # whose kernels read bfloat16 at least as fast as float32
 WHOLE_BYTES = 1 << 30  # of the experts of the layer that drafts in float32, where every rank has all of them
 
 

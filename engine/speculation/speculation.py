@@ -163,15 +163,13 @@ class Speculation:
         none."""
         if self._model is None:
             return
-        size = self._block_size
+        size, running = self._block_size, Status.RUNNING
+        if drafts is None and (not step.warm or any(step.warm)):
+            self._cold.update(request.request_id for request in requests if request.status is running)
         for index, (request, start, count) in enumerate(zip(requests, step.starts, step.counts, strict=True)):
-            if request.status is not Status.RUNNING:
-                continue
-            if drafts is None:
-                self._cold.add(request.request_id)
-            elif drafts[index]:
+            if drafts is not None and drafts[index] and request.status is running:
                 self._model.offer(request, len(request.tokens) + len(token_ids[index]), drafts[index])
-            if start // size != (start + count) // size:
+            if (start + count) % size < count and request.status is running:  # a block is full
                 written = request.held.tables[0][start // size : (start + count) // size]
                 warm, cold = self._warm_blocks, request.request_id in self._cold
                 (warm.difference_update if cold else warm.update)(written)

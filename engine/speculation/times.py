@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ class Usual:
             self._value = sum(min(seconds, most) for seconds in self._last) / len(self._last)
         return self._value
 
+    def scale(self, factor: float) -> None:
+        """As if everything had taken so much longer."""
+        for place, seconds in enumerate(self._last):
+            self._last[place] = factor * seconds
+        if self._remembered is not None:
+            self._remembered *= factor
+        self._value = self._remembered
+
+    @property
+    def hope(self) -> float:
+        """What the mean might be, by two standard errors less."""
+        if not self._last:
+            return self.value
+        value, num = self.value, len(self._last)
+        spread = sum((min(seconds, OUTLIER * value) - value) ** 2 for seconds in self._last) / num
+        return max(value / OUTLIER, value - 2 * sqrt(spread / num))
+
     @property
     def known(self) -> bool:
         return self._remembered is not None or self.measured
@@ -88,20 +106,12 @@ class StepTimes:
         part = (num_tokens - below) / (above - below)
         return (1 - part) * self.steps[below].value + part * self.steps[above].value
 
-    def plain(self, num_sequences: int) -> float | None:
-        """Of a step of so many, by those of its size."""
-        found = self.steps.get(size_of(num_sequences))
-        return None if found is None or not found.known else found.value
-
-    def drafts(self, num_sequences: int, depth: int) -> float | None:
-        found = self.drafting.get((size_of(num_sequences), depth))
-        return None if found is None or not found.known else found.value
-
-    def measured(self, num_sequences: int, depth: int) -> bool:
-        """Of steps in which the model makes so many drafts of each: since this start, and not only remembered."""
+    def usual(self, num_sequences: int, depth: int) -> Usual | None:
+        """Of a step of so many sequences in which the model makes so many drafts of each, by those of its size. None:
+        not known yet."""
         size = size_of(num_sequences)
         found = self.drafting.get((size, depth)) if depth else self.steps.get(size)
-        return found is not None and found.measured
+        return found if found is not None and found.known else None
 
     # ---- kept on disk ----
 
@@ -151,12 +161,19 @@ def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
 
 
 def tokens_per_second(
-    times: StepTimes, acceptance: Sequence[float], num_sequences: int, part: float, depth: int, drafts: bool
+    times: StepTimes,
+    acceptance: Sequence[float],
+    num_sequences: int,
+    part: float,
+    depth: int,
+    drafts: bool,
+    hopeful: bool = False,
 ) -> float | None:
-    """Of all sequences. part: of them that have drafts, where the model does not make them itself (drafts). None: not
-    measured."""
+    """Of all sequences. part: of them that have drafts, where the model does not make them itself (drafts). hopeful: of
+    a model that drafts, by the least that steps may take. None: not measured."""
     if drafts:
-        part, step = 1.0, times.drafts(num_sequences, depth) if depth else times.plain(num_sequences)
+        usual = times.usual(num_sequences, depth)
+        part, step = 1.0, None if usual is None else usual.hope if hopeful else usual.value
     else:
         step = times.step(
             num_sequences * (1 + part * depth) if part == 1 else round(num_sequences * (1 + part * depth))

@@ -93,14 +93,12 @@ INLINE float total(vf x) {
 // The totals of LANES vectors, each in its lane: neighbours are added, until one vector is left.
 INLINE vf totals(vf *sum) {
   typedef int32_t mask __attribute__((vector_size(sizeof(vf))));
-#if defined(AVX512_FILE)
-  mask even, odd;
-  for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
-  mask low = even, high = odd;
-#else  // halves of a register are put together last
-  static_assert(LANES == 8);
-  const mask even = {0, 2, 8, 10, 4, 6, 12, 14}, odd = {1, 3, 9, 11, 5, 7, 13, 15}, low = {0, 1, 2, 3, 8, 9, 10, 11}, high = {4, 5, 6, 7, 12, 13, 14, 15};
-#endif
+  mask even, odd, low, high;
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) {  // of 8 the halves of a register are put together last
+    even[i] = LANES == 8 ? i % 2 * 2 + i / 2 % 2 * 8 + i / 4 * 4 : 2 * i, odd[i] = even[i] + 1;
+    low[i] = LANES == 8 ? i + i / 4 * 4 : even[i], high[i] = LANES == 8 ? low[i] + 4 : odd[i];
+  }
 #pragma GCC unroll 4
   for (int left = LANES / 2; left > 1; left /= 2)
 #pragma GCC unroll 8

@@ -73,7 +73,7 @@ def test_what_is_remembered_holds_until_it_is_measured() -> None:
 def test_between_two_sizes_on_a_straight_line() -> None:
     times = filled({1: 1.0, 4: 1.6, 64: 7.6}, {})
     assert times.step(1) == 1.0 and times.step(2) == pytest.approx(1.2) and times.step(34) == pytest.approx(4.6)
-    assert times.step(65) is None and times.drafts(1, 1) is None
+    assert times.step(65) is None and times.usual(1, 1) is None
     assert [size_of(count) for count in (1, 7, 100, 9999)] == [1, 8, 128, 512]
 
 
@@ -225,8 +225,19 @@ def test_it_comes_to_within_two_in_a_hundred_of_the_best(
     steps.go(4000)
     began, tokens = steps.at, steps.tokens
     steps.go(4000)
-    rates = [steps.fixed(depth) for depth in range(len(seconds))]
+    rates = [steps.fixed(depth) for depth in range(1 + gate._most_of(num))]
     assert (steps.tokens - tokens) / (steps.at - began) > 0.98 * max(rates[0], max(rates) / (1 + MARGIN))
+
+
+@pytest.mark.parametrize("three", [0.02, 0.04])
+def test_a_machine_that_is_slower_for_a_while_does_not_change_the_choice(three: float) -> None:
+    """Every second thousand of steps takes twice as long."""
+    gate = gate_of(StepTimes(), [0.9, 0.8, 0.7])
+    steps = Steps(gate, 1, [0.01, 0.015, 0.018, three], 120, prompt=0.02)
+    steps.noise = lambda: 1.0 + (steps.step // 1000 % 2)
+    made = steps.go(20000)[4000:]
+    best = max(range(4), key=steps.fixed)
+    assert sum(depth == best for depth in made) > 0.8 * len(made)  # one near to it is tried again and again
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])

@@ -11,6 +11,7 @@ from torch import Tensor
 from layers.greedy import greedy, greedy_tokens
 from layers.linear import Linear, parameter
 from native import Isa, fixed_order, isa
+from native.formats import WeightFormat
 from native.linear import linear
 from native.rows import as_dtype
 
@@ -57,5 +58,7 @@ class LMHead(Linear):
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
         one. hidden may be of another dtype than the weights."""
         if self.packed is not None or self.bias is not None:
+            if self.packed is None or self.packed.form is WeightFormat.PLAIN:
+                hidden_PD = as_dtype(hidden_PD, self.weight.dtype)
             return greedy(self(hidden_PD)[:, :num_valid_tokens], out_P)
         return greedy_tokens(as_dtype(hidden_PD, self.matrix.dtype), self.matrix, num_valid_tokens, out_P)

@@ -14,6 +14,7 @@ from isas import BF16_ISAS, EVERY_ISA, ISAS
 from rounding import assert_within, matmul_bound, whole_rows_bound
 from torch import Tensor
 
+from layers.head import LMHead
 from moe_kernels.matrix import (
     HALVES,
     SCALE_ROWS,
@@ -133,3 +134,14 @@ def test_bfloat16_equals_torch_whatever_the_number_of_rows(
     assert (again.packed_B.data_ptr() == before) == (num_outputs % 64 == 0)
     assert torch.equal(again(x, bias), together)
     torch.set_num_threads(1)
+
+
+def test_a_packed_head_takes_rows_of_another_dtype() -> None:
+    """What drafts is bfloat16 where the model is float32."""
+    torch.manual_seed(0)
+    head = LMHead(64, 192, None, torch.bfloat16, torch.device("cpu"))
+    head.weight.data.normal_()
+    rows_PD = torch.randn(3, 64)
+    expected_P = (rows_PD.bfloat16().float() @ head.weight.float().T).argmax(1)
+    head.pack(head.weight.detach())
+    assert head.greedy_tokens(rows_PD, 192).equal(expected_P)

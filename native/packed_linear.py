@@ -103,6 +103,8 @@ class PackedLinear:
             x_TI = x_TI.contiguous()
         num_rows = x_TI.shape[0]
         assert x_TI.shape[1] == self._inputs and (bias_O is None or bias_O.dtype is x_TI.dtype)
+        if self.form is WeightFormat.PLAIN:  # rows of a wider type would be multiplied with what lies behind the panels
+            assert self.packed_B.numel() >= -(-self.num_outputs // PANEL) * PANEL * self._inputs * x_TI.itemsize
         y_TO = x_TI.new_empty(num_rows, self.num_outputs)
         _multiply(
             X_TYPES[x_TI.dtype], self.form.number, self.packed_B.data_ptr(), x_TI.data_ptr(), x_TI.stride(0),

@@ -32,8 +32,7 @@ def check_rooms(rooms: Iterable[str] = ROOMS) -> None:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """For a block that imports: what it makes is no garbage, and looking through it while it grows takes a tenth of the
-    time."""
+    """For a block that imports: what it makes is no garbage, and it would be looked through while it grows."""
     collects = gc.isenabled()
     gc.disable()
     try:

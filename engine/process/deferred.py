@@ -2,7 +2,7 @@
 only, and for our own processes: in a caller's, what an import does besides may be missed.
 
 torch imports its operations on tensors without data (fake tensors, which torch.compile computes shapes with) together
-with everything else, and they are a quarter of what `import torch` takes. A rank on a CPU has no such tensors, but for
+with everything else, and they take long. A rank on a CPU has no such tensors, but for
 empty ones of the device meta, which need none of that.
 """
 

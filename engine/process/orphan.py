@@ -37,7 +37,7 @@ def life_of(process: int) -> int:
 
 def is_alive(life: int) -> bool:
     """Whether the process of that `life_of` has not ended."""
-    return life_of(pid_of(life)) == life
+    return life >> _PID_BITS > 0 and life_of(pid_of(life)) == life
 
 
 def pid_of(life: int) -> int:

@@ -23,10 +23,10 @@ from types import FrameType, TracebackType
 
 import msgspec
 
-from engine.process.fork_process import ROOM
+from engine.process.fork_process import Told
 from engine.process.orphan import adopt_orphans, child_command
 from engine.process.places import CACHE_FILES, FILE_BYTES, socket_address
-from launch.forks import MODULE as FORKS_MODULE
+from launch.early import Source, take_source
 from launch.forks import NAME as FORKS
 from launch.forks import Forked, Forks
 
@@ -231,15 +231,15 @@ class Children:
         of them may wait for the imports; later ones do not."""
         if self._forks is not None or not adopt_orphans():
             return
-        words = [f"--module={module}", "--architecture", architecture, "--room", ROOM]
 
-        def start(stdin: socket.socket) -> Callable[[], bool]:
+        def start() -> tuple[Source, Callable[[], bool]]:
             for child in [child for child in self.all if child.name == FORKS]:
                 self.forget(child)
-            return self._popen(FORKS, -1, FORKS_MODULE, words, environment, stdin.fileno()).alive
+            source = take_source()
+            return source, self._watch(FORKS, -1, source.process).alive
 
         self._forked = {module, *others}
-        self._forks = Forks(start, seconds)
+        self._forks = Forks(start, Told(module, architecture, environment), seconds)
 
     def start(
         self,

@@ -142,7 +142,7 @@ INLINE void pairs_of_bytes(const uint8_t *p, __m256i *w) {
 INLINE constexpr int byte_column(int j) { return j / 4 * 32 + j % 2 * 16 + j / 2 % 2 * 8; }
 
 template <int MR> void byte_pairs(const void *const *av, const Block &block, float *c) {
-  enum { ABREAST = MR == 1 ? 8 : 4 };
+  enum { ABREAST = MR == 1 ? 8 : MR == 2 ? 4 : 2 };
   const WholeGroup *const *a = (const WholeGroup *const *)av;
   const uint8_t *next = block.ahead;
   const int64_t lines = block.lines;
@@ -221,35 +221,67 @@ template <int FORMAT> void widen_whole(const uint8_t *block, int64_t depth, uint
     }
 }
 
+// c[row][16 columns] += K_GROUP numbers of up to 6 rows times pairs of weights from p on, scaled as add_scaled does it; by, more: of the columns.
+// Of rows or weights the last numbers are zeros, so that all pairs are taken. Registers are named here: left to itself the compiler keeps
+// sums in memory. The first products are the sums; two products before their two additions are faster than one after the other.
+#define ROWS_1(DO, AT) DO(0, 0, 1, AT)
+#define ROWS_2(DO, AT) ROWS_1(DO, AT) DO(1, 2, 3, AT)
+#define ROWS_3(DO, AT) ROWS_2(DO, AT) DO(2, 4, 5, AT)
+#define ROWS_4(DO, AT) ROWS_3(DO, AT) DO(3, 6, 7, AT)
+#define ROWS_5(DO, AT) ROWS_4(DO, AT) DO(4, 8, 9, AT)
+#define ROWS_6(DO, AT) ROWS_5(DO, AT) DO(5, 10, 11, AT)
+#define REGISTER(I) "%%ymm" #I
+#define FIRST_PAIR(M, LOW, HIGH, _) \
+  "vpbroadcastd (%[x" #M "]),%%ymm12\n\tvpmaddwd %%ymm14,%%ymm12," REGISTER(LOW) "\n\tvpmaddwd %%ymm15,%%ymm12," REGISTER(HIGH) "\n\t"
+#define NEXT_PAIR(M, LOW, HIGH, AT)                                                                                                  \
+  "vpbroadcastd 4*" #AT "(%[x" #M "],%[k]),%%ymm12\n\tvpmaddwd %%ymm14,%%ymm12,%%ymm13\n\tvpmaddwd %%ymm15,%%ymm12,%%ymm12\n\t"           \
+  "vpaddd %%ymm13," REGISTER(LOW) "," REGISTER(LOW) "\n\tvpaddd %%ymm12," REGISTER(HIGH) "," REGISTER(HIGH) "\n\t"
+#define PAIR_AT(N, DO, AT) "vmovdqu 64*" #AT "(%[p]),%%ymm14\n\tvmovdqu 64*" #AT "+32(%[p]),%%ymm15\n\t" ROWS_##N(DO, AT)
+#define SCALED(SUM, BY, C)                                                                                              \
+  "vcvtdq2ps " REGISTER(SUM) "," REGISTER(SUM) "\n\tvmulps %%ymm12," REGISTER(SUM) "," REGISTER(SUM) "\n\tvfmadd213ps " C "," REGISTER(BY) \
+  "," REGISTER(SUM) "\n\t"
+#define SCALED_ROW(M, LOW, HIGH) "vbroadcastss 64(%[x" #M "]),%%ymm12\n\t" SCALED(LOW, 14, "256*" #M "(%[c])") SCALED(HIGH, 15, "256*" #M "+32(%[c])")
+#define STORED_ROW(M, LOW, HIGH) "vmovups " REGISTER(LOW) ",256*" #M "(%[c])\n\tvmovups " REGISTER(HIGH) ",256*" #M "+32(%[c])\n\t"
+#define ADD_ROW(M, LOW, HIGH, _) SCALED_ROW(M, LOW, HIGH) STORED_ROW(M, LOW, HIGH)
+#define ADD_ROW_ZERO(M, LOW, HIGH, _)                                                                                             \
+  SCALED_ROW(M, LOW, HIGH)                                                                                                        \
+  "vpbroadcastd 68(%[x" #M "]),%%ymm13\n\tvcvtdq2ps %%ymm13,%%ymm13\n\tvmulps %%ymm12,%%ymm13,%%ymm13\n\tvfmadd231ps (%[more]),%%ymm13,"   \
+  REGISTER(LOW) "\n\tvfmadd231ps 32(%[more]),%%ymm13," REGISTER(HIGH) "\n\t" STORED_ROW(M, LOW, HIGH)
+#define WHOLE_STEP(N, ADD)                                                                                                          \
+  asm volatile(PAIR_AT(N, FIRST_PAIR, 0) "1:\n\t" PAIR_AT(N, NEXT_PAIR, 1) PAIR_AT(N, NEXT_PAIR, 2) PAIR_AT(N, NEXT_PAIR, 3)             \
+               "add $12,%[k]\n\tadd $192,%[p]\n\tcmp $60,%[k]\n\tjne 1b\n\tvmovups (%[by]),%%ymm14\n\tvmovups 32(%[by]),%%ymm15\n\t"      \
+               ROWS_##N(ADD, 0)                                                                                                     \
+               : [k] "+r"(k), [p] "+r"(p)                                                                                           \
+               : [x0] "r"(row[0]), [x1] "r"(row[MR > 1 ? 1 : 0]), [x2] "r"(row[MR > 2 ? 2 : 0]), [x3] "r"(row[MR > 3 ? 3 : 0]),        \
+                 [x4] "r"(row[MR > 4 ? 4 : 0]), [x5] "r"(row[MR > 5 ? 5 : 0]), [by] "r"(by), [more] "r"(more), [c] "r"(c)               \
+               : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",      \
+                 "xmm12", "xmm13", "xmm14", "xmm15")
+#define WHOLE_STEPS(N)                                     \
+  if constexpr (MR == N && ZERO) WHOLE_STEP(N, ADD_ROW_ZERO); \
+  else if constexpr (MR == N) WHOLE_STEP(N, ADD_ROW)
+template <bool ZERO, int MR> INLINE void whole_step(const WholeGroup *const (&row)[MR], const int16_t *p, const float *by, const float *more, float *c) {
+  static_assert(MR <= 6 && K_GROUP == 32 && PANEL == 64 && offsetof(WholeGroup, scale) == 64 && offsetof(WholeGroup, sum) == 68);
+  int64_t k = 0;
+  WHOLE_STEPS(1);
+  WHOLE_STEPS(2);
+  WHOLE_STEPS(3);
+  WHOLE_STEPS(4);
+  WHOLE_STEPS(5);
+  WHOLE_STEPS(6);
+}
+
 template <bool ZERO, int MR> void wide_pairs(const void *const *av, const Block &block, float *c) {
   const WholeGroup *const *a = (const WholeGroup *const *)av;
   const WideBlock &w = *(const WideBlock *)block.panel;
   for (const uint8_t *at = block.ahead, *last = at + block.depth * 32 * block.lines; at < last; at += 64) __builtin_prefetch(at, 0, 2);
-  for (int group = 0; group < 4; group++)
+  if (block.k == 0) memset(c, 0, MR * PANEL * sizeof(float));
+  for (int column = 0; column < PANEL; column += 16)
     for (int64_t first = 0; first < block.depth; first += K_GROUP) {
-      const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first;
       const WholeGroup *row[MR];
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) row[m] = a[m] + k / K_GROUP;
-      __m256i acc[MR][2];
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) acc[m][0] = acc[m][1] = _mm256_setzero_si256();
-      const int16_t *p = w.pairs[group][first / 2];
-      for (int64_t at = 0; at < n; at += 2, p += 32) {
-        const __m256i low = load_bytes((const uint8_t *)p), high = load_bytes((const uint8_t *)(p + 16));
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; m++) {
-          const __m256i x = pair_of(row[m]->number + at);
-          add_products(acc[m][0], low, x), add_products(acc[m][1], high, x);
-        }
-      }
-#pragma GCC unroll 2
-      for (int i = 0; i < 2; i++) {
-        const int column = 16 * group + 8 * i;
-        const HalfScale scale = {load(w.by[first / K_GROUP] + column), ZERO ? load(w.more[first / K_GROUP] + column) : splat(0.f)};
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; m++) add_scaled<ZERO>(acc[m][i], *row[m], scale, k, c + m * PANEL + column);
-      }
+      for (int m = 0; m < MR; m++) row[m] = a[m] + (block.k + first) / K_GROUP;
+      const int64_t group = first / K_GROUP;
+      whole_step<ZERO, MR>(row, w.pairs[column / 16][first / 2], w.by[group] + column, w.more[group] + column, c + column);
     }
 }
 

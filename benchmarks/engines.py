@@ -41,6 +41,7 @@ class Engine:
         command = [python, script, kind, "--model", model, *options]
         pipe = subprocess.PIPE
         env = {**os.environ, **(environment or {})}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
         began = time.perf_counter()
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
         self._answer()

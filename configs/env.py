@@ -4,6 +4,7 @@ a process of theirs which one it is. Standard library only."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,22 +65,27 @@ def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
+WITH_NUMPY = {"OPENBLAS_NUM_THREADS": "1"}  # no rank computes with it, and a process with threads is not forked
 _SPINS = 10_000  # about 100 microseconds: from one operation to the next, and nothing while a rank is idle
 
 
 def child_environment(threads: int, spin: bool = False, gpus: bool = False) -> dict[str, str]:
     """The environment of a rank: every OpenMP-like library of it gets `threads` threads and sleeps when it waits,
-    because ranks share the cores of one machine and a spinning one starves the others; numpy's gets one, as no rank
-    computes with it, and a process with threads is not forked (engine/process/fork_process.py). spin: not before it has
-    looked for work for a moment. gpus: ranks have GPUs, all of one machine: DeepEP is not to ask NCCL for InfiniBand,
-    and NCCL's own watchdog is not to end a process whose peer is lost. Texts are tokenized in the thread that asks, as
-    a waiting core has other work."""
+    because ranks share the cores of one machine and a spinning one starves the others; numpy's gets one (`WITH_NUMPY`).
+    spin: not before it has looked for work for a moment. gpus: ranks have GPUs, all of one machine: DeepEP is not to
+    ask NCCL for InfiniBand, and NCCL's own watchdog is not to end a process whose peer is lost. Texts are tokenized in
+    the thread that asks, as a waiting core has other work."""
     wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    wanted |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    wanted |= {**WITH_NUMPY, "TOKENIZERS_PARALLELISM": "false"}
     if spin:
         wanted["GOMP_SPINCOUNT"] = str(_SPINS)
     unless_set = {"EP_DISABLE_GIN": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if gpus else {}
     return {**unless_set, **os.environ, **wanted}
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Of this process, before it loads the libraries that read them."""
+    os.environ.update(values)
 
 
 def _split(text: str) -> tuple[str, ...]:

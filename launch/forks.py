@@ -13,9 +13,9 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from engine.process.fork_process import GO, READY
+from engine.process.fork_process import GO, READY, Told
+from launch.early import Source
 
-MODULE = "engine.process.fork_process"
 NAME = "forks"
 ANSWER_SECONDS = 5.0
 PID_BYTES = 16
@@ -47,10 +47,10 @@ class Forked:
 
 
 class Forks:
-    def __init__(self, start: Callable[[socket.socket], Callable[[], bool]], seconds: float) -> None:
-        """start: starts the process that others are forked from, with this standard input, and returns what says
-        whether it is alive. seconds: how long the first fork may wait for it to be ready."""
-        self._start = start
+    def __init__(self, start: Callable[[], tuple[Source, Callable[[], bool]]], told: Told, seconds: float) -> None:
+        """start: starts the process that others are forked from, and what says whether it is alive. seconds: how long
+        the first fork may wait for it to be ready."""
+        self._start, self._told = start, json.dumps(told).encode()
         self._socket, self._alive = self._connect()
         self._patience, self._ready = seconds, False
 
@@ -88,6 +88,7 @@ class Forks:
         return self._ready
 
     def _connect(self) -> tuple[socket.socket, Callable[[], bool]]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            return ours, self._start(theirs)
+        source, alive = self._start()
+        with contextlib.suppress(OSError):  # it has ended, which the first fork will see
+            source.socket.send(self._told)
+        return source.socket, alive

@@ -23,15 +23,16 @@ from types import FrameType, TracebackType
 
 import msgspec
 
-from engine.process.fork_process import ROOM
+from engine.process.fork_process import Told
 from engine.process.orphan import adopt_orphans, child_command
-from engine.process.places import FILE_BYTES, socket_address
-from launch.forks import MODULE as FORKS_MODULE
+from engine.process.places import CACHE_FILES, FILE_BYTES, socket_address
+from launch.early import Source, take_source
 from launch.forks import NAME as FORKS
 from launch.forks import Forked, Forks
 
 PREFIX = "moesaic-"  # of runtime directories
 OWNER = "owner-"  # and a process id: an empty file in each, which tells them from what other programs leave
+_FAULTS = {-number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)}
 KILLED_SECONDS = 10.0  # until a killed process has ended; longer only in a system call that cannot be broken off
 
 
@@ -60,7 +61,7 @@ class RuntimeDir:
         except OSError as error:
             raise ValueError(f"no directory can be made in {root} (MOESAIC_RUNTIME_DIR): {error.strerror}") from None
         self.clear("ready")
-        for name in ("resizes", "fences", "meetings"):
+        for name in ("resizes", "fences", "meetings", "caches"):
             self._file(name)
 
     @property
@@ -90,6 +91,11 @@ class RuntimeDir:
     def kept(self, name: str) -> int | None:
         """The descriptor under this name, if there is one."""
         return self._files.get(name)
+
+    def add_cache(self, rank: int) -> None:
+        """Files for its cache and for that of the process before it (cache/shared.py), which are to outlive it."""
+        files = [self._file(f"cache-{rank}-{number}") for number in (0, 1)]
+        os.pwrite(self._file("caches"), CACHE_FILES.pack(*files), rank * CACHE_FILES.size)
 
     def clear(self, name: str) -> None:
         """A file of fixed size with nothing but zeros."""
@@ -197,6 +203,11 @@ class Child:
             self.link.close()
             self.link = None
 
+    @property
+    def intact(self) -> bool:
+        """It did not end for a fault in its own memory."""
+        return self.process.returncode not in _FAULTS
+
     def exit_text(self) -> str:
         code = self.process.returncode
         if code is None:
@@ -220,15 +231,15 @@ class Children:
         of them may wait for the imports; later ones do not."""
         if self._forks is not None or not adopt_orphans():
             return
-        words = [f"--module={module}", "--architecture", architecture, "--room", ROOM]
 
-        def start(stdin: socket.socket) -> Callable[[], bool]:
+        def start() -> tuple[Source, Callable[[], bool]]:
             for child in [child for child in self.all if child.name == FORKS]:
                 self.forget(child)
-            return self._popen(FORKS, -1, FORKS_MODULE, words, environment, stdin.fileno()).alive
+            source = take_source()
+            return source, self._watch(FORKS, -1, source.process).alive
 
         self._forked = {module, *others}
-        self._forks = Forks(start, seconds)
+        self._forks = Forks(start, Told(module, architecture, environment), seconds)
 
     def start(
         self,

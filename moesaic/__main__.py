@@ -12,6 +12,8 @@ def main() -> None:
     except ImportError as error:
         print(f"moesaic: error: {error}", file=sys.stderr)
         sys.exit(2)
+    if sys.argv[1:2] == ["serve"] and not {"--help", "-h"} & {*sys.argv}:
+        importlib.import_module("launch.early").start_early()  # while all else of a server is imported
     importlib.import_module("moesaic.cli").main()
 
 

@@ -22,6 +22,7 @@ from front.chat.families import REASONING_PARSERS, TOOL_PARSERS
 from front.model_defaults import overrides_of
 from launch.doctor.machine import Machine
 from launch.doctor.run import Doctor, refusal
+from launch.early import drop_early
 from launch.head import HeadSupervisor
 from launch.launchers.place import Place
 from launch.remote import RemoteSupervisor
@@ -145,6 +146,15 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
 @engine_options
 def command(**options: Any) -> None:
     """Serve MODEL (a Hugging Face directory or name; without it, the embedded model on two ranks) over HTTP."""
+    try:
+        code = _serve(options)
+    finally:
+        drop_early()
+    sys.exit(code)
+
+
+def _serve(options: dict[str, Any]) -> int:
+    """The exit code."""
     guard_console()
     parent = options.pop("parent")
     if parent is not None:
@@ -162,15 +172,17 @@ def command(**options: Any) -> None:
         f"experts over {plan.all2all_backend}"
     )
     name = plan.served_model_names[0]
+    if plan.device != "cpu":
+        drop_early()
     if hosts is not None and hosts.headless:
-        sys.exit(RemoteSupervisor(plan, hosts, env.runtime_root, startup_timeout).run())
+        return RemoteSupervisor(plan, hosts, env.runtime_root, startup_timeout).run()
 
     def on_ready(url: str) -> None:
         _say_next(url, name, server)
 
     if hosts is not None:
-        sys.exit(HeadSupervisor(plan, server, hosts, env.runtime_root, startup_timeout, on_ready).run())
-    sys.exit(Supervisor(plan, server, env.runtime_root, startup_timeout, on_ready).run())
+        return HeadSupervisor(plan, server, hosts, env.runtime_root, startup_timeout, on_ready).run()
+    return Supervisor(plan, server, env.runtime_root, startup_timeout, on_ready).run()
 
 
 def _refuse_early(plan: Plan, place: Place) -> None:

@@ -1,60 +1,119 @@
 """Modules of a library that are imported when something is first taken of them, and else not at all. Standard library
 only, and for our own processes: in a caller's, what an import does besides may be missed.
 
-torch imports its operations on tensors without data (fake tensors, which torch.compile computes shapes with) together
-with everything else, and they take long. A rank on a CPU has no such tensors, but for
-empty ones of the device meta, which need none of that.
+torch imports much together with everything else that a rank on a CPU never asks for: its operations on tensors without
+data (fake tensors, which torch.compile computes shapes with), graphs of Python functions, exporting, optimizers,
+distributions, layers of its own (`OF_TORCH` of engine/process/torch_ahead.py).
 """
 
 from __future__ import annotations
 
-import importlib.abc
+import contextlib
 import importlib.machinery
 import sys
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 
-OF_TORCH = ("torch._meta_registrations",)
+
+def defer(names: Collection[str], functions: Mapping[str, Collection[str]] | None = None) -> None:
+    """From now on, those that have not been imported yet. functions: by the name of such a module functions of it that
+    are taken of it and not called: what is given out in their place imports it when it is called."""
+    sys.meta_path.insert(0, _Finder(frozenset(names), functions or {}))
 
 
-def defer(names: Collection[str]) -> None:
-    """From now on, those that have not been imported yet."""
-    sys.meta_path.insert(0, _Finder(frozenset(names)))
+def load_deferred(last: ModuleType | None = None) -> None:
+    """Import those that have been deferred until now, in the order in which they were met, as modules that import each
+    other only work in some orders. last: the one to end with; None: all."""
+    with _loading:
+        for module in list(sys.modules.values()):
+            if isinstance(module, _Deferred):
+                module._load()
+            if module is last:
+                return
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
+class _Finder:
+    def __init__(self, names: frozenset[str], functions: Mapping[str, Collection[str]]) -> None:
+        self._names, self._functions = names, functions
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in self._names else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
+        """Whoever imports a module of a package has imported the package: so that is done here, if it was deferred and
+        the module is not."""
+        if name in self._names:
+            spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, self._functions.get(name, ()))  # type: ignore[assignment]
+            return spec
+        package = sys.modules.get(name.rpartition(".")[0])
+        if isinstance(package, _Deferred):
+            load_deferred(package)
+            if name in sys.modules:  # the package has imported it; were it left there, it would be imported again
+                return importlib.machinery.ModuleSpec(name, _Imported(sys.modules.pop(name)))  # type: ignore[arg-type]
+        return None
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
+class _Imported:
+    """A loader of a module that is there."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        with contextlib.suppress(AttributeError):  # a module of a class of its own may not take it, nor another one
+            module.__spec__ = self._spec
+
+
+class _Loader:
+    def __init__(self, loader: object, functions: Collection[str]) -> None:
+        self._loader, self._functions = loader, functions
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Deferred(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__[_LOADER] = self._loader
+        module.__dict__[_FUNCTIONS] = self._functions
 
 
 class _Deferred(ModuleType):
     """What is not there yet is asked for here, once."""
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):  # which whoever looks through all modules asks for
+        if name.startswith("__") and name != "__all__":  # which whoever looks through all modules asks for
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        self.__dict__.pop(_LOADER).exec_module(self)
-        return getattr(self, name)
+        if name in self.__dict__.get(_FUNCTIONS, ()):
+            return _later(self, name)
+        load_deferred(self)  # other threads wait for the one that does it; what asks while it does finds what is there
+        return ModuleType.__getattribute__(self, name) if type(self) is _Deferred else getattr(self, name)
+
+    def _load(self) -> None:
+        loader = self.__dict__.pop(_LOADER, None)
+        if loader is None:
+            return
+        functions = self.__dict__.pop(_FUNCTIONS)
+        try:
+            loader.exec_module(self)
+        except BaseException:
+            self.__dict__.update({_LOADER: loader, _FUNCTIONS: functions})
+            raise
+        if type(self) is _Deferred:  # it may have taken a class of its own
+            self.__class__ = ModuleType  # type: ignore[assignment]
 
 
-_LOADER = "_deferred_loader"
+def _later(module: ModuleType, name: str) -> Callable[..., object]:
+    def function(*arguments: object, **named: object) -> object:
+        load_deferred(module)
+        return getattr(module, name)(*arguments, **named)
+
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+_LOADER, _FUNCTIONS = "_deferred_loader", "_deferred_functions"
+_loading = threading.RLock()

@@ -1,20 +1,21 @@
-"""A process that others are forked from: `python -m engine.process.fork_process --module=MODULE --architecture NAME
---parent PID`.
+"""A process that others are forked from: `python -m engine.process.fork_process --parent PID`.
 
-It imports once what ranks of this model need, and then forks the processes of a server that need it: ranks, and those
+It imports once what ranks of a model need, and then forks the processes of a server that need it: ranks, and those
 that wait to become one (launch/forks.py asks for them). It runs one thread, so that nothing is lost by forking, holds
 no weights, and computes nothing. What it forks is its parent's child, not its own: the process between them ends at
 once, and the parent takes what is left behind (PR_SET_CHILD_SUBREAPER). So its own end costs nothing.
 
-Its standard input is a socket of messages. It says `READY` there. Each request is the module and the words of a command
-line, with two descriptors: a socket on which the new process says its process id, and waits for `GO` before it begins,
-and its standard input.
+Its standard input is a socket of messages. The first one that comes is a `Told`, as JSON: until then it imports what
+ranks of any model need, and what asks for no variable of the environment. Then it says `READY` there. Each request is
+the module and the words of a command line, with two descriptors: a socket on which the new process says its process id,
+and waits for `GO` before it begins, and its standard input.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -23,37 +24,60 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
+from configs.env import WITH_NUMPY, set_variables
 from engine.process.console import say
-from engine.process.deferred import OF_TORCH, defer
 from engine.process.orphan import die_with_parent
 from engine.process.standby_process import show_command
+from engine.process.torch_ahead import defer_modules, load_libraries
 
 READY, GO = b"r", b"g"
-MOST_BYTES = 1 << 16  # of a request
+MOST_BYTES = 1 << 18  # of a message
 NUM_DESCRIPTORS = 2
-ROOM = " " * 2048  # the last word of its command line, where the kernel finds those of the processes it becomes
+# What a rank imports, and torch does, that needs no torch. Libraries come first: one that is loaded waits for torch's.
+LIBRARIES = ("numpy", "front.wire", "front.text", "eplb.balancer", "multiprocessing.reduction", "ssl")
+MODULES = (
+    "engine.process.progress",
+    "engine.process.heartbeat",
+    "engine.scheduler",
+    "engine.speculation.speculation",
+    "models.registry",
+    "store.memory",
+    "concurrent.futures.thread",
+    "importlib.metadata",
+    "unittest",
+)
 ORPHAN_SECONDS = 5.0
 LOOK_SECONDS = 0.0005
 
 
+class Told(NamedTuple):
+    """module: what ranks run, like rank_process.py; architecture: of the model; environment: variables."""
+
+    module: str
+    architecture: str
+    environment: dict[str, str]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="engine.process.fork_process", description="ranks are forked from it")
-    parser.add_argument("--module", required=True, help="what ranks run: like rank_process.py")
-    parser.add_argument("--architecture", required=True, help="of the model")
     parser.add_argument("--room", help="for the command lines of its forks")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
+    parser.add_argument("--told", help="what it had been told when it began anew, without variables")
     options = parser.parse_args()
     die_with_parent(options.parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # as a rank does
-    defer(OF_TORCH)
-    importlib.import_module(options.module).import_loop(options.architecture)
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:  # of a library: only one of them would go on in a fork
-        say("no_forks", threads=threads)
-        return
-    asked = _serve(options.parent)
+    with socket.socket(fileno=os.dup(0)) as supervisor:
+        _take_input(os.open(os.devnull, os.O_RDONLY))
+        if not (_import_all(supervisor) if options.told is None else _import_plainly(options.told)):
+            return
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        if threads > 1:  # of a library: only one of them would go on in a fork
+            say("no_forks", threads=threads)
+            return
+        asked = _serve(supervisor, options.parent)
     if asked is not None:
         module, words = asked
         sys.argv[1:] = words
@@ -61,24 +85,57 @@ def main() -> None:
         importlib.import_module(module).main()
 
 
-def _serve(parent: int) -> tuple[str, list[str]] | None:
+def _import_all(supervisor: socket.socket) -> bool:
+    """False: it is not wanted any more. Where torch cannot be imported in less time, this process begins anew."""
+    gc.disable()  # import_loop enables it
+    set_variables(WITH_NUMPY)
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    message = supervisor.recv(MOST_BYTES)
+    if not message:
+        return False
+    told = Told(*json.loads(message))
+    set_variables(told.environment)
+    loading = load_libraries()
+    for name in MODULES:
+        importlib.import_module(name)
+    if loading is not None:
+        loading.join()
+    defer_modules()
+    try:
+        importlib.import_module(told.module).import_loop(told.architecture)
+    except Exception as error:
+        say("imports_begin_anew", error=repr(error))
+        os.dup2(supervisor.fileno(), 0)
+        again = json.dumps([told.module, told.architecture, {}])
+        os.execv(
+            sys.executable, [sys.executable, "-P", "-m", "engine.process.fork_process", *sys.argv[1:], "--told", again]
+        )
+    return True
+
+
+def _import_plainly(text: str) -> bool:
+    told = Told(*json.loads(text))
+    importlib.import_module(told.module).import_loop(told.architecture)
+    return True
+
+
+def _serve(supervisor: socket.socket, parent: int) -> tuple[str, list[str]] | None:
     """Fork at each request. Returns in the forks, with what was asked for, and at the end: None."""
-    with socket.socket(fileno=os.dup(0)) as supervisor:
-        _take_input(os.open(os.devnull, os.O_RDONLY))
-        supervisor.send(READY)
-        while True:
-            request, files, _, _ = socket.recv_fds(supervisor, MOST_BYTES, NUM_DESCRIPTORS)
-            if not request:
-                return None
-            between = os.fork()
-            if between:
-                for file in files:
-                    os.close(file)
-                os.waitpid(between, 0)
-                continue
-            if os.fork():
-                os._exit(0)
-            break
+    supervisor.send(READY)
+    while True:
+        request, files, _, _ = socket.recv_fds(supervisor, MOST_BYTES, NUM_DESCRIPTORS)
+        if not request:
+            return None
+        between = os.fork()
+        if between:
+            for file in files:
+                os.close(file)
+            os.waitpid(between, 0)
+            continue
+        if os.fork():
+            os._exit(0)
+        break
     module, *words = json.loads(request)
     os.setpgid(0, 0)  # as launch/processes.py starts them
     answers, stdin = files

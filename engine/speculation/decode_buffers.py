@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cache.rows import CacheRows
 from engine.batch_table import BatchTable
 from engine.device import make_upload
 from engine.prepared import Graphs, Ints, PreparedStep
@@ -56,11 +57,13 @@ class Ahead:
 class DecodeBuffers:
     """The memory of every lane, and what is known of the rows of the batch."""
 
-    def __init__(self, limits: Limits, device: torch.device) -> None:
+    def __init__(self, limits: Limits, device: torch.device, rows: CacheRows | None = None) -> None:
+        """rows: in which memory the tables of blocks lie; None: its own."""
         self.limits = limits
         self.device = device
         self._block_size = limits.block_size
-        self._rows = BatchTable(limits.max_num_seqs, limits.max_model_len, limits.columns, limits.num_tables)
+        rows = rows or CacheRows.own(limits.max_num_seqs, limits.columns, limits.num_tables)
+        self._rows = BatchTable(limits.max_model_len, rows)
         self.tables = [torch.from_numpy(table) for table in self._rows.tables]  # of each token group, of every row
         self._lanes: dict[int, StepMemory] = {}
         self._every_row = torch.arange(limits.max_decodes, device=device)

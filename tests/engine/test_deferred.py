@@ -1,32 +1,190 @@
-"""Modules that are imported when something is first taken of them (engine/process/deferred.py)."""
+"""Modules that are imported when something is first taken of them (engine/process/deferred.py), and those of torch that
+ranks do without (engine/process/torch_ahead.py). Each program has a process of its own, as its imports stay."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 TORCH = """
 import sys
-from engine.process.deferred import OF_TORCH, defer
-defer(OF_TORCH)
+from engine.process.deferred import load_deferred
+from engine.process.torch_ahead import defer_modules, deferred_modules, load_libraries
+defer_modules()
+loading = load_libraries()
+import json
+if loading is not None:
+    loading.join()
 import torch
 from engine.process.rank_process import import_loop
 import_loop("Qwen3MoeForCausalLM")
-deferred, = (sys.modules[name] for name in OF_TORCH)
 import inspect
 inspect.getmodule(torch.Tensor.add, "?")  # looks through all modules
-assert type(deferred).__name__ == "_Deferred" and "torch._prims" not in sys.modules
+still = [name for name in deferred_modules() if type(sys.modules[name]).__name__ == "_Deferred"]
+assert still == [*deferred_modules()], {*deferred_modules()} - {*still}
 assert torch.empty(2, 3, device="meta").view(3, 2).shape == (3, 2)
+module = torch.nn.Linear(3, 2)
+assert module(torch.ones(1, 3)).shape == (1, 2)
+assert [type(sys.modules[name]).__name__ for name in deferred_modules()] == ["_Deferred"] * len(deferred_modules())
+"""
+LATER = """
+assert module(torch.ones(1, 3)).sum().backward() is None and module.weight.grad is not None
+deferred = sys.modules["torch._meta_registrations"]
 assert callable(deferred.register_meta)
 assert type(deferred) is type(sys) and torch._meta_registrations is deferred and "torch._prims" in sys.modules
-assert torch.compile is not None
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+assert torch.vmap(lambda x: 2 * x)(torch.ones(2)).tolist() == [2, 2]
+assert torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, [torch.ones(2)]).tolist() == [2, 2]
+with torch._subclasses.FakeTensorMode():
+    assert (torch.ones(2, 3) @ torch.ones(3, 4)).shape == (2, 4)
+assert torch.distributions.Normal(0.0, 1.0).mean == 0 and torch.optim.SGD(module.parameters()) is not None
+assert torch.export.export(module, (torch.ones(1, 3),)) is not None
 try:
     deferred.nothing
 except AttributeError:
+    load_deferred()
+    assert not [name for name in deferred_modules() if type(sys.modules[name]).__name__ == "_Deferred"]
     print("good")
+"""
+EACH = """
+import os
+for name in deferred_modules():  # whichever is asked for first
+    child = os.fork()
+    if not child:
+        try:
+            sys.modules[name].any
+        except AttributeError:
+            load_deferred()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0, name
+print("good")
 """
 
 
-def test_what_a_rank_imports_leaves_them_out_and_they_are_there_when_asked_for() -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", TORCH], capture_output=True, text=True, timeout=120)
+def run(program: str, *folders: Path) -> None:
+    """It prints "good"."""
+    program = "\n".join([f"import sys; sys.path.insert(0, {str(folder)!r})" for folder in folders]) + "\n" + program
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "good", done.stderr
+
+
+def test_what_a_rank_imports_leaves_them_out_and_they_are_there_when_asked_for() -> None:
+    run(TORCH + LATER)
+
+
+@pytest.mark.slow
+def test_any_of_them_may_be_the_first_that_is_asked_for() -> None:
+    run(TORCH + EACH)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """`thing` with a module `thing.part`; both say when they are imported."""
+    folder = tmp_path / "thing"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        "said = []\nsaid.append('thing')\nnumber = 7\ndef twice(x): return 2 * x\nfrom thing import own\n"
+    )
+    (folder / "own.py").write_text("import thing\nthing.said.append('own')\n")
+    (folder / "part.py").write_text("import thing\nthing.said.append('part')\nvalue = thing.number + 1\n")
+    (folder / "inner").mkdir()
+    (folder / "inner" / "__init__.py").write_text("from thing import number, said\nsaid.append('inner')\n")
+    return tmp_path
+
+
+def test_a_module_of_a_deferred_package_imports_the_package(package: Path) -> None:
+    run(
+        """
+from engine.process.deferred import defer
+defer(["thing"])
+import thing
+assert "number" not in vars(thing)
+import thing.part
+assert thing.said == ["thing", "own", "part"] and thing.part.value == 8
+print("good")
+""",
+        package,
+    )
+
+
+def test_one_that_the_package_imports_is_imported_once(package: Path) -> None:
+    run(
+        """
+from engine.process.deferred import defer
+defer(["thing"])
+import thing
+from thing.own import thing as same
+import sys
+assert thing.said == ["thing", "own"] and same is thing and thing.own is sys.modules["thing.own"]
+assert thing.own.__spec__.origin.endswith("own.py")
+print("good")
+""",
+        package,
+    )
+
+
+def test_deferred_modules_of_a_deferred_package_wait_with_it(package: Path) -> None:
+    run(
+        """
+from engine.process.deferred import defer
+defer(["thing", "thing.inner"])
+import thing.inner
+assert "number" not in vars(thing) and "number" not in vars(thing.inner)
+assert thing.inner.number == 7 and thing.said == ["thing", "own", "inner"]
+print("good")
+""",
+        package,
+    )
+
+
+def test_a_function_that_is_only_taken_imports_nothing(package: Path) -> None:
+    run(
+        """
+from engine.process.deferred import defer
+defer(["thing"], {"thing": ["twice"]})
+from thing import twice
+import thing
+assert "number" not in vars(thing) and twice.__name__ == "twice"
+assert twice(3) == 6 and thing.number == 7 and twice(4) == 8 and thing.twice is not twice
+print("good")
+""",
+        package,
+    )
+
+
+def test_all_names_at_once_are_all_names(package: Path) -> None:
+    run(
+        """
+from engine.process.deferred import defer
+defer(["thing"])
+from thing import *
+assert number == 7
+print("good")
+""",
+        package,
+    )
+
+
+def test_threads_import_it_once(package: Path) -> None:
+    run(
+        """
+import threading
+from engine.process.deferred import defer
+defer(["thing"])
+import thing
+together, seen = threading.Barrier(8), []
+def ask():
+    together.wait()
+    seen.append(thing.number)
+threads = [threading.Thread(target=ask) for _ in range(8)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert seen == [7] * 8 and thing.said == ["thing", "own"]
+print("good")
+""",
+        package,
+    )

@@ -21,18 +21,19 @@ SECONDS = 30.0  # for imports
 
 
 class Forking:
-    """Processes that run beating_rank.py."""
+    """Processes that run beating_rank.py, or another module."""
 
-    def __init__(self, runtime: RuntimeDir) -> None:
+    def __init__(self, runtime: RuntimeDir, module: str = "beating_rank") -> None:
         self.runtime = runtime
         self.children = Children()
         self.plan = runtime.write("plan.json", {"data_parallel_size": 1})
-        self.children.fork_from("beating_rank", [], "", {**os.environ, "OPENBLAS_NUM_THREADS": "1"}, SECONDS)
+        self.module = module
+        self.children.fork_from(module, [], "", {**os.environ, "OPENBLAS_NUM_THREADS": "1"}, SECONDS)
 
     def start(self, rank: int) -> Child:
         self.runtime.clear(f"beat-{rank}")
         words = ["--plan", str(self.plan), "--rank", str(rank), *self.runtime.options]
-        return self.children.start(f"rank {rank}", rank, "beating_rank", words, {**os.environ})
+        return self.children.start(f"rank {rank}", rank, self.module, words, {**os.environ})
 
     def wait_beat(self, rank: int) -> None:
         until(lambda: last_beat(self.runtime.file(f"beat-{rank}")) is not None, 30.0, "it beats")
@@ -105,6 +106,30 @@ def test_one_that_stands_still_costs_seconds(forking: Forking, monkeypatch: pyte
     forking.wait_beat(2)
     forked = [pid for pid in pids_of("beating_rank", "--rank", "1") if pid != plain.process.pid]
     until(lambda: not any(command_line(pid) for pid in forked), 10.0, "it has ended")
+
+
+def test_what_cannot_be_imported_in_less_time_is_imported_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "picky_rank.py").write_text(PICKY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parent}")
+    runtime = RuntimeDir(Path(tempfile.gettempdir()))
+    forking = Forking(runtime, "picky_rank")
+    child = forking.start(0)
+    forking.wait_beat(0)
+    assert was_forked(child) and capfd.readouterr().err.count("event=imports_begin_anew") == 1
+    forking.children.end(grace=0.0)
+    runtime.close()
+
+
+PICKY = """
+import sys
+from beating_rank import get_ready, main
+
+def import_loop(architecture=""):
+    if any(type(finder).__module__ == "engine.process.deferred" for finder in sys.meta_path):
+        raise ImportError("cannot import name 'a' from partially initialized module 'b'")
+"""
 
 
 def pids_of(*words: str) -> list[int]:

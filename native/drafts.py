@@ -1,4 +1,5 @@
-"""Steps that verify drafts: how they are laid out, and what leads from them to the passes behind (native/src/drafts.cpp).
+"""Steps that verify drafts: how they are laid out, and what leads from them to the passes behind them
+(native/src/drafts.cpp).
 
 Legend: T tokens of the step, S sequences, A passes, N blocks per sequence.
 """
@@ -144,15 +145,17 @@ def follow(
 ) -> None:
     """Into places_S the last token of each sequence before which all drafts were right, and what the passes behind it
     read; all int64. step: what was sampled after each token, the token, its position [T]; starts: [S + 1] on the token
-    axis; table_RN: blocks of each row of the batch. batch: gets the tokens that count. following: positions, slots, kv_lens [A S] and the block table
-    [S, N] of the passes, of which each is a token further; None: there are none."""
+    axis; table_RN: blocks of each row of the batch. batch: gets the tokens that count; None:
+    it has them from elsewhere. following: positions, slots, kv_lens [A S] and the block table [S, N] of the passes, of
+    which each is a token further; None: there are none."""
     num = len(rows_S)
     passes = 0 if following is None or not num else len(following[0]) // num
     nothing = (None, None, None, None) if following is None else tuple(part.data_ptr() for part in following)
     assert table_RN.stride(1) == 1 and (following is None or following[3].stride(1) == 1)
     _drafts_follow(
         _Call(
-            None if batch is None else batch.address, num, passes, block_size, *(part.data_ptr() for part in step), starts.data_ptr(), rows_S.data_ptr(),
+            None if batch is None else batch.address, num, passes, block_size, *(part.data_ptr() for part in step),
+            starts.data_ptr(), rows_S.data_ptr(),
             table_RN.data_ptr(), table_RN.stride(0), 0 if following is None else following[3].stride(0),
             places_S.data_ptr(), *nothing,
         )

@@ -57,8 +57,8 @@ class Ends:
 @dataclass(frozen=True, slots=True)
 class _States:
     """What graphs read, where it stays: states of a step and the tokens behind them, where each sequence begins in it,
-    the rows of the batch; the last token of each that counts, and its state. there: tokens_T, starts, rows_S and places_S
-    as the host has them, on a CPU."""
+    the rows of the batch; the last token of each that counts, and its state. there: tokens_T, starts, rows_S and
+    places_S as the host has them, on a CPU."""
 
     hidden_TD: Tensor
     tokens_T: Tensor
@@ -89,8 +89,8 @@ class _Begun(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What a step brought that was one graph: the best tokens [T or more], there until the next one begins; of each entry
-    those that count, and the drafts behind them."""
+    """What a step brought that was one graph: the best tokens [T or more], there until the next one begins; of each
+    entry those that count, and the drafts behind them."""
 
     tokens_T: Tensor
     token_ids: list[list[int]]
@@ -192,8 +192,8 @@ class MtpPasses:
         return self._alone
 
     def whole(self, schedule: Schedule, prepared: PreparedStep) -> Steps[Whole | None]:
-        """A step of decodes whose tokens are the best ones, and its drafts. All of it is one graph, which also tells the
-        buffers what counts of a verification; None: of this step it is not, and nothing is computed yet."""
+        """A step of decodes whose tokens are the best ones, and its drafts. All of it is one graph, which also tells
+        the buffers what counts of a verification; None: of this step it is not, and nothing is computed yet."""
         states = self._states
         if states is None or not self.alone:
             return None

@@ -7,7 +7,7 @@ makes and removes (whether the checkpoint is in the system's page cache is the c
 written there and lie in the page cache. pss_mb: memory of all processes of the server together (proportional set size, /proc/PID/smaps_rollup), under load; standby_mb: of those
 that wait to become ranks.
 return_s: from a kill until all ranks serve again, the mean. p95_gap_s and max_gap_s: of each stream the longest gap around each kill
-(bench_faults.py says how). With one rank every kill is the loss of all ranks. failed and mismatched: requests, compared with the same ones
+(bench_faults.py says how), and quiet_gap_s 95 % of those of five seconds before the first kill. With one rank every kill is the loss of all ranks. failed and mismatched: requests, compared with the same ones
 before the first kill, which comes when a process waits for each rank. --together: every kill is one of all ranks.
 """
 
@@ -29,7 +29,7 @@ from bench_faults import BACK_SECONDS, Killer, Load, at
 from server_process import Server, command_line
 
 from moesaic.http_client import Client
-from store.pages import brought_in
+from store.memory import brought_in
 
 WRITTEN_SECONDS = 600.0
 MEGA = 10**6
@@ -91,6 +91,8 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
         pss = pss_bytes(server)
         waiting = [pid for pid in server.seen if "engine.process.standby_process" in command_line(pid)]
         standby = sum(map(pss_of, waiting))
+        quiet = time.monotonic(), time.monotonic() + BACK_SECONDS
+        await asyncio.sleep(BACK_SECONDS)
         await killer.run()
         await asyncio.sleep(BACK_SECONDS)
     finally:
@@ -104,6 +106,7 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
         "pss_mb": round(pss / MEGA),
         "standby_mb": round(standby / MEGA),
         "return_s": round(sum(returns) / len(returns), 2) if returns else None,
+        "quiet_gap_s": at(load.pauses([quiet]), 0.95),
         "p95_gap_s": at(gaps, 0.95),
         "max_gap_s": at(gaps, 1.0),
         "failed": len(load.failures),

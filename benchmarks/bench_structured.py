@@ -35,10 +35,12 @@ import torch
 from torch import Tensor
 
 import engine.runner
+from engine.sampling.noise import seed_keys
 from engine.sampling.processors import RequestLogitsProcessor
 from engine.sampling.sampler import Sampled, sample
 from engine.sampling.sampling_table import SamplingBatch
 from front.messages import LogprobsMode
+from front.outputs import RequestOutput
 from front.structured.grammar import LIMITS, checked_grammar
 from front.structured.vocabulary import grammar_tokenizer
 from moesaic import LLM, SamplingParams, StructuredOutputsParams
@@ -66,20 +68,17 @@ def text_schema() -> StructuredOutputsParams:
 
 
 class Script:
-    """Draws, and remembers what was drawn where; or draws, and says what was drawn there before."""
+    """What each place of a stream has; in the place of what is drawn."""
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[int, int], int] = {}
-        self.records = True
 
     def __call__(self, logits_PV: Tensor, batch: SamplingBatch, mode: LogprobsMode) -> Sampled:
         drawn = sample(logits_PV, batch, mode)
-        places = zip(batch.seed_keys_P.tolist(), batch.positions_P.tolist(), strict=True)
-        found = dict(zip(places, drawn.token_ids_P.tolist(), strict=True))
-        if self.records:
-            self.tokens |= found
+        if not self.tokens:
             return drawn
-        return Sampled(torch.tensor([self.tokens.get(place, token) for place, token in found.items()]), None)
+        places = zip(batch.seed_keys_P.tolist(), batch.positions_P.tolist(), strict=True)
+        return Sampled(torch.tensor([self.tokens[place] for place in places]), None)
 
 
 class Unused:
@@ -92,21 +91,36 @@ class Unused:
         return None
 
 
+def run(llm: LLM, streams: int, count: int, asked: StructuredOutputsParams | None) -> list[RequestOutput]:
+    """count: tokens of each stream."""
+    params = [
+        SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, seed=seed, structured_outputs=asked)
+        for seed in range(streams)
+    ]
+    results = llm.generate([f"{PROMPT} {number}" for number in range(streams)], params)
+    assert all(len(result.outputs[0].token_ids) == count for result in results)
+    return results
+
+
+def written(results: list[RequestOutput]) -> dict[tuple[int, int], int]:
+    """By the seed's key and the position."""
+    return {
+        (int(seed_keys([seed])[0]), len(result.prompt_token_ids) + place): token
+        for seed, result in enumerate(results)
+        for place, token in enumerate(result.outputs[0].token_ids)
+    }
+
+
 def seconds(llm: LLM, streams: int, tokens: int, asked: StructuredOutputsParams | None) -> float:
     """For one token behind the first."""
 
-    def run(count: int) -> float:
-        params = [
-            SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, seed=seed, structured_outputs=asked)
-            for seed in range(streams)
-        ]
+    def timed(count: int) -> float:
         began = time.perf_counter()
-        results = llm.generate([f"{PROMPT} {number}" for number in range(streams)], params)
-        assert all(len(result.outputs[0].token_ids) == count for result in results)
+        run(llm, streams, count, asked)
         return time.perf_counter() - began
 
-    whole = run(tokens)
-    return whole if tokens == 1 else (whole - run(1)) / (tokens - 1)
+    whole = timed(tokens)
+    return whole if tokens == 1 else (whole - timed(1)) / (tokens - 1)
 
 
 def cost(
@@ -120,9 +134,9 @@ def cost(
     }
     if len(engines) > 1 and case == "records":
         runs |= {"forced": (engines["forced"], asked), "processors": (engines["processors"], None)}
-    for name in runs:  # the first time is for what is made once, and the script
+    script.tokens = written(run(engines["plain"], streams, tokens, asked))
+    for name in runs:  # the first time is for what is made once
         seconds(runs[name][0], streams, tokens, runs[name][1])
-        script.records = False
     turns = [{name: seconds(llm, streams, tokens, own) for name, (llm, own) in runs.items()} for _ in range(repeats)]
     vars(engine.runner)["sample"] = sample
     row: dict[str, Any] = {"case": case, "streams": streams}

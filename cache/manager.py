@@ -103,6 +103,13 @@ class CacheManager:
         return min(paged, default=self.num_blocks)
 
     @property
+    def counts(self) -> dict[str, int]:
+        """Fields of RankStats."""
+        used = self.num_blocks - self.num_free_blocks
+        found = {"prefix_queries": self.num_queries, "prefix_hits": self.num_hits}
+        return {"kv_blocks_used": used, "kv_blocks_total": self.num_blocks, **found}
+
+    @property
     def nothing(self) -> Prefix:
         """The prefix of a sequence that is to be computed from its beginning."""
         return Prefix(0, [[] for _ in self._pools])

@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cache.spec import CacheSizes, CacheSpec
+from cache.spec import CacheSizes, CacheSpec, places_of
 
 # MADV_POPULATE_WRITE of Linux 5.14: pages come as a write would bring them in, and what they hold stays.
 _POPULATE_WRITE = 23
@@ -46,19 +46,18 @@ class CacheMemory:
         return next(field.device for layer in self.layers for field in layer)
 
     @staticmethod
-    def allocate(spec: CacheSpec, sizes: CacheSizes, device: torch.device) -> CacheMemory:
+    def allocate(
+        spec: CacheSpec, sizes: CacheSizes, device: torch.device, fields: Sequence[Tensor] | None = None
+    ) -> CacheMemory:
         """Zeroed, so that rows gathered past a sequence's end hold finite numbers that a mask can discard, and so that
-        record 0 of a state is what a sequence begins with."""
+        record 0 of a state is what a sequence begins with. fields: zeroed bytes to lie in, as `places_of` has them;
+        None: memory of its own."""
         num_layers = 1 + max(layer for group in spec for layer in group.layers)
         layers: list[tuple[Tensor, ...]] = [()] * num_layers
-        for group in spec:
-            rows = sizes.num_records if group.kind == "state" else sizes.blocks_of(group) * sizes.block_size
-            for layer in group.layers:
-                layers[layer] = tuple(
-                    _zeros((rows, *field.shape), getattr(torch, field.dtype), device)
-                    for field in group.fields
-                    if field.is_of(layer)
-                )
+        for number, place in enumerate(places_of(spec, sizes)):
+            shape, dtype = (place.num_rows, *place.field.shape), getattr(torch, place.field.dtype)
+            memory = _zeros(shape, dtype, device) if fields is None else fields[number].view(dtype).view(shape)
+            layers[place.layer] = (*layers[place.layer], memory)
         return CacheMemory(spec, sizes, tuple(layers))
 
     def prefault(self, num_bytes: int) -> Iterator[int]:

@@ -57,6 +57,17 @@ class CacheGroup(NamedTuple):
 CacheSpec = tuple[CacheGroup, ...]
 
 
+class CachePlace(NamedTuple):
+    """One field of one layer in memory. number: of the layer's fields; table: which token group's blocks its rows are
+    found by, -1: of a state group."""
+
+    layer: int
+    number: int
+    field: Field
+    table: int
+    num_rows: int
+
+
 def check_spec(spec: CacheSpec, num_layers: int) -> None:
     """Raises ValueError unless every layer is in one group at most and every group makes sense."""
     seen: set[int] = set()
@@ -125,6 +136,21 @@ def cache_sizes(
     if state_groups(spec):
         records = 1 + max_num_seqs * (steps_in_flight + 1) + num_checkpoints
     return CacheSizes(block_size, num_blocks, window_blocks, records)
+
+
+def places_of(spec: CacheSpec, sizes: CacheSizes) -> list[CachePlace]:
+    """Every field of every layer, in the order in which they lie in memory."""
+    places: list[CachePlace] = []
+    num_tables = 0
+    for group in spec:
+        state = group.kind == "state"
+        rows = sizes.num_records if state else sizes.blocks_of(group) * sizes.block_size
+        for layer in group.layers:
+            fields = [field for field in group.fields if field.is_of(layer)]
+            table = -1 if state else num_tables
+            places += [CachePlace(layer, number, field, table, rows) for number, field in enumerate(fields)]
+        num_tables += not state
+    return places
 
 
 def fixed_bytes(spec: CacheSpec, sizes: CacheSizes) -> int:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from cache.manager import CacheManager
 from cache.memory import CacheMemory
-from cache.spec import CacheSpec, check_spec, state_groups, token_groups
+from cache.rows import Ints
+from cache.spec import CacheSpec, state_groups, token_groups
 from configs.cache import num_checkpoints, planned_sizes
 from configs.engine import Plan
 from configs.hosts import Network
@@ -26,6 +27,7 @@ from engine.doorbell import Doorbell, SharedDoorbell
 from engine.overlap.cadence import Cadence
 from engine.overlap.measure import Measure
 from engine.overlap.policy import Overlap
+from engine.process.rank_cache import RankCache
 from engine.rank import Rank
 from engine.reading import Unread, reader
 from engine.rebalance.follower import Balance
@@ -71,6 +73,7 @@ STORED_PRACTICE_TOKENS = 4
 PRACTICE_TOKENS = 32  # on a CPU; on a GPU kernels are compiled for the largest step
 MAX_EXACT = 256  # sequences of a decode step: with more, the Python between the kernels is lost in them
 
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -83,21 +86,18 @@ def build_rank(
     join: bool = False,
     store: Store | None = None,
     network: Network | None = None,
+    caches: Callable[[int], Sequence[Path]] | None = None,
 ) -> Rank:
     """Read the config, build and load the model, allocate the cache; the ranks of epoch 0 begin to meet before they
     load.
 
     meet: opens the groups of an epoch; None: there are no others. progress(bytes_done, bytes_total). join: the others
     are at work already, so a Membership is waited for instead of epoch 0. store: where the ranks of this machine have
-    their weights. network: the machines of the ranks; None: this one. Raises ValueError, one line, for a checkpoint or
-    a plan that cannot run.
+    their weights. network: the machines of the ranks; None: this one. caches: as RankCache has them. Raises ValueError,
+    one line, for a checkpoint or a plan that cannot run.
     """
     began = time.monotonic()
-    torch.set_num_threads(plan.threads_per_rank)
-    limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
-    choose(parse(plan.native_choice), plan.deterministic)
-    device = open_device(plan.device, rank, plan.ranks_per_machine)
-    check_room(device, plan.rank_bytes, plan.graph_bytes)
+    device = _open(plan, rank)
     mapped = store is not None and store.complete
     if plan.checkpoint and not mapped:
         check(plan.model_path, plan.checkpoint)
@@ -115,10 +115,12 @@ def build_rank(
         team.begin(0, (True,) * size)
     model.load(checkpoint, store)
     checkpoint.finish()
-    scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size, device)
+    cache = RankCache(plan, model.cache_spec(), model.config.num_layers + 1, device, rank, caches)
+    scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size, device, cache.stays)
     ready = _ready(plan, rank, network, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
-    timeline, kv = Timeline(rank, model), _cache(plan, model, device)
-    runner = _runner(plan, model, kv, facts, device, exchange, timeline)
+    timeline, kv = Timeline(rank, model), cache.memory
+    runner = _runner(plan, model, cache, facts, device, exchange, timeline)
+    scheduler.takeover = cache.takeover(scheduler.kv, runner.between)
     balance = _balance(plan, team, model, device)
     balancing = [] if balance is None else [balance, balance.counter]
     return Rank(
@@ -133,7 +135,18 @@ def build_rank(
         timeline=timeline,
         preparation=_preparation(scheduler, kv, checkpoint.bytes_read if store is None else store.used // size),
         practice_tokens=_practice_tokens(plan, store is not None),
+        forget_former=cache.forget_former,
     )
+
+
+def _open(plan: Plan, rank: int) -> torch.device:
+    """This process's threads and kernels are the plan's from now on, and it has the rank's device."""
+    torch.set_num_threads(plan.threads_per_rank)
+    limit_isa(min(isa(), Isa[plan.native_kernels.upper()]))
+    choose(parse(plan.native_choice), plan.deterministic)
+    device = open_device(plan.device, rank, plan.ranks_per_machine)
+    check_room(device, plan.rank_bytes, plan.graph_bytes)
+    return device
 
 
 def _preparation(scheduler: Scheduler, kv: CacheMemory, num_bytes: int) -> Iterator[int]:
@@ -241,7 +254,7 @@ def _placement(plan: Plan, facts: ModelFacts, join: bool, network: Network | Non
     return replace(found, failure_domains=machines or found.failure_domains, stores=stores)
 
 
-def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int, device: torch.device) -> Scheduler:
+def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int, device: torch.device, stays: Ints | None) -> Scheduler:
     sizes = planned_sizes(plan, spec)
     blocks = plan.num_kv_blocks, plan.block_size, plan.enable_prefix_caching
     return Scheduler(
@@ -258,29 +271,20 @@ def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int, device: torch.devic
         speculation=make_speculation(plan),
         grammars=Grammars(plan.model_path, plan.tokenizer_path, vocab_size),
         processors=LogitsProcessors(plan.logits_processors, vocab_size, device) if plan.logits_processors else None,
+        stays=stays,
     )
-
-
-def _cache(plan: Plan, model: CausalLM, device: torch.device) -> CacheMemory:
-    """With padded graphs there is one block more of every group, and one record, to which padding is written."""
-    spec = model.cache_spec()
-    check_spec(spec, model.config.num_layers + 1)
-    sizes = planned_sizes(plan, spec)
-    scratch = bool(plan.cudagraph_capture_sizes)
-    more = {name: getattr(sizes, name) + scratch for name in ("num_blocks", "num_window_blocks", "num_records")}
-    return CacheMemory.allocate(spec, sizes._replace(**more), device)
 
 
 def _runner(
     plan: Plan,
     model: CausalLM,
-    kv: CacheMemory,
+    cache: RankCache,
     facts: ModelFacts,
     device: torch.device,
     exchange: StepState,
     timeline: Timeline,
 ) -> Runner:
-    spec = model.cache_spec()
+    spec, kv = model.cache_spec(), cache.memory
     policy = graph_policy(plan)
     # Drafts are made of tokens that the host has seen.
     readback = make_readback(device, plan.exchange_timeout) if plan.speculation is None else AtOnce()
@@ -295,7 +299,7 @@ def _runner(
         kv.sizes.num_records - 1,
         _most_drafts(plan),
     )
-    buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late)
+    buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late, cache.rows)
     passes = None
     if plan.speculation is not None and plan.speculation.method == "mtp":
         graphs = CpuGraphs(exchange.wait_late)

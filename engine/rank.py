@@ -76,12 +76,15 @@ class Rank:
         timeline: Timeline | None = None,
         preparation: Iterator[int] | None = None,
         practice_tokens: int = 1,
+        forget_former: Callable[[], None] = lambda: None,
     ) -> None:
         """patience: seconds (and ten more) that a rank which has lost a peer waits to be told who is left. companions:
         what else goes with its steps, in an order that is the same on all ranks. overlap: None: no step is split.
         preparation: what `prepare` does, a little with each number that it gives. practice_tokens: of prompts in a step
-        of practice (engine/process/warm_up.py)."""
+        of practice (engine/process/warm_up.py). forget_former: to be called once nobody wants any more what the process
+        before this one has left of its cache."""
         self.ready = ready
+        self.forget_former = forget_former
         self.practice_tokens = practice_tokens
         self._scheduler = scheduler
         self._team = team
@@ -158,7 +161,7 @@ class Rank:
             self._idle, self._in_flight = True, None
             self._runner.reset()
             self._scheduler.rollback()
-        self._scheduler.reset_prefix_cache()
+        self._scheduler.kv.reset_prefix_cache()
         self._scheduler.forget_counts()
         self._scheduler.kv.forget_counts()
 
@@ -194,7 +197,7 @@ class Rank:
         elif isinstance(message, Abort):
             self._scheduler.abort(message.request_ids)
         elif isinstance(message, ResetPrefixCache):
-            self._scheduler.reset_prefix_cache()
+            self._scheduler.kv.reset_prefix_cache()
         elif isinstance(message, Membership):
             if message.epoch > (self._team.epoch if self._wanted is None else self._wanted.epoch):
                 self._wanted = message

@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from cache.manager import Holding
+from cache.rows import stay_of
 from front.messages import AddRequest, FinishReason, Logprobs, TokenOutput
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Request:
         "cache_salt",
         "eos_token_ids",
         "first_output_sent",
+        "formers",
         "guide",
         "held",
         "last_step",
@@ -89,6 +91,7 @@ class Request:
         self.guide: Guide | None = None  # of its grammar, once that is compiled
         self.processors: RequestProcessors | None = None  # of its logits
         self.held = held  # of the cache; the manager's
+        self.formers = message.formers  # where it was before; (): nothing of that is of use any more
         self.speculates = False  # it may have drafts (engine/speculation/drafter.py)
         self.num_accepted = self.num_rejected = 0  # drafts, since the last output
         self.num_preemptions = 0
@@ -102,6 +105,11 @@ class Request:
     def num_pending(self) -> int:
         """Output tokens that steps in flight are sampling."""
         return self.length - len(self.tokens)
+
+    @property
+    def stay(self) -> int:
+        """In its row, or in the next one."""
+        return stay_of(self.request_id, self.num_preemptions)
 
     @property
     def finished(self) -> bool:

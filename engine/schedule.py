@@ -29,6 +29,7 @@ class NewRow:
     eos_token_ids: tuple[int, ...]
     guide: Guide | None = None  # of its grammar
     processors: RequestProcessors | None = None  # of its logits
+    stay: int = 0  # of the request in the row (cache/rows.py)
 
 
 @dataclass(slots=True)

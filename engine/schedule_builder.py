@@ -116,6 +116,7 @@ class Draft:
                 eos_token_ids=message.eos_token_ids,
                 guide=request.guide,
                 processors=request.processors,
+                stay=request.stay,
             )
         )
 

@@ -23,6 +23,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Literal
 
 from cache.manager import CacheManager
+from cache.rows import Ints
+from cache.takeover import Takeover
 from engine.batch_rows import BatchRows
 from engine.counts import Counts
 from engine.request import Request, Status
@@ -60,11 +62,13 @@ class Scheduler:
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
         processors: LogitsProcessors | None = None,
+        stays: Ints | None = None,
     ) -> None:
         """cache: of a model that keeps more than rows per token in one paged group. speculation, grammars, processors:
-        None: no request has any."""
+        None: no request has any. stays: of the batch's rows (cache/rows.py)."""
         check_limits(max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill, policy, async_depth)
         self.kv = cache or CacheManager(num_blocks, block_size, enable_prefix_caching)
+        self.takeover = Takeover(self.kv)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_length = min(max_model_len, self.kv.capacity + 1)  # the last token sampled needs no place in the cache
         self.enable_chunked_prefill, self.policy, self.async_depth = enable_chunked_prefill, policy, async_depth
@@ -76,7 +80,10 @@ class Scheduler:
         self.holds_prompts = False  # steps compute none until it is taken back (engine/overlap/cadence.py)
         self.waiting: list[Request] = []  # sorted by order; the preempted too
         self._in_flight: deque[tuple[Schedule, list[Request]]] = deque()
-        self.rows, self._restates = BatchRows(max_num_seqs), False  # True after a rollback: the batch is told all anew
+        self.rows, self._restates = (
+            BatchRows(max_num_seqs, stays),
+            False,
+        )  # True after a rollback: the batch is told all anew
         self._next_step, self._updated_step, self._num_added = 0, -1, 0
         self.forget_counts()
 
@@ -123,18 +130,13 @@ class Scheduler:
                 self._finish(request)
         self._drop_finished()
 
-    def reset_prefix_cache(self) -> None:
-        self.kv.reset_prefix_cache()
-
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
     def stats(self) -> RankStats:
-        kv, used, counts = self.kv, self.kv.num_blocks - self.kv.num_free_blocks, self._counts
-        requests = len(self._running), len(self.waiting)
-        blocks = used, kv.num_blocks, kv.num_queries, kv.num_hits
-        return RankStats(*requests, *blocks, **(counts.fields | self.speculation.counts))
+        more = self.kv.counts | self._counts.fields | self.speculation.counts
+        return RankStats(len(self._running), len(self.waiting), **more, taken_over=self.takeover.num_tokens)
 
     # ---- before a step -------------------------------------------------------------------------------------------
 
@@ -227,10 +229,8 @@ class Scheduler:
             draft.add(request, 1)
 
     def _reserve(self, request: Request, num_tokens: int, draft: Draft) -> bool:
-        """Get blocks for num_tokens tokens, from those that come last if need be. False: that was the request itself.
-
-        A request alone always succeeds (max_length is bounded by the cache), so the first in order always advances.
-        """
+        """Get blocks for num_tokens tokens, from those that come last if need be. False: that was the request itself. A
+        request alone always succeeds (max_length is bounded by the cache), so the first in order always advances."""
         num_tokens = self.speculation.ahead(request, num_tokens, self.kv)
         while (new := self.kv.allocate(request, num_tokens)) is None:
             victim = self._running.pop()
@@ -253,18 +253,15 @@ class Scheduler:
         draft.preempted = True
 
     def _admit(self, draft: Draft) -> None:
-        """Let waiting requests in, strictly in order, while budget, rows and blocks last.
-
-        A request is let in only when all its known tokens would fit now, though only this step's are given blocks:
-        one that was just preempted would otherwise come back at once and be preempted again.
-        """
+        """Let waiting requests in, strictly in order, while budget, rows and blocks last. A request is let in only when
+        all its known tokens would fit now, though only this step's are given blocks: one that was just preempted would
+        otherwise come back at once and be preempted again."""
         kv = self.kv
         num_admitted = 0
         for request in self.waiting:
             if not draft.budget or not self.rows.any_free or request.num_pending:
                 break
-            prefix = kv.nothing if request.prompt_logprobs is not None else kv.find_prefix(request)
-            num_cached = prefix.num_blocks * kv.block_size
+            prefix, num_cached = self.takeover.known(request)
             count = len(request.tokens) - num_cached
             if count > draft.budget and not self.enable_chunked_prefill:
                 break
@@ -274,7 +271,9 @@ class Scheduler:
             kv.admit(request, prefix)
             self.speculation.admit(request)
             new = kv.allocate(request, self.speculation.ahead(request, num_cached + count, kv))
-            assert new is not None
+            if new is None or not self.takeover.bring(request, num_cached):
+                kv.free(request)  # in the next step it begins without
+                break
             self._take_row(request, num_cached, draft)
             draft.new_blocks.append((request.row, [table.copy() for table in request.held.tables]))
             draft.add(request, count)
@@ -284,7 +283,7 @@ class Scheduler:
         del self.waiting[:num_admitted]
 
     def _take_row(self, request: Request, num_cached: int, draft: Draft) -> None:
-        request.row = self.rows.take()
+        request.row = self.rows.take(request.stay)
         request.status = _RUNNING
         request.num_computed = num_cached
         if request.num_cached < 0:  # else it was preempted, and its hits are its own work
@@ -395,6 +394,6 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Give blocks and row back (see the top of this file for when the row can be used again)."""
-        self.kv.free(request)
         self.rows.give_back(request.row, request.last_step)
+        self.kv.free(request)
         request.row = -1

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cache.rows import CacheRows
 from dbo.split import Cut, cut
 from engine.batch_table import BatchTable
 from engine.prepared import (
@@ -51,11 +52,16 @@ class StepBuffers(DecodeBuffers):
     """Memory on the host: 4 bytes per row and position."""
 
     def __init__(
-        self, limits: Limits, device: torch.device, context_cost: float = 0.0, on_device: bool = False
+        self,
+        limits: Limits,
+        device: torch.device,
+        context_cost: float = 0.0,
+        on_device: bool = False,
+        rows: CacheRows | None = None,
     ) -> None:
         """context_cost: of a token's work, for cutting steps (dbo/split.py). on_device: sampled tokens stay on the
-        device; else the host has each before the next step is laid out."""
-        super().__init__(limits, device)
+        device; else the host has each before the next step is laid out. rows: as DecodeBuffers has it."""
+        super().__init__(limits, device, rows)
         self._context_cost = context_cost
         self._last_R: Tensor | None = None
         if on_device:
@@ -278,6 +284,7 @@ class StepBuffers(DecodeBuffers):
     def _part(self, memory: StepMemory, work: ScheduledTokens, graph: GraphSize | None) -> StepPart:
         work, num_decodes = work.ordered()
         rows_B, starts_B = work.rows_B, work.starts_B
+        self._rows.begin(rows_B, starts_B)
         ends_B = starts_B + work.counts_B
         guessed_B = self._drafts_E[work.entry_B] if len(self._drafts_E) else 0  # tokens that are drafts
         assert (ends_B <= self._rows.known[rows_B] + guessed_B).all(), (

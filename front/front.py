@@ -252,7 +252,7 @@ class Front:
         lost = self.members.on_lost(message) if isinstance(message, RankLost) else self.members.on_failed(message)
         if not lost:
             return FrontOutput([], [])
-        replayed = self._take_from(message.rank)
+        replayed = self._take_from(message.rank, isinstance(message, RankLost) and message.intact)
         if self.members.open:
             self.members.open[-1].replayed = replayed
         return self._changed()
@@ -278,9 +278,9 @@ class Front:
     def _open_ranks(self) -> None:
         self.router.open = [state is State.UP for state in self.members.states]
 
-    def _take_from(self, rank: int) -> int:
+    def _take_from(self, rank: int, intact: bool = False) -> int:
         """Nothing that this rank has is to be expected any more; how many requests that are. What it had released stays
-        released."""
+        released. intact: it has ended, and others may read what is in its cache."""
         self.stats[rank] = RankStats()
         self.profiling.lose(rank)
         self.router.forget_rank(rank)
@@ -290,6 +290,7 @@ class Front:
         for request in moved:
             for sequence in request.sequences:
                 del self._sequences[sequence.sequence_id]
+                sequence.leave(rank, intact)
                 self._uncharge(sequence)
             self._held[request.prompt.request_id] = request
         self.num_replayed += len(moved)

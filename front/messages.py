@@ -99,9 +99,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to continue (the front has already split n > 1 into n of these and chosen each one's seed).
-
     token_ids: prompt, then any output already released (a replay after a rank was lost); prompt_len says where output
-    begins. params.max_tokens is resolved (never None) and counts from prompt_len.
+    begins. params.max_tokens is resolved (never None) and counts from prompt_len. formers: ranks that had it last and
+    have ended, what each called it, and how many of its tokens are certainly in that one's cache (cache/shared.py).
     """
 
     request_id: int
@@ -113,6 +113,7 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True, omit_defa
     priority: int = 0  # lower first; equal: arrival order
     cache_salt: str = ""
     arrival: float = 0.0
+    formers: tuple[tuple[int, int, int], ...] = ()
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -138,7 +139,6 @@ class Membership(msgspec.Struct, tag="membership", frozen=True):
 
 class BalanceCommand(msgspec.Struct, tag="balance", frozen=True, kw_only=True):
     """To the lowest live rank, which leads the balancing; answered by one BalanceReply.
-
     kind: status, placement and load ask; plan computes and shows what would move; rebalance takes that plan; record
     writes the loads of every step to `path` until a record without a path comes.
     """
@@ -218,6 +218,7 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     prefill_interval: int = 1  # steps from one that lets prompts in to the next
     prefill_held_steps: int = 0  # in which prompts waited for that
     step_tokens: list[int] = []  # steps by these tokens: at most STEP_TOKENS[i]; the last entry: more
+    taken_over: int = 0  # tokens that a lost rank had computed
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):
@@ -249,14 +250,14 @@ class RankFailed(msgspec.Struct, tag="failed", frozen=True):
 
 
 class RankLost(msgspec.Struct, tag="lost", frozen=True):
-    """From the supervisor: this rank's process has ended (or hung, and was killed before this was said).
-
-    Said once for every process of a rank that ends, also for one that was still loading."""
+    """From the supervisor, once for every process of a rank that ends, also of one that was still loading: it has ended
+    (or hung, and was killed before this was said)."""
 
     rank: int
     reason: str
     time: float  # its last sign of life: when the kernel told of its end, or a hung one's last heartbeat
     process: int  # its process id, which tells this life of the rank from others
+    intact: bool = True  # what it has left in memory can be relied on: it did not end for a fault in its own
 
 
 class Waiting(msgspec.Struct, tag="waiting", frozen=True):

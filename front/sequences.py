@@ -9,6 +9,8 @@ from front.detokenizer import Detokenizer, StopStrings
 from front.messages import AddRequest, FinishReason, SamplingParams, TokenOutput
 from front.outputs import Delta, Prompt
 
+_MOST_FORMERS = 4  # ranks that were lost one after another before the next one released a token
+
 
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a request took. Times are seconds of the front's clock (time.monotonic()); first_token None: none came."""
@@ -79,6 +81,7 @@ class Sequence:
         "awaited",
         "cost",
         "detokenizer",
+        "formers",
         "index",
         "key",
         "min_tokens",
@@ -108,6 +111,7 @@ class Sequence:
         self.num_output = 0
         self.answered = False  # has had an output
         self.awaited = True  # has had no output from this rank
+        self.formers: tuple[tuple[int, int, int], ...] = ()  # of AddRequest
         self.cost = 0  # tokens charged to the rank's load, all in all
         self.pending = 0  # the part of it that goes with the rank's first output: tokens to compute
 
@@ -135,7 +139,15 @@ class Sequence:
             priority=prompt.priority,
             cache_salt=prompt.cache_salt,
             arrival=request.arrival,
+            formers=self.formers,
         )
+
+    def leave(self, rank: int, intact: bool) -> None:
+        """That rank, which had it, is lost. intact: its cache is still to be had."""
+        older = self.formers if self.awaited else ()
+        num_computed = 0 if self.awaited else len(self.token_ids) - 1  # the last one was sampled, and nothing more
+        latest = ((rank, self.sequence_id, num_computed),) if intact else ()
+        self.formers = (*older, *latest)[-_MOST_FORMERS:]
 
     def delta(self, output: TokenOutput) -> Delta:
         """What an output adds. The caller then extends the log by the delta's tokens."""

@@ -44,6 +44,7 @@ class Lost(msgspec.Struct, tag="lost", frozen=True):
     reason: str
     age: float
     process: int
+    intact: bool = True
 
 
 class Leaving(msgspec.Struct, tag="leaving", frozen=True):

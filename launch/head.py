@@ -264,7 +264,8 @@ class HeadSupervisor(Supervisor):
             elif isinstance(message, Lost):
                 host.processes.pop(message.rank, None)
                 life = self.clock() - message.age
-                lost.append(RankLost(message.rank, f"{message.reason} (on {link.peer})", life, message.process))
+                reason = f"{message.reason} (on {link.peer})"
+                lost.append(RankLost(message.rank, reason, life, message.process, message.intact))
             elif isinstance(message, Signs):
                 self._take_signs(host, message)
             elif isinstance(message, Leaving):

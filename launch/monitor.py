@@ -4,8 +4,7 @@ them, and sees off those that are not wanted any more.
 Heartbeats: the loop of a rank that has loaded writes time.monotonic() as one float64 into the file beat-RANK
 (engine/process/places.py), whenever it gets on: also while it sleeps, and while it waits for other ranks, so that it is
 never taken for the one that it waits for. One that has not written yet is loading, and a thread of it writes into
-loading-RANK; when it is started into a running server it may take ten times as long for that as the ranks took at
-first.
+loading-RANK; when it is started into a running server it may take ten times as long for that as the first ranks took.
 """
 
 from __future__ import annotations
@@ -223,6 +222,7 @@ class RankMonitor:
                 place.child.process.kill()
 
     def _prepare(self, rank: int) -> None:
+        self._runtime.add_cache(rank)
         for name in ("beat", "loading", "loaded", "joined"):
             self._runtime.clear(f"{name}-{rank}")
 
@@ -264,7 +264,7 @@ class RankMonitor:
             place.tries += 1
         last_life = place.last_life if place.verdict else now
         say("rank_lost", rank=place.rank, pid=child.process.pid, reason=repr(reason))
-        return RankLost(place.rank, reason, last_life, child.process.pid)
+        return RankLost(place.rank, reason, last_life, child.process.pid, child.intact)
 
     def _check(self, place: _Place, child: Child, now: float) -> None:
         """Kill it when it hangs; its end is then seen as every other end is."""

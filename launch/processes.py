@@ -25,13 +25,14 @@ import msgspec
 
 from engine.process.fork_process import Told
 from engine.process.orphan import adopt_orphans, child_command
-from engine.process.places import FILE_BYTES, socket_address
+from engine.process.places import CACHE_FILES, FILE_BYTES, socket_address
 from launch.early import Source, take_source
 from launch.forks import NAME as FORKS
 from launch.forks import Forked, Forks
 
 PREFIX = "moesaic-"  # of runtime directories
 OWNER = "owner-"  # and a process id: an empty file in each, which tells them from what other programs leave
+_FAULTS = {-number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)}
 KILLED_SECONDS = 10.0  # until a killed process has ended; longer only in a system call that cannot be broken off
 
 
@@ -60,7 +61,7 @@ class RuntimeDir:
         except OSError as error:
             raise ValueError(f"no directory can be made in {root} (MOESAIC_RUNTIME_DIR): {error.strerror}") from None
         self.clear("ready")
-        for name in ("resizes", "fences", "meetings"):
+        for name in ("resizes", "fences", "meetings", "caches"):
             self._file(name)
 
     @property
@@ -90,6 +91,11 @@ class RuntimeDir:
     def kept(self, name: str) -> int | None:
         """The descriptor under this name, if there is one."""
         return self._files.get(name)
+
+    def add_cache(self, rank: int) -> None:
+        """Files for its cache and for that of the process before it (cache/shared.py), which are to outlive it."""
+        files = [self._file(f"cache-{rank}-{number}") for number in (0, 1)]
+        os.pwrite(self._file("caches"), CACHE_FILES.pack(*files), rank * CACHE_FILES.size)
 
     def clear(self, name: str) -> None:
         """A file of fixed size with nothing but zeros."""
@@ -196,6 +202,11 @@ class Child:
         if self.link is not None:
             self.link.close()
             self.link = None
+
+    @property
+    def intact(self) -> bool:
+        """It did not end for a fault in its own memory."""
+        return self.process.returncode not in _FAULTS
 
     def exit_text(self) -> str:
         code = self.process.returncode

@@ -183,7 +183,7 @@ class _Session:
         for lost in monitor.look(dead):
             process, life = self._lives.pop(lost.rank, (0, 0))
             known = life if process == lost.process else lost.process
-            self._link.send(Lost(lost.rank, lost.reason, time.monotonic() - lost.time, known))
+            self._link.send(Lost(lost.rank, lost.reason, time.monotonic() - lost.time, known, lost.intact))
         for rank, process in monitor.processes.items():
             if self._lives.get(rank, (0, 0))[0] != process:
                 self._lives[rank] = process, life_of(process)

@@ -34,6 +34,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RankStats], int]], ...] = (
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
     ("vllm:external_prefix_cache_queries", "There is no cache of prefixes elsewhere.", lambda stats: 0),
     ("vllm:external_prefix_cache_hits", "There is no cache of prefixes elsewhere.", lambda stats: 0),
+    (
+        "moesaic:kv_tokens_taken_over",
+        "Tokens that a lost rank had computed, and that were taken over from its cache.",
+        lambda stats: stats.taken_over,
+    ),
     ("vllm:num_preemptions", "Requests put back for want of KV blocks.", lambda stats: stats.preemptions),
     ("vllm:spec_decode_num_drafts", "Steps of a sequence with drafts.", lambda stats: stats.spec_drafts),
     ("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", lambda stats: stats.spec_draft_tokens),

@@ -17,8 +17,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from store.memory import complete_key
-from store.pages import brought_in
+from store.memory import brought_in, complete_key
 
 SUFFIX = ".weights"
 DRAFT = ".draft"

@@ -35,6 +35,11 @@ def life_of(process: int) -> int:
     return process | ticks << _PID_BITS
 
 
+def is_alive(life: int) -> bool:
+    """Whether the process of that `life_of` has not ended."""
+    return life >> _PID_BITS > 0 and life_of(pid_of(life)) == life
+
+
 def pid_of(life: int) -> int:
     return life & ((1 << _PID_BITS) - 1)
 

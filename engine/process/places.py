@@ -8,6 +8,7 @@ both lie in the runtime directory.
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from configs.engine import Plan
 
 STORE = "weights"  # the machine's store of weights (store/memory.py)
 MOST_WIDENED = 4  # times: FP8 to float32
+CACHE_FILES = struct.Struct("<ii")  # descriptors of the first process, of each rank's in the file `caches`
 FILE_BYTES = 128  # of a file of fixed size: written in place, so never in need of more
 
 
@@ -50,6 +52,16 @@ class Places:
     def meetings(self) -> Path:
         """For ep/table.py: make_groups."""
         return self._directory if self._files is None else self.file("meetings")
+
+    def caches(self, rank: int) -> list[Path]:
+        """The files of a rank's cache; []: they are not on this machine."""
+        if self._files is None:
+            return []
+        index = self.file("caches")
+        with open(index, "rb", buffering=0) as file:
+            raw = os.pread(file.fileno(), CACHE_FILES.size, rank * CACHE_FILES.size)
+        numbers = CACHE_FILES.unpack(raw) if len(raw) == CACHE_FILES.size else ()
+        return [index.with_name(str(number)) for number in numbers if number > 0]
 
     def socket(self, name: str) -> str:
         return socket_address(self._directory, name, in_memory=self._files is not None)

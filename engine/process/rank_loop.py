@@ -51,6 +51,8 @@ log = logging.getLogger("moesaic.rank")
 EXIT_ERROR = 3
 EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
+# What the rank's last process has left of its cache is kept for so long: others take it over in their next step.
+FORMER_SECONDS = 10.0
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
 # For weights that are away to come back, when a rank is started again; then the monitor has its turn.
 WEIGHTS_SECONDS = 20.0
@@ -137,7 +139,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
         await_checkpoint(plan.model_path, plan.checkpoint, WEIGHTS_SECONDS, partial(_say_waiting, socket, rank_id))
     phases.end("open")
     meet = _meet(plan, rank_id, places.meetings, network)
-    rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store, network)
+    rank = build_rank(plan, rank_id, meet, bell, progress, start.join, store, network, places.caches)
     progress.finish(rank.ready.bytes_read)
     phases.end("build", {"load": rank.ready.load_seconds})
     if store is not None and mapped and start.rehearsed is None:
@@ -155,6 +157,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
     say("rank_ready", rank=rank_id, pid=os.getpid(), **phases.seconds)
     if cores is not None and network is None:
         rank.on_formed = lambda num_ranks: torch.set_num_threads(cores.share(num_ranks))
+    _start_forgetting(rank)
     was_idle = True
     while not rank.done:
         mark()
@@ -203,6 +206,12 @@ def _warm_up(start: Start, rank: Rank, stored: bool) -> None:
 def _start_mapping(store: Store) -> None:
     """Not at low priority: whatever else of this process asks for memory waits for a piece of it to end."""
     threading.Thread(target=store.map_ahead, name="mapping", daemon=True).start()
+
+
+def _start_forgetting(rank: Rank) -> None:
+    timer = threading.Timer(FORMER_SECONDS, rank.forget_former)
+    timer.daemon = True
+    timer.start()
 
 
 def _store(plan: Plan, places: Places) -> Store | None:

@@ -20,7 +20,7 @@ from engine.sampling.noise import seed_keys
 from engine.sampling.processors import RequestProcessors
 from engine.sampling.thinking import Thinking
 from engine.schedule import NewRow
-from engine.structured.guide import Guide, Masks, Words
+from engine.structured.guide import Masks, Words
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -133,10 +133,10 @@ class SamplingTable:
         self._allowed: dict[int, Tensor] = {}
         self._bias: dict[int, tuple[Ints, Floats]] = {}
         self._history: dict[int, History] = {}
-        self._guides: dict[int, Guide] = {}
         self._thinking: dict[int, Thinking] = {}
         self._processors: dict[int, RequestProcessors] = {}
-        self._masks: Masks | None = None
+        self._masks: Masks | None = None  # of the rows with a grammar; None: there was none yet
+        self._max_rows = max_rows
 
     # ---- rows come and go ----------------------------------------------------------------------------------------
 
@@ -195,9 +195,9 @@ class SamplingTable:
         if new.guide is not None:
             needs |= GRAMMAR
             new.guide.restate(new.token_ids[new.prompt_len :])
-            self._guides[row] = new.guide
             if self._masks is None:
-                self._masks = Masks(size, new.guide.ends)
+                self._masks = Masks(self._max_rows, size, new.guide.ends)
+            self._masks.put(row, new.guide)
         if params.reasoning is not None:
             thinking = Thinking(params.reasoning, new.token_ids[new.prompt_len :])
             if not thinking.over:
@@ -217,9 +217,10 @@ class SamplingTable:
         self._named_logprobs.pop(row, None)
         self._processors.pop(row, None)
         if needs & EDITS:
-            edits = self._new_row, self._stops, self._allowed, self._bias, self._history, self._guides, self._thinking
-            for table in edits:
+            for table in (self._new_row, self._stops, self._allowed, self._bias, self._history, self._thinking):
                 table.pop(row, None)
+            if self._masks is not None:
+                self._masks.drop(row)
 
     @property
     def all_greedy(self) -> bool:
@@ -261,14 +262,13 @@ class SamplingTable:
     @property
     def has_history(self) -> bool:
         """Whether any row's next token depends on those before it, other than through the model."""
-        return bool(self._history or self._guides or self._processors or self._thinking)
+        guided = self._masks is not None and self._masks.guides
+        return bool(self._history or guided or self._processors or self._thinking)
 
     def note(self, rows: Sequence[int], token_ids: Sequence[list[int]]) -> None:
         """The tokens just drawn for each row become part of its history."""
-        if self._guides:
-            for row, tokens in zip(rows, token_ids, strict=True):
-                if guide := self._guides.get(row):
-                    guide.accept(tokens)
+        if self._masks is not None and self._masks.guides:
+            self._masks.accept(rows, token_ids)
         if not (self._history or self._processors or self._thinking):
             return
         for row, tokens in zip(rows, token_ids, strict=True):
@@ -294,7 +294,7 @@ class SamplingTable:
     ) -> None:
         if batch.needs & GRAMMAR:
             assert self._masks is not None
-            batch.masks = self._masks.fill([self._guides.get(row) for row in rows], drafts)
+            batch.masks = self._masks.fill(rows, drafts)
         if not batch.needs & EDITS & ~GRAMMAR:
             return
         drafts = drafts or [()] * len(rows)

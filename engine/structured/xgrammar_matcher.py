@@ -62,7 +62,9 @@ class XgrammarMatcher:
         return not self._error and bool(self._matcher.is_completed())
 
     def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
-        """The tokens that may come next, written where `size` bytes are."""
+        """The tokens that may come next, written where `size` bytes are; nothing where the end has come."""
+        if self.is_stopped():
+            return
         try:
             self._matcher.fill_next_token_bitmask(self._mask_W[None])
         except RuntimeError as error:

@@ -46,10 +46,10 @@ struct PackedCall {
 
 }  // namespace
 
-RowsAt whole_rows(const ExpertOps *ops, const RowsAt &a, int64_t rows, int64_t depth, bool halves, uint8_t *to, int threads) {
+RowsAt whole_rows(const ExpertOps *ops, const RowsAt &a, int64_t rows, int64_t depth, int64_t format, uint8_t *to, int threads) {
   const int64_t stride = Multiplier::whole_stride(depth), pieces = rows * depth <= SMALL_ROWS ? 1 : team_pieces(threads, rows);
   team(threads, pieces, [&](int64_t piece, int) {
-    for (int64_t m = rows * piece / pieces; m < rows * (piece + 1) / pieces; m++) ops->whole(a[m], depth, halves, to + m * stride);
+    for (int64_t m = rows * piece / pieces; m < rows * (piece + 1) / pieces; m++) ops->whole(a[m], depth, format, to + m * stride);
   });
   return {to, stride, nullptr, true, true};
 }
@@ -67,7 +67,7 @@ NATIVE_API void linear_packed(int64_t x_type, int64_t format, const uint8_t *pac
   int64_t work_bytes = by.work_bytes(inputs, rows);
   work_bytes = (work_bytes + 63) / 64 * 64;
   uint8_t *work = scratch(threads * work_bytes + (by.all_whole() ? rows * by.whole_stride(inputs) : 0));
-  if (by.all_whole()) call.x = whole_rows(by.ops, call.x, rows, inputs, by.halves(), work + threads * work_bytes, threads);
+  if (by.all_whole()) call.x = whole_rows(by.ops, call.x, rows, inputs, format, work + threads * work_bytes, threads);
   int64_t pieces = team_pieces(threads, panels);
   team(threads, pieces, [&](int64_t piece, int worker) {
     call.multiply(panels * piece / pieces, panels * (piece + 1) / pieces, work + worker * work_bytes);

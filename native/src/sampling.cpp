@@ -88,13 +88,29 @@ struct Job {
   const SampleCall *c;
   const SampleOps *of_logits, *of_float;
 
-  bool edits(int64_t row) const {
+  bool edits_beside_mask(int64_t row) const {
     auto has = [&](const int64_t *start) { return start && start[row + 1] > start[row]; };
-    return mask(row) || (c->has_allowed && c->has_allowed[row]) || has(c->forbidden_start) || has(c->bias_start) || has(c->penalty_start);
+    return (c->has_allowed && c->has_allowed[row]) || has(c->forbidden_start) || has(c->bias_start) || has(c->penalty_start);
   }
 
   const uint32_t *mask(int64_t row) const {
     return c->mask_of && c->mask_of[row] >= 0 ? c->masks + c->mask_of[row] * c->mask_words : nullptr;
+  }
+
+  // How many tokens the row's mask allows, if they are few and it has no other edit, else 0: they and their logits are picked.
+  int64_t pick_allowed(int64_t row, const void *logits, const Work &work) const {
+    const uint32_t *own = mask(row);
+    if (!own || edits_beside_mask(row)) return 0;
+    int64_t item = c->logit_type == LOGIT_F32 ? 4 : 2, count = 0;
+    for (int64_t w = 0; w < c->mask_words; w++)
+      for (uint32_t bits = own[w]; bits; bits &= bits - 1) {
+        int64_t id = 32 * w + __builtin_ctz(bits);
+        if (id >= c->num_tokens) break;
+        if (count == STRETCH) return 0;
+        work.place[count++] = (int32_t)id;
+      }
+    for (int64_t i = 0; i < count; i++) of_logits->widen((const uint8_t *)logits + work.place[i] * item, 1, work.picked + i);
+    return count;
   }
 
   int64_t first_of(const uint32_t *mask) const {
@@ -134,7 +150,8 @@ struct Job {
     int64_t item = c->logit_type == LOGIT_F32 ? 4 : 2, n = c->num_tokens, stretches = stretches_of(n);
     const void *logits = (const uint8_t *)c->logits + row * c->stride * item;
     const SampleOps *ops = of_logits;
-    if (edits(row)) {
+    if (int64_t num_allowed = pick_allowed(row, logits, work)) return among_picked(row, num_allowed, work);
+    if (mask(row) || edits_beside_mask(row)) {
       edit(row, logits, work.edited);
       logits = work.edited, ops = of_float, item = 4;
     }
@@ -158,6 +175,19 @@ struct Job {
     }
     float least = least_kept(row, count, work);
     return draw(work, count, few, least, word_of(c->seed_key[row], c->position[row]), token);
+  }
+
+  // The token of a row of which no others than those picked are allowed.
+  int64_t among_picked(int64_t row, int64_t count, const Work &work) const {
+    of_float->largest(work.picked, count, work.most);
+    float best = work.most[0];
+    if (count == 1 || best == -INFINITY) return work.place[0];
+    int64_t token = work.place[of_float->find(work.picked, count, best)];
+    if (!c->random[row]) return token;
+    float temperature = c->temperature[row];
+    of_float->powers(work.picked, count, temperature, best / temperature, work.p, work.most);
+    float least = least_kept(row, count, work);
+    return draw(work, count, true, least, word_of(c->seed_key[row], c->position[row]), token);
   }
 
   // The logits that may be among the k largest, in vocabulary order: k stretches have a largest number of the k-th largest of those.
@@ -216,7 +246,7 @@ struct Job {
     int64_t chosen = favourite;
     double best = score_of(1, favourite, word);
     for (int64_t i = 0; i < count; i += STRETCH) {
-      if (!(work.most[i / STRETCH] >= least)) continue;
+      if (!(work.most[i / STRETCH] >= least) || work.most[i / STRETCH] == 0) continue;
       uint64_t may[STRETCH / 64];
       int64_t length = std::min<int64_t>(STRETCH, count - i);
       of_float->race(work.p + i, few ? work.place + i : nullptr, i, length, word, least, (float)best, may);

@@ -43,6 +43,7 @@ def test_a_lost_rank_s_requests_go_on_elsewhere() -> None:
     assert told == [(place, Membership(1, alive)) for place in others]
     assert other in others and second.token_ids == [*first.token_ids, 70] and second.prompt_len == first.prompt_len
     assert (second.seed, second.arrival, second.params.max_tokens) == (9, first.arrival, 8)
+    assert first.formers == () and second.formers == ((rank, first.request_id, len(first.token_ids)),)
     assert first.params.prompt_logprobs == 0 and second.params.prompt_logprobs is None
     assert front.num_replayed == 1 and front.router.loads[rank] == 0 and rank not in front.ready
 
@@ -54,6 +55,29 @@ def test_a_lost_rank_s_requests_go_on_elsewhere() -> None:
     [record] = front.take_finished()
     assert (record.num_output_tokens, record.num_cached_tokens, record.rank) == (2, 3, other)
     assert front.router.loads == [0, 0, 0]
+
+
+def test_where_a_moved_request_has_been() -> None:
+    """Until a rank has released a token of it, what earlier ones have of it counts too; not what one has left that ended for a
+    fault in its memory, or is still there."""
+    front = make_front(4, num_experts=4, slots_per_rank=4)
+    [(rank, first)] = front.add(make_prompt())
+    front.on_message(outputs(rank, TokenOutput(first.request_id, [70])))
+    places = [(rank, first.request_id, len(first.token_ids))]  # the token that was released last is in no cache
+    [(rank, second), *_] = front.on_message(RankLost(rank, "killed by SIGKILL", 99.0, 1)).messages
+    assert second.formers == tuple(places)
+    places.append((rank, second.request_id, 0))
+    [(rank, third), *_] = front.on_message(RankLost(rank, "killed by SIGKILL", 99.0, 1)).messages
+    assert third.formers == tuple(places)
+    [(rank, fourth), *_] = front.on_message(RankLost(rank, "killed by SIGSEGV", 99.0, 1, intact=False)).messages
+    assert fourth.formers == tuple(places)
+    front.on_message(outputs(rank, TokenOutput(fourth.request_id, [71])))
+    back = next(place for place in range(4) if place != rank)
+    front.on_message(ready(back, 2))
+    front.on_message(joined(back, front.members.epoch))
+    front.on_message(joined(rank, front.members.epoch))
+    [(_, fifth), *_] = front.on_message(RankFailed(rank, "its own word")).messages
+    assert fifth.formers == ()
 
 
 def test_new_work_only_after_joined() -> None:

@@ -40,7 +40,7 @@ def test_prefix_is_reused_across_requests_and_salts_are_kept_apart() -> None:
     assert [output.num_cached_tokens for output in outputs] == [0, 16, 0]
     stats = engine.scheduler.stats()
     assert (stats.prefix_queries, stats.prefix_hits, stats.prompt_tokens, stats.cached_tokens) == (51, 16, 51, 16)
-    engine.scheduler.reset_prefix_cache()
+    engine.scheduler.kv.reset_prefix_cache()
     engine.scheduler.add(message(9, shared, max_tokens=1))
     assert engine.run()[0].num_cached_tokens == 0
 

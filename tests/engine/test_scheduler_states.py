@@ -112,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.engine.scheduler.reset_prefix_cache()
+        self.engine.scheduler.kv.reset_prefix_cache()
 
     @rule(num_run=st.integers(0, 2), unlaunched=st.booleans())
     def roll_back(self, num_run: int, unlaunched: bool) -> None:

@@ -120,6 +120,7 @@ class Fake:
             write=lambda name, value: path / name,
             file=lambda name: path / name,
             clear=lambda name: (path / name).unlink(missing_ok=True),
+            add_cache=lambda rank: None,
             keep=lambda name, file: None,
             kept=lambda name: None,
         )

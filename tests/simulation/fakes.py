@@ -94,6 +94,9 @@ class FakeRuntime:
     def clear(self, name: str) -> None:
         """What a process wrote is gone with it."""
 
+    def add_cache(self, rank: int) -> None:
+        """Its memory is its own: what a lost rank had computed is computed again."""
+
     def show_ready(self, address: str) -> None:
         """To nobody."""
 

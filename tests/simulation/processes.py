@@ -227,7 +227,7 @@ class RankProcess:
             self._read,
             clock=self.world.clock,
         )
-        self.scheduler = _scheduler(plan, PAGED, VOCABULARY, torch.device("cpu"))
+        self.scheduler = _scheduler(plan, PAGED, VOCABULARY, torch.device("cpu"), None)
         runner = StandInRunner(self.model, plan.num_kv_blocks, plan.block_size)
         ready = RankReady(
             rank=self.rank_id,

@@ -19,7 +19,7 @@ from server_parts import MODEL, server
 from test_schemas import made_by
 
 from configs.server import ServerConfig
-from engine.structured.guide import Guide, Masks
+from engine.structured.guide import Guide, Masks, Words
 from engine.structured.xgrammar_matcher import XgrammarMatcher
 from front.messages import AddRequest, StructuredOutputsParams
 from front.structured.grammar import checked_grammar
@@ -207,17 +207,22 @@ def test_masks_of_a_run_are_those_of_its_steps() -> None:
     """Also behind the end, and behind a draft that is refused; nothing of the matcher changes."""
     text = checked_grammar(asked(regex="[ab]{2,3}"), TOKENIZER).text
     a, b = (TOKENIZER.encode(one, add_special_tokens=False)[-1] for one in ("xa", "xb"))
-    masks = Masks(TOKENIZER.vocab_size, COMPILER.ends)
+
+    def masks_of(guide: Guide, drafts: list[list[int]]) -> Words:
+        masks = Masks(1, TOKENIZER.vocab_size, COMPILER.ends)
+        masks.put(0, guide)
+        mask_P, masks_NW = masks.fill([0] * len(drafts), drafts)
+        return masks_NW[mask_P]
+
     for drafts in ([], [a], [a, b, a], [a, b, COMPILER.ends[0], a], [a, 999, b]):
         guide = Guide(matcher_of(text), COMPILER.ends)
-        runs = [drafts[:place] for place in range(len(drafts) + 1)]
-        got = masks.fill([guide] * len(runs), runs)[1].copy()
+        got = masks_of(guide, [drafts[:place] for place in range(len(drafts) + 1)])
         valid = guide.num_valid(drafts)
         for place in range(valid + 1):
             single = Guide(matcher_of(text), COMPILER.ends)
             single.accept(drafts[:place])
-            assert np.array_equal(masks.fill([single])[1][0], got[place]), (drafts, place)
-        assert np.array_equal(masks.fill([guide])[1][0], got[0])
+            assert np.array_equal(masks_of(single, [[]])[0], got[place]), (drafts, place)
+        assert np.array_equal(masks_of(guide, [[]])[0], got[0])
         assert valid == next((i for i, draft in enumerate(drafts) if draft == 999), min(len(drafts), 3))
 
 

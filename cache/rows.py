@@ -1,0 +1,46 @@
+"""Which blocks of the cache each row of a batch has, and how far its sequence is computed. No torch here."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+_STAYS = 1 << 16  # of a sequence: what tells one stay of it in a row from the next
+
+
+class CacheRows:
+    """All int64. num_blocks [rows]; tables: of each token group [rows, columns]; computed [rows]: tokens of the row's
+    sequence that earlier steps have computed, at least. They belong to whoever runs the steps.
+
+    stays, placed [rows]: whose they are (`stay_of`), 0: nobody's. The scheduler writes the first, and takes it back
+    before the row's blocks go to others; whoever runs the steps writes the second, when the row is told of its
+    sequence. Where the two are equal, the others are that stay's.
+    """
+
+    def __init__(self, memory: npt.NDArray[np.uint8], num_rows: int, columns: int, num_tables: int) -> None:
+        """memory: bytes, of which `num_bytes` are used; zeros, or what such a table has left."""
+        whole = memory[: self.num_bytes(num_rows, columns, num_tables)].view(np.int64)
+        self.stays, self.placed, self.computed, self.num_blocks = whole[: 4 * num_rows].reshape(4, num_rows)
+        self.tables: list[Ints] = list(whole[4 * num_rows :].reshape(num_tables, num_rows, columns))
+
+    @staticmethod
+    def own(num_rows: int, columns: int, num_tables: int) -> CacheRows:
+        """In memory of this process's own."""
+        memory = np.zeros(CacheRows.num_bytes(num_rows, columns, num_tables), dtype=np.uint8)
+        return CacheRows(memory, num_rows, columns, num_tables)
+
+    @staticmethod
+    def num_bytes(num_rows: int, columns: int, num_tables: int) -> int:
+        return 8 * num_rows * (4 + num_tables * columns)
+
+    def find(self, sequence_id: int) -> int:
+        """The row of that sequence; -1: it has none whose blocks are certainly its own."""
+        held = np.flatnonzero((self.stays // _STAYS == sequence_id + 1) & (self.stays == self.placed))
+        return int(held[0]) if len(held) else -1
+
+
+def stay_of(sequence_id: int, num_preemptions: int) -> int:
+    """A number above 0 for the stay of a sequence (0 or more) in a row, between two preemptions."""
+    return (sequence_id + 1) * _STAYS + num_preemptions % _STAYS

@@ -1,0 +1,70 @@
+"""What a request has of the cache when it is let in: a prefix that is known here, or what a rank that was lost had
+computed of it (cache/shared.py), so that a loss costs its requests no step but the one that was under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from cache.manager import CacheManager, Prefix, Sequence
+from cache.memory import CacheMemory
+from cache.shared import FormerCache, Found
+
+
+class Moved(Sequence, Protocol):
+    """What `Takeover` needs of a request. formers: as AddRequest of front/messages.py has them; () once they are of no
+    use any more. prompt_logprobs: None where none are wanted."""
+
+    formers: tuple[tuple[int, int, int], ...]
+
+    @property
+    def prompt_logprobs(self) -> object: ...
+
+
+class Takeover:
+    """`known`, then `bring` once the request has blocks."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        former: FormerCache | None = None,
+        memory: CacheMemory | None = None,
+        between: Callable[[Callable[[], bool]], bool] | None = None,
+    ) -> None:
+        """former: None: of no other rank anything can be had. between: does something after the steps that are under
+        way, which may still write to blocks that are free, and before the next one."""
+        self.num_tokens = 0  # taken over so far
+        self._cache = cache
+        self._former = former
+        self._memory = memory
+        self._between = between
+        self._found: Found | None = None  # of the request that `known` was asked for last
+
+    def known(self, request: Moved) -> tuple[Prefix, int]:
+        """The prefix that it begins with, and how many of its tokens need not be computed: those of the prefix, or more
+        that `bring` brings."""
+        self._found = None
+        cache = self._cache
+        if request.prompt_logprobs is not None:  # they come of computing its prompt
+            return cache.nothing, 0
+        prefix = cache.find_prefix(request)
+        num_tokens = prefix.num_blocks * cache.block_size
+        if self._former is None:
+            return prefix, num_tokens
+        for rank, sequence_id, num_released in request.formers:
+            found = self._former.find(rank, sequence_id, num_released)
+            if found is not None and (count := min(found.num_tokens, len(request.tokens) - 1)) > num_tokens:
+                prefix, num_tokens, self._found = cache.nothing, count, found._replace(num_tokens=count)
+        return prefix, num_tokens
+
+    def bring(self, request: Moved, num_tokens: int) -> bool:
+        """Fill the blocks that it has been given, where `known` has found more than a prefix. False: that cannot be had
+        any more, and will not be looked for again."""
+        found, self._found, request.formers = self._found, None, ()
+        if found is None:
+            return True
+        assert self._former is not None and self._memory is not None and self._between is not None
+        former, memory, tables = self._former, self._memory, request.held.tables
+        brought = self._between(lambda: former.read(found, tables, memory))
+        self.num_tokens += num_tokens if brought else 0
+        return brought

@@ -1,0 +1,70 @@
+"""The memory of a rank's cache, as the plan has it: its own, or memory that outlives the rank (cache/shared.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from cache.manager import CacheManager
+from cache.memory import CacheMemory
+from cache.rows import CacheRows, Ints
+from cache.shared import FormerCache, Layout, SharedCache, can_outlive
+from cache.spec import CacheSpec, check_spec
+from cache.takeover import Takeover
+from configs.cache import planned_sizes
+from configs.engine import Plan
+from engine.process.orphan import is_alive, life_of
+
+
+class RankCache:
+    """memory: of the model's layers. rows: where the tables of blocks lie, and stays, of whoever schedules; None: in
+    their own memory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        spec: CacheSpec,
+        num_layers: int,
+        device: torch.device,
+        rank: int,
+        files: Callable[[int], Sequence[Path]] | None,
+    ) -> None:
+        """files: of the cache of each rank, [] where those are not on this machine; None: no cache outlives its
+        rank."""
+        check_spec(spec, num_layers)
+        self._files = files
+        self._layout = _layout(plan, spec)
+        self._shared: SharedCache | None = None
+        self.rows: CacheRows | None = None
+        own = files(rank) if files is not None and device.type == "cpu" and can_outlive(spec) else ()
+        if own:
+            self._shared = SharedCache(own, self._layout, life_of(os.getpid()))
+            self.rows = self._shared.rows
+        fields = None if self._shared is None else self._shared.fields
+        self.memory = CacheMemory.allocate(spec, self._layout.sizes, device, fields)
+
+    @property
+    def stays(self) -> Ints | None:
+        return None if self.rows is None else self.rows.stays
+
+    def takeover(self, manager: CacheManager, between: Callable[[Callable[[], bool]], bool]) -> Takeover:
+        """between: as Takeover has it."""
+        if self._shared is None or self._files is None:
+            return Takeover(manager)
+        return Takeover(manager, FormerCache(self._files, self._layout, is_alive), self.memory, between)
+
+    def forget_former(self) -> None:
+        """Nobody wants any more what the process before this one has left."""
+        if self._shared is not None:
+            self._shared.forget_former()
+
+
+def _layout(plan: Plan, spec: CacheSpec) -> Layout:
+    """With padded graphs there is one block more of every group, and one record, to which padding is written."""
+    sizes = planned_sizes(plan, spec)
+    scratch = bool(plan.cudagraph_capture_sizes)
+    more = {name: getattr(sizes, name) + scratch for name in ("num_blocks", "num_window_blocks", "num_records")}
+    return Layout(spec, sizes._replace(**more), plan.max_num_seqs, -(-plan.max_model_len // plan.block_size))

@@ -3,7 +3,7 @@
     python benchmarks/bench_filling.py --model DIR [--formats plain,int8,int4] [--repeats 3] [--threads N] [--json]
 
 Rows {"case": "copy", "threads", "gb_s"}: so many threads copy the checkpoint's bytes into a new file in memory by preadv(2) and pwrite(2), which is
-all that a store of plain bytes could be. Rows {"case": format, "gb_s", "written_gb_s", "of_copy"}: the store is filled by one rank; gigabytes of the checkpoint per second,
+the usual limit. Rows {"case": format, "gb_s", "written_gb_s", "of_copy"}: the store is filled by one rank; gigabytes of the checkpoint per second,
 of the store per second, and the ratio to the copy. The fastest of the repetitions; the file is read once before. What is
 in the page cache is the caller's business where the memory does not hold checkpoint and store.
 """

@@ -42,8 +42,8 @@ _probe_products = returning(ctypes.c_int64, "probe_products", ctypes.c_int, ctyp
 @dataclass(frozen=True, slots=True)
 class Choice:
     """products: of rows of bfloat16 by panels of it. narrow_rows: where that is AMX or AVX2, with up to so many rows
-    FP8 weights are widened in vector registers all the same. byte_rows: there, the same of INT8 weights; with AMX so many
-    rows are multiplied as whole numbers. half_rows: the same of 4-bit weights, whatever the instructions; what is
+    FP8 weights are widened in vector registers all the same. byte_rows: there, the same of INT8 weights; with AMX so
+    many rows are multiplied as whole numbers. half_rows: the same of 4-bit weights, whatever the instructions; what is
     widened otherwise is rounded, but with AVX2, where no bit depends on these numbers. As text: "amx, 1, 4, 12"."""
 
     products: Isa = Isa.AMX

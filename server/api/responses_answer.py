@@ -309,7 +309,7 @@ def _usage(total: Usage) -> Json:
     return {
         "input_tokens": total.prompt_tokens,
         "input_tokens_details": {
-            "cached_tokens": total.prompt_tokens_details.cached_tokens,
+            "cached_tokens": total.cached_tokens,
             "cache_write_tokens": 0,
         },
         "output_tokens": total.completion_tokens,

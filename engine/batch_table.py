@@ -17,15 +17,14 @@ from engine.schedule import NewRow, Schedule
 class BatchTable:
     """token_ids: int32 [rows, max_model_len + 1]; row r holds known[r] valid ones, sampled ones included (where those
     stay on a device, only the ones that came with it). stated: tokens of each row that came with it. tables: of each
-    token group of the cache, int64 [rows, columns]; rows: where they lie."""
+    token group of the cache, int64 [rows, columns]; num_blocks: of each row; rows: where they lie."""
 
     def __init__(self, max_model_len: int, rows: CacheRows) -> None:
         num_rows = len(rows.placed)
         # One more column: the last step of a full sequence still writes the token that it samples.
         self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
         self.known = np.zeros(num_rows, dtype=np.int64)
-        self.stated = np.zeros(num_rows, dtype=np.int64)
-        self.tables, self._num_blocks, self._rows = rows.tables, rows.num_blocks, rows
+        self.tables, self.num_blocks, self.stated, self._rows = rows.tables, rows.num_blocks, rows.stated, rows
         self._asking: dict[int, tuple[int, int]] = {}  # rows that want prompt_logprobs -> prompt_len, how many
 
     def take_over(self, schedule: Schedule) -> None:
@@ -38,15 +37,15 @@ class BatchTable:
 
     def take_blocks(self, new_blocks: Sequence[tuple[int, list[list[int]]]]) -> None:
         for row, blocks in new_blocks:
-            start = int(self._num_blocks[row])
+            start = int(self.num_blocks[row])
             end = start + len(blocks[0])
             for table, added in zip(self.tables, blocks, strict=True):
                 table[row, start:end] = added
-            self._num_blocks[row] = end
+            self.num_blocks[row] = end
 
     def room(self, rows_B: Ints, block_size: int) -> Ints:
         """Positions for which each row has blocks."""
-        return self._num_blocks[rows_B] * block_size
+        return self.num_blocks[rows_B] * block_size
 
     def begin(self, rows_B: Ints, starts_B: Ints) -> None:
         """A step begins in which these rows go on from there: what is before it has been computed."""
@@ -55,8 +54,8 @@ class BatchTable:
     def _free(self, row: int) -> None:
         self._rows.placed[row] = 0  # first: whoever reads this table from outside may do so at any time
         for table in self.tables:
-            table[row, : self._num_blocks[row]] = 0
-        self._num_blocks[row] = 0
+            table[row, : self.num_blocks[row]] = 0
+        self.num_blocks[row] = 0
         self.known[row] = self.stated[row] = 0
         self._asking.pop(row, None)
 

@@ -208,16 +208,15 @@ class Capture:
             hidden = yield from self._passes[len(inputs), graphs[0]].steps(inputs)
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
-    def takes(self, num_tokens: int, lane: int) -> bool:
-        """Whether `decodes` replays or captures a graph."""
-        return bool(self._policy.exact) and not self._watched() and self._exact([num_tokens], [True], lane) != [None]
+    def graph_of(self, num_tokens: int, lane: int) -> GraphSize | None:
+        """The exact graph that a pass of so many decodes has, or gets when it is made; None: it runs eager."""
+        if not self._policy.exact or self._watched():
+            return None
+        return self._exact([num_tokens], [True], lane)[0]
 
-    def decodes(self, step: StepInput, lane: int) -> Steps[Tensor]:
-        """A pass of decodes in a lane that no part of a step has; it has an exact graph, or none."""
-        size = None
-        if self._policy.exact and not self._watched():
-            (size,) = self._exact([step.num_tokens], [True], lane)
-        return (yield from self._part(step, size, lane))
+    def decodes(self, step: StepInput, lane: int, size: GraphSize | None) -> Steps[Tensor]:
+        """A pass of decodes in a lane that no part of a step has, with what `graph_of` said."""
+        return self._part(step, size, lane)
 
     def _part(self, step: StepInput, size: GraphSize | None, lane: int) -> Steps[Tensor]:
         if size is None:

@@ -150,6 +150,15 @@ class Chooser(Protocol):
         ...
 
 
+class Verified(NamedTuple):
+    """The sequences of a step that verifies drafts. starts: where each begins on the token axis, and the end; rows: of
+    the batch; room: places in the cache that each has behind its tokens at least."""
+
+    starts: Ints
+    rows: Ints
+    room: int
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
     """inputs: one per part; their tokens one after another are those of the step. A part may have none. graphs: of each
@@ -171,6 +180,7 @@ class PreparedStep:
     # Of the entries that have any, each of which is sampled once more than it has drafts.
     drafts: dict[int, list[int]] | None = None
     rows_B: tuple[Ints, ...] = ()  # of each part the rows of the batch; not of a step that only counts on
+    verified: Verified | None = None  # where that is known
 
     @property
     def num_sampled(self) -> int:

@@ -68,7 +68,7 @@ class Landing:
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs
         self.drafts: list[list[int]] | None = None
-        self._result: StepResult | None = None
+        self.brought: StepResult | None = None  # as soon as it is known
 
     def drawn(self) -> tuple[list[int], list[list[int]]]:
         """The rows of the batch that have sampled, and the new tokens of each. Raises PeerLost."""
@@ -82,11 +82,11 @@ class Landing:
     def result(self) -> StepResult:
         """Raises PeerLost; RuntimeError when the device does not come to the step's end. Kept: it is asked for by
         one thread."""
-        if self._result is None:
+        if self.brought is None:
             self._confirm()
             tensors = self.arrival.take()
-            self._result = self._read(None if self._sampled is None else self._sampled.moved(tensors))
-        return self._result
+            self.brought = self._read(None if self._sampled is None else self._sampled.moved(tensors))
+        return self.brought
 
     def _read(self, sampled: Sampled | None) -> StepResult:
         prepared = self.prepared
@@ -243,10 +243,10 @@ class Runner:
         for hook in hooks:
             hook.before()
         _ended(hooks, Kind.PREPARING, schedule.num_tokens)
-        best = None  # tokens and drafts, where they came with the forward pass
+        whole = None  # tokens and drafts, where they came with the forward pass
         if self._passes is not None and schedule.draft_depth and self._table.all_greedy:
-            best = yield from self._passes.whole(schedule, prepared)
-        hidden_TD = None if best is not None else (yield from self._forward(prepared))
+            whole = yield from self._passes.whole(schedule, prepared)
+        hidden_TD = None if whole is not None else (yield from self._forward(prepared))
         _ended(hooks, Kind.FORWARD, schedule.num_tokens)
         alive.place(alive.COMPUTING, schedule.agreed_step, _BALANCING)
         for hook in hooks:
@@ -258,10 +258,7 @@ class Runner:
         if prepared.prompt_parts or not self._readback.late:
             confirm()  # before anything is read: reading waits for the device without a bound
         sampled = None
-        if best is not None:
-            sampled = Sampled(best[0], None)
-            self._buffers.write_tokens(prepared, best[0])
-        elif hidden_TD is not None and prepared.num_sampled:
+        if hidden_TD is not None and prepared.num_sampled:
             sampled = self._sample(prepared, hidden_TD, confirm)
         arrival = self._readback.fetch(() if sampled is None else sampled.tensors)
         logprobs = None if hidden_TD is None else self._prompt_logprobs(prepared, hidden_TD)
@@ -270,9 +267,13 @@ class Runner:
             self._unnoted = landing
             if not self._readback.late:
                 self._note()
+        elif whole is not None:  # the kernels have told the buffers of a verification, and no row has a history
+            if prepared.drafts is None:
+                self._buffers.write_tokens(prepared, whole.tokens_T[: prepared.num_sampled])
+            landing.brought = StepResult(whole.token_ids, None, None, whole.drafts)
         _ended(hooks, Kind.SAMPLING, prepared.num_sampled)
-        if best is not None:
-            landing.drafts = best[1]
+        if whole is not None:
+            landing.drafts = whole.drafts
         elif self._passes is not None and hidden_TD is not None and schedule.draft_depth:
             self._exchange.begin(schedule.most_tokens)
             tokens_P = prepared.logits_rows_P[:0] if sampled is None else sampled.token_ids_P

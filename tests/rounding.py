@@ -61,11 +61,14 @@ def matmul_bound(x: Tensor, w: Tensor, bias: Tensor | None = None, weights: torc
     return of_sums if weights is None else of_sums + bound(1, squares.sqrt(), weights)
 
 
-def whole_rows_bound(x: Tensor, w: Tensor) -> Tensor:
-    """Of x @ w.T where 32 numbers of a row are rounded to 15 bits of the largest of them (native/src/experts.h)."""
+WHOLE, WHOLE_OF_8_BITS = 16256, 127  # the largest of the whole numbers that rows become (native/src/experts.h)
+
+
+def whole_rows_bound(x: Tensor, w: Tensor, largest: int = WHOLE) -> Tensor:
+    """Of x @ w.T where 32 numbers of a row are rounded to whole numbers times a scale, up to `largest`."""
     most = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32)).abs().amax(2)
-    step = most.repeat_interleave(32, 1)[:, : x.shape[1]] * 2**-15
-    return STANDARD_DEVIATIONS * (step.square() @ w.double().square().T).sqrt()
+    half_step = most.repeat_interleave(32, 1)[:, : x.shape[1]] / (2 * largest)
+    return STANDARD_DEVIATIONS * (half_step.square() @ w.double().square().T).sqrt()
 
 
 def attention_bound(
@@ -179,17 +182,25 @@ def expert_bound(
     biases: tuple[Tensor, Tensor, Tensor] | None = None,
     activation: Activation = SILU,
     weights: torch.dtype | None = None,
+    whole: tuple[int | None, int | None] = (None, None),
 ) -> Tensor:
     """Of moe_kernels.reference.expert, float64 [R, D], with sums in float32 and what lies between the matrices in
-    `dtype`. biases: of gate, up and down. weights: what the matrices may be rounded to before."""
+    `dtype`. biases: of gate, up and down. weights: what the matrices may be rounded to before. whole: where rows are
+    rounded to whole numbers, the largest of them: of the first matrices' rows, and of the last one's."""
     x_RD, gate_FD, up_FD, down_DF = (tensor.double() for tensor in (x_RD, gate_FD, up_FD, down_DF))
     gate_F, up_F, down_D = (None, None, None) if biases is None else (bias.double() for bias in biases)
     gate_RF = torch.nn.functional.linear(x_RD, gate_FD, gate_F).clamp(max=activation.limit)
     up_RF = torch.nn.functional.linear(x_RD, up_FD, up_F).clamp(-activation.limit, activation.limit)
     gated_RF, factor_RF = gate_RF * (activation.alpha * gate_RF).sigmoid(), up_RF + activation.offset
+    of_gate_RF, of_up_RF = matmul_bound(x_RD, gate_FD, gate_F, weights), matmul_bound(x_RD, up_FD, up_F, weights)
+    if whole[0] is not None:
+        of_gate_RF += whole_rows_bound(x_RD, gate_FD, whole[0])
+        of_up_RF += whole_rows_bound(x_RD, up_FD, whole[0])
     # No slope of silu is steeper than 1.1, whatever alpha.
-    error_RF = 1.1 * factor_RF.abs() * matmul_bound(x_RD, gate_FD, gate_F, weights)
-    error_RF += gated_RF.abs() * matmul_bound(x_RD, up_FD, up_F, weights)
+    error_RF = 1.1 * factor_RF.abs() * of_gate_RF + gated_RF.abs() * of_up_RF
     ulps_RF = FUNCTION_ULPS + (activation.alpha * gate_RF).abs() * (activation != SILU)
     error_RF += (ulps_RF * unit(torch.float32) + unit(dtype)) * (gated_RF * factor_RF).abs()
-    return error_RF @ down_DF.abs().T + matmul_bound(gated_RF * factor_RF, down_DF, down_D, weights)
+    of_down_RD = matmul_bound(gated_RF * factor_RF, down_DF, down_D, weights)
+    if whole[1] is not None:
+        of_down_RD += whole_rows_bound(gated_RF * factor_RF, down_DF, whole[1])
+    return error_RF @ down_DF.abs().T + of_down_RD

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +18,12 @@ from torch import Tensor
 from cache.rows import CacheRows
 from engine.batch_table import BatchTable
 from engine.device import make_upload
-from engine.prepared import Graphs, Ints, PreparedStep
+from engine.prepared import Graphs, Ints, PreparedStep, Verified
 from engine.schedule import Schedule
 from engine.step_memory import Limits, Place, StepMemory
 from engine.step_parts import KV_LENS, POSITIONS, READS, SLOTS, TOKEN_IDS, WRITES
 from layers.step import StateInput, StepInput, TableInput
+from native.drafts import BatchRows, LayOut, can_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,15 @@ class Ahead:
         )
 
 
+class _Verification(NamedTuple):
+    """What all steps have in common that verify drafts with as many tokens. tables: by the columns that count."""
+
+    lay_out: LayOut
+    query_starts: tuple[int, ...]
+    every_row: Tensor
+    tables: dict[int, list[Tensor]]
+
+
 class DecodeBuffers:
     """The memory of every lane, and what is known of the rows of the batch."""
 
@@ -67,6 +79,14 @@ class DecodeBuffers:
         self.tables = [torch.from_numpy(table) for table in self._rows.tables]  # of each token group, of every row
         self._lanes: dict[int, StepMemory] = {}
         self._every_row = torch.arange(limits.max_decodes, device=device)
+        # What kernels know of the batch; None: there are none.
+        self.batch: BatchRows | None = None
+        if device.type == "cpu" and can_run():
+            table, most = self._rows, limits.max_model_len
+            self.batch = BatchRows(
+                table.token_ids, table.known, table.num_blocks, table.tables, limits.block_size, most
+            )
+        self._verifications: dict[int, _Verification] = {}  # by tokens
 
     def lane(self, index: int) -> StepMemory:
         """What the parts of that number are read from."""
@@ -121,24 +141,54 @@ class DecodeBuffers:
         """A step of one part of nothing but decodes, of which some have drafts, in a fraction of the time that steps
         take of whatever there may be. graphs: without padding."""
         num = schedule.num_tokens
+        if self.batch is None:
+            return self._verify_slowly(schedule, graphs)
+        memory, drafts = self.lane(0), list(chain.from_iterable(schedule.drafts))
+        place, there = memory.place(num, num), self._verifications.get(num)
+        if there is None:
+            lay_out = self.batch.layout(place.tokens_FT, place.sequences_FB[KV_LENS], memory.tables)
+            there = _Verification(lay_out, tuple(range(num + 1)), self._every_row[:num], {})
+            self._verifications[num] = there
+        rows_T, behind_T, starts, rows_S, columns, room = there.lay_out(
+            schedule.rows, schedule.starts, schedule.counts, drafts, num
+        )
+        assert columns >= 0, "a schedule computes tokens that are not known yet"
+        tables = there.tables.get(columns)
+        if tables is None:
+            tables = there.tables[columns] = [table[:num, :columns] for table in memory.tables]
+        step = self._input(place, tables, there.query_starts, behind_T.tolist(), num, there.every_row)
+        return self._verifying(schedule, graphs, step, rows_T, behind_T, Verified(starts, rows_S, room))
+
+    def _verify_slowly(self, schedule: Schedule, graphs: Graphs) -> PreparedStep:
+        """The same in numpy."""
         token_ids = self._rows.token_ids
         rows: list[int] = []
         positions: list[int] = []
-        entries: list[int] = []
         works = zip(schedule.rows, schedule.starts, schedule.counts, schedule.drafts, strict=True)
-        for entry, (row, start, count, drafts) in enumerate(works):
+        for row, start, count, drafts in works:
             assert start < self._rows.known[row], "a schedule computes tokens that are not known yet"
             token_ids[row, start + 1 : start + count] = drafts
             rows += [row] * count
-            entries += [entry] * count
             positions += range(start, start + count)
         rows_T, positions_T = np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64)
         known = token_ids[rows_T, positions_T].astype(np.int64)
-        step = self.decodes(0, rows_T, positions_T, known, self._every_row[:num])
+        step = self.decodes(0, rows_T, positions_T, known, self._every_row[: len(rows)])
+        return self._verifying(schedule, graphs, step, rows_T, positions_T + 1, None)
+
+    def _verifying(
+        self,
+        schedule: Schedule,
+        graphs: Graphs,
+        step: StepInput,
+        rows_T: Ints,
+        behind_T: Ints,
+        verified: Verified | None,
+    ) -> PreparedStep:
+        entries = [entry for entry, count in enumerate(schedule.counts) for _ in range(count)]
         drafts_of = {entry: drafts for entry, drafts in enumerate(schedule.drafts) if drafts}
         return PreparedStep(
-            (step,), graphs, step.logits_rows_P, len(schedule.rows), entries, rows_T, positions_T + 1, (), None,
-            drafts_of, (rows_T,),
+            (step,), graphs, step.logits_rows_P, len(schedule.rows), entries, rows_T, behind_T, (), None,
+            drafts_of, (rows_T,), verified,
         )  # fmt: skip
 
     def _input(

@@ -11,10 +11,11 @@ Legend: T tokens of the step, D hidden size, P tokens sampled, S sequences that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from cache.memory import CacheMemory
 from dbo.steps import Steps, weave
 from engine.capture import Capture, Forward
-from engine.prepared import Bools, Ints, PreparedStep, runs
+from engine.prepared import Bools, GraphSize, Ints, PreparedStep, runs
 from engine.schedule import Schedule
 from engine.speculation.decode_buffers import Ahead
 from engine.speculation.drafter import num_new
@@ -56,7 +57,8 @@ class Ends:
 @dataclass(frozen=True, slots=True)
 class _States:
     """What graphs read, where it stays: states of a step and the tokens behind them, where each sequence begins in it,
-    the rows of the batch; the last token of each that counts, and its state."""
+    the rows of the batch; the last token of each that counts, and its state. there: tokens_T, starts, rows_S and
+    places_S as the host has them, on a CPU."""
 
     hidden_TD: Tensor
     tokens_T: Tensor
@@ -64,13 +66,35 @@ class _States:
     rows_S: Tensor
     places_S: Tensor
     last_SD: Tensor
+    there: tuple[Ints, ...] | None
 
     @classmethod
     def allocate(cls, most_tokens: int, most_sequences: int, like_TD: Tensor) -> _States:
         size, new = like_TD.shape[1], partial(torch.zeros, dtype=torch.int64, device=like_TD.device)
         hidden_TD, last_SD = like_TD.new_zeros(most_tokens, size), like_TD.new_zeros(most_sequences, size)
         numbers = new(most_tokens), new(most_sequences + 1), new(most_sequences), new(most_sequences)
-        return cls(hidden_TD, *numbers, last_SD)
+        there = tuple(number.numpy() for number in numbers) if like_TD.is_cpu else None
+        return cls(hidden_TD, *numbers, last_SD, there)
+
+
+class _Begun(NamedTuple):
+    """Of a step whose passes are one graph: that one; where the tokens of each sequence begin and end, the rows of the
+    batch, and the entries of the schedule."""
+
+    capture: Capture
+    size: GraphSize
+    starts: Ints
+    rows_S: Ints
+    entries_S: Sequence[int]
+
+
+class Whole(NamedTuple):
+    """What a step brought that was one graph: the best tokens [T or more], there until the next one begins; of each
+    entry those that count, and the drafts behind them."""
+
+    tokens_T: Tensor
+    token_ids: list[list[int]]
+    drafts: list[list[int]]
 
 
 class MtpPasses:
@@ -87,6 +111,7 @@ class MtpPasses:
     ) -> None:
         self._model, self._kv, self._buffers = model, kv, buffers
         self._num_valid_tokens = num_valid_tokens
+        self._alone = not model.drafts_exchange
         self._make_capture = make_capture
         # By what they begin with (its name), sequences and passes.
         self._captures: dict[tuple[str, int, int], Capture] = {}
@@ -135,7 +160,7 @@ class MtpPasses:
         drawn = tokens_T, step.token_ids_T, step.positions_T
         for group, table_RN in enumerate(self._buffers.tables):
             following = self._buffers.fields(FURTHER, ahead.count * num, group) if ahead.count else None
-            follow(drawn, starts, rows_S, table_RN, step.block_size, places_S, following)
+            follow(self._buffers.batch, drawn, starts, rows_S, table_RN, step.block_size, places_S, following)
         shifted = replace(step, token_ids_T=tokens_T)
         given_SD = yield from self._model.draft_steps(shifted, hidden_TD, self._kv, 0, breaks, places_S)
         return (yield from self._passes(given_SD, breaks))
@@ -164,19 +189,26 @@ class MtpPasses:
     @property
     def alone(self) -> bool:
         """Passes ask no other rank for experts."""
-        return not self._model.drafts_exchange
+        return self._alone
 
-    def whole(self, schedule: Schedule, prepared: PreparedStep) -> Steps[tuple[Tensor, list[list[int]]] | None]:
-        """A step of decodes whose tokens are the best ones, and its drafts: the tokens [T], valid until the next one
-        begins, and the drafts of each entry. All of it is one graph; None: of this step it is not, and nothing is
-        computed yet."""
-        if self._states is None or not self.alone:
+    def whole(self, schedule: Schedule, prepared: PreparedStep) -> Steps[Whole | None]:
+        """A step of decodes whose tokens are the best ones, and its drafts. All of it is one graph, which also tells
+        the buffers what counts of a verification; None: of this step it is not, and nothing is computed yet."""
+        states = self._states
+        if states is None or not self.alone:
             return None
         begun = self._begun(schedule, prepared, self._forward_whole)
         if begun is None:
             return None
-        drafts = yield from self._graph(self._forward_whole, *begun, prepared)
-        return self._states.tokens_T[: prepared.inputs[0].num_tokens].clone(), drafts
+        drafts = yield from self._graph(begun, prepared)
+        assert states.there is not None
+        tokens_there, _, _, places_there = states.there
+        tokens = tokens_there[: prepared.inputs[0].num_tokens].tolist()
+        places = places_there[: len(begun.entries_S)].tolist()
+        token_ids: list[list[int]] = [[] for _ in range(prepared.num_entries)]
+        for entry, start, place in zip(begun.entries_S, begun.starts.tolist(), places, strict=False):
+            token_ids[entry] = tokens[start : place + 1]
+        return Whole(states.tokens_T, token_ids, drafts)
 
     def steps(
         self, schedule: Schedule, prepared: PreparedStep, hidden_TD: Tensor, sampled_P: Tensor
@@ -190,7 +222,7 @@ class MtpPasses:
             states, num_tokens = self._states_like(hidden_TD), prepared.inputs[0].num_tokens
             states.hidden_TD[:num_tokens].copy_(hidden_TD)
             states.tokens_T[:num_tokens].copy_(sampled_P)
-            return (yield from self._graph(self._forward_behind, *begun, prepared))
+            return (yield from self._graph(begun, prepared))
         ends = _ends(schedule, prepared, sampled_P.tolist())
         given_SD, ends = yield from self._whole(prepared, hidden_TD, sampled_P, ends)
         fits_S = self._fits(ends.rows_S, ends.positions_S + further)
@@ -205,42 +237,42 @@ class MtpPasses:
                     made[entry] = one
         return made
 
-    def _begun(
-        self, schedule: Schedule, prepared: PreparedStep, forward: Forward
-    ) -> tuple[Ints, Ints, list[int]] | None:
-        """Of a step whose passes are one graph, which begins so: where the tokens of each sequence begin and end, the
-        rows of the batch, and the entries. None: it is not such a step."""
+    def _begun(self, schedule: Schedule, prepared: PreparedStep, forward: Forward) -> _Begun | None:
+        """forward: what the graph begins with. None: it is not such a step."""
         step, further = prepared.inputs[0], schedule.draft_depth - 1
         decodes = prepared.samples_all and step.num_decodes == step.num_tokens
         if self._make_capture is None or not decodes or not step.num_tokens or schedule.warm or not follows():
             return None
-        counts = schedule.counts
-        if prepared.drafts is None:
-            counts, rows_S, entries = [1] * len(prepared.rows_S), prepared.rows_S, prepared.entries_S
-            last_S = prepared.positions_S
+        entries: Sequence[int] = range(len(schedule.counts))
+        if prepared.verified is not None:
+            starts, rows_S, room = prepared.verified
+            if further > room:
+                return None
         else:
-            rows_S, entries = np.array(schedule.rows, dtype=np.int64), list(range(len(counts)))
-            last_S = np.add(schedule.starts, counts)
-        if further and not self._fits(rows_S, last_S + further).all():
-            return None
-        starts = np.array([0, *accumulate(counts)], dtype=np.int64)
+            counts = schedule.counts
+            if prepared.drafts is None:
+                counts, rows_S, entries = [1] * len(prepared.rows_S), prepared.rows_S, prepared.entries_S
+                last_S = prepared.positions_S
+            else:
+                rows_S, last_S = np.array(schedule.rows, dtype=np.int64), np.add(schedule.starts, counts)
+            if further and not self._fits(rows_S, last_S + further).all():
+                return None
+            starts = np.array([0, *accumulate(counts)], dtype=np.int64)
         self._ahead = self._ahead_of(len(rows_S), further)
         capture = self._captured(forward)
-        return (starts, rows_S, entries) if capture is not None and capture.takes(step.num_tokens, 0) else None
+        size = None if capture is None else capture.graph_of(step.num_tokens, 0)
+        return None if capture is None or size is None else _Begun(capture, size, starts, rows_S, entries)
 
-    def _graph(
-        self, forward: Forward, starts: Ints, rows_S: Ints, entries_S: list[int], prepared: PreparedStep
-    ) -> Steps[list[list[int]]]:
+    def _graph(self, begun: _Begun, prepared: PreparedStep) -> Steps[list[list[int]]]:
         """All passes, in a graph that reads what the main model's has read, and memory that stays where it is."""
         states, (step,) = self._states, prepared.inputs
-        assert states is not None
-        states.starts.numpy()[: len(starts)] = starts
-        states.rows_S.numpy()[: len(rows_S)] = rows_S
-        capture = self._captured(forward)
-        assert capture is not None
-        drafts_SP = yield from capture.decodes(step, 0)
+        assert states is not None and states.there is not None
+        _, starts_there, rows_there, _ = states.there
+        starts_there[: len(begun.starts)] = begun.starts
+        rows_there[: len(begun.rows_S)] = begun.rows_S
+        drafts_SP = yield from begun.capture.decodes(step, 0, begun.size)
         made: list[list[int]] = [[] for _ in range(prepared.num_entries)]
-        for entry, one in zip(entries_S, drafts_SP.tolist(), strict=True):
+        for entry, one in zip(begun.entries_S, drafts_SP.tolist(), strict=True):
             made[entry] = one
         return made
 
@@ -253,7 +285,7 @@ class MtpPasses:
         self._ahead = self._buffers.ahead(FURTHER, ends.rows_S, ends.positions_S, further)
         capture = self._captured(self._forward_further)
         if capture is not None:
-            drafts_SP = yield from capture.decodes(alike, FURTHER)
+            drafts_SP = yield from capture.decodes(alike, FURTHER, capture.graph_of(num, FURTHER))
         else:
             drafts_SP = yield from self._forward_further(alike, EAGER, FURTHER)
         found: list[list[int]] = drafts_SP.tolist()

@@ -86,7 +86,7 @@ struct Job {
 
   int64_t item() const { return s->x_type == X_F32 ? 4 : 2; }
 
-  Multiplier by(int64_t format) const { return {ops, bands, s->x_type, format, narrow_rows_of(format)}; }
+  Multiplier by(int64_t format) const { return {ops, bands, s->x_type, format, narrow_rows_of(s->x_type, format)}; }
   Multiplier ups() const { return by(up_format(s->format)); }
   Multiplier downs() const { return by(down_format(s->format)); }
 
@@ -131,7 +131,7 @@ struct Job {
       for (int m = 0; m < rows; m++) h[m] = between + (i + m) * stride + n * 32 * item();
       ops->gated(c, rows, h, {s->alpha, s->limit, s->offset, bias(j, n)});
       if (!downs().whole(start[j + 1] - start[j])) return;
-      for (int m = 0; m < rows; m++) ops->whole(h[m], K_GROUP, downs().halves(), whole + (i + m) * whole_stride() + n * WHOLE_BYTES);
+      for (int m = 0; m < rows; m++) ops->whole(h[m], K_GROUP, down_format(s->format), whole + (i + m) * whole_stride() + n * WHOLE_BYTES);
     });
   }
 
@@ -231,7 +231,7 @@ struct Job {
     rows_of_x = {x, s->up_depth * item(), source, false, false};
     if (!ups().all_whole()) return;
     if (first) rows_of_x.index = nullptr;
-    rows_of_x = whole_rows(ops, rows_of_x, first ? num_tokens : start[num_active], s->up_depth, ups().halves(), whole_x, threads);
+    rows_of_x = whole_rows(ops, rows_of_x, first ? num_tokens : start[num_active], s->up_depth, up_format(s->format), whole_x, threads);
     if (first) rows_of_x.index = source;
   }
 

@@ -21,8 +21,8 @@ enum { PANEL = 64, K_BLOCK = 128, MAX_ROWS = 6, MAX_NARROW_ROWS = 6, MAX_BAND = 
 enum { WIDE_K = 1024 };  // k of a panel of fewer bits that are widened at a time, for all rows, where there are matrix tiles
 enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_STEP = 8, HALF_STEP_BYTES = PANEL * HALF_STEP / 2 };
 enum { WHOLE_BYTES = 72, MAX_WHOLE_ROWS = 4 };  // of 32 numbers of a row as whole numbers, with their scale and sum; sums are two
-// Where whole numbers serve for any number of rows: a block of weights taken apart for them, and up to how many rows take it apart again.
-enum { WHOLE_BLOCK = 2 * K_BLOCK / K_GROUP * PANEL * 4 + K_BLOCK * PANEL * 2, FEW_WHOLE_ROWS = 8 };
+// Where whole numbers serve for any number of rows: a block of weights taken apart for them.
+enum { WHOLE_BLOCK = 2 * K_BLOCK / K_GROUP * PANEL * 4 + K_BLOCK * PANEL * 2 };
 enum XType { X_F32 = 0, X_BF16 = 1 };
 enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5, W_INT4_INT8 = 6 };  // plain: of x's type
 // The last is of experts only: gate and up have zero points, down has 8 bits.
@@ -65,15 +65,15 @@ struct ExpertOps {
   TileFn scaled[MAX_ROWS + 1];               // 8-bit weights that `widen` has made x's type, with their scales
   TileFn narrow[5][MAX_NARROW_ROWS + 1];     // weights of fewer bits, from FP8 on, widened in registers
   WidenFn widen[5];                          // from FP8 on, to numbers of x's type; of 8 bits behind their scales
-  // `depth` numbers as `narrow` of 4 bits (halves) or `bytes` reads them; null: as they are.
-  void (*whole)(const void *row, int64_t depth, bool halves, uint8_t *out);
+  // `depth` numbers as `narrow` of 4 bits or `bytes` reads them, for weights of `format`; null: as they are.
+  void (*whole)(const void *row, int64_t depth, int64_t format, uint8_t *out);
   TileFn bytes[MAX_WHOLE_ROWS + 1];          // INT8 and rows of whole numbers
   void (*gated)(const float *c, int rows, void *const *h, const Gating &gating);      // 64 columns to 32 of x's type
   void (*weigh)(const void *rows, int64_t stride, const float *weight, int64_t n, float *sum);  // sum = weighted sum of 64 columns of n rows of x's type
   void (*store)(const float *c, int64_t stride, int rows, void *const *y, int columns);  // as x's type
-  // Where whole numbers serve for any number of rows, with the same sums: from FP8 on (which has none), and without or with zero points.
+  // Where whole numbers serve for any number of rows, with the same sums: from FP8 on, which has none.
   WidenFn widen_whole[5];
-  TileFn wide_whole[2][MAX_ROWS + 1];
+  const TileFn *wide_whole[5];
 };
 
 // What a thread asks to be brought nearer while it multiplies: beside each of the four products of a step so many lines, `gap` bytes
@@ -202,7 +202,7 @@ struct Multiplier {
       RowsAt here = a;
       if (whole(last - first) && !a.whole) {  // once for all panels
         const int64_t stride = whole_stride(depth);
-        for (int64_t m = first; m < last; m++) ops->whole(a[m], depth, halves(), work + (m - first) * stride);
+        for (int64_t m = first; m < last; m++) ops->whole(a[m], depth, format, work + (m - first) * stride);
         here = {work - first * stride, stride, nullptr, true, true};
       }
       // Rows that are more than the caches hold pass by all panels in parts.
@@ -270,7 +270,7 @@ struct Multiplier {
     }
   }
 
-  int64_t most_narrow() const { return all_whole() ? (int64_t)FEW_WHOLE_ROWS : halves() ? narrow_rows : (int64_t)2 * MAX_NARROW_ROWS; }
+  int64_t most_narrow() const { return halves() || ops->widen_whole[W_INT8 - W_FP8] ? narrow_rows : (int64_t)2 * MAX_NARROW_ROWS; }
 
   // Rows `first` to `last` times one panel; then(c, first row, rows) takes the results. next: the panel that follows.
   template <class Then>
@@ -280,7 +280,7 @@ struct Multiplier {
     // FP8 gives the same sums both ways; INT8 with matrix tiles and 4 bits do not.
     bool bytes = format != W_PLAIN, narrow = bytes && last - first <= most_narrow(), widened = bytes && !narrow;
     const TileFn *tiles = narrow ? rows_at.whole && !halves() ? ops->bytes : ops->narrow[format - W_FP8] : widened && !halves() ? ops->scaled : ops->plain;
-    if (widened && all_whole()) tiles = ops->wide_whole[format == W_INT4_ZERO];
+    if (widened && all_whole()) tiles = ops->wide_whole[format - W_FP8];
     // For many rows products take longest: a panel that comes from the second cache is no matter, sums put away and taken up are.
     int64_t step = bytes || last - first <= FEW_ROWS ? (int64_t)K_BLOCK : depth;
     int64_t size = bytes ? block_bytes() : step * PANEL * item();
@@ -303,5 +303,5 @@ struct Multiplier {
   }
 };
 
-// `rows` of them as whole numbers, one after another at `to`, for panels of 8 or of 4 bits (halves); all threads make them.
-RowsAt whole_rows(const ExpertOps *ops, const RowsAt &a, int64_t rows, int64_t depth, bool halves, uint8_t *to, int threads);
+// `rows` of them as whole numbers, one after another at `to`, for panels of `format`; all threads make them.
+RowsAt whole_rows(const ExpertOps *ops, const RowsAt &a, int64_t rows, int64_t depth, int64_t format, uint8_t *to, int threads);

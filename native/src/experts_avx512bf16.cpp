@@ -194,10 +194,10 @@ struct WholeGroup {
 
 static_assert(sizeof(WholeGroup) == WHOLE_BYTES);
 
-void whole_numbers(const void *row, int64_t depth, bool halves, uint8_t *out) {
+void whole_numbers(const void *row, int64_t depth, int64_t format, uint8_t *out) {
   WholeGroup *to = (WholeGroup *)out;
   for (int64_t k = 0; k < depth; k += K_GROUP, to++)
-    to->set((const bf16 *)row + k, depth - k < K_GROUP ? depth - k : (int64_t)K_GROUP, halves ? half_order : byte_order);
+    to->set((const bf16 *)row + k, depth - k < K_GROUP ? depth - k : (int64_t)K_GROUP, format >= W_MXFP4 ? half_order : byte_order);
 }
 
 INLINE __m512i four_of(const int8_t *p) { return _mm512_set1_epi32(*(const int __attribute__((may_alias)) *)p); }

@@ -46,10 +46,10 @@ struct PackedCall {
 
 }  // namespace
 
-RowsAt whole_rows(const ExpertOps *ops, const RowsAt &a, int64_t rows, int64_t depth, bool halves, uint8_t *to, int threads) {
+RowsAt whole_rows(const ExpertOps *ops, const RowsAt &a, int64_t rows, int64_t depth, int64_t format, uint8_t *to, int threads) {
   const int64_t stride = Multiplier::whole_stride(depth), pieces = rows * depth <= SMALL_ROWS ? 1 : team_pieces(threads, rows);
   team(threads, pieces, [&](int64_t piece, int) {
-    for (int64_t m = rows * piece / pieces; m < rows * (piece + 1) / pieces; m++) ops->whole(a[m], depth, halves, to + m * stride);
+    for (int64_t m = rows * piece / pieces; m < rows * (piece + 1) / pieces; m++) ops->whole(a[m], depth, format, to + m * stride);
   });
   return {to, stride, nullptr, true, true};
 }
@@ -60,14 +60,14 @@ NATIVE_API void linear_packed(int64_t x_type, int64_t format, const uint8_t *pac
   tape_note(linear_packed, x_type, format, packed, x, x_stride, bias, y, y_stride, rows, inputs, outputs, threads);
   if (rows == 0) return;
   int64_t panels = (outputs + PANEL - 1) / PANEL;
-  Multiplier by = {experts_ops(x_type), experts_bands(x_type), x_type, format, narrow_rows_of(format)};
+  Multiplier by = {experts_ops(x_type), experts_bands(x_type), x_type, format, narrow_rows_of(x_type, format)};
   PackedCall call = {by, packed, (const uint8_t *)bias, (uint8_t *)y, {(const uint8_t *)x, x_stride * by.item(), nullptr, false, false},
                      y_stride, rows, inputs, outputs, by.panel_bytes(inputs)};
   if (inputs * outputs <= SMALL && rows < FEW_ROWS) threads = 1;
   int64_t work_bytes = by.work_bytes(inputs, rows);
   work_bytes = (work_bytes + 63) / 64 * 64;
   uint8_t *work = scratch(threads * work_bytes + (by.all_whole() ? rows * by.whole_stride(inputs) : 0));
-  if (by.all_whole()) call.x = whole_rows(by.ops, call.x, rows, inputs, by.halves(), work + threads * work_bytes, threads);
+  if (by.all_whole()) call.x = whole_rows(by.ops, call.x, rows, inputs, format, work + threads * work_bytes, threads);
   int64_t pieces = team_pieces(threads, panels);
   team(threads, pieces, [&](int64_t piece, int worker) {
     call.multiply(panels * piece / pieces, panels * (piece + 1) / pieces, work + worker * work_bytes);

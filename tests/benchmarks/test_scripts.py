@@ -63,6 +63,9 @@ LONG = {
     "bench_acceptance.py": Small(
         "--json --model {model} --drafts 1 --tokens 8 --repeats 1", ("method", "k_mean", "acceptance", "ratio")
     ),
+    "bench_gate.py": Small(
+        "--json --streams 2 --tokens 8 --rounds 2 --learn 1", ("k_mean", "ratio", "interval", "ratio_cpu")
+    ),
     "bench_structured.py": Small("--json --streams 1 --tokens 4 --repeats 1", ()),
     "bench_streams.py": Small("--json --tokens 8 --ranks 1,2", ("ranks", "request", "first_s", "tokens_per_s")),
     "bench_perplexity.py": Small(

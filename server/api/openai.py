@@ -236,6 +236,10 @@ class Usage(msgspec.Struct):
     def cached_tokens(self) -> int:
         return 0 if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self.completion_tokens_details is None else self.completion_tokens_details.reasoning_tokens
+
 
 def usage_of(record: Record) -> Usage:
     prompt, output = record.prompt_tokens, record.output_tokens

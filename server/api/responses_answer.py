@@ -313,7 +313,7 @@ def _usage(total: Usage) -> Json:
             "cache_write_tokens": 0,
         },
         "output_tokens": total.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": total.completion_tokens_details.reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": total.reasoning_tokens},
         "total_tokens": total.total_tokens,
     }
 

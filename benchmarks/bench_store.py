@@ -29,7 +29,7 @@ from bench_faults import BACK_SECONDS, Killer, Load, at
 from server_process import Server, command_line
 
 from moesaic.http_client import Client
-from store.memory import brought_in
+from store.pages import brought_in
 
 WRITTEN_SECONDS = 600.0
 MEGA = 10**6

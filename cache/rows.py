@@ -7,12 +7,14 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
+_SINGLES = 5  # arrays of a number for each row
 _STAYS = 1 << 16  # of a sequence: what tells one stay of it in a row from the next
 
 
 class CacheRows:
-    """All int64. num_blocks [rows]; tables: of each token group [rows, columns]; computed [rows]: tokens of the row's
-    sequence that earlier steps have computed, at least. They belong to whoever runs the steps.
+    """All int64. num_blocks [rows]; tables: of each token group [rows, columns]; stated [rows]: tokens of the row's
+    sequence that were known when it came; computed [rows]: those that earlier steps have computed, at least. They
+    belong to whoever runs the steps.
 
     stays, placed [rows]: whose they are (`stay_of`), 0: nobody's. The scheduler writes the first, and takes it back
     before the row's blocks go to others; whoever runs the steps writes the second, when the row is told of its
@@ -22,8 +24,9 @@ class CacheRows:
     def __init__(self, memory: npt.NDArray[np.uint8], num_rows: int, columns: int, num_tables: int) -> None:
         """memory: bytes, of which `num_bytes` are used; zeros, or what such a table has left."""
         whole = memory[: self.num_bytes(num_rows, columns, num_tables)].view(np.int64)
-        self.stays, self.placed, self.computed, self.num_blocks = whole[: 4 * num_rows].reshape(4, num_rows)
-        self.tables: list[Ints] = list(whole[4 * num_rows :].reshape(num_tables, num_rows, columns))
+        singles = whole[: _SINGLES * num_rows].reshape(_SINGLES, num_rows)
+        self.stays, self.placed, self.stated, self.computed, self.num_blocks = singles
+        self.tables: list[Ints] = list(whole[_SINGLES * num_rows :].reshape(num_tables, num_rows, columns))
 
     @staticmethod
     def own(num_rows: int, columns: int, num_tables: int) -> CacheRows:
@@ -33,12 +36,18 @@ class CacheRows:
 
     @staticmethod
     def num_bytes(num_rows: int, columns: int, num_tables: int) -> int:
-        return 8 * num_rows * (4 + num_tables * columns)
+        return 8 * num_rows * (_SINGLES + num_tables * columns)
 
     def find(self, sequence_id: int) -> int:
         """The row of that sequence; -1: it has none whose blocks are certainly its own."""
         held = np.flatnonzero((self.stays // _STAYS == sequence_id + 1) & (self.stays == self.placed))
         return int(held[0]) if len(held) else -1
+
+    def certain(self, row: int, num_released: int) -> int:
+        """How many of its sequence's first tokens are certainly computed. num_released: as many if it has released what
+        comes of them; but in an earlier stay, after which they are computed again, it may have known them already."""
+        in_this_stay = num_released if num_released >= int(self.stated[row]) else 0
+        return max(in_this_stay, int(self.computed[row]))
 
 
 def stay_of(sequence_id: int, num_preemptions: int) -> int:

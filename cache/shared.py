@@ -137,7 +137,7 @@ class FormerCache:
                 row = -1 if rows is None else rows.find(sequence_id)
                 if rows is not None and row >= 0:
                     held = int(rows.num_blocks[row]) * self._layout.sizes.block_size
-                    count = min(max(num_released, int(rows.computed[row])), held)
+                    count = min(rows.certain(row, num_released), held)
                     return Found(path, life, row, count) if count else None
             finally:
                 os.close(file)

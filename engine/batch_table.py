@@ -24,8 +24,7 @@ class BatchTable:
         # One more column: the last step of a full sequence still writes the token that it samples.
         self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
         self.known = np.zeros(num_rows, dtype=np.int64)
-        self.stated = np.zeros(num_rows, dtype=np.int64)
-        self.tables, self.num_blocks, self._rows = rows.tables, rows.num_blocks, rows
+        self.tables, self.num_blocks, self.stated, self._rows = rows.tables, rows.num_blocks, rows.stated, rows
         self._asking: dict[int, tuple[int, int]] = {}  # rows that want prompt_logprobs -> prompt_len, how many
 
     def take_over(self, schedule: Schedule) -> None:

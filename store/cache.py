@@ -17,7 +17,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from store.memory import brought_in, complete_key
+from store.memory import complete_key
+from store.pages import brought_in
 
 SUFFIX = ".weights"
 DRAFT = ".draft"

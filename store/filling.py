@@ -196,8 +196,10 @@ class _Work:
 
         def unit(index: int) -> _Part:
             def make() -> None:
-                for start, tensor, made in zip(starts, like, piece.make(index), strict=True):
-                    first, last = (end * tensor.nbytes // piece.count for end in (index, index + 1))
+                ends = [[end * tensor.nbytes // piece.count for end in (index, index + 1)] for tensor in like]
+                for start, (first, last) in zip(starts, ends, strict=True):  # others will write to the same pages soon
+                    store.pages.prepare(offset + start + first, last - first)
+                for start, (first, last), made in zip(starts, ends, piece.make(index), strict=True):
                     assert made.nbytes == last - first
                     store.write(offset + start + first, _bytes_of(made))
 
@@ -208,7 +210,7 @@ class _Work:
             _Part(number, describe, _nothing),
             _Part(number + 1, _nothing, _nothing),
             *(unit(index) for index in range(piece.count)),
-            _Part(units.stop, lambda: store.enlarge_pages(offset, total), _nothing, units),
+            _Part(units.stop, lambda: store.pages.enlarge(offset, total), _nothing, units),
         ]
 
 
@@ -264,10 +266,11 @@ def _write_tensors(
     starts, total = _starts(tensors.values())
     first = _up(len(text))
     offset = store.room(part, first + total)
+    store.pages.prepare(offset, first + total)
     store.write(offset, text)
     for tensor, start in zip(tensors.values(), starts, strict=True):
         store.write(offset + first + start, _bytes_of(tensor.detach().contiguous()))
-    store.enlarge_pages(offset, first + total)
+    store.pages.enlarge(offset, first + total)
 
 
 def _read_tensors(store: Store, part: int) -> dict[str, Tensor]:

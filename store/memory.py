@@ -12,21 +12,35 @@ from then on the kernel lets nobody write to it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-LARGE_PAGE = 2 << 20
-SLOW_PAGE_SECONDS = 3e-3  # copying one takes a sixth of that
-MOST_SLOW_PAGES = 64
-ALIGNMENT = 4096
+from store.pages import (
+    ALIGNMENT,
+    FAILED,
+    LARGE_PAGE,
+    MADV_HUGEPAGE,
+    MAP_ANONYMOUS,
+    MAP_FIXED,
+    MAP_NORESERVE,
+    MAP_PRIVATE,
+    MAP_SHARED,
+    PROT_NONE,
+    PROT_READ,
+    PROT_WRITE,
+    LargePages,
+    load_libc,
+    populate,
+    up,
+)
+
 MOST_WRITTEN = 1 << 30  # bytes by one system call
 MAGIC = b"moesaic weights\n"
 VERSION = 2  # of this file's layout
@@ -40,23 +54,7 @@ _USE_LOCK = 1 << 62  # shared by all that use a full store
 LOCK_SECONDS = 10.0  # for the lock on the header, which is held for microseconds
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-_PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
-_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
-_MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_COLLAPSE = 14, 22, 25
-MAPPED_AT_ONCE = 16 << 20  # bytes by one system call: about a millisecond
-_FAILED = ctypes.c_void_p(-1).value
-
 Buffer: TypeAlias = "bytes | ctypes.Array[ctypes.c_uint8]"
-
-
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc
 
 
 class StoreError(ValueError):
@@ -96,37 +94,6 @@ def _in_memory(file: int) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def brought_in(file: int) -> Iterator[None]:
-    """Have the system read this file into its page cache, and keep it there for a block as far as this process may. In
-    large pages, where the file system has them (ext4 of Linux 6.16, XFS): a process that maps the file takes a page
-    fault for each of them, not for each 4 KiB. What is in the page cache already stays as it is."""
-    libc, size = _libc(), os.fstat(file).st_size
-    reserved = libc.mmap(None, size + LARGE_PAGE, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
-    if reserved == _FAILED:
-        yield
-        return
-    address = _up(reserved, LARGE_PAGE)
-    try:
-        if libc.mmap(address, size, _PROT_READ, _MAP_SHARED | _MAP_FIXED, file, 0) != _FAILED:
-            libc.madvise(address, size, _MADV_HUGEPAGE)
-            _populate(libc, address, size, locked=True)
-        yield
-    finally:
-        libc.munmap(reserved, size + LARGE_PAGE)
-
-
-def _populate(libc: ctypes.CDLL, address: int, size: int, locked: bool) -> None:
-    """Have the kernel map the pages there, and touch each, as the host of a virtual machine maps what a disk has
-    written when it is read. locked: and keep them in memory, as far as this process may (mlock(2), RLIMIT_MEMLOCK)."""
-    for start in range(address, address + size, MAPPED_AT_ONCE):
-        length = min(MAPPED_AT_ONCE, address + size - start)
-        locked = locked and libc.mlock(start, _up(length, ALIGNMENT)) == 0
-        if not locked and libc.madvise(start, _up(length, ALIGNMENT), _MADV_POPULATE_READ) != 0:
-            return
-        memoryview((ctypes.c_uint8 * length).from_address(start)).cast("B")[::ALIGNMENT].tobytes()
-
-
 class Store:
     """One rank's view of the store. complete: all parts are full.
 
@@ -137,7 +104,7 @@ class Store:
         """key: at most 64 characters. capacity: bytes of addresses to reserve; no memory is taken."""
         self._key = key.encode()
         assert len(self._key) <= 64
-        self._libc = _libc()
+        self._libc = load_libc()
         self.num_parts = 0
         try:
             self._reader = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -151,19 +118,19 @@ class Store:
             except OSError as error:
                 os.close(self._reader)
                 raise StoreError(f"the store of weights cannot be filled: {error.strerror}") from None
-        self._slow_pages = 0
-        self._size = _up(max(capacity, self.used), LARGE_PAGE)
+        self._size = up(max(capacity, self.used), LARGE_PAGE)
         self._reserved = self._libc.mmap(
-            None, self._size + LARGE_PAGE, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0
+            None, self._size + LARGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0
         )
-        if self._reserved == _FAILED:
+        if self._reserved == FAILED:
             self._close_files()
             raise StoreError(f"no room for {self._size} bytes of addresses: {os.strerror(ctypes.get_errno())}")
-        self.address = _up(self._reserved, LARGE_PAGE)
+        self.address = up(self._reserved, LARGE_PAGE)
         if self.complete:
             self._map_for_reading()
         else:
-            self._map(self._writer, self._size, _PROT_READ | _PROT_WRITE)
+            self._map(self._writer, self._size, PROT_READ | PROT_WRITE)
+        self.pages = LargePages(self._libc, self._writer, self.address)
 
     # ---- filling ----
 
@@ -174,7 +141,7 @@ class Store:
         with _Locked(self._file, _ROOM_LOCK):
             raw = os.pread(self._file, _HEADER.size, 0)
             if not raw.strip(b"\0"):
-                first = _up(HEADER_BYTES + num_parts * _PART.size, LARGE_PAGE)
+                first = up(HEADER_BYTES + num_parts * _PART.size, LARGE_PAGE)
                 os.ftruncate(self._file, first)
                 self._write_header(first, 0)
                 return
@@ -200,35 +167,26 @@ class Store:
             offset = self._part(part)[0]
             if not offset:
                 used, full = self._counts()
-                offset = _up(used, LARGE_PAGE if num_bytes >= LARGE_PAGE else ALIGNMENT)
+                offset = up(used, LARGE_PAGE if num_bytes >= LARGE_PAGE else ALIGNMENT)
                 end = offset + num_bytes
                 if end > self._size:
                     raise StoreError(f"the weights take more than the {self._size} bytes that were reserved for them")
-                os.ftruncate(self._file, _up(end, LARGE_PAGE))
+                os.ftruncate(self._file, up(end, LARGE_PAGE))
                 self._write_header(end, full)
                 os.pwrite(self._file, _PART.pack(offset, 0), self._at(part))
             return offset
 
     def write(self, start: int, data: Buffer) -> None:
-        """By pwrite(2): writing through the mapping would cost a page fault for every page, and zeros before the data.
-        Any thread may do this."""
+        """Through the mapping where large pages have been prepared, else by pwrite(2): a small page that is not there
+        costs a page fault, and zeros before the data. Any thread may do this; of those that call pwrite(2) for one file
+        the kernel lets one go on at a time."""
         view = memoryview(data).cast("B")
+        if not isinstance(data, bytes) and self.pages.prepared(start, len(view)):
+            ctypes.memmove(self.address + start, data, len(view))
+            return
         done = 0
         while done < len(view):
             done += os.pwrite(self._file, view[done : done + MOST_WRITTEN], start + done)
-
-    def enlarge_pages(self, start: int, num_bytes: int) -> None:
-        """Large pages in the place of those that lie in these bytes, which have all been written, where the kernel has
-        them (madvise(2), MADV_COLLAPSE, as the systems' setting for shared memory is usually `never`; of a range that
-        has not been written it takes several times as long). No more of them once some were refused or took long:
-        memory is in pieces then, or a virtual machine's host has yet to find it."""
-        first = _up(self.address + start, LARGE_PAGE)
-        for page in range(first, self.address + start + num_bytes - LARGE_PAGE + 1, LARGE_PAGE):
-            if self._slow_pages >= MOST_SLOW_PAGES:
-                return
-            began = time.thread_time()
-            refused = self._libc.madvise(page, LARGE_PAGE, _MADV_COLLAPSE) != 0
-            self._slow_pages += refused or time.thread_time() - began > SLOW_PAGE_SECONDS
 
     def fill(self, part: int) -> None:
         """Say that a claimed part is full, and give up the claim."""
@@ -295,7 +253,7 @@ class Store:
         stay in memory then, as far as this process may say so: a system that is short of memory, or takes back what
         has not been used for a while, would read them again in the middle of a step. For a thread of its own, while
         others read."""
-        _populate(self._libc, self.address, self.used, locked=not _in_memory(self._reader))
+        populate(self._libc, self.address, self.used, locked=not _in_memory(self._reader))
 
     def close(self) -> None:
         """Nothing that lies in the store may be used after this."""
@@ -336,7 +294,7 @@ class Store:
         os.pwrite(self._file, _HEADER.pack(MAGIC, VERSION, self.num_parts, used, full, self._key), 0)
 
     def _map(self, file: int, size: int, protection: int) -> None:
-        if self._libc.mmap(self.address, size, protection, _MAP_SHARED | _MAP_FIXED, file, 0) == _FAILED:
+        if self._libc.mmap(self.address, size, protection, MAP_SHARED | MAP_FIXED, file, 0) == FAILED:
             raise StoreError(f"the store of weights cannot be mapped: {os.strerror(ctypes.get_errno())}")
 
     def _map_for_reading(self) -> None:
@@ -344,12 +302,12 @@ class Store:
         none that forbids the seal."""
         raw = os.pread(self._reader, _HEADER.size, 0)
         self.num_parts = _HEADER.unpack(raw)[2]
-        self._map(self._reader, _up(self.used, ALIGNMENT), _PROT_READ)
-        self._libc.madvise(self.address, _up(self.used, ALIGNMENT), _MADV_HUGEPAGE)  # how a file is read (brought_in)
-        end = self.address + _up(self.used, ALIGNMENT)
+        self._map(self._reader, up(self.used, ALIGNMENT), PROT_READ)
+        self._libc.madvise(self.address, up(self.used, ALIGNMENT), MADV_HUGEPAGE)  # how a file is read (brought_in)
+        end = self.address + up(self.used, ALIGNMENT)
         rest = self._reserved + self._size + LARGE_PAGE - end
-        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        if rest and self._libc.mmap(end, rest, _PROT_NONE, flags, -1, 0) == _FAILED:
+        flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
+        if rest and self._libc.mmap(end, rest, PROT_NONE, flags, -1, 0) == FAILED:
             raise StoreError(f"the store of weights cannot be mapped: {os.strerror(ctypes.get_errno())}")
 
 
@@ -393,7 +351,3 @@ def _lock(file: int, byte: int) -> bool:
 
 def _unlock(file: int, byte: int) -> None:
     fcntl.fcntl(file, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

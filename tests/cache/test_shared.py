@@ -80,6 +80,8 @@ def test_only_as_far_as_it_is_known(tmp_path: Path) -> None:
 
     assert [length(11, count) for count in (0, 3, 7, 30)] == [5, 5, 7, 8]
     assert length(12, 7) == length(11, 7, rank=6) == 0
+    shared.rows.stated[0] = 7  # it had released six tokens before it came here again
+    assert [length(11, count) for count in (6, 7)] == [5, 7]
     shared.rows.stays[0] = 0  # preempted: its blocks may be others' by now
     assert length(11, 7) == 0
     shared.rows.stays[0] = stay_of(11, 1)  # it is let in again, and whoever runs the steps has not heard of that

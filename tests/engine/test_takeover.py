@@ -138,7 +138,7 @@ def test_who_is_alive_is_not_taken_from(paths: dict[str, Path], tmp_path: Path, 
     assert second.stats.taken_over == 0
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), choices=engine_choices(8), num_steps=st.integers(0, 30), again=st.integers(0, 8))
 def test_at_any_moment_of_any_plan(
     paths: dict[str, Path],

@@ -3,8 +3,9 @@ of a few steps each, so that whatever else the machine does meets both alike.
 
     python benchmarks/bench_gate.py [--model DIR] [--streams 64] [--tokens 64] [--rounds 40] [--slice 4] [--drafts N] [--threads 1] [--json]
 
-A round: so many greedy requests on either engine, of the same prompts, with the same tokens, which is checked. Its ratio: tokens per
-second with the gate over those without. One row: k_mean, drafts of a sequence and step; ratio, the mean over the rounds (of logarithms), and
+A round: so many greedy requests on either engine, of the prompts of bench_speculation.py, with the same tokens, which is checked. Its ratio:
+tokens per second with the gate over those without. One row: k_mean, drafts of a sequence and step; plain_step_ms, step_ms: of a step, the
+middle one of the rounds' means; tokens_per_step, of a sequence, with the gate; ratio, the mean over the rounds (of logarithms), and
 interval, in which it lies with 95 % certainty by Student's t; ratio_cpu, the same of this thread's processor time. --drafts: always so many.
 Before the rounds that count there are some in which the gate learns (--learn).
 """
@@ -17,13 +18,18 @@ import math
 import statistics
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from bench_speculation import PROMPTS
+from tokenizers import Tokenizer
 
 from configs.engine import EngineConfig
 from engine.build import build_rank
 from engine.plan import make_plan
 from engine.rank import Rank
 from front.messages import AddRequest, SamplingParams
+from models.tiny import CHECKPOINT
 
 T_95 = {10: 2.23, 20: 2.09, 30: 2.04, 40: 2.02, 60: 2.0}  # by degrees of freedom, at least so many
 
@@ -40,15 +46,16 @@ def build(options: argparse.Namespace, config: dict[str, Any]) -> Rank:
 class Side:
     """One engine, its clocks of this round, and the tokens that its requests got."""
 
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
+    def __init__(self, rank: Rank, prompts: list[list[int]]) -> None:
+        self.rank, self.prompts = rank, prompts
         self.begin(0, 0, 0)
 
     def begin(self, first: int, streams: int, tokens: int) -> None:
         self.seconds = self.cpu = 0.0
+        self.steps = 0
         self.tokens: dict[int, list[int]] = {}
         for number in range(streams):
-            prompt = [100 + (7 * number + 13 * at) % 1500 for at in range(12)]
+            prompt = self.prompts[number]
             params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
             request = AddRequest(
                 request_id=first + number, token_ids=prompt, prompt_len=len(prompt), params=params, seed=0,
@@ -62,6 +69,7 @@ class Side:
         for _ in range(steps):
             if not self.rank.has_work:
                 break
+            self.steps += 1
             for output in self.rank.step():
                 self.tokens[output.request_id] += output.new_token_ids
         self.seconds += time.perf_counter() - began
@@ -103,21 +111,32 @@ def main() -> None:
     config: dict[str, Any] = {"method": "mtp"}
     if options.drafts:
         config |= {"num_speculative_tokens": options.drafts, "adaptive": False}
-    plain, gated = Side(build(options, {"method": "none"})), Side(build(options, config))
+    tokenizer = Tokenizer.from_file(str(Path(options.model or CHECKPOINT) / "tokenizer.json"))
+    texts = [f"{PROMPTS[i % len(PROMPTS)]}{' again' * (i // len(PROMPTS))}" for i in range(options.streams)]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    plain, gated = Side(build(options, {"method": "none"}), prompts), Side(build(options, config), prompts)
     found: list[tuple[float, float]] = []
+    steps: list[tuple[float, float, float]] = []
     for number in range(options.learn + options.rounds):
         if number == options.learn:
             gated.rank._scheduler.speculation.num_drafts = gated.rank._scheduler.speculation.num_draft_tokens = 0
         found.append(one_round(plain, gated, number, options))
+        each = options.tokens / gated.steps
+        steps.append((1e3 * plain.seconds / plain.steps, 1e3 * gated.seconds / gated.steps, each))
     counts = gated.rank.stats
     ratio, interval = mean_and_interval([wall for wall, _ in found[options.learn :]])
     ratio_cpu, interval_cpu = mean_and_interval([cpu for _, cpu in found[options.learn :]])
+    names, steps = ("plain_step_ms", "step_ms", "tokens_per_step"), steps[options.learn :]
     row = {
         "model": options.model or "moesaic-tiny",
         "method": "mtp",
         "streams": options.streams,
         "rounds": options.rounds,
         "k_mean": round(counts.spec_draft_tokens / counts.spec_drafts, 2) if counts.spec_drafts else 0.0,
+        **{
+            name: round(statistics.median(values), 3)
+            for name, values in zip(names, zip(*steps, strict=True), strict=True)
+        },
         "ratio": ratio,
         "interval": interval,
         "ratio_cpu": ratio_cpu,

@@ -33,6 +33,7 @@ class ServerConfig:
     enable_auto_tool_choice: bool = True  # false: calls only where a request requires them
     exclude_tools_when_tool_choice_none: bool = False  # the template is not told of tools that may not be called
     enable_force_include_usage: bool = False  # streams end with the usage whether a request asks for it or not
+    enable_prompt_tokens_details: bool = True  # usage says which tokens were cached, drafts, reasoning
     return_tokens_as_token_ids: bool = False  # tokens of logprobs as "token_id:N", unless a request says otherwise
     use_generation_config: bool = True  # defaults of sampling from the model's generation_config.json
     max_body_bytes: int = 8 << 20

@@ -224,7 +224,8 @@ GROUPS = {
         "chat_template", "chat_template_content_format", "default_chat_template_kwargs", "generation_config",
         "override_generation_config",
         "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "exclude_tools_when_tool_choice_none",
-        "enable_force_include_usage", "return_tokens_as_token_ids", "structured_outputs_config",
+        "enable_force_include_usage", "enable_prompt_tokens_details", "return_tokens_as_token_ids",
+        "structured_outputs_config",
     ],
     "Limits and times": [
         "max_request_bytes", "max_inflight_bytes", "max_num_queued_reqs", "max_stored_responses", "max_stored_bytes",

@@ -68,6 +68,12 @@ from moesaic.options import EMBEDDED_RANKS, SECONDS, Bytes, engine_config, engin
 )
 @click.option("--enable-force-include-usage", is_flag=True, help="Usage in every piece of every stream.")
 @click.option(
+    "--enable-prompt-tokens-details/--no-enable-prompt-tokens-details",
+    default=True,
+    show_default=True,
+    help="Usage of completions and chats with details: cached tokens, drafts, reasoning.",
+)
+@click.option(
     "--return-tokens-as-token-ids",
     is_flag=True,
     help='Tokens of logprobs as "token_id:N", unless a request says otherwise.',
@@ -219,6 +225,7 @@ def server_config(options: dict[str, Any], env_keys: tuple[str, ...], env_admin:
         enable_auto_tool_choice=options.pop("enable_auto_tool_choice"),
         exclude_tools_when_tool_choice_none=options.pop("exclude_tools_when_tool_choice_none"),
         enable_force_include_usage=options.pop("enable_force_include_usage"),
+        enable_prompt_tokens_details=options.pop("enable_prompt_tokens_details"),
         return_tokens_as_token_ids=options.pop("return_tokens_as_token_ids"),
         use_generation_config=options.pop("generation_config") == "auto",
         max_body_bytes=options.pop("max_request_bytes"),

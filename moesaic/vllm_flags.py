@@ -61,7 +61,6 @@ TAKEN = (
     Taken(("--max-parallel-loading-workers",), int, said="ranks read their parts at the same time"),
     Taken(("--reasoning-config",), str, said="where reasoning begins and ends is known from --reasoning-parser"),
     Taken(("--response-role",), str, ("assistant",), "answers have the role assistant"),
-    Taken(("--enable-prompt-tokens-details",)),
     Taken(("--enable-request-id-headers",)),
     Taken(("--enable-tokenizer-info-endpoint",)),
     Taken(("--enable-server-load-tracking",)),

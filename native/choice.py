@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from native.features import Isa, isa
 from native.formats import WeightFormat
-from native.library import function, library
+from native.library import function, library, older, returning
 
 _MARGIN = 1.15  # by which another way must be faster than the usual one: measurements differ by less
 _ROWS = (1, 4, 16, 64)
@@ -35,14 +35,16 @@ class _Fields(ctypes.Structure):
 
 _choose = function("native_choose", ctypes.POINTER(_Fields))
 _chosen = function("native_chosen", ctypes.POINTER(_Fields))
+_time_panel = returning(ctypes.c_double, "native_time_panel", ctypes.c_int, *[ctypes.c_int64] * 2, ctypes.c_int)
+_probe_products = returning(ctypes.c_int64, "probe_products", ctypes.c_int, ctypes.c_int64, ctypes.c_int)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """products: of rows of bfloat16 by panels of it. narrow_rows: where that is AMX, with up to so many rows FP8
-    weights are widened in vector registers all the same. byte_rows: there, up to so many rows are multiplied with INT8
-    weights as whole numbers. half_rows: the same of 4-bit weights, whatever the instructions; what is widened otherwise
-    is rounded. As text: "amx, 1, 4, 12"."""
+    """products: of rows of bfloat16 by panels of it. narrow_rows: where that is AMX or AVX2, with up to so many rows
+    FP8 weights are widened in vector registers all the same. byte_rows: there, the same of INT8 weights; with AMX so
+    many rows are multiplied as whole numbers. half_rows: the same of 4-bit weights, whatever the instructions; what is
+    widened otherwise is rounded, but with AVX2, where no bit depends on these numbers. As text: "amx, 1, 4, 12"."""
 
     products: Isa = Isa.AMX
     narrow_rows: int = 1
@@ -68,7 +70,9 @@ def choose(choice: Choice, fixed_order: bool = False) -> None:
     beside it (docs/deterministic.md); before layers are packed.
     """
     if library() is not None:
-        rows = (0, 0, 0) if fixed_order else (choice.narrow_rows, choice.byte_rows, choice.half_rows)
+        rows = (choice.narrow_rows, choice.byte_rows, choice.half_rows)
+        if fixed_order and isa() is not Isa.AVX2:  # there more rows have the same sums
+            rows = (0, 0, 0)
         _choose(_Fields(int(choice.products), *rows, int(fixed_order)))
 
 
@@ -93,7 +97,11 @@ def measured(most: Isa) -> tuple[Choice, str]:
     if most < Isa.AVX512_BF16 or isa() < Isa.AVX512_BF16:
         only = min(most, isa())
         took = _flops([_time(only, WeightFormat.PLAIN, rows) for rows in _ROWS])
-        return Choice(), f"one way; {_SAID}, of {_most_flops():.0f} in float32: {only.name.lower()} {took}"
+        said = f"{_SAID}, of {_most_flops():.0f} in float32: {only.name.lower()} {took}"
+        if only is not Isa.AVX2:
+            return Choice(), f"one way; {said}"
+        few = (_few_rows(form) for form in (WeightFormat.FP8, WeightFormat.INT8, WeightFormat.INT4))
+        return Choice(only, *few), said
     ways = [level for level in Isa if Isa.AVX512 <= level <= most]
     times = {level: [_time(level, WeightFormat.PLAIN, rows) for rows in _ROWS] for level in ways}
     best = [min(column) for column in zip(*times.values(), strict=True)]
@@ -118,6 +126,14 @@ def _narrow_rows(form: WeightFormat, products: Isa) -> int:
     return _MOST_NARROW
 
 
+def _few_rows(form: WeightFormat) -> int:
+    """With AVX2: up to how many rows weights are widened in registers in less time than once for all of them."""
+    for rows in range(1, _MOST_NARROW + 1):
+        if _time(Isa.AVX2, form, rows) > _time(Isa.AVX2, form, rows, few=False):
+            return rows - 1
+    return _MOST_NARROW
+
+
 def _flops(times: list[float]) -> str:
     """2 x 64 columns x 512 k for each row."""
     return "/".join(f"{2 * 64 * 512 * rows / took:.0f}" for rows, took in zip(_ROWS, times, strict=True))
@@ -125,22 +141,17 @@ def _flops(times: list[float]) -> str:
 
 def _most_flops() -> float:
     """GFLOP/s of one core that does nothing but products and sums of float32."""
-    kernels = library()
-    assert kernels is not None
-    probe = kernels["probe_products"]
-    probe.argtypes, probe.restype = (ctypes.c_int, ctypes.c_int64, ctypes.c_int), ctypes.c_int64
     best = 0.0
     for _ in range(5):
         began = time.perf_counter()
-        done = int(probe(0, 50_000, 1))
+        done = int(_probe_products(0, 50_000, 1))
         best = max(best, done / (time.perf_counter() - began))
     return best / 1e9
 
 
-def _time(level: Isa, form: WeightFormat, rows: int) -> float:
-    """Nanoseconds for a panel."""
-    kernels = library()
-    assert kernels is not None
-    timed = kernels["native_time_panel"]
-    timed.argtypes, timed.restype = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64), ctypes.c_double
-    return float(timed(int(level), form.number, rows))
+def _time(level: Isa, form: WeightFormat, rows: int, few: bool | None = None) -> float:
+    """Nanoseconds for a panel. few: weights are widened in vector registers; None: unless matrix tiles are timed."""
+    took = float(_time_panel(int(level), form.number, rows, level is not Isa.AMX if few is None else few))
+    if took <= 0:
+        raise older(f"{level.name.lower()} cannot be timed")
+    return took

@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _RUNTIMES = ("libgomp", "libiomp5", "libomp")  # they offer the same entry points
 
@@ -40,15 +41,27 @@ def library_path() -> str:
 
 def function(name: str, *argument_types: type) -> Callable[..., None]:
     """A kernel that returns nothing, by its name in the library. It may be called only where `isa()` is not NONE."""
+    return returning(None, name, *argument_types)
+
+
+def returning(result_type: type | None, name: str, *argument_types: type) -> Callable[..., Any]:
+    """The same of one that returns something."""
     kernels = library()
     if kernels is None:
         return _absent
     try:
         found = kernels[name]
     except AttributeError:
-        raise ImportError(f"{kernels._name}: no {name}: it is older than the code; run `make native`") from None
-    found.argtypes, found.restype = argument_types, None
+        raise older(f"no {name}") from None
+    found.argtypes, found.restype = argument_types, result_type
     return found
+
+
+def older(sign: str) -> ImportError:
+    """To be raised where the library does not do what the code asks for. sign: by what that is seen."""
+    kernels = library()
+    assert kernels is not None
+    return ImportError(f"{kernels._name}: {sign}: it is older than the code; run `make native`")
 
 
 def _absent(*_arguments: object) -> None:

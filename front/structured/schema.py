@@ -13,7 +13,7 @@ MAX_OPTIONAL = 480  # properties of an object: the back end's limit of what may 
 MAX_ALTERNATIVES = 128  # of a oneOf that is looked at
 _H, _BYTE = "[0-9A-Fa-f]{1,4}", "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LAST = rf"({_H}:{_H}|({_BYTE}\.){{3}}{_BYTE})"
-# Source: RFC 3986, IPv6address. llguidance's own does not know those that end as an IPv4 address.
+# Source: RFC 3986, IPv6address. Those of both back ends do not know such as end as an IPv4 address.
 IPV6 = "^(" + "|".join(
     [f"({_H}:){{6}}{_LAST}", f"::({_H}:){{5}}{_LAST}"]
     + [f"(({_H}:){{0,{4 - n}}}{_H})?::({_H}:){{{n}}}{_LAST}" for n in range(4, -1, -1)]
@@ -54,9 +54,9 @@ def plain_schema(schema: Any, closed: bool, top: object = None, narrow: bool = F
     _name_one_of(plain, top)
     if narrow:
         beside_zero(plain)
-        if plain.get("format") == "ipv6" and "pattern" not in plain:
-            del plain["format"]
-            plain["pattern"] = IPV6
+    if plain.get("format") == "ipv6" and "pattern" not in plain:
+        del plain["format"]
+        plain["pattern"] = IPV6
     kind = schema.get("type")
     may_be_object = kind == "object" or (isinstance(kind, list) and "object" in kind)
     if closed and (may_be_object or isinstance(schema.get("properties"), Mapping)):

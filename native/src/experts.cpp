@@ -86,7 +86,7 @@ struct Job {
 
   int64_t item() const { return s->x_type == X_F32 ? 4 : 2; }
 
-  Multiplier by(int64_t format) const { return {ops, bands, s->x_type, format, narrow_rows_of(format)}; }
+  Multiplier by(int64_t format) const { return {ops, bands, s->x_type, format, narrow_rows_of(s->x_type, format)}; }
   Multiplier ups() const { return by(up_format(s->format)); }
   Multiplier downs() const { return by(down_format(s->format)); }
 

@@ -21,8 +21,8 @@ enum { PANEL = 64, K_BLOCK = 128, MAX_ROWS = 6, MAX_NARROW_ROWS = 6, MAX_BAND = 
 enum { WIDE_K = 1024 };  // k of a panel of fewer bits that are widened at a time, for all rows, where there are matrix tiles
 enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_STEP = 8, HALF_STEP_BYTES = PANEL * HALF_STEP / 2 };
 enum { WHOLE_BYTES = 72, MAX_WHOLE_ROWS = 4 };  // of 32 numbers of a row as whole numbers, with their scale and sum; sums are two
-// Where whole numbers serve for any number of rows: a block of weights taken apart for them, and up to how many rows take it apart again.
-enum { WHOLE_BLOCK = 2 * K_BLOCK / K_GROUP * PANEL * 4 + K_BLOCK * PANEL * 2, FEW_WHOLE_ROWS = 8 };
+// Where whole numbers serve for any number of rows: a block of weights taken apart for them.
+enum { WHOLE_BLOCK = 2 * K_BLOCK / K_GROUP * PANEL * 4 + K_BLOCK * PANEL * 2 };
 enum XType { X_F32 = 0, X_BF16 = 1 };
 enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5, W_INT4_INT8 = 6 };  // plain: of x's type
 // The last is of experts only: gate and up have zero points, down has 8 bits.
@@ -270,7 +270,7 @@ struct Multiplier {
     }
   }
 
-  int64_t most_narrow() const { return all_whole() ? (int64_t)FEW_WHOLE_ROWS : halves() ? narrow_rows : (int64_t)2 * MAX_NARROW_ROWS; }
+  int64_t most_narrow() const { return halves() || ops->widen_whole[W_INT8 - W_FP8] ? narrow_rows : (int64_t)2 * MAX_NARROW_ROWS; }
 
   // Rows `first` to `last` times one panel; then(c, first row, rows) takes the results. next: the panel that follows.
   template <class Then>

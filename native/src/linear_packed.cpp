@@ -60,7 +60,7 @@ NATIVE_API void linear_packed(int64_t x_type, int64_t format, const uint8_t *pac
   tape_note(linear_packed, x_type, format, packed, x, x_stride, bias, y, y_stride, rows, inputs, outputs, threads);
   if (rows == 0) return;
   int64_t panels = (outputs + PANEL - 1) / PANEL;
-  Multiplier by = {experts_ops(x_type), experts_bands(x_type), x_type, format, narrow_rows_of(format)};
+  Multiplier by = {experts_ops(x_type), experts_bands(x_type), x_type, format, narrow_rows_of(x_type, format)};
   PackedCall call = {by, packed, (const uint8_t *)bias, (uint8_t *)y, {(const uint8_t *)x, x_stride * by.item(), nullptr, false, false},
                      y_stride, rows, inputs, outputs, by.panel_bytes(inputs)};
   if (inputs * outputs <= SMALL && rows < FEW_ROWS) threads = 1;

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from front.chat.events import CallArguments, CallBegin, Content, Event, Reasoning, joined
 from front.outputs import Delta, PositionLogprobs
-from server.api.endpoint import ChunkWriter, Taken, counts, encode, make_job, take
+from server.api.endpoint import ChunkWriter, Taken, counts, encode, make_job, shown, take
 from server.api.generate import Answer, Choice, Job, PromptFacts
 from server.api.logprobs import chat_logprobs, prompt_logprobs
 from server.api.openai import (
@@ -187,7 +187,7 @@ class ChatWriter(ChunkWriter):
             created=job.created,
             model=job.model,
             choices=[self._choice(choice) for choice in choices],
-            usage=total,
+            usage=shown(total, job),
         )
         if job.return_token_ids and len(job.prompts) == 1:
             result.prompt_token_ids = job.prompts[0].token_ids

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from front.outputs import Delta, PositionLogprobs
-from server.api.endpoint import ChunkWriter, Taken, encode, make_job, take
+from server.api.endpoint import ChunkWriter, Taken, encode, make_job, shown, take
 from server.api.generate import Answer, Choice, Job, PromptFacts
 from server.api.logprobs import completion_logprobs, prompt_logprobs
 from server.api.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
@@ -115,7 +115,7 @@ class CompletionWriter(ChunkWriter):
             created=job.created,
             model=job.model,
             choices=[self._choice(choice, choice.index // job.n, prompts) for choice in choices],
-            usage=total,
+            usage=shown(total, job),
         )
 
     def _choice(self, choice: Choice, prompt: int, prompts: list[PromptFacts]) -> CompletionChoice:

@@ -111,6 +111,7 @@ def make_job(
         n=params.n,
         stream=either(body.stream, False),
         include_usage=include_usage,
+        usage_details=service.config.enable_prompt_tokens_details,
         continuous_usage=include_usage and (forced or either(options.continuous_usage_stats, False)),
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=either(body.return_token_ids, False),
@@ -123,6 +124,11 @@ def make_job(
 
 def counts(prompt: int, output: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def shown(total: Usage, job: Job) -> Usage:
+    """With its details, unless the server is to leave them out."""
+    return total if job.usage_details else Usage(total.prompt_tokens, total.completion_tokens, total.total_tokens)
 
 
 class ChunkWriter:
@@ -149,7 +155,7 @@ class ChunkWriter:
     def end(self, total: Usage, record: Record) -> bytes:
         if not self._job.include_usage:
             return DONE
-        return b"data: %b\n\n%b" % (encode(self._common | {"choices": [], "usage": total}), DONE)
+        return b"data: %b\n\n%b" % (encode(self._common | {"choices": [], "usage": shown(total, self._job)}), DONE)
 
     def failed(self, error: ApiError) -> bytes:
         return b"data: %b\n\n%b" % (error.body(), DONE)

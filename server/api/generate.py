@@ -21,7 +21,7 @@ from front.chat.events import Content, Event, Message
 from front.front import EngineBusy, EngineDraining, EngineFailed
 from front.outputs import Delta, PositionLogprobs, Prompt
 from front.search.beams import BeamSearchParams, beam_deltas, beam_names
-from server.api.openai import CompletionTokensDetails, Usage, usage
+from server.api.openai import Usage, usage_of
 from server.errors import ApiError, as_api_error, unfinished
 from server.http import ResponseWriter, response_writer_of
 from server.in_flight import InFlightRequest
@@ -55,6 +55,7 @@ class Job:
     stream: bool
     include_usage: bool = False
     continuous_usage: bool = False
+    usage_details: bool = True
     logprobs: bool = False
     echo: list[str] | None = None
     echo_logprobs: bool = False
@@ -312,7 +313,7 @@ class Answer(Response):
                         await current.write(frames, now)
         finally:
             counter.report(self._service)
-        last += writer.end(_usage(record), record)
+        last += writer.end(usage_of(record), record)
         await current.write(last, time.monotonic(), more=False)
 
     async def tell(self, record: Record, put: Callable[[bytes], None]) -> None:
@@ -325,7 +326,7 @@ class Answer(Response):
                     put(self._writer.frames(deltas, record))
         finally:
             counter.report(self._service)
-        put(self._writer.end(_usage(record), record))
+        put(self._writer.end(usage_of(record), record))
 
     async def gather(self, record: Record) -> object:
         """The body of an answer that is not streamed."""
@@ -343,7 +344,7 @@ class Answer(Response):
                             prompts[delta.index // job.n].logprobs = delta.prompt_logprobs
         finally:
             counter.report(self._service)
-        return self._writer.whole(choices, prompts, _usage(record))
+        return self._writer.whole(choices, prompts, usage_of(record))
 
 
 class _Counter:
@@ -387,11 +388,6 @@ class _Counter:
     def report(self, service: Service) -> None:
         for names, gaps in zip(self._engine_ids, self._gaps, strict=True):
             self._record.finished += filter(None, [service.metrics.add_gaps(name, gaps) for name in names])
-
-
-def _usage(record: Record) -> Usage:
-    details = CompletionTokensDetails(record.accepted_drafts, record.rejected_drafts, record.reasoning_tokens)
-    return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens, details)
 
 
 def _hide(delta: Delta) -> None:

@@ -181,7 +181,7 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Json:
 
 
 def _usage_of(total: Usage) -> Json:
-    return _usage(total.prompt_tokens, total.prompt_tokens_details.cached_tokens, total.completion_tokens)
+    return _usage(total.prompt_tokens, total.cached_tokens, total.completion_tokens)
 
 
 def _object(text: str) -> Json:

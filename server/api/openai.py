@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from server.logs import Record
+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # ---- requests -----------------------------------------------------------------------------------------------------
@@ -227,14 +229,22 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None  # neither where the server is to leave them out
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self.completion_tokens_details is None else self.completion_tokens_details.reasoning_tokens
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, drafts: CompletionTokensDetails) -> Usage:
-    total = prompt_tokens + completion_tokens
-    details = PromptTokensDetails(cached_tokens)
-    return Usage(prompt_tokens, completion_tokens, total, details, drafts)
+def usage_of(record: Record) -> Usage:
+    prompt, output = record.prompt_tokens, record.output_tokens
+    drafts = CompletionTokensDetails(record.accepted_drafts, record.rejected_drafts, record.reasoning_tokens)
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(record.cached_tokens), drafts)
 
 
 class CompletionLogprobs(msgspec.Struct):

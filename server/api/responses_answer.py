@@ -309,11 +309,11 @@ def _usage(total: Usage) -> Json:
     return {
         "input_tokens": total.prompt_tokens,
         "input_tokens_details": {
-            "cached_tokens": total.prompt_tokens_details.cached_tokens,
+            "cached_tokens": total.cached_tokens,
             "cache_write_tokens": 0,
         },
         "output_tokens": total.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": total.completion_tokens_details.reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": total.reasoning_tokens},
         "total_tokens": total.total_tokens,
     }
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from isas import BF16_ISAS, EVERY_ISA
 from rounding import assert_within, matmul_bound, whole_rows_bound
 
-from moe_kernels.matrix import SCALE_ROWS, WeightFormat, dequantize, quantize
+from moe_kernels.matrix import HALVES, SCALE_ROWS, WeightFormat, dequantize, quantize, quantize_halves
 from native import Choice, Isa, best_isa, choose, isa, limit_isa, measured, parse
 from native.packed_linear import PackedLinear
 
@@ -50,8 +50,41 @@ def test_what_is_measured_is_a_way_of_the_level(level: Isa) -> None:
 
 
 def test_with_lesser_instructions_there_is_one_way() -> None:
-    assert measured(Isa.AVX512)[0] == measured(Isa.NONE)[0] == Choice()
+    assert measured(Isa.NONE)[0] == Choice()
     assert "no ways" in measured(Isa.NONE)[1]
+    if best_isa() >= Isa.AVX512:
+        assert measured(Isa.AVX512)[0] == Choice()
+
+
+@pytest.mark.skipif(best_isa() < Isa.AVX2, reason="the native kernels are not there")
+def test_with_avx2_numbers_of_rows_are_measured() -> None:
+    choice, _ = measured(Isa.AVX2)
+    assert choice.products is Isa.AVX2
+    assert all(0 <= rows <= 12 for rows in (choice.narrow_rows, choice.byte_rows, choice.half_rows))
+
+
+@pytest.mark.skipif(best_isa() < Isa.AVX2, reason="the native kernels are not there")
+@pytest.mark.parametrize(
+    "form", [form for form in WeightFormat if form not in (WeightFormat.PLAIN, WeightFormat.INT4_INT8)]
+)
+def test_with_avx2_no_bit_depends_on_what_was_measured(form: WeightFormat) -> None:
+    limit_isa(Isa.AVX2)
+    generator = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn((200, 330), generator=generator)
+    if form in HALVES:
+        halves = quantize_halves(weight_OI, form)
+        layer = PackedLinear(halves.codes, halves.words, form=form, num_inputs=330)
+    else:
+        scaled = quantize(weight_OI, form)
+        layer = PackedLinear(scaled.weight_OI, scaled.scale, SCALE_ROWS[form])
+    x_TI = torch.randn((13, 330), generator=generator).bfloat16()
+    results = []
+    for rows in (0, 3, 12):
+        for fixed_order in (False, True):
+            choose(Choice(Isa.AVX2, rows, rows, rows), fixed_order)
+            results += [layer(x_TI[:count])[:1] for count in (1, 5, 12, 13)]
+    assert all(torch.equal(result, results[0]) for result in results)
+    limit_isa(best_isa())
 
 
 @pytest.mark.parametrize("level", EVERY_ISA)

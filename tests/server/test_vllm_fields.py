@@ -78,6 +78,26 @@ def test_defaults_of_a_server_for_what_answers_show() -> None:
     asyncio.run(run())
 
 
+def test_usage_without_details() -> None:
+    """Of completions and chats; /v1/responses must have them."""
+
+    async def run() -> None:
+        async with server(ServerConfig(enable_prompt_tokens_details=False)) as s:
+            events = await s.events("/v1/completions", max_tokens=2, stream_options={"include_usage": True})
+            for usage in (
+                (await s.complete(max_tokens=2))["usage"],
+                (await s.chat(max_tokens=2))["usage"],
+                events[-1]["usage"],
+            ):
+                assert {name for name, value in usage.items() if value is not None} == {
+                    "prompt_tokens", "completion_tokens", "total_tokens"
+                }  # fmt: skip
+            answer = await s.post("/v1/responses", {"model": MODEL, "input": "Hello", "max_output_tokens": 2})
+            assert answer.json()["usage"]["input_tokens_details"]["cached_tokens"] == 4
+
+    asyncio.run(run())
+
+
 def test_what_logits_processors_are_told() -> None:
     """Without any, it is refused (test_refusals.py)."""
 

@@ -26,6 +26,7 @@ struct LayOutCall {
 };
 
 NATIVE_API void drafts_lay_out(LayOutCall *call) {
+  tape_refuse("drafts_lay_out");
   LayOutCall &c = *call;
   const BatchRows &batch = *c.batch;
   int64_t t = 0, longest = 0;

@@ -63,6 +63,9 @@ LONG = {
     "bench_acceptance.py": Small(
         "--json --model {model} --drafts 1 --tokens 8 --repeats 1", ("method", "k_mean", "acceptance", "ratio")
     ),
+    "bench_filling.py": Small(
+        "--json --model {model} --formats plain --repeats 1 --threads 1", ("case", "gb_s", "of_copy")
+    ),
     "bench_gate.py": Small(
         "--json --streams 2 --tokens 8 --rounds 2 --learn 1", ("k_mean", "ratio", "interval", "ratio_cpu")
     ),

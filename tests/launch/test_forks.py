@@ -88,8 +88,10 @@ def test_the_end_of_the_source_costs_nothing(forking: Forking) -> None:
     plain = forking.start(1)
     forking.wait_beat(1)
     assert not was_forked(plain) and first.process.returncode is None
-    ranks = iter(range(2, 1000))
-    until(lambda: was_forked(forking.start(next(ranks))), 30.0, "it is forked")
+    forks = forking.children._forks
+    assert forks is not None
+    until(forks._is_ready, 30.0, "another source has imported")
+    assert was_forked(forking.start(2))
     assert forking.source.process.pid != before.process.pid
 
 

@@ -64,7 +64,7 @@ template <int FORMAT, int MR> void half_quads(const void *const *av, const Block
   enum { ABREAST = MR == 1 ? 4 : 2 };
   const QuadGroup *const *a = (const QuadGroup *const *)av;
   const uint8_t *p = block.panel + half_scales(FORMAT), *next = block.ahead, *scales = block.panel;
-  const int64_t lines = 2 * block.lines * ABREAST;
+  const int64_t lines = block.lines * ABREAST / 2;
   for (int64_t first = 0; first < block.depth; first += K_GROUP, scales += PANEL * 2) {
     const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first;
     const int steps = (int)(n + HALF_STEP - 1) / HALF_STEP;
@@ -73,12 +73,12 @@ template <int FORMAT, int MR> void half_quads(const void *const *av, const Block
     for (int m = 0; m < MR; m++) row[m] = a[m] + k / K_GROUP;
     for (int j = 0; j < 8; j += ABREAST) {
       __m256i acc[MR][ABREAST];
-      for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
         for (int i = 0; i < ABREAST; i++) acc[m][i] = _mm256_setzero_si256();
       for (int step = 0; step < steps; step++) {
+        for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
         __m256i w[ABREAST][2];
 #pragma GCC unroll 4
         for (int i = 0; i < ABREAST; i++) quads_of_codes(p + step * HALF_STEP_BYTES + 32 * (j + i), w[i]);

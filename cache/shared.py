@@ -55,6 +55,11 @@ class Layout(NamedTuple):
     def rows_bytes(self) -> int:
         return CacheRows.num_bytes(self.num_rows, self.columns, self.num_tables)
 
+    def blocks_at(self, table: int, row: int) -> int:
+        """Where that row of a table of blocks begins."""
+        before = (table * self.num_rows + row) * self.columns
+        return HEADER_BYTES + CacheRows.num_bytes(self.num_rows, 0, 0) + 8 * before
+
     def offsets(self) -> tuple[list[int], int]:
         """Where each of `places_of` begins, and the end of the last one."""
         offsets, end = [], HEADER_BYTES + _up(self.rows_bytes)
@@ -133,9 +138,13 @@ class FormerCache:
                 life, process, digest = _read_header(file)
                 if not life or digest != self._layout.digest or self._alive(process):
                     continue
-                rows = self._rows(file)
-                row = -1 if rows is None else rows.find(sequence_id)
-                if rows is not None and row >= 0:
+                size = CacheRows.num_bytes(self._layout.num_rows, 0, 0)
+                raw = os.pread(file, size, HEADER_BYTES)
+                if len(raw) < size:
+                    continue
+                rows = CacheRows(np.frombuffer(raw, dtype=np.uint8), self._layout.num_rows, 0, 0)
+                row = rows.find(sequence_id)
+                if row >= 0:
                     held = int(rows.num_blocks[row]) * self._layout.sizes.block_size
                     count = min(rows.certain(row, num_released), held)
                     return Found(path, life, row, count) if count else None
@@ -146,11 +155,11 @@ class FormerCache:
     def read(self, found: Found, tables: Sequence[Sequence[int]], memory: CacheMemory) -> bool:
         """Write what was found to blocks of `memory`: tables[i][n] is where the n-th block of the i-th token group goes
         (negative: nowhere). False: it is not there any more, and nothing of these blocks counts."""
-        file = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            rows = self._rows(file)
-            if rows is None:
-                return False
+            file = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
             offsets, _ = self._layout.offsets()
             block_size = self._layout.sizes.block_size
             num_blocks = -(-found.num_tokens // block_size)
@@ -158,7 +167,10 @@ class FormerCache:
                 if place.table < 0:
                     continue
                 size = place.field.num_bytes * block_size
-                source = rows.tables[place.table][found.row, :num_blocks].tolist()
+                raw = os.pread(file, 8 * num_blocks, self._layout.blocks_at(place.table, found.row))
+                if len(raw) < 8 * num_blocks:
+                    return False
+                source = np.frombuffer(raw, dtype=np.int64).tolist()
                 target = memory.layers[place.layer][place.number].view(torch.uint8).view(-1).numpy()
                 for first, count, to in _runs(source, tables[place.table][:num_blocks]):
                     there = target[to * size : (to + count) * size].data
@@ -169,14 +181,6 @@ class FormerCache:
             return False
         finally:
             os.close(file)
-
-    def _rows(self, file: int) -> CacheRows | None:
-        size = self._layout.rows_bytes
-        raw = os.pread(file, size, HEADER_BYTES)
-        if len(raw) < size:
-            return None
-        memory = np.frombuffer(raw, dtype=np.uint8)
-        return CacheRows(memory, self._layout.num_rows, self._layout.columns, self._layout.num_tables)
 
 
 def _runs(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int, int]]:

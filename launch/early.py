@@ -1,5 +1,5 @@
 """The process that ranks are forked from (engine/process/fork_process.py), started before a server's own process has
-imported what it needs: that takes a quarter of a second, and a second core is free meanwhile. It is told later what
+imported what it needs, as a second core is free meanwhile. It is told later what
 for, and ends with this process if it never is."""
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # as a rank does
     with socket.socket(fileno=os.dup(0)) as supervisor:
         _take_input(os.open(os.devnull, os.O_RDONLY))
-        if not (_import_all(supervisor) if options.told is None else _import_plainly(options.told)):
+        if options.told is not None:
+            _import_plainly(options.told)
+        elif not _import_all(supervisor):
             return
         threads = len(list(Path("/proc/self/task").iterdir()))
         if threads > 1:  # of a library: only one of them would go on in a fork
@@ -114,10 +116,9 @@ def _import_all(supervisor: socket.socket) -> bool:
     return True
 
 
-def _import_plainly(text: str) -> bool:
+def _import_plainly(text: str) -> None:
     told = Told(*json.loads(text))
     importlib.import_module(told.module).import_loop(told.architecture)
-    return True
 
 
 def _serve(supervisor: socket.socket, parent: int) -> tuple[str, list[str]] | None:

@@ -145,7 +145,7 @@ class Guide:
 class Masks:
     """The guides of the batch's rows, and the masks of one step's. What a row may go on with is worked out right behind
     the token that it has got, as long as what its matcher has touched is in the caches: behind the next forward pass it
-    takes up to ten times as long. The masks of a run of drafts are worked out where the step is sampled. All of it one
+    takes longer. The masks of a run of drafts are worked out where the step is sampled. All of it one
     after another, by the thread that runs the steps: another one would take turns with it, and the pool of llguidance's
     executor wakes one for every step, which costs more than most masks (benchmarks/bench_structured.py)."""
 

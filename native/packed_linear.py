@@ -37,7 +37,8 @@ def can_pack(weight_OI: Tensor) -> bool:
 def is_bfloat16(weight_OI: Tensor) -> bool:
     """Whether a layer of such weights, float32, can be packed in half the bytes (BF16) without losing anything: no
     number has more bits than bfloat16."""
-    return weight_OI.dtype is torch.float32 and can_pack(weight_OI) and not (weight_OI.view(torch.int32) & 0xFFFF).any()
+    fits = weight_OI.dtype is torch.float32 and can_pack(weight_OI)
+    return fits and not bool((weight_OI.view(torch.int32) & 0xFFFF).any())
 
 
 def is_faster_packed(weight_OI: Tensor) -> bool:

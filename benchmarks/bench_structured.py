@@ -171,6 +171,11 @@ def library(llm: LLM, rows: list[dict[str, Any]], case: str, asked: StructuredOu
     spent: dict[str, list[float]] = {}
     num_forced = 0
 
+    def unpacked() -> np.ndarray:
+        bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")[:, : llm.vocab_size]
+        bits[:, vocabulary.eos_token] = 0
+        return bits
+
     def timed(name: str, call: Callable[[int], object]) -> list[object]:
         swept[:] += 1
         began = time.perf_counter()
@@ -183,8 +188,11 @@ def library(llm: LLM, rows: list[dict[str, Any]], case: str, asked: StructuredOu
             num_forced += sum(map(bool, timed("forced", lambda row: matchers[row].compute_ff_tokens())))
         mask = "mask behind forced" if step % 2 else "mask"
         timed(mask, lambda row: matchers[row].unsafe_compute_mask_ptr(pointers[row], 4 * words))
-        bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")[:, : llm.vocab_size]
-        bits[:, vocabulary.eos_token] = 0
+        bits = unpacked()
+        for row in np.flatnonzero(~bits.any(axis=1)):  # that may only end: one that begins, in its place
+            matchers[row] = root.deep_copy()
+            matchers[row].unsafe_compute_mask_ptr(pointers[row], 4 * words)
+        bits = unpacked()
         drawn[:] = [[int(draw.choice(np.flatnonzero(row)))] for row in bits]
         timed("allowed", lambda row: matchers[row].validate_tokens(drawn[row]))
         timed("take", lambda row: matchers[row].consume_tokens(drawn[row]))

@@ -117,7 +117,7 @@ class Experts(nn.Module):
 
     def one_slot(self) -> Experts:
         """One slot of the same form, in memory of its own."""
-        one = Experts(1, *self._sizes[1:])
+        one = Experts(1, *self._sizes[1:], self.kind)
         one.keep_as(self.format, self._backend)
         return one
 

@@ -2,9 +2,14 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma,f16c")
 #include "attention.h"
+
+#include <immintrin.h>
 namespace {
 enum { LANES = 8 };
 #include "attention_vector.h"
+#include "attention_avx2.h"
+constexpr AttentionOps of_f32 = {scores_of_8<float>, softmax<float>, weigh<float>, finish<float>};
+constexpr AttentionOps of_bf16 = {scores_of_8<bf16>, softmax<bf16>, weigh_halves, finish<bf16>};
 }  // namespace
-const AttentionOps *const attention_avx2[2] = {&Ops<float>::table, &Ops<bf16>::table};
+const AttentionOps *const attention_avx2[2] = {&of_f32, &of_bf16};
 #endif

@@ -34,6 +34,13 @@ template <int ITEM> void plain_group(const Matrix &w, int64_t first, int group, 
     }
 }
 
+// Whether one of n e4m3 numbers is none: then its output is none, which the column's scale sees to. Not every kernel looks for it.
+bool no_number(const uint8_t *x, int64_t n) {
+  uint8_t most = 0;
+  for (int64_t i = 0; i < n; i++) most = (x[i] & 0x7f) > most ? x[i] & 0x7f : most;
+  return most == 0x7f;
+}
+
 void byte_group(const Matrix &w, int format, int64_t scale_rows, int64_t first, int group, int64_t depth, uint8_t *panel) {
   int64_t num_blocks = (w.inputs + K_BLOCK - 1) / K_BLOCK;
   for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK) {
@@ -56,6 +63,8 @@ void byte_group(const Matrix &w, int format, int64_t scale_rows, int64_t first, 
         to[(k - k0) / 2 * 128 + k % 2] = format == W_INT8 ? sign_and_magnitude((int8_t)x) : x;
       }
     }
+    for (int i = 0; format == W_FP8 && i < 16; i++)
+      if (first + i < w.outputs && no_number(w.rows + (first + i) * w.inputs + k0, end < w.inputs ? end - k0 : w.inputs - k0)) scales[i] = __builtin_nanf("");
     panel += (end - k0) * PANEL;
   }
 }

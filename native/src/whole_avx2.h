@@ -1,4 +1,4 @@
-// Rows of bfloat16 as whole numbers, times weights of 8 bits and MXFP4, with AVX2: products of pairs of 16 bits, summed in 32. They are twice
+// Rows of bfloat16 as whole numbers, times weights of 8 bits, with AVX2: products of pairs of 16 bits, summed in 32. They are twice
 // as many in a cycle as products in float32, with any number of rows. Included by experts_avx2.cpp inside its namespace.
 
 // Of 32 numbers of a row: what they are multiplied by to become whole numbers of at most `largest`, and what those are multiplied by.
@@ -64,67 +64,10 @@ INLINE void add_products(__m256i &sum, __m256i w, __m256i x) {
   asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(w), "x"(x));
 }
 
-// Of 8 columns and 32 k: what sums are multiplied by. Codes of MXFP4 are taken for twice what they are.
-INLINE vf e2m1_scale(const uint8_t *p) { return load((const bf16 *)p) * .5f; }
-
 // c += sums of 8 columns and 32 k, scaled. Everything that multiplies whole numbers of 16 bits here ends so: how many rows there are does
 // not change a bit.
 INLINE void add_scaled(__m256i sums, const WholeGroup &row, vf scale, bool more, float *c) {
   store(c, (vf)_mm256_fmadd_ps((__m256)((vf)_mm256_cvtepi32_ps(sums) * splat(row.scale)), (__m256)scale, more ? _mm256_loadu_ps(c) : _mm256_setzero_ps()));
-}
-
-// Codes of MXFP4, of 8 k and 8 columns, as numbers that are not negative, of 16 bits: of k and k + 1, then of the next two, ... They are
-// larger by 12.
-INLINE void pairs_of_codes(const uint8_t *p, __m256i (&w)[4]) {
-  const __m256i codes = load_bytes(p), nibble = _mm256_set1_epi8(15), byte = _mm256_set1_epi16(255);
-  const __m256i twice = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-  const __m256i even = _mm256_shuffle_epi8(twice, _mm256_and_si256(codes, nibble));
-  const __m256i odd = _mm256_shuffle_epi8(twice, _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble));
-  w[0] = _mm256_and_si256(even, byte), w[1] = _mm256_and_si256(odd, byte), w[2] = _mm256_srli_epi16(even, 8), w[3] = _mm256_srli_epi16(odd, 8);
-}
-enum { CODES_ABOVE = 12 };
-
-// Few rows: codes are taken apart in registers.
-template <int MR> void e2m1_pairs(const void *const *av, const Block &block, float *c) {
-  enum { ABREAST = MR == 1 ? 4 : 2 };
-  const WholeGroup *const *a = (const WholeGroup *const *)av;
-  const uint8_t *p = block.panel + half_scales(W_MXFP4), *next = block.ahead, *scales = block.panel;
-  const int64_t lines = 2 * block.lines * ABREAST;
-  for (int64_t first = 0; first < block.depth; first += K_GROUP, scales += PANEL * 2) {
-    const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first;
-    const int steps = (int)(n + HALF_STEP - 1) / HALF_STEP;
-    const WholeGroup *row[MR];
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) row[m] = a[m] + k / K_GROUP;
-    for (int j = 0; j < 8; j += ABREAST) {
-      __m256i acc[MR][ABREAST];
-      for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++)
-#pragma GCC unroll 4
-        for (int i = 0; i < ABREAST; i++) acc[m][i] = _mm256_set1_epi32(-CODES_ABOVE * row[m]->sum);
-      for (int step = 0; step < steps; step++) {
-        __m256i w[ABREAST][4];
-#pragma GCC unroll 4
-        for (int i = 0; i < ABREAST; i++) pairs_of_codes(p + step * HALF_STEP_BYTES + 32 * (j + i), w[i]);
-#pragma GCC unroll 4
-        for (int q = 0; q < 4; q++)
-#pragma GCC unroll 8
-          for (int m = 0; m < MR; m++) {
-            const __m256i x = pair_of(row[m]->number + 8 * step + 2 * q);
-#pragma GCC unroll 4
-            for (int i = 0; i < ABREAST; i++) add_products(acc[m][i], w[i][q], x);
-          }
-      }
-#pragma GCC unroll 4
-      for (int i = 0; i < ABREAST; i++) {
-        const vf scale = e2m1_scale(scales + 16 * (j + i));
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; m++) add_scaled(acc[m][i], *row[m], scale, k, c + m * PANEL + 8 * (j + i));
-      }
-    }
-    p += steps * HALF_STEP_BYTES;
-  }
 }
 
 // 32 bytes of sign and magnitude, 16 columns of k and k + 1, as numbers of 16 bits.
@@ -197,20 +140,6 @@ void widen_bytes(const uint8_t *block, int64_t depth, uint8_t *out) {
       __m256i w[2];
       pairs_of_bytes(block + 16 * j, w);
       for (int of = 0; of < 2; of++) _mm256_storeu_si256((__m256i *)(to->pairs[byte_column(j + of) / 16][k / 2] + byte_column(j) % 16 * 2), w[of]);
-    }
-}
-
-void widen_e2m1(const uint8_t *block, int64_t depth, uint8_t *out) {
-  WideBlock *to = (WideBlock *)out;
-  const uint8_t *p = block + half_scales(W_MXFP4);
-  for (int64_t first = 0; first < depth; first += K_GROUP, block += PANEL * 2)
-    for (int j = 0; j < 8; j++) store(to->by[first / K_GROUP] + 8 * j, e2m1_scale(block + 16 * j));
-  const __m256i above = _mm256_set1_epi16(CODES_ABOVE);
-  for (int64_t k = 0; k < depth; k += HALF_STEP, p += HALF_STEP_BYTES)
-    for (int j = 0; j < 8; j++) {
-      __m256i w[4];
-      pairs_of_codes(p + 32 * j, w);
-      for (int q = 0; q < 4; q++) _mm256_storeu_si256((__m256i *)(to->pairs[j / 2][k / 2 + q] + j % 2 * 16), _mm256_sub_epi16(w[q], above));
     }
 }
 

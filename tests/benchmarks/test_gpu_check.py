@@ -175,14 +175,14 @@ def hiding(tmp_path: Path, hidden: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "only", "notes"),
     [
-        pytest.param(
+        (
             f"{ENGINE} transformers pytest hypothesis",
             ["limits", "graphs", "engine", "tests"],
             ["No module named", "pytest"],
-            marks=pytest.mark.slow,
         ),
         ("triton transformers", ["limits", "kernels", "deepgemm"], ["triton"]),
     ],

@@ -138,7 +138,7 @@ def test_the_nearest_measured_shape_is_taken() -> None:
     assert choose("gate_up", "sm_100", 7168, 2048, 8, measured) == defaults[1]
 
 
-@pytest.mark.parametrize("script", ["gpu_ops.py", "tune_triton.py"])
+@pytest.mark.parametrize("script", ["gpu_ops.py", pytest.param("tune_triton.py", marks=pytest.mark.slow)])
 def test_without_a_gpu_they_say_so(script: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -106,9 +106,9 @@ class Ours(Sequences):
 @pytest.mark.parametrize(
     ("backend", "rows"),
     [
-        ("deepep_low_latency", "plain"),
+        pytest.param("deepep_low_latency", "plain", marks=pytest.mark.slow),
         ("deepep_low_latency", "fp8"),
-        ("pplx", "plain"),
+        pytest.param("pplx", "plain", marks=pytest.mark.slow),
         ("deepep_high_throughput+deepep_low_latency", "plain"),
         pytest.param("nvshmem+nvshmem_low_latency", "fp8", marks=pytest.mark.slow),  # kernels in the interpreter
     ],

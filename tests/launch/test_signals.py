@@ -135,6 +135,7 @@ def test_generate_while_it_loads(num_ranks: str) -> None:
     assert process.returncode == 128 + signal.SIGTERM and "moesaic: ended by SIGTERM" in said
 
 
+@pytest.mark.slow
 def test_two_parts_of_a_server_on_one_machine(tmp_path: Path) -> None:
     """Head and headless part have one address. The part ends at once while it looks for the head, loads and serves with it, and
     ends with it."""

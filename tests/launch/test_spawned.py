@@ -31,7 +31,7 @@ def rank_processes() -> dict[int, int]:
     }
 
 
-@pytest.fixture(params=["experts", pytest.param("dense", marks=pytest.mark.slow)])
+@pytest.fixture(params=["experts", "dense"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
     """None: the embedded model, which has experts."""
     if request.param == "experts":
@@ -42,6 +42,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
     return str(tmp_path / "dense")
 
 
+@pytest.mark.slow
 def test_a_lost_rank(model: str | None) -> None:
     killed = []
 

@@ -57,7 +57,8 @@ def fill(path: Path) -> None:
     assert full.value.errno == errno.ENOSPC
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_full_disk_with_runtime_directory_and_log(tmp_path: Path, small_disk: Path, backend: str) -> None:
     """And then one that somebody has emptied."""
     arguments = ("-dp", "2", "--all2all-backend", backend)

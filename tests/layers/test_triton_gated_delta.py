@@ -19,9 +19,9 @@ pytestmark = pytest.mark.triton
 @pytest.mark.parametrize(
     ("dtype", "in_place"),
     [
-        (torch.float32, False),
-        (torch.bfloat16, True),
-        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+        (torch.float32, True),
+        pytest.param(torch.float32, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
     ],
 )

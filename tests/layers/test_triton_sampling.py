@@ -43,7 +43,7 @@ def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunk", [64, 4096])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_draws_what_the_sampler_draws(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sampling, "_CHUNK", chunk)
     rows = ROWS * (3 if chunk == 4096 else 1)

@@ -50,7 +50,7 @@ def test_equals_the_reference(name: str, config: DecodeConfig) -> None:
     assert_within(ours, expected, mla_bound(case.tensors, case.step, SCALE))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("prefill", ["naive", "absorbed", "auto"])
 @pytest.mark.parametrize(
     "lengths", [[(1, 9), (20, 20), (2, 30)], [(3, 3), (18, 70), (0, 5), (9, 40)]], ids=["first", "later"]

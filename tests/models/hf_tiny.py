@@ -70,17 +70,22 @@ class HfModel:
         with torch.inference_mode():
             return self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
 
-    def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """The next `count` tokens, each the argmax given all before it."""
+    def greedy(self, token_ids: Sequence[int], count: int, guess: Sequence[int] = ()) -> list[int]:
+        """The next `count` tokens, each the argmax given all before it. Of a guess of them all is looked at in one
+        forward pass up to the first that is another."""
         tokens = list(token_ids)
-        with torch.inference_mode():
-            out = self.model(torch.tensor([tokens]), use_cache=True)
-            for step in range(count):
-                tokens.append(int(out.logits[0, -1].argmax()))
-                if step + 1 < count:
-                    last = torch.tensor([tokens[-1:]])
-                    out = self.model(last, past_key_values=out.past_key_values, use_cache=True)
+        while (known := len(tokens) - len(token_ids)) < count:
+            drafts = list(guess[known : count - 1])
+            found = self.logits(tokens + drafts)[len(tokens) - 1 :].argmax(-1).tolist()
+            for draft, best in zip([*drafts, None], found, strict=True):
+                tokens.append(best)
+                if draft != best:
+                    break
         return tokens[len(token_ids) :]
+
+    def continued(self, prompts: Sequence[Sequence[int]], ours: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What it says behind each prompt, as many tokens as ours."""
+        return [self.greedy(prompt, len(tokens), tokens) for prompt, tokens in zip(prompts, ours, strict=True)]
 
 
 def make_hf(path: Path, config_class: str, model_class: str, seed: int = 0, **overrides: Any) -> HfModel:

@@ -47,7 +47,8 @@ def mean_error(logits_TV: Tensor, exact_TV: Tensor) -> float:
     return float((logits_TV - exact_TV).abs().mean())
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("deepseek", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "deepseek"])
 def test_bfloat16_errs_no_more_than_torch_does(tmp_path: Path, family: str) -> None:
     """The mean error of the logits, against float32 with the same weights. Every token goes to every expert: a choice that flips
     on a rounding would say nothing about the kernels."""
@@ -93,13 +94,16 @@ def test_qwen3_moe(tmp_path: Path) -> None:
     assert relative_error(in_triton(tmp_path, torch.float32), in_torch(tmp_path, torch.float32)) < 1e-4
 
 
-@pytest.mark.parametrize("prefill", ["naive", "absorbed", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "prefill", ["absorbed", *(pytest.param(way, marks=pytest.mark.slow) for way in ("naive", "auto"))]
+)
 def test_deepseek_v3(tmp_path: Path, prefill: str) -> None:
     make_v3(tmp_path, num_hidden_layers=2)
     ours = in_triton(tmp_path, torch.float32, mla_prefill=prefill)
     assert relative_error(ours, in_torch(tmp_path, torch.float32)) < 1e-4
 
 
+@pytest.mark.slow
 def test_sparse_attention_of_glm5(tmp_path: Path) -> None:
     """More tokens than are chosen, and a layer that shares a choice."""
     make_glm5(tmp_path, index_topk=6)

@@ -37,10 +37,7 @@ def always_whole(dtype: torch.dtype) -> bool:
 
 def largest_of_rows(dtype: torch.dtype, form: WeightFormat) -> tuple[int | None, int | None]:
     """As expert_bound takes it. Of 16 bits, what is rounded is less than what bfloat16 loses between the matrices."""
-    first, _, last = (
-        WHOLE_OF_8_BITS if part in (WeightFormat.INT4, WeightFormat.INT4_ZERO) and always_whole(dtype) else None
-        for part in form.parts
-    )
+    first, _, last = (WHOLE_OF_8_BITS if part in HALVES and always_whole(dtype) else None for part in form.parts)
     return first, last
 
 

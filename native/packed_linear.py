@@ -58,9 +58,9 @@ class PackedLinear:
     weight_OI: float8_e4m3fn or int8 [O, I], with scale: float32 [ceil(O / scale_rows), ceil(I / 128)]; a weight is its
     number times the scale of its block. Or bfloat16 or float32 without scale, for rows of the same; with the form BF16
     it is bfloat16, for rows of float32, and the products and sums are those of the same weights in float32. Or codes of
-    4 bits, of `form`: uint8 [O, 16 * ceil(I / 32)] of num_inputs I, with scale: 16 bits [1, O, ceil(I / 32)], or [2, ...] with
-    zero points. The weights are copied; in_place: those without scale are rearranged where they lie, if they fill whole
-    panels, and the caller uses them no more.
+    4 bits, of `form`: uint8 [O, 16 * ceil(I / 32)] of num_inputs I, with scale: 16 bits [1, O, ceil(I / 32)], or [2,
+    ...] with zero points. The weights are copied; in_place: those without scale are rearranged where they lie, if they
+    fill whole panels, and the caller uses them no more.
     """
 
     def __init__(

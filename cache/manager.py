@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from cache.pool import BlockPool
 from cache.records import SequenceState, StateRecords
+from cache.rows import Ints
 from cache.spec import CacheGroup, CacheSizes, CacheSpec, Field, state_groups, token_groups
 
 _KEY_BYTES = 16
@@ -36,6 +37,8 @@ class Sequence(Protocol):
     def cache_salt(self) -> str: ...
     @property
     def held(self) -> Holding: ...
+    @property
+    def row(self) -> int: ...  # of the batch
 
 
 class Holding:
@@ -54,11 +57,14 @@ class Holding:
 
 
 class Prefix(NamedTuple):
-    """A known prefix of a sequence, in full blocks. tables: as in Holding. key: of the checkpoint, for state groups."""
+    """A known prefix of a sequence, in full blocks. tables: as in Holding. key: of the checkpoint, for state groups.
+    num_arriving: instead of all that, tokens for which the sequence gets blocks and a record that are filled from
+    elsewhere (cache/takeover.py)."""
 
     num_blocks: int
     tables: list[list[int]]
     key: bytes | None = None
+    num_arriving: int = 0
 
 
 class CacheManager:
@@ -72,7 +78,9 @@ class CacheManager:
         spec: CacheSpec = PAGED,
         sizes: CacheSizes | None = None,
         num_checkpoints: int = 0,
+        behind: Ints | None = None,
     ) -> None:
+        """behind: of each row of the batch, as CacheRows has it; None: nobody else wants to know."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks ({num_blocks}) and block_size ({block_size}) must be at least 1")
         self.block_size = block_size
@@ -84,6 +92,7 @@ class CacheManager:
         self._pools = [BlockPool(sizes.blocks_of(group)) for group in self._groups]
         self._windows = [index for index, group in enumerate(self._groups) if group.kind == "window"]
         self._records = StateRecords(sizes.num_records, num_checkpoints) if state_groups(spec) else None
+        self._behind = behind
         self._generation = 0
 
     def forget_counts(self) -> None:
@@ -166,8 +175,8 @@ class CacheManager:
         return None if None in blocks else [GONE] * first + [block for block in blocks if block is not None]
 
     def _first_seen(self, index: int, num_tokens: int) -> int:
-        """The first block that the token behind num_tokens tokens sees, in a window group."""
-        return max(0, num_tokens - self._groups[index].window + 1) // self.block_size
+        """The first block that the token behind num_tokens tokens sees."""
+        return self._groups[index].first_block(num_tokens, self.block_size)
 
     def can_admit(self, sequence: Sequence, prefix: Prefix) -> bool:
         """Whether all known tokens of a sequence without blocks would fit now, the prefix being reused."""
@@ -175,12 +184,18 @@ class CacheManager:
         for index, pool in enumerate(self._pools):
             if index not in self._windows and needed > pool.num_free - pool.num_unheld(prefix.tables[index]):
                 return False
-        return True
+        arriving = prefix.num_arriving
+        return all(self._num_arriving(index, arriving) <= self._pools[index].num_free for index in self._windows)
+
+    def _num_arriving(self, index: int, num_tokens: int) -> int:
+        """Blocks for what the token behind num_tokens tokens sees of them."""
+        return -(-num_tokens // self.block_size) - self._first_seen(index, num_tokens) if num_tokens else 0
 
     def admit(self, sequence: Sequence, prefix: Prefix) -> None:
         """Give a sequence without blocks the prefix that find_prefix found for it just now."""
         held = sequence.held
         assert not any(held.tables)
+        arriving = prefix.num_arriving
         for index, (pool, table) in enumerate(zip(self._pools, prefix.tables, strict=True)):
             held.num_gone[index] = table.count(GONE)
             for block in table[held.num_gone[index] :]:
@@ -188,8 +203,13 @@ class CacheManager:
         held.tables = [table.copy() for table in prefix.tables]
         held.num_committed = prefix.num_blocks
         held.generation = self._generation
+        if arriving:
+            held.num_gone = [self._first_seen(index, arriving) for index in range(len(self._pools))]
+            for index, (pool, gone) in enumerate(zip(self._pools, held.num_gone, strict=True)):
+                taken = [pool.take() for _ in range(self._num_arriving(index, arriving))]
+                held.tables[index] = [GONE] * gone + taken
         if self._records is not None:
-            held.state = self._records.begin(prefix.key)
+            held.state = self._records.arrive() if arriving else self._records.begin(prefix.key)
 
     # ---- steps ----
 
@@ -258,6 +278,8 @@ class CacheManager:
         if self._records is not None and held.state is not None and held.state.pending:
             whole = offers and num_tokens > 0 and num_tokens % self.block_size == 0
             self._records.commit(held.state, self._key(sequence, num_tokens // self.block_size - 1) if whole else None)
+        if self._windows and self._behind is not None:
+            self._behind[sequence.row] = num_tokens  # before these blocks are others'
         for index in self._windows:
             self._leave_behind(held, index, num_tokens)
 

@@ -41,6 +41,10 @@ class StateRecords:
             self._refs[record] += 1
         return SequenceState(record)
 
+    def arrive(self) -> SequenceState:
+        """The state of a sequence that has a record of its own, which is filled from elsewhere."""
+        return SequenceState(self._take())
+
     def schedule(self, state: SequenceState) -> tuple[int, int]:
         """(what the next step of the sequence reads, what it writes)."""
         written = self._take()

@@ -8,7 +8,8 @@ mapping of it would end the process.
 
 The file: HEADER_BYTES of header, the arrays of CacheRows, then the fields of the cache in the order of
 `spec.places_of`. A rank that has ended cannot have written half a row that counts: rows of the cache count as far as
-tokens were released, or as far as an earlier step has computed them.
+tokens were released, or as far as an earlier step has computed them; a state counts if its record says that it is
+whole (cache/rows.py). What each kind of group has of a sequence is in cache/parts.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cache.manager import Holding
 from cache.memory import CacheMemory
+from cache.parts import Move, parts_of, reach
 from cache.rows import CacheRows
 from cache.spec import CacheSizes, CacheSpec, places_of, token_groups
 
@@ -53,12 +56,16 @@ class Layout(NamedTuple):
 
     @property
     def rows_bytes(self) -> int:
-        return CacheRows.num_bytes(self.num_rows, self.columns, self.num_tables)
+        return CacheRows.num_bytes(self.num_rows, self.columns, self.num_tables, self.sizes.num_records)
+
+    @property
+    def small_bytes(self) -> int:
+        """Of CacheRows without its tables."""
+        return CacheRows.num_bytes(self.num_rows, 0, 0, self.sizes.num_records)
 
     def blocks_at(self, table: int, row: int) -> int:
         """Where that row of a table of blocks begins."""
-        before = (table * self.num_rows + row) * self.columns
-        return HEADER_BYTES + CacheRows.num_bytes(self.num_rows, 0, 0) + 8 * before
+        return HEADER_BYTES + self.small_bytes + 8 * (table * self.num_rows + row) * self.columns
 
     def offsets(self) -> tuple[list[int], int]:
         """Where each of `places_of` begins, and the end of the last one."""
@@ -67,12 +74,6 @@ class Layout(NamedTuple):
             offsets.append(end)
             end += _up(place.num_rows * place.field.num_bytes)
         return offsets, end
-
-
-def can_outlive(spec: CacheSpec) -> bool:
-    """Whether what such a cache has of a sequence is still there when a token more has been computed than was released:
-    not of a window, which may have gone on, nor of a state."""
-    return all(group.kind == "paged" for group in spec)
 
 
 class SharedCache:
@@ -95,7 +96,8 @@ class SharedCache:
                 os.close(file)
         self._former = [path for place, path in enumerate(paths) if place != own]
         memory = np.frombuffer(self._map, dtype=np.uint8)
-        self.rows = CacheRows(memory[HEADER_BYTES:], layout.num_rows, layout.columns, layout.num_tables)
+        sizes = layout.num_rows, layout.columns, layout.num_tables, layout.sizes.num_records
+        self.rows = CacheRows(memory[HEADER_BYTES:], *sizes)
         places = zip(places_of(layout.spec, layout.sizes), offsets, strict=True)
         tensors = [memory[start : start + place.num_rows * place.field.num_bytes] for place, start in places]
         self.fields: list[Tensor] = [torch.from_numpy(memory) for memory in tensors]  # bytes, as `places_of` has them
@@ -109,12 +111,14 @@ class SharedCache:
 
 
 class Found(NamedTuple):
-    """A sequence in a former rank's file. life: of the file; a reader looks again when it has read."""
+    """A sequence in a former rank's file. life: of the file; a reader looks again when it has read. rows: without
+    tables."""
 
     path: Path
     life: int
+    rows: CacheRows
     row: int
-    num_tokens: int  # that are certainly computed
+    num_tokens: int  # behind which one can go on
 
 
 class FormerCache:
@@ -125,10 +129,11 @@ class FormerCache:
         self._paths = paths
         self._layout = layout
         self._alive = alive
+        self._parts = parts_of(layout.spec, layout.sizes.block_size)
 
-    def find(self, rank: int, sequence_id: int, num_released: int) -> Found | None:
+    def find(self, rank: int, sequence_id: int, num_released: int, most: int) -> Found | None:
         """sequence_id: what that rank called it. num_released: tokens that are computed as it has released what comes
-        of them; 0: it has released none."""
+        of them; 0: it has released none. most: no more tokens are wanted."""
         for path in self._paths(rank):
             try:
                 file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -138,64 +143,56 @@ class FormerCache:
                 life, process, digest = _read_header(file)
                 if not life or digest != self._layout.digest or self._alive(process):
                     continue
-                size = CacheRows.num_bytes(self._layout.num_rows, 0, 0)
+                size, sizes = self._layout.small_bytes, self._layout.sizes
                 raw = os.pread(file, size, HEADER_BYTES)
                 if len(raw) < size:
                     continue
-                rows = CacheRows(np.frombuffer(raw, dtype=np.uint8), self._layout.num_rows, 0, 0)
+                memory = np.frombuffer(raw, dtype=np.uint8)
+                rows = CacheRows(memory, self._layout.num_rows, 0, 0, sizes.num_records)
                 row = rows.find(sequence_id)
                 if row >= 0:
-                    held = int(rows.num_blocks[row]) * self._layout.sizes.block_size
-                    count = min(rows.certain(row, num_released), held)
-                    return Found(path, life, row, count) if count else None
+                    held = int(rows.num_blocks[row]) * sizes.block_size
+                    count = reach(self._parts, rows, row, min(rows.certain(row, num_released), held, most))
+                    return Found(path, life, rows, row, count) if count else None
             finally:
                 os.close(file)
         return None
 
-    def read(self, found: Found, tables: Sequence[Sequence[int]], memory: CacheMemory) -> bool:
-        """Write what was found to blocks of `memory`: tables[i][n] is where the n-th block of the i-th token group goes
-        (negative: nowhere). False: it is not there any more, and nothing of these blocks counts."""
+    def read(self, found: Found, held: Holding, memory: CacheMemory) -> bool:
+        """Write what was found to the blocks and the record of `memory` that the sequence has here. False: it is not
+        there any more, and nothing of them counts."""
         try:
             file = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return False
         try:
+            moves = self._moves(file, found, held)
             offsets, _ = self._layout.offsets()
-            block_size = self._layout.sizes.block_size
-            num_blocks = -(-found.num_tokens // block_size)
             for place, start in zip(places_of(self._layout.spec, self._layout.sizes), offsets, strict=True):
-                if place.table < 0:
-                    continue
-                size = place.field.num_bytes * block_size
-                raw = os.pread(file, 8 * num_blocks, self._layout.blocks_at(place.table, found.row))
-                if len(raw) < 8 * num_blocks:
-                    return False
-                source = np.frombuffer(raw, dtype=np.int64).tolist()
+                size = place.field.num_bytes
                 target = memory.layers[place.layer][place.number].view(torch.uint8).view(-1).numpy()
-                for first, count, to in _runs(source, tables[place.table][:num_blocks]):
-                    there = target[to * size : (to + count) * size].data
-                    if os.preadv(file, [there], start + first * size) != len(there):
+                for move in moves[place.group]:
+                    here = target[move.here * size : (move.here + move.num) * size].data
+                    if os.preadv(file, [here], start + move.there * size) != len(here):
                         return False
             return _read_header(file)[0] == found.life
-        except OSError:
+        except (OSError, LookupError):
             return False
         finally:
             os.close(file)
 
+    def _moves(self, file: int, found: Found, held: Holding) -> list[list[Move]]:
+        """Of each group. Raises LookupError when the tables of blocks are not there any more."""
 
-def _runs(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first block there, how many, first block here) of blocks that follow each other in both."""
-    runs: list[tuple[int, int, int]] = []
-    for one, to in zip(source, target, strict=True):
-        if to < 0:
-            continue
-        if runs:
-            first, count, here = runs[-1]
-            if (first + count, here + count) == (one, to):
-                runs[-1] = first, count + 1, here
-                continue
-        runs.append((one, 1, to))
-    return runs
+        def blocks(table: int) -> list[int]:
+            size = 8 * -(-found.num_tokens // self._layout.sizes.block_size)
+            raw = os.pread(file, size, self._layout.blocks_at(table, found.row))
+            if len(raw) < size:
+                raise LookupError(f"table {table}")
+            numbers: list[int] = np.frombuffer(raw, dtype=np.int64).tolist()
+            return numbers
+
+        return [part.moves(found.rows, found.row, found.num_tokens, blocks, held) for part in self._parts]
 
 
 def _read_header(file: int) -> tuple[int, int, bytes]:

@@ -53,18 +53,21 @@ class CacheGroup(NamedTuple):
             field.num_bytes * (len(self.layers) if field.layers is None else len(field.layers)) for field in self.fields
         )
 
+    def first_block(self, num_tokens: int, block_size: int) -> int:
+        """The first block that the token behind num_tokens tokens sees (paged, window)."""
+        return max(0, num_tokens - self.window + 1) // block_size if self.window else 0
+
 
 CacheSpec = tuple[CacheGroup, ...]
 
 
 class CachePlace(NamedTuple):
-    """One field of one layer in memory. number: of the layer's fields; table: which token group's blocks its rows are
-    found by, -1: of a state group."""
+    """One field of one layer in memory. number: of the layer's fields; group: which of the spec it belongs to."""
 
     layer: int
     number: int
     field: Field
-    table: int
+    group: int
     num_rows: int
 
 
@@ -141,15 +144,11 @@ def cache_sizes(
 def places_of(spec: CacheSpec, sizes: CacheSizes) -> list[CachePlace]:
     """Every field of every layer, in the order in which they lie in memory."""
     places: list[CachePlace] = []
-    num_tables = 0
-    for group in spec:
-        state = group.kind == "state"
-        rows = sizes.num_records if state else sizes.blocks_of(group) * sizes.block_size
+    for index, group in enumerate(spec):
+        rows = sizes.num_records if group.kind == "state" else sizes.blocks_of(group) * sizes.block_size
         for layer in group.layers:
             fields = [field for field in group.fields if field.is_of(layer)]
-            table = -1 if state else num_tables
-            places += [CachePlace(layer, number, field, table, rows) for number, field in enumerate(fields)]
-        num_tables += not state
+            places += [CachePlace(layer, number, field, index, rows) for number, field in enumerate(fields)]
     return places
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from cache.manager import CacheManager, Prefix, Sequence
 from cache.memory import CacheMemory
+from cache.rows import CacheRows
 from cache.shared import FormerCache, Found
 
 
@@ -19,6 +20,8 @@ class Moved(Sequence, Protocol):
 
     @property
     def prompt_logprobs(self) -> object: ...
+    @property
+    def stay(self) -> int: ...
 
 
 class Takeover:
@@ -29,14 +32,17 @@ class Takeover:
         cache: CacheManager,
         former: FormerCache | None = None,
         memory: CacheMemory | None = None,
+        rows: CacheRows | None = None,
         between: Callable[[Callable[[], bool]], bool] | None = None,
     ) -> None:
-        """former: None: of no other rank anything can be had. between: does something after the steps that are under
-        way, which may still write to blocks that are free, and before the next one."""
+        """former: None: of no other rank anything can be had; else memory and rows are of this rank's own cache.
+        between: does something after the steps that are under way, which may still write to blocks that are free, and
+        before the next one."""
         self.num_tokens = 0  # taken over so far
         self._cache = cache
         self._former = former
         self._memory = memory
+        self._rows = rows
         self._between = between
         self._found: Found | None = None  # of the request that `known` was asked for last
 
@@ -52,9 +58,10 @@ class Takeover:
         if self._former is None:
             return prefix, num_tokens
         for rank, sequence_id, num_released in request.formers:
-            found = self._former.find(rank, sequence_id, num_released)
-            if found is not None and (count := min(found.num_tokens, len(request.tokens) - 1)) > num_tokens:
-                prefix, num_tokens, self._found = cache.nothing, count, found._replace(num_tokens=count)
+            found = self._former.find(rank, sequence_id, num_released, len(request.tokens) - 1)
+            if found is not None and found.num_tokens > num_tokens:
+                num_tokens, self._found = found.num_tokens, found
+                prefix = cache.nothing._replace(num_arriving=num_tokens)
         return prefix, num_tokens
 
     def bring(self, request: Moved, num_tokens: int) -> bool:
@@ -63,8 +70,16 @@ class Takeover:
         found, self._found, request.formers = self._found, None, ()
         if found is None:
             return True
-        assert self._former is not None and self._memory is not None and self._between is not None
-        former, memory, tables = self._former, self._memory, request.held.tables
-        brought = self._between(lambda: former.read(found, tables, memory))
+        assert self._between is not None
+        brought = self._between(lambda: self._read(found, request))
         self.num_tokens += num_tokens if brought else 0
         return brought
+
+    def _read(self, found: Found, request: Moved) -> bool:
+        assert self._former is not None and self._memory is not None and self._rows is not None
+        records = [] if request.held.state is None else [request.held.state.current]
+        self._rows.begin_states(records)
+        if not self._former.read(found, request.held, self._memory):
+            return False
+        self._rows.end_states(records, [request.stay] * len(records), [found.num_tokens] * len(records))
+        return True

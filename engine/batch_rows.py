@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-import numpy as np
-
-from cache.rows import Ints
+from cache.rows import CacheRows
 
 
 class BatchRows:
     """Rows 0 .. num_rows - 1. A row is more than memory of the device (the batch keeps state for it), so one that is
     given back is free again only when no step in flight refers to it."""
 
-    def __init__(self, num_rows: int, stays: Ints | None = None) -> None:
-        """stays: of cache/rows.py, kept up to date here."""
+    def __init__(self, num_rows: int, rows: CacheRows | None = None) -> None:
+        """rows: whose stays are kept up to date here."""
         self.num_rows = num_rows
-        self._stays = np.zeros(num_rows, dtype=np.int64) if stays is None else stays
+        self._rows = rows or CacheRows.own(num_rows, 0, 0)
         self._free = list(range(num_rows))  # a heap: the lowest goes first
         self._retiring: list[tuple[int, int]] = []  # (last step that refers to it, row)
         self._freed: list[int] = []  # free, and not yet said so in a schedule
@@ -27,12 +25,13 @@ class BatchRows:
 
     def take(self, stay: int) -> int:
         row = heappop(self._free)
-        self._stays[row] = stay
+        self._rows.behind[row] = 0
+        self._rows.stays[row] = stay
         return row
 
     def give_back(self, row: int, last_step: int) -> None:
         """To be called while its blocks are not yet free. last_step: the id of the last step that refers to it."""
-        self._stays[row] = 0
+        self._rows.stays[row] = 0
         self._retiring.append((last_step, row))
 
     def release(self, updated_step: int) -> None:

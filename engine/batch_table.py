@@ -51,6 +51,18 @@ class BatchTable:
         """A step begins in which these rows go on from there: what is before it has been computed."""
         self._rows.computed[rows_B] = starts_B
 
+    def begin_states(self, schedule: Schedule) -> None:
+        """That step begins, which writes these records."""
+        self._rows.begin_states(schedule.state_writes)
+
+    def end_states(self, schedule: Schedule) -> None:
+        """It is over, and all that it has computed is whole. A state stands before the step's drafts."""
+        if schedule.state_writes and len(self._rows.owners):
+            ends_E = np.add(schedule.starts, schedule.counts)
+            if schedule.drafts:
+                ends_E -= np.array([len(drafts) for drafts in schedule.drafts])
+            self._rows.end_states(schedule.state_writes, self._rows.placed[schedule.rows], ends_E)
+
     def _free(self, row: int) -> None:
         self._rows.placed[row] = 0  # first: whoever reads this table from outside may do so at any time
         for table in self.tables:

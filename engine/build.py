@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cache.manager import CacheManager
 from cache.memory import CacheMemory
-from cache.rows import Ints
+from cache.rows import CacheRows
 from cache.spec import CacheSpec, state_groups, token_groups
 from configs.cache import num_checkpoints, planned_sizes
 from configs.engine import Plan
@@ -116,7 +116,7 @@ def build_rank(
     model.load(checkpoint, store)
     checkpoint.finish()
     cache = RankCache(plan, model.cache_spec(), model.config.num_layers + 1, device, rank, caches)
-    scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size, device, cache.stays)
+    scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size, device, cache.rows)
     ready = _ready(plan, rank, network, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
     timeline, kv = Timeline(rank, model), cache.memory
     runner = _runner(plan, model, cache, facts, device, exchange, timeline)
@@ -160,8 +160,6 @@ def _model(plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.devi
     model = build(facts, parallel, DTYPES[plan.dtype], device, *kernels)
     model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
     model.keep_linears(WeightFormat(plan.linear_format))
-    if plan.speculation is not None and plan.speculation.draft_dtype:
-        model.draft_in(DTYPES[plan.speculation.draft_dtype])
     return model
 
 
@@ -254,11 +252,12 @@ def _placement(plan: Plan, facts: ModelFacts, join: bool, network: Network | Non
     return replace(found, failure_domains=machines or found.failure_domains, stores=stores)
 
 
-def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int, device: torch.device, stays: Ints | None) -> Scheduler:
+def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int, device: torch.device, rows: CacheRows | None) -> Scheduler:
     sizes = planned_sizes(plan, spec)
     blocks = plan.num_kv_blocks, plan.block_size, plan.enable_prefix_caching
+    behind = None if rows is None else rows.behind
     return Scheduler(
-        cache=CacheManager(*blocks, spec, sizes, num_checkpoints(plan)),
+        cache=CacheManager(*blocks, spec, sizes, num_checkpoints(plan), behind),
         num_blocks=plan.num_kv_blocks,
         block_size=plan.block_size,
         max_num_seqs=plan.max_num_seqs,
@@ -271,7 +270,7 @@ def _scheduler(plan: Plan, spec: CacheSpec, vocab_size: int, device: torch.devic
         speculation=make_speculation(plan),
         grammars=Grammars(plan.model_path, plan.tokenizer_path, vocab_size),
         processors=LogitsProcessors(plan.logits_processors, vocab_size, device) if plan.logits_processors else None,
-        stays=stays,
+        batch_rows=rows,
     )
 
 

@@ -257,6 +257,7 @@ class Runner:
         confirm = self._exchange.seal()
         if prepared.prompt_parts or not self._readback.late:
             confirm()  # before anything is read: reading waits for the device without a bound
+            self._buffers.computed(schedule)
         sampled = None
         if hidden_TD is not None and prepared.num_sampled:
             sampled = self._sample(prepared, hidden_TD, confirm)

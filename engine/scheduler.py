@@ -23,7 +23,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Literal
 
 from cache.manager import CacheManager
-from cache.rows import Ints
+from cache.rows import CacheRows
 from cache.takeover import Takeover
 from engine.batch_rows import BatchRows
 from engine.counts import Counts
@@ -62,10 +62,10 @@ class Scheduler:
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
         processors: LogitsProcessors | None = None,
-        stays: Ints | None = None,
+        batch_rows: CacheRows | None = None,
     ) -> None:
         """cache: of a model that keeps more than rows per token in one paged group. speculation, grammars, processors:
-        None: no request has any. stays: of the batch's rows (cache/rows.py)."""
+        None: no request has any. batch_rows: what others read of them (cache/rows.py)."""
         check_limits(max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill, policy, async_depth)
         self.kv = cache or CacheManager(num_blocks, block_size, enable_prefix_caching)
         self.takeover = Takeover(self.kv)
@@ -81,7 +81,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # sorted by order; the preempted too
         self._in_flight: deque[tuple[Schedule, list[Request]]] = deque()
         self.rows, self._restates = (
-            BatchRows(max_num_seqs, stays),
+            BatchRows(max_num_seqs, batch_rows),
             False,
         )  # True after a rollback: the batch is told all anew
         self._next_step, self._updated_step, self._num_added = 0, -1, 0

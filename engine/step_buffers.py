@@ -81,6 +81,7 @@ class StepBuffers(DecodeBuffers):
     def fill(self, schedule: Schedule, num_ubatches: int = 1, choose: Chooser | None = None) -> PreparedStep:
         """Take over the schedule's rows and blocks, and lay its work out, in so many parts (zero tokens are fine). What
         it returns may be read until the next call. choose: says which graphs parts are laid out for."""
+        self._rows.begin_states(schedule)
         run = self._run
         if run is not None and num_ubatches == 1 and self._goes_on(run, schedule):
             graphs = _chosen(choose, [len(run.rows)], [True])
@@ -103,6 +104,10 @@ class StepBuffers(DecodeBuffers):
             self.lane(index).send()
         self._feed()
         return prepared
+
+    def computed(self, schedule: Schedule) -> None:
+        """The step's forward pass is over, and what it has heard of other ranks was whole."""
+        self._rows.end_states(schedule)
 
     def write_tokens(self, prepared: PreparedStep, token_ids_S: Tensor) -> None:
         """The sampled tokens (int64 [S], on the device) are where the next step finds them."""

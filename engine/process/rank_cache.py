@@ -10,8 +10,8 @@ import torch
 
 from cache.manager import CacheManager
 from cache.memory import CacheMemory
-from cache.rows import CacheRows, Ints
-from cache.shared import FormerCache, Layout, SharedCache, can_outlive
+from cache.rows import CacheRows
+from cache.shared import FormerCache, Layout, SharedCache
 from cache.spec import CacheSpec, check_spec
 from cache.takeover import Takeover
 from configs.cache import planned_sizes
@@ -20,8 +20,8 @@ from engine.process.orphan import is_alive, life_of
 
 
 class RankCache:
-    """memory: of the model's layers. rows: where the tables of blocks lie, and stays, of whoever schedules; None: in
-    their own memory."""
+    """memory: of the model's layers. rows: where the tables of blocks lie, and what whoever schedules writes of them;
+    None: in their own memory."""
 
     def __init__(
         self,
@@ -39,22 +39,18 @@ class RankCache:
         self._layout = _layout(plan, spec)
         self._shared: SharedCache | None = None
         self.rows: CacheRows | None = None
-        own = files(rank) if files is not None and device.type == "cpu" and can_outlive(spec) else ()
+        own = files(rank) if files is not None and device.type == "cpu" else ()
         if own:
             self._shared = SharedCache(own, self._layout, life_of(os.getpid()))
             self.rows = self._shared.rows
         fields = None if self._shared is None else self._shared.fields
         self.memory = CacheMemory.allocate(spec, self._layout.sizes, device, fields)
 
-    @property
-    def stays(self) -> Ints | None:
-        return None if self.rows is None else self.rows.stays
-
     def takeover(self, manager: CacheManager, between: Callable[[Callable[[], bool]], bool]) -> Takeover:
         """between: as Takeover has it."""
         if self._shared is None or self._files is None:
             return Takeover(manager)
-        return Takeover(manager, FormerCache(self._files, self._layout, is_alive), self.memory, between)
+        return Takeover(manager, FormerCache(self._files, self._layout, is_alive), self.memory, self.rows, between)
 
     def forget_former(self) -> None:
         """Nobody wants any more what the process before this one has left."""

@@ -56,7 +56,7 @@ NATIVE_API double native_time_panel(int isa, int64_t format, int64_t rows, int f
 #if defined(__x86_64__)
   if (isa < ISA_AVX2 || isa > native_best_isa() || rows < 1) return 0;
   const ExpertOps *ops = isa == ISA_AVX2 ? experts_avx2[X_BF16] : isa == ISA_AVX512 ? experts_avx512[X_BF16] : experts_avx512_bf16;
-  const bool tiles = isa == ISA_AMX || (format != W_PLAIN && native_best_isa() >= ISA_AMX);
+  const bool tiles = isa == ISA_AMX || (isa != ISA_AVX2 && format != W_PLAIN && native_best_isa() >= ISA_AMX);
   return time_panel({ops, tiles ? bands_amx : nullptr, X_BF16, format, few ? MAX_NARROW_ROWS * 2 : 0}, rows);
 #else
   return 0;

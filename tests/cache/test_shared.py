@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
 import torch
 
+from cache.manager import Holding
 from cache.memory import CacheMemory
+from cache.records import SequenceState
 from cache.rows import stay_of
-from cache.shared import FormerCache, Layout, SharedCache, can_outlive
+from cache.shared import FormerCache, Found, Layout, SharedCache
 from cache.spec import CacheGroup, CacheSizes, Field
 
 FIELDS = (Field("key", (2, 8), "bfloat16"), Field("scale", (1,), "float32", layers=(1,)))
@@ -41,6 +42,16 @@ def numbered(cache: SharedCache) -> CacheMemory:
     return memory
 
 
+def find(former: FormerCache, sequence_id: int, num_released: int, rank: int = 7, most: int = 99) -> Found | None:
+    return former.find(rank, sequence_id, num_released, most)
+
+
+def holding(*tables: list[int], record: int | None = None) -> Holding:
+    held = Holding()
+    held.tables, held.state = [*tables], None if record is None else SequenceState(record)
+    return held
+
+
 def place(cache: SharedCache, row: int, sequence_id: int, blocks: list[int], computed: int = 0) -> None:
     rows = cache.rows
     rows.stays[row] = rows.placed[row] = stay_of(sequence_id, 0)
@@ -54,11 +65,11 @@ def test_what_was_computed_is_found_and_read(tmp_path: Path) -> None:
     shared = SharedCache(files, LAYOUT, ENDED)
     there = numbered(shared)
     place(shared, 1, 11, [3, 4, 9])
-    found = reader(files).find(7, 11, num_released=10)
+    found = find(reader(files), 11, num_released=10)
     assert found is not None and (found.row, found.num_tokens) == (1, 10)
     here = CacheMemory.allocate(SPEC, LAYOUT.sizes, CPU)
-    assert reader(files).read(found, [[5, 6, 0], [2, -1, 8]], here)
-    moved = {0: [(3, 5), (4, 6), (9, 0)], 1: [(3, 5), (4, 6), (9, 0)], 2: [(3, 2), (9, 8)]}
+    assert reader(files).read(found, holding([5, 6, 0], [2, 1, 8]), here)
+    moved = {0: [(3, 5), (4, 6), (9, 0)], 1: [(3, 5), (4, 6), (9, 0)], 2: [(3, 2), (4, 1), (9, 8)]}
     for layer, fields in enumerate(here.layers):
         for old, new in zip(there.layers[layer], fields, strict=True):
             expected = torch.zeros_like(new)
@@ -75,7 +86,7 @@ def test_only_as_far_as_it_is_known(tmp_path: Path) -> None:
     former = reader(files)
 
     def length(sequence_id: int, num_released: int, rank: int = 7) -> int:
-        found = former.find(rank, sequence_id, num_released)
+        found = find(former, sequence_id, num_released, rank)
         return 0 if found is None else found.num_tokens
 
     assert [length(11, count) for count in (0, 3, 7, 30)] == [5, 5, 7, 8]
@@ -91,12 +102,12 @@ def test_only_as_far_as_it_is_known(tmp_path: Path) -> None:
 def test_who_is_alive_or_other_is_not_read(tmp_path: Path) -> None:
     files = files_of(tmp_path)
     place(SharedCache(files, LAYOUT, ALIVE), 0, 11, [3])
-    assert reader(files).find(7, 11, 3) is None
+    assert find(reader(files), 11, 3) is None
     files = files_of(tmp_path)
     place(SharedCache(files, LAYOUT, ENDED), 0, 12, [3])
-    assert reader(files, LAYOUT._replace(num_rows=4)).find(7, 12, 3) is None
-    assert reader(files).find(7, 12, 3) is not None
-    assert reader([tmp_path / "none"]).find(7, 12, 3) is None
+    assert find(reader(files, LAYOUT._replace(num_rows=4)), 12, 3) is None
+    assert find(reader(files), 12, 3) is not None
+    assert find(reader([tmp_path / "none"]), 12, 3) is None
 
 
 def test_a_rank_leaves_what_its_last_process_had(tmp_path: Path) -> None:
@@ -106,29 +117,82 @@ def test_a_rank_leaves_what_its_last_process_had(tmp_path: Path) -> None:
         shared = SharedCache(files, LAYOUT, ENDED)
         place(shared, 0, sequence_id, [3])
     former = reader(files)
-    assert [former.find(7, sequence_id, 2) is not None for sequence_id in (1, 2, 3)] == [False, True, True]
-    found = former.find(7, 2, 2)
+    assert [find(former, sequence_id, 2) is not None for sequence_id in (1, 2, 3)] == [False, True, True]
+    found = find(former, 2, 2)
     assert found is not None
     shared.forget_former()
-    assert former.find(7, 2, 2) is None and former.find(7, 3, 2) is not None
+    assert find(former, 2, 2) is None and find(former, 3, 2) is not None
     assert sorted(file.stat().st_size > 0 for file in files) == [False, True]
-    assert not former.read(found, [[0], [0]], CacheMemory.allocate(SPEC, LAYOUT.sizes, CPU))
+    assert not former.read(found, holding([0], [0]), CacheMemory.allocate(SPEC, LAYOUT.sizes, CPU))
 
 
 def test_a_file_that_is_another_s_by_the_end_of_reading_does_not_count(tmp_path: Path) -> None:
     files = files_of(tmp_path)
     place(SharedCache(files, LAYOUT, ENDED), 0, 1, [3])
-    found = reader(files).find(7, 1, 2)
+    found = find(reader(files), 1, 2)
     assert found is not None
     SharedCache(files, LAYOUT, ENDED)
     SharedCache(files, LAYOUT, ENDED)  # takes the same file again
     memory = CacheMemory.allocate(SPEC, LAYOUT.sizes, CPU)
-    assert not reader(files).read(found, [[0], [0]], memory)
+    assert not reader(files).read(found, holding([0], [0]), memory)
     os.truncate(found.path, 5000)
-    assert not reader(files).read(found, [[0], [0]], memory)
+    assert not reader(files).read(found, holding([0], [0]), memory)
 
 
-@pytest.mark.parametrize("kind, holds", [("paged", True), ("window", False), ("state", False)])
-def test_which_caches_outlive(kind: str, holds: bool) -> None:
-    group = CacheGroup(kind, (3,), (Field("x", (1,), "float32"),), window=8 * (kind == "window"))  # type: ignore[arg-type]
-    assert can_outlive((*SPEC, group)) is holds
+GROUPS = (
+    CacheGroup("paged", (0,), (Field("key", (2,), "float32"),)),
+    CacheGroup("window", (1,), (Field("key", (2,), "float32"),), window=5),
+    CacheGroup("state", (2,), (Field("tail", (3,), "bfloat16"), Field("state", (2, 2), "float32"))),
+)
+HYBRID = Layout(GROUPS, CacheSizes(4, 10, 6, 5), num_rows=3, columns=5)
+
+
+def hybrid(files: list[Path]) -> SharedCache:
+    """Of a sequence of twelve tokens: the first block is behind the window, and states stand behind nine and ten."""
+    shared = SharedCache(files, HYBRID, ENDED)
+    place(shared, 1, 11, [3, 4, 5])
+    shared.rows.tables[1][1, 0] = -1
+    shared.rows.behind[1] = 9
+    shared.rows.end_states([2, 3, 4], [stay_of(11, 0), stay_of(11, 0), stay_of(12, 0)], [10, 9, 11])
+    return shared
+
+
+def test_a_state_counts_while_no_step_writes_it(tmp_path: Path) -> None:
+    files = files_of(tmp_path)
+    rows, former = hybrid(files).rows, reader(files, HYBRID)
+    lengths = [getattr(find(former, 11, 12, most=most), "num_tokens", 0) for most in (12, 11, 10, 9, 8)]
+    assert lengths == [10, 10, 10, 9, 0]
+    rows.begin_states([2])
+    assert getattr(find(former, 11, 12), "num_tokens", 0) == 9
+    rows.begin_states([3])
+    assert find(former, 11, 12) is None
+
+
+def test_a_window_that_has_gone_on_is_not_taken(tmp_path: Path) -> None:
+    """Behind twelve tokens a block may be another's that the token behind ten still sees."""
+    files = files_of(tmp_path)
+    rows, former = hybrid(files).rows, reader(files, HYBRID)
+    for behind, length in [(11, 10), (12, 0), (13, 0)]:
+        rows.behind[1] = behind
+        assert getattr(find(former, 11, 12), "num_tokens", 0) == length
+
+
+def test_every_group_is_read(tmp_path: Path) -> None:
+    files = files_of(tmp_path)
+    shared = hybrid(files)
+    there = CacheMemory.allocate(GROUPS, HYBRID.sizes, CPU, shared.fields)
+    for layer, fields in enumerate(there.layers):
+        for number, field in enumerate(fields):
+            field.copy_((torch.arange(field.numel()) + 7 * layer + number).view(field.shape))
+    here = CacheMemory.allocate(GROUPS, HYBRID.sizes, CPU)
+    found = find(reader(files, HYBRID), 11, 12)
+    assert found is not None
+    assert reader(files, HYBRID).read(found, holding([1, 2, 3], [-1, 0, 2], record=4), here)
+    for layer, moved in enumerate([[(3, 1), (4, 2), (5, 3)], [(4, 0), (5, 2)]]):
+        for source, target in moved:
+            old, new = there.layers[layer][0], here.layers[layer][0]
+            assert torch.equal(old[4 * source : 4 * source + 4], new[4 * target : 4 * target + 4])
+    for old, new in zip(there.layers[2], here.layers[2], strict=True):
+        assert torch.equal(new[4], old[2]) and not new[:4].any()
+    shared.rows.tables[1][1, 1] = -1
+    assert not reader(files, HYBRID).read(found, holding([1, 2, 3], [-1, 0, 2], record=4), here)

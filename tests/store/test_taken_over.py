@@ -6,14 +6,20 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
+import hf_tiny
 import pytest
 import streams
+from hf_tiny import HfModel
 from served import Server, served
 from streams import wave
 from test_losing_all import all_serve, kill_all, ranks_of
+
+from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.store
 
@@ -40,3 +46,23 @@ def test_one_of_two_and_then_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         all_serve(server)
         assert asyncio.run(wave(server, lambda: kill_all(server), 300)) == expected
         assert taken_over(server) >= 300
+
+
+KEEPS_MORE = {"window": hf_tiny.make_gpt_oss, "state": hf_tiny.make_qwen3_next}
+
+
+@pytest.mark.parametrize("make", KEEPS_MORE.values(), ids=KEEPS_MORE)
+def test_windows_and_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., HfModel]) -> None:
+    monkeypatch.setattr(streams, "NUM_STREAMS", 4)
+    monkeypatch.setattr(streams, "NUM_TOKENS", 100)
+    model = make(tmp_path / "model", vocab_size=2048).path
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINT / name, model)
+    words = ["-dp", "2", "--enable-dbo", "off", "--no-enable-prefix-caching", "--max-model-len", "200"]
+    with served(tmp_path, *words, "--model", str(model)) as server:
+        expected = asyncio.run(wave(server))
+        assert asyncio.run(wave(server, lambda: os.kill(ranks_of(server)["rank 0"], signal.SIGKILL), 150)) == expected
+        assert taken_over(server) > 0
+        all_serve(server)
+        assert asyncio.run(wave(server, lambda: kill_all(server), 150)) == expected
+        assert taken_over(server) >= 100

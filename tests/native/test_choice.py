@@ -67,7 +67,8 @@ def test_with_avx2_numbers_of_rows_are_measured() -> None:
 
 @pytest.mark.skipif(best_isa() < Isa.AVX2, reason="the native kernels are not there")
 @pytest.mark.parametrize(
-    "form", [form for form in WeightFormat if form not in (WeightFormat.PLAIN, WeightFormat.INT4_INT8)]
+    "form",
+    [form for form in WeightFormat if form not in (WeightFormat.PLAIN, WeightFormat.INT4_INT8, WeightFormat.BF16)],
 )
 def test_with_avx2_no_bit_depends_on_what_was_measured(form: WeightFormat) -> None:
     limit_isa(Isa.AVX2)

@@ -33,7 +33,7 @@ from window_ops import window_ops
 from moe_kernels import TokenBatch, WeightFormat
 from moe_kernels.packed import PackedExperts
 from moe_kernels.weights import PlainExperts
-from native import Isa, best_isa, isa
+from native import Isa, best_isa, choose, isa, measured
 
 LAYERS = 2  # taken in turn
 CHOICES = 16  # different routings, taken in turn
@@ -140,6 +140,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
     be_preferred()
+    choose(measured(best_isa())[0])  # the ways that an engine takes here
     machine = Machine(options.threads)
     if not options.json:
         print(

@@ -50,6 +50,8 @@ def test_what_is_measured_is_a_way_of_the_level(level: Isa) -> None:
 
 
 def test_with_lesser_instructions_there_is_one_way() -> None:
+    measured.cache_clear()  # it may have been asked while less was allowed
+    limit_isa(best_isa())
     assert measured(Isa.NONE)[0] == Choice()
     assert "no ways" in measured(Isa.NONE)[1]
     if best_isa() >= Isa.AVX512:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from served import command_line, descendants, served, until
 
+from engine.process.fork_process import LIBRARIES, MODULES
 from engine.process.heartbeat import last_beat
 from launch.forks import NAME
 from launch.processes import Child, Children, RuntimeDir
@@ -156,3 +158,14 @@ def test_a_server_imports_once(tmp_path: Path) -> None:
 def torch_at(pid: int) -> str:
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return next(line.split("-")[0] for line in maps if line.endswith("libtorch_cpu.so"))
+
+
+def test_what_is_imported_before_torch_needs_none() -> None:
+    """Else torch would be imported whole, and on one core."""
+    program = f"""
+import importlib, sys
+for name in {(*LIBRARIES, *MODULES)!r}:
+    importlib.import_module(name)
+    assert "torch" not in sys.modules, name
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

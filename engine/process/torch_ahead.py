@@ -1,5 +1,5 @@
-"""torch for processes of our own that compute on a CPU: less of it, and its libraries on a second core. Standard
-library only.
+"""torch for processes that compute on a CPU: its libraries on a second core, and, for those of our own, less of it.
+Standard library only.
 
 `import torch` takes longer than anything else of a start. Of what it imports a rank on a CPU uses a part; what it
 imports besides is deferred (engine/process/deferred.py). Which modules can be differs from version to version: those
@@ -9,10 +9,12 @@ of a version that the tests have not seen are imported as ever, but for one that
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.process.deferred import defer
@@ -40,7 +42,36 @@ OF_VERSION = {
     )
 }
 FUNCTIONS = {"torch._higher_order_ops": ("cond", "while_loop"), "torch.func": ("vmap",)}
-LIBRARIES = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_python.so", os.RTLD_NOW))
+# What a rank imports, and torch does, that needs no torch. First what loads libraries of its own, as the system loads
+# one at a time, and torch's take long.
+LIBRARIES = (
+    "numpy",
+    "front.wire",
+    "front.text",
+    "eplb.balancer",
+    "multiprocessing.reduction",
+    "ssl",
+    "mmap",
+    "fcntl",
+    "heapq",
+    "queue",
+    "csv",
+    "asyncio",
+    "subprocess",
+    "llguidance",
+)
+MODULES = (
+    "engine.process.progress",
+    "engine.process.heartbeat",
+    "engine.scheduler",
+    "engine.speculation.speculation",
+    "models.registry",
+    "store.memory",
+    "concurrent.futures.thread",
+    "importlib.metadata",
+    "unittest",
+)
+_OF_TORCH = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_python.so", os.RTLD_NOW))
 
 
 def deferred_modules() -> tuple[str, ...]:
@@ -52,6 +83,21 @@ def deferred_modules() -> tuple[str, ...]:
 def defer_modules() -> None:
     """Before torch is imported."""
     defer(deferred_modules(), FUNCTIONS)
+
+
+def import_libraries() -> None:
+    """What is to be there before `import_beside`."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
+
+
+def import_beside(more: Sequence[str] = ()) -> None:
+    """Modules that need no torch, while another core loads torch's libraries. more: further ones."""
+    loading = load_libraries()
+    for name in (*MODULES, *more):
+        importlib.import_module(name)
+    if loading is not None:
+        loading.join()
 
 
 def load_libraries() -> threading.Thread | None:
@@ -69,7 +115,7 @@ def _load(folder: Path) -> None:
     """By the function itself, as ctypes holds Python's lock while it loads a library."""
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.restype, dlopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
-    for name, mode in LIBRARIES:
+    for name, mode in _OF_TORCH:
         if not dlopen(bytes(folder / name), mode):
             return
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from served import command_line, descendants, served, until
 
-from engine.process.fork_process import LIBRARIES, MODULES
 from engine.process.heartbeat import last_beat
+from engine.process.torch_ahead import LIBRARIES, MODULES
 from launch.forks import NAME
 from launch.processes import Child, Children, RuntimeDir
 
@@ -161,11 +161,19 @@ def torch_at(pid: int) -> str:
 
 
 def test_what_is_imported_before_torch_needs_none() -> None:
-    """Else torch would be imported whole, and on one core."""
+    """Else torch would be imported whole, and on one core. Nor does any of it wait for torch's libraries, as one that loads
+    a library itself would."""
     program = f"""
 import importlib, sys
-for name in {(*LIBRARIES, *MODULES)!r}:
+from importlib.machinery import ExtensionFileLoader
+for name in {LIBRARIES!r}:
+    importlib.import_module(name)
+there = set(sys.modules)
+for name in {MODULES!r}:
     importlib.import_module(name)
     assert "torch" not in sys.modules, name
+new = [name for name in sys.modules if name not in there]
+loaded = [name for name in new if isinstance(getattr(sys.modules[name], "__loader__", None), ExtensionFileLoader)]
+assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -10,7 +10,6 @@ The names below are all that is public. They are imported when first used, so th
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING
 
 from moesaic.rooms import ROOMS, check_rooms, no_collections
@@ -30,8 +29,6 @@ __all__ = [
     "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
-# Of moesaic.public, without torch.
-_NEEDED = ("engine.plan", "front.llm", "front.async_llm", "launch.spawned", "launch.weights")
 _HOMES = {
     "LLM": "moesaic.public",
     "AsyncLLM": "moesaic.public",
@@ -51,8 +48,4 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
     check_rooms(room for room in ROOMS if room != "server")  # that one is a server's alone: a script may have the name
     with no_collections():
-        if _HOMES[name] == "moesaic.public" and "torch" not in sys.modules:
-            ahead = importlib.import_module("engine.process.torch_ahead")
-            ahead.import_libraries()
-            ahead.import_beside(_NEEDED)
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,5 +1,5 @@
-"""torch for processes that compute on a CPU: its libraries on a second core, and, for those of our own, less of it.
-Standard library only.
+"""torch for processes of our own that compute on a CPU: less of it, and its libraries on a second core. Standard
+library only.
 
 `import torch` takes longer than anything else of a start. Of what it imports a rank on a CPU uses a part; what it
 imports besides is deferred (engine/process/deferred.py). Which modules can be differs from version to version: those
@@ -14,7 +14,6 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 from engine.process.deferred import defer
@@ -91,10 +90,10 @@ def import_libraries() -> None:
         importlib.import_module(name)
 
 
-def import_beside(more: Sequence[str] = ()) -> None:
-    """Modules that need no torch, while another core loads torch's libraries. more: further ones."""
+def import_beside() -> None:
+    """Modules that need no torch, while another core loads torch's libraries."""
     loading = load_libraries()
-    for name in (*MODULES, *more):
+    for name in MODULES:
         importlib.import_module(name)
     if loading is not None:
         loading.join()

@@ -36,6 +36,7 @@ READY, GO = b"r", b"g"
 MOST_BYTES = 1 << 18  # of a message
 NUM_DESCRIPTORS = 2
 ORPHAN_SECONDS = 5.0
+JOINED_SECONDS = 0.5
 LOOK_SECONDS = 0.0005
 
 
@@ -62,7 +63,7 @@ def main() -> None:
             _import_plainly(options.told)
         elif not _import_all(supervisor):
             return
-        threads = len(list(Path("/proc/self/task").iterdir()))
+        threads = _num_threads()
         if threads > 1:  # of a library: only one of them would go on in a fork
             say("no_forks", threads=threads)
             return
@@ -96,6 +97,14 @@ def _import_all(supervisor: socket.socket) -> bool:
             sys.executable, [sys.executable, "-P", "-m", "engine.process.fork_process", *sys.argv[1:], "--told", again]
         )
     return True
+
+
+def _num_threads() -> int:
+    """One that has been joined is a thread of the system's for a moment more."""
+    deadline = time.monotonic() + JOINED_SECONDS
+    while (threads := len(list(Path("/proc/self/task").iterdir()))) > 1 and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+    return threads
 
 
 def _import_plainly(text: str) -> None:

@@ -109,24 +109,25 @@ def decode_caches(step: StepInput, width: int, per_layer: int) -> list[list[Tens
 
 
 def attention_ops(_: Sequence[int]) -> list[Op]:
-    """Decodes: 16 query heads over 4 key heads of 64; and MLA of 16 heads, 512 + 64 wide."""
-    ops = []
-    heads, shape = HeadCounts(16, 4, 64), MlaShape(16, 128, 64, 512, 128)
+    """Decodes: 16 query heads over 4 key heads of 64, over 8 of 128; and MLA of 16 heads, 512 + 64 wide."""
+    ops, shape = [], MlaShape(16, 128, 64, 512, 128)
     w_uk, w_uv = (torch.randn(16, 128, 512).bfloat16() * 0.05 for _ in range(2))
     for num_sequences, length in CONTEXTS:
         step = decode_step(num_sequences, length)
         name, keys = f"B={num_sequences} L={length}", num_sequences * length
-        kv = [[c.view(-1, 4, 64) for c in layer] for layer in decode_caches(step, 256, 2)]
-        q = torch.randn(num_sequences, 16, 64).bfloat16()
-        plan = AttentionPlan(step, heads, torch.bfloat16)
-        slow = in_torch(lambda step=step: AttentionPlan(step, heads, torch.bfloat16))
-        ops.append(
-            Op(
-                "attention", f"{name} H=16/4 D=64", keys * 256 * 2 * 2, keys * 16 * 64 * 4,
-                lambda i, q=q, kv=kv, plan=plan: paged_attention(q, *kv[i % len(kv)], plan, 0.1),  # type: ignore[misc]
-                lambda i, q=q, kv=kv, plan=slow: paged_attention(q, *kv[i % len(kv)], plan, 0.1),  # type: ignore[misc]
-            )
-        )  # fmt: skip
+        for heads in (HeadCounts(16, 4, 64), HeadCounts(16, 8, 128)):
+            num_kv, dim = heads.num_kv_heads, heads.head_dim
+            kv = [[c.view(-1, num_kv, dim) for c in layer] for layer in decode_caches(step, num_kv * dim, 2)]
+            q = torch.randn(num_sequences, 16, dim).bfloat16()
+            plan = AttentionPlan(step, heads, torch.bfloat16)
+            slow = in_torch(lambda step=step, heads=heads: AttentionPlan(step, heads, torch.bfloat16))
+            ops.append(
+                Op(
+                    "attention", f"{name} H=16/{num_kv} D={dim}", keys * num_kv * dim * 2 * 2, keys * 16 * dim * 4,
+                    lambda i, q=q, kv=kv, plan=plan: paged_attention(q, *kv[i % len(kv)], plan, 0.1),  # type: ignore[misc]
+                    lambda i, q=q, kv=kv, plan=slow: paged_attention(q, *kv[i % len(kv)], plan, 0.1),  # type: ignore[misc]
+                )
+            )  # fmt: skip
         latents = [layer[0] for layer in decode_caches(step, 576, 1)]
         q_nope, q_pe = torch.randn(num_sequences, 16, 128).bfloat16(), torch.randn(num_sequences, 16, 64).bfloat16()
         backend = TorchMla(shape, 0.1, "auto", torch.bfloat16)

@@ -18,7 +18,7 @@ MAX_RANKS = 62  # those that can share memory (ep/transport/shm_group.py)
 
 Dtype = Literal["float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8"]
-ExpertFormat = Literal["plain", "fp8", "int8", "mxfp4", "int4"]
+ExpertFormat = Literal["plain", "fp8", "int8", "mxfp4", "int4", "bf16"]
 Quantization = Literal["fp8", "int8", "int4", "mxfp4"]
 Policy = Literal["fcfs", "priority"]
 GraphMode = Literal["none", "piecewise", "full_decode_only", "full_and_piecewise"]

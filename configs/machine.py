@@ -64,6 +64,8 @@ class ModelNumbers:
     half_experts: str = (
         ""  # "mxfp4" or "int4": it has them in 4 bits; "mixed": expert_bytes counts them as they are kept
     )
+    linear_bytes: int = 0  # another part, of linear layers
+    in_bfloat16: bool = False  # most of the checkpoint is; of GGUF it is not asked
     hidden_size: int = 0
     num_layers: int = 0
     context_limit: int = 0  # the most tokens of a sequence; 0: max_position_embeddings

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cache.spec import CacheSpec, bytes_per_token, state_groups
 from configs.cache import block_bytes, blocks_within, cache_bytes, fitting_sequences, kept_cache, state_bytes
 from configs.checks import checked, fitting
 from configs.dbo import plan_dbo
 from configs.deterministic import fixed_order
-from configs.engine import MAX_RANKS, Dtype, EngineConfig, ExpertFormat, Plan
+from configs.engine import MAX_RANKS, Dtype, EngineConfig, Plan
 from configs.eplb import plan_eplb
 from configs.exchange import with_dispatch
-from configs.formats import linear_format
-from configs.gpu import GPU_MEMORY_PART, gpu_expert_format, with_graphs
+from configs.formats import as_kept, expert_format, linear_format
+from configs.gpu import GPU_MEMORY_PART, with_graphs
 from configs.graph_memory import with_graph_memory
 from configs.machine import Machine, ModelNumbers
 from configs.store import plan_store, with_bytes
@@ -31,8 +29,6 @@ CPU_MEMORY_PART = 0.5  # a CPU's memory is also everybody else's
 WEIGHTS_PART = 2 / 3  # spare expert slots may not fill more of our memory than this together with all other weights
 SMALL_MODEL_BYTES = 64 * MEBI
 RANKS_PER_CORE = 4  # to which a server may grow: beyond, ranks only wait for each other
-HALF_BYTES = 1 / 2 + 2 / 32  # of a 4-bit weight and its part of a scale
-QUANTIZED_BYTES = 1 + 4 / 128  # of an 8-bit weight and its part of a scale, as the native kernels keep them
 
 
 # Fields of a plan that are those of the config.
@@ -58,7 +54,9 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
     why, ranks = machine.reasons, config.data_parallel_size
     config = fixed_order(checked(config, model, machine), machine, why)
     dtype = _dtype(config, model, machine, why)
-    model = _as_kept(model, dtype, expert_format := _expert_format(config, model, machine, why))
+    experts = expert_format(config, model, machine, dtype, why)
+    linears = linear_format(config.quantization, model, machine, dtype, why)
+    model = as_kept(model, dtype, experts, linears)
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     once, most = _weights(model, dtype, 1, 0, 1), _weights_room(config, machine)
@@ -99,8 +97,8 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, alone: 
         spin_threads=spin,
         native_kernels=machine.native_kernels,
         native_choice=machine.native_choice,
-        expert_format=expert_format,
-        linear_format=linear_format(config.quantization, machine, why),
+        expert_format=experts,
+        linear_format=linears,
         **{name: getattr(config, name) for name in _AS_ASKED},
         reasons=why,
     )
@@ -172,43 +170,6 @@ def _dtype(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dic
         return "float32"
     why["dtype"] = "the checkpoint's"
     return "bfloat16"
-
-
-def _expert_format(config: EngineConfig, model: ModelNumbers, machine: Machine, why: dict[str, str]) -> ExpertFormat:
-    if not model.num_experts:
-        if machine.gpu is not None and config.quantization is not None:
-            raise ValueError(
-                f"quantization {config.quantization}: on a GPU only experts are kept in 8 bits, and this model has none"
-            )
-        why["expert_format"] = "a dense model"
-    elif machine.gpu is not None:
-        found, why["expert_format"] = gpu_expert_format(config.quantization, model.fp8_experts)
-        return found
-    elif machine.native_kernels == "none":
-        why["expert_format"] = f"the dtype of the model: {machine.native_reason}"
-    elif config.quantization is not None:
-        why["expert_format"] = "as asked"
-        return config.quantization
-    elif model.fp8_experts:
-        why["expert_format"] = "as the checkpoint has them"
-        return "fp8"
-    elif model.half_experts == "mixed":
-        why["expert_format"] = "in each layer as the file has them"
-    elif model.half_experts:
-        why["expert_format"] = "as the checkpoint has them"
-        return "mxfp4" if model.half_experts == "mxfp4" else "int4"
-    else:
-        why["expert_format"] = "the dtype of the model"
-    return "plain"
-
-
-def _as_kept(model: ModelNumbers, dtype: Dtype, expert_format: ExpertFormat) -> ModelNumbers:
-    """The same with the bytes that experts of fewer bits take, in the units of `_weights`."""
-    if expert_format == "plain":
-        return model
-    each = HALF_BYTES if expert_format in ("mxfp4", "int4") else QUANTIZED_BYTES
-    experts = int(model.expert_bytes / (4 if dtype == "float32" else 2) * each)
-    return replace(model, weight_bytes=model.weight_bytes - model.expert_bytes + experts, expert_bytes=experts)
 
 
 def _room(

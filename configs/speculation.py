@@ -16,7 +16,7 @@ MAX_STEP_TOKENS = 256  # of all requests of a rank: with so many sequences draft
 MAX_LOOKUP = 64
 DEFAULT_TOKENS = {"prediction": 7, "ngram": 5, "suffix": 7, "mtp": 3}
 DEFAULT_LOOKUP = 5  # vLLM's
-DECIDED = ("memory", "whole", "draft_dtype")
+DECIDED = ("memory", "whole")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,7 @@ class SpeculativeConfig:
     num_speculative_tokens: most of a request in a step; fewer where that is measured to be faster, if adaptive.
     prompt_lookup_min, _max: tokens that have to occur again ("ngram"). suffix_decoding_*: see
     engine/speculation/suffix.py. memory: file of the times that were measured; "": they are not kept. whole: every
-    rank has all experts of the layer that drafts (method "mtp"). draft_dtype: of that layer's experts and a head of
-    its own; "": the model's. The last three are decided, not asked for.
+    rank has all experts of the layer that drafts (method "mtp"). The last two are decided, not asked for.
     """
 
     method: Method
@@ -42,7 +41,6 @@ class SpeculativeConfig:
     adaptive: bool = True
     memory: str = ""
     whole: bool = False
-    draft_dtype: str = ""
 
     def most_drafts(self, max_num_seqs: int) -> int:
         """Of a rank in a step."""

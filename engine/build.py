@@ -160,8 +160,6 @@ def _model(plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.devi
     model = build(facts, parallel, DTYPES[plan.dtype], device, *kernels)
     model.keep_experts(WeightFormat(plan.expert_format), plan.moe_backend)
     model.keep_linears(WeightFormat(plan.linear_format))
-    if plan.speculation is not None and plan.speculation.draft_dtype:
-        model.draft_in(DTYPES[plan.speculation.draft_dtype])
     return model
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from configs.cache import cache_bytes
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.env import read_env
+from configs.formats import HALF_BYTES, QUANTIZED_BYTES, as_kept, weight_item
 from configs.gpu import Exchange, Gpu, chosen_device, find_gpus, find_rdma
 from configs.hosts import Hosts, as_one
 from configs.levels import HIGHEST, at_level
 from configs.machine import Machine, ModelNumbers, this_machine
 from configs.presets import preset_of
-from configs.resolve import DEFAULT_BATCHED_TOKENS, HALF_BYTES, QUANTIZED_BYTES, resolve
+from configs.resolve import DEFAULT_BATCHED_TOKENS, resolve
 from configs.store import with_cache
 from engine.overlap.memory import with_memory
 from engine.sampling.processor_names import check_processors
@@ -55,6 +56,7 @@ from store.numa import nodes, store_nodes
 
 DECODE_COMPANION = "deepep_high_throughput"  # carries what a backend for few tokens cannot
 _EMBEDDING = "model.embed_tokens.weight"
+_LINEAR, _TAKEN_APART = ("_proj.weight", "lm_head.weight"), "kv_b_proj.weight"
 _KEPT_BYTES = {
     "Q4_0": HALF_BYTES,
     **dict.fromkeys(("Q4_1", "Q4_K"), HALF_BYTES + 2 / 32),
@@ -158,7 +160,7 @@ def _with_weights(plan: Plan, config: EngineConfig) -> Plan:
     choices: dict[str, object] = {name: getattr(plan, name) for name in names}
     speculation = plan.speculation
     drafts = None if speculation is None or speculation.method != "mtp" else speculation
-    choices["drafts"] = None if drafts is None else (drafts.whole, drafts.draft_dtype)
+    choices["drafts"] = None if drafts is None else drafts.whole
     key = weights_key(plan.checkpoint, {**choices, "overrides": plan.hf_overrides}, library_path())
     return _with_nodes(replace(plan, weight_key=key))
 
@@ -274,7 +276,7 @@ def _with_kernels(machine: Machine) -> Machine:
 def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
     """Weights are counted from the headers of the safetensors files: their own sizes, nothing estimated; those of
     fewer bits as wide as they are at load, unless they are kept (configs/resolve.py)."""
-    total = experts = fp8_experts = 0
+    total = experts = linears = fp8_experts = 0
     whole = f"model.layers.{facts.num_layers}." if getattr(facts, "whole_drafts", False) else None
     halves = ""
     by_dtype: dict[str, int] = {}
@@ -289,6 +291,7 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
             total += size
             by_dtype[dtype] = by_dtype.get(dtype, 0) + size
             if ".mlp.experts." not in known or (whole is not None and known.startswith(whole)):
+                linears += size if known.endswith(_LINEAR) and not known.endswith(_TAKEN_APART) else 0
                 continue  # all ranks have such weights
             experts += size
             fp8_experts += size if dtype == "F8_E4M3" else 0
@@ -308,9 +311,11 @@ def model_numbers(path: Path, name: str, facts: ModelFacts) -> ModelNumbers:
         cache_spec=facts.cache_spec,
         weight_bytes=total,
         expert_bytes=experts,
+        linear_bytes=linears,
         dtype=held,
         fp8_experts=fp8_experts > experts // 2,
         half_experts=halves,
+        in_bfloat16=common == "BF16" and not (path / GGUF_INDEX).is_file(),
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
         context_limit=facts.context_limit,
@@ -335,10 +340,8 @@ def expert_choices(plan: Plan) -> tuple[int, int, int, int, int]:
     facts = read_config(Path(plan.model_path), plan.hf_overrides)
     numbers = model_numbers(Path(plan.model_path), plan.model_path, facts)
     item, held = 4 if plan.dtype == "float32" else 2, 4 if numbers.dtype == "float32" else 2
-    each: float = item
-    if plan.expert_format != "plain":
-        each = HALF_BYTES if plan.expert_format in ("mxfp4", "int4") else QUANTIZED_BYTES
-    experts = int(numbers.expert_bytes / held * each)
+    experts = int(numbers.expert_bytes / held * weight_item(plan.expert_format, plan.dtype))
+    numbers = as_kept(numbers, plan.dtype, "plain", plan.linear_format)
     others = (numbers.weight_bytes - numbers.expert_bytes) * item // held
     router = getattr(facts, "router", None)  # every family with experts has one
     assert router is not None, facts.architecture

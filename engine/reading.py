@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from eplb.repair import SlotUpdate
@@ -147,6 +148,9 @@ class Unread:
         return False
 
     def form_of(self, name: str) -> StoredForm:
+        raise AssertionError(f"{name} is in the store")
+
+    def dtype_of(self, name: str) -> torch.dtype:
         raise AssertionError(f"{name} is in the store")
 
     def names(self) -> Iterable[str]:

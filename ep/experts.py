@@ -68,11 +68,6 @@ class Experts(nn.Module):
         """In which weights are, or are to be, kept."""
         return self._form if self._weights is None else self._weights.format
 
-    def compute_in(self, dtype: torch.dtype) -> None:
-        """Take rows of this dtype, and have weights for them, from now on; what was loaded before is lost."""
-        self.dtype, self._weights = dtype, None
-        self._sizes = (*self._sizes[:3], dtype, self._sizes[4])
-
     def keep_as(self, form: WeightFormat, backend: str | None = None) -> None:
         """From now on weights are kept in this format, if they can be; what was loaded before is lost. backend: a name
         of moe_kernels/backends.py; None: as before. Raises ValueError where it cannot run."""

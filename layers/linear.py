@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from layers.stored import StoredWeight
 from native.formats import WeightFormat
 from native.linear import linear, use_large_pages
-from native.packed_linear import PackedLinear, can_pack, is_faster_packed
+from native.packed_linear import PackedLinear, can_pack, is_bfloat16, is_faster_packed
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -75,6 +75,13 @@ class Linear(nn.Module):
     def is_faster_packed(self) -> bool:
         """Whether this layer is better packed as it is."""
         return is_faster_packed(self.weight)
+
+    def pack_bfloat16(self) -> bool:
+        """Keep `weight`, of a layer in float32, in bfloat16, if no number loses anything by it; whether that was so."""
+        fits = self.weight.numel() > 0 and is_bfloat16(self.weight)
+        if fits:
+            self.pack(self.weight.bfloat16(), form=WeightFormat.BF16)
+        return fits
 
     def pack(
         self, weight_OI: Tensor, scale: Tensor | None = None, scale_rows: int = 1, form: WeightFormat | None = None

@@ -186,6 +186,10 @@ class Checkpoint:
             return StoredForm.INT4 if _is_centred(*views) else StoredForm.INT4_ZERO
         return StoredForm.PLAIN if packing is None else packing.form
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """In which a tensor of plain numbers is stored. There must be one of that name."""
+        return self._entry(name).dtype
+
     def _packing(self, name: str) -> _Packing | None:
         """None: a plain tensor, or none."""
         for packing in _PACKINGS:

@@ -68,7 +68,7 @@ class CausalLM(Protocol):
     ) -> Steps[Tensor]:
         """A pass of the layer that drafts, where the facts have one (`drafts`). step: as of `steps`, but with each
         token replaced by the one that follows it; hidden_TD: what `steps` gave, or an earlier pass of this kind;
-        rows_S: the tokens of which something is wanted, int64, None: all. Its value, [S, D], is what `draft_tokens`
+        rows_S: the tokens of which something is wanted, int64, None: all. Its value, [S, D], is what `greedy_tokens`
         makes drafts of, and the hidden_TD of one token further."""
         ...
 
@@ -79,15 +79,6 @@ class CausalLM(Protocol):
     def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
         one."""
-        ...
-
-    def draft_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
-        """The same of what `draft_steps` gave: drafts, which need not be exact."""
-        ...
-
-    def draft_in(self, dtype: torch.dtype) -> None:
-        """Have the experts of the layer that drafts, and a copy of the head for it, in another dtype, where the facts
-        have such a layer; before `load`."""
         ...
 
     def keep_experts(self, form: WeightFormat, backend: str = "auto") -> None:
@@ -162,6 +153,10 @@ class WeightSource(ExpertSource, Protocol):
 
     def skip(self, name: str) -> None:
         """Mark a key as deliberately not read by this rank (an expert that lives elsewhere, an MTP layer)."""
+        ...
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """In which a tensor that is there, of plain numbers, is stored."""
         ...
 
     def names(self) -> Iterable[str]:

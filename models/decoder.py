@@ -18,7 +18,6 @@ from cache.memory import CacheMemory
 from cache.spec import CacheSpec
 from dbo.alive import mark
 from dbo.steps import Steps
-from ep.moe import MoE
 from ep.parallel import Parallel
 from layers.embed import Embedding
 from layers.head import LMHead
@@ -163,22 +162,6 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
         one."""
         return self.head.greedy_tokens(hidden_PD, num_valid_tokens, out_P)
-
-    def draft_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
-        """As `greedy_tokens`, but drafts: by a head of another dtype, if there is one."""
-        head = None if self.mtp is None else self.mtp.head
-        if head is None:
-            return self.greedy_tokens(hidden_PD, num_valid_tokens, out_P)
-        return head.greedy_tokens(hidden_PD, num_valid_tokens, out_P)
-
-    def draft_in(self, dtype: torch.dtype) -> None:
-        """The experts of the layer that drafts, and a copy of the head for it, in another dtype than the model's."""
-        mtp, config = self.mtp, self.config
-        assert mtp is not None
-        mlp = mtp.layer.mlp
-        if isinstance(mlp, MoE) and not mlp.exchanges:
-            mlp.experts.compute_in(dtype)
-        mtp.head = LMHead(config.hidden_size, config.vocab_size, None, dtype, self.norm.weight.device)
 
     def _read_embedding(self, source: WeightSource) -> None:
         source.read("model.embed_tokens.weight", self.embed.weight)

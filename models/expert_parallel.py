@@ -56,7 +56,7 @@ class ExpertParallelMixin(nn.Module):
         self._linear_form = form
         for module in self.modules():
             if isinstance(module, Linear):
-                module.keeps_stored = form is WeightFormat.PLAIN
+                module.keeps_stored = form in (WeightFormat.PLAIN, WeightFormat.BF16)
 
     def pack_linears(self, part: nn.Module) -> None:
         """Bring the linear layers of a loaded part into the form in which they are kept."""

@@ -8,6 +8,7 @@ Legend: E logical experts, F expert width, D hidden size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ep.experts import Experts, HalfMatrix, WeightFormat
@@ -99,10 +100,10 @@ def _halves(gate_up: StoredWeight) -> tuple[StoredWeight, StoredWeight]:
     return gate_half, up_half
 
 
-def keep_scaled(source: WeightSource, prefix: str, experts: Experts) -> None:
+def keep_scaled(source: WeightSource, prefix: str, experts: Experts, num_experts: int) -> None:
     """Experts that the checkpoint has in fewer bits stay so, unless a format was chosen for them; INT4 with zero points
-    is INT4 too."""
-    if experts.format not in (WeightFormat.PLAIN, WeightFormat.INT4):
+    is INT4 too, and BF16 is PLAIN if not all of them are in bfloat16."""
+    if experts.format not in (WeightFormat.PLAIN, WeightFormat.INT4, WeightFormat.BF16):
         return
     fused = source.has(f"{prefix}gate_up_proj")
     names = [f"{prefix}{part}" for part in _FUSED] if fused else [f"{prefix}0.{part}.weight" for part in EXPERT_PARTS]
@@ -112,6 +113,11 @@ def keep_scaled(source: WeightSource, prefix: str, experts: Experts) -> None:
         return
     if kept is not WeightFormat.PLAIN:
         experts.keep_as(kept)
+    elif experts.format is WeightFormat.BF16:
+        keys = {key for expert in range(num_experts) for key, _ in expert_keys(source, prefix, expert)}
+        matrices = [key for key in keys if not key.endswith("_bias") and source.has(key)]
+        if any(source.dtype_of(key) is not torch.bfloat16 for key in matrices):
+            experts.keep_as(WeightFormat.PLAIN)
 
 
 def read_experts(
@@ -119,7 +125,7 @@ def read_experts(
 ) -> None:
     """slot_to_expert: the expert in each slot of this rank, -1 unused (its weights become zero). Only hosted experts
     are read."""
-    keep_scaled(source, prefix, experts)
+    keep_scaled(source, prefix, experts, num_experts)
     for slot, expert in enumerate(slot_to_expert):
         if expert >= 0:
             read_expert(source, prefix, experts, slot, expert)

@@ -91,12 +91,15 @@ def read_weight(source: WeightSource, name: str, linear: Linear, part: str = "")
 
 
 def pack_linear(linear: Linear, form: WeightFormat) -> None:
-    """Bring a loaded layer into the form in which it is kept. PLAIN: as it was read."""
+    """Bring a loaded layer into the form in which it is kept. PLAIN: as it was read; BF16: too, unless all of its
+    numbers are of bfloat16."""
     if linear.stored and _pack_stored(linear):
         return
     for part in linear.part_names:
         linear.weight_of(part)
-    if form is WeightFormat.PLAIN:
+    if form is WeightFormat.BF16 and linear.pack_bfloat16():
+        return
+    if form in (WeightFormat.PLAIN, WeightFormat.BF16):
         if linear.is_faster_packed:
             linear.pack(linear.weight)
     elif linear.can_pack:

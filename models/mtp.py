@@ -19,7 +19,6 @@ from cache.memory import CacheMemory
 from dbo.alive import mark
 from dbo.steps import Steps
 from layers.embed import take_rows
-from layers.head import LMHead
 from layers.linear import Linear
 from layers.norm import RMSNorm
 from models.base import WeightSource
@@ -49,7 +48,6 @@ class MtpLayer(nn.Module, Generic[A]):
         self.from_hidden = Linear(hidden_size, hidden_size, False, dtype, device)
         self.layer = layer
         self.norm = RMSNorm(hidden_size, eps, dtype, device)
-        self.head: LMHead | None = None  # a copy of the main model's, in another dtype
 
     def steps(
         self, embedded_TD: Tensor, hidden_TD: Tensor, rows_S: Tensor | None, context: LayerContext, cache: CacheMemory
@@ -82,10 +80,6 @@ class MtpLayer(nn.Module, Generic[A]):
         source.read(f"{prefix}enorm.weight", self.embedding_norm.weight)
         source.read(f"{prefix}hnorm.weight", self.hidden_norm.weight)
         source.read(f"{prefix}shared_head.norm.weight", self.norm.weight)
-        if self.head is not None:
-            main = _SHARED["shared_head.head.weight"][tied]
-            source.borrow(main, (vocab_size, size)).widen_into(self.head.weight)
-            source.give_back(main)
         for name, mains in _SHARED.items():
             if source.has(prefix + name):
                 _check_equal(source, prefix + name, mains[tied], (vocab_size, size))

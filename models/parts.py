@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ep.experts import Experts, WeightFormat
@@ -51,7 +52,7 @@ def expert_units(source: WeightSource, prefix: str, experts: Experts) -> Units:
         return experts.memory
 
     def form() -> str:
-        keep_scaled(source, prefix, experts)
+        keep_scaled(source, prefix, experts, experts.num_slots)
         return experts.format.value
 
     made: dict[int, Experts] = {}  # a slot for each thread
@@ -132,6 +133,9 @@ class Noted:
 
     def form_of(self, name: str) -> StoredForm:
         return self._source.form_of(name)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._source.dtype_of(name)
 
     def skip(self, name: str) -> None:
         self.used.add(name)

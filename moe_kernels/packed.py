@@ -90,6 +90,8 @@ class PackedExperts(ExpertWeights):
         form: WeightFormat,
         kind: ExpertKind = GATED,
     ) -> None:
+        if form is WeightFormat.BF16 and dtype is torch.bfloat16:
+            form = WeightFormat.PLAIN
         self.num_slots, self.dtype, self.format = num_slots, dtype, form
         self._hidden, self._width, self._biased = hidden, width, kind.biased
         activation = {name: getattr(kind.activation, name) for name in _FLOATS}
@@ -113,11 +115,12 @@ class PackedExperts(ExpertWeights):
 
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
         matrices = (gate_FD, up_FD, down_DF)
-        if self.format is not WeightFormat.PLAIN:
+        if self.format not in (WeightFormat.PLAIN, WeightFormat.BF16):
             fewer = zip(matrices, self.format.parts, strict=True)
             self._pack_fewer(slot, [(quantize_halves if form in HALVES else quantize)(m, form) for m, form in fewer])
             return
-        matrices_now = [matrix.to(self.dtype).contiguous() for matrix in matrices]
+        dtype = torch.bfloat16 if self.format is WeightFormat.BF16 else self.dtype
+        matrices_now = [matrix.to(dtype).contiguous() for matrix in matrices]
         self._pack(slot, [matrix.data_ptr() for matrix in matrices_now], [None, None, None], 1)
 
     def fill_scaled(self, slot: int, gate_FD: ScaledMatrix, up_FD: ScaledMatrix, down_DF: ScaledMatrix) -> None:

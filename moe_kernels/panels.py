@@ -44,6 +44,8 @@ def panel_biases(gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> Tensor:
 def _panel_bytes(depth: int, dtype: torch.dtype, form: WeightFormat) -> int:
     if form in HALVES:
         return -(-depth // BLOCK) * _half_scales(form) + -(-depth // 8) * 8 * PANEL // 2
+    if form is WeightFormat.BF16:
+        return (depth + depth % 2) * PANEL * 2
     if form is not WeightFormat.PLAIN:
         return -(-depth // BLOCK) * PANEL * 4 + (depth + depth % 2) * PANEL
     return (depth + (depth % 2 if dtype is torch.bfloat16 else 0)) * PANEL * dtype.itemsize
@@ -52,6 +54,8 @@ def _panel_bytes(depth: int, dtype: torch.dtype, form: WeightFormat) -> int:
 def _columns(panels_PB: Tensor, depth: int, dtype: torch.dtype, form: WeightFormat) -> Tensor:
     """[P * 64, depth (made even)] in dtype: the panels' columns, one after another."""
     num_panels = panels_PB.shape[0]
+    if form is WeightFormat.BF16:
+        return _columns(panels_PB, depth, torch.bfloat16, WeightFormat.PLAIN).to(dtype)
     if form is WeightFormat.PLAIN:
         numbers = panels_PB.contiguous().view(dtype).view(num_panels, -1, PANEL, 2 if dtype is torch.bfloat16 else 1)
         return numbers.permute(0, 2, 1, 3).reshape(num_panels * PANEL, -1)

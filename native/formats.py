@@ -15,6 +15,7 @@ class WeightFormat(enum.Enum):
     INT4 = "int4"  # numbers from -8 to 7, a float16 scale for 32 inputs of each output
     INT4_ZERO = "int4_zero"  # the same, less a zero point (float16) before it is scaled
     INT4_INT8 = "int4_int8"  # of experts: gate and up as INT4_ZERO, down as INT8
+    BF16 = "bf16"  # bfloat16, though the rows are float32; of rows of bfloat16 it is PLAIN
 
     @property
     def number(self) -> int:

@@ -18,6 +18,7 @@ from native.linear import use_large_pages
 
 PANEL, BLOCK = 64, 128  # outputs of a panel; inputs that share a scale
 X_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_WHOLE = (WeightFormat.PLAIN, WeightFormat.BF16)  # have no scales
 FORMATS = {torch.float8_e4m3fn: WeightFormat.FP8, torch.int8: WeightFormat.INT8}
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
@@ -31,6 +32,13 @@ def can_pack(weight_OI: Tensor) -> bool:
     """Whether a layer of such weights can be packed here; the kernels read inputs in pairs."""
     usable = weight_OI.device.type == "cpu" and weight_OI.dtype in X_TYPES and isa() > Isa.NONE
     return usable and weight_OI.shape[1] % 2 == 0
+
+
+def is_bfloat16(weight_OI: Tensor) -> bool:
+    """Whether a layer of such weights, float32, can be packed in half the bytes (BF16) without losing anything: no
+    number has more bits than bfloat16."""
+    fits = weight_OI.dtype is torch.float32 and can_pack(weight_OI)
+    return fits and not bool((weight_OI.view(torch.int32) & 0xFFFF).any())
 
 
 def is_faster_packed(weight_OI: Tensor) -> bool:
@@ -48,10 +56,11 @@ class PackedLinear:
     """y = x W^T + b.
 
     weight_OI: float8_e4m3fn or int8 [O, I], with scale: float32 [ceil(O / scale_rows), ceil(I / 128)]; a weight is its
-    number times the scale of its block. Or bfloat16 or float32 without scale, for rows of the same. Or codes of 4 bits,
-    of `form`: uint8 [O, 16 * ceil(I / 32)] of num_inputs I, with scale: 16 bits [1, O, ceil(I / 32)], or [2, ...] with
-    zero points. The weights are copied; in_place: those without scale are rearranged where they lie, if they fill whole
-    panels, and the caller uses them no more.
+    number times the scale of its block. Or bfloat16 or float32 without scale, for rows of the same; with the form BF16
+    it is bfloat16, for rows of float32, and the products and sums are those of the same weights in float32. Or codes of
+    4 bits, of `form`: uint8 [O, 16 * ceil(I / 32)] of num_inputs I, with scale: 16 bits [1, O, ceil(I / 32)], or [2,
+    ...] with zero points. The weights are copied; in_place: those without scale are rearranged where they lie, if they
+    fill whole panels, and the caller uses them no more.
     """
 
     def __init__(
@@ -66,7 +75,7 @@ class PackedLinear:
         self.num_outputs, self._inputs = weight_OI.shape[0], num_inputs or weight_OI.shape[1]
         self.form = form or FORMATS.get(weight_OI.dtype, WeightFormat.PLAIN)
         assert weight_OI.is_contiguous() and self._inputs % 2 == 0
-        assert (scale is None) == (self.form is WeightFormat.PLAIN) and (scale is None or scale.is_contiguous())
+        assert (scale is None) == (self.form in _WHOLE) and (scale is None or scale.is_contiguous())
         if scale is not None:
             self._check(scale, scale_rows)
         if in_place and scale is None and self.num_outputs % PANEL == 0:
@@ -98,11 +107,13 @@ class PackedLinear:
         return layer
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """[T, I] float32 or bfloat16 (the weights', where they have no scale) -> [T, O] in the same; bias_O too."""
+        """[T, I] float32 or bfloat16 (where weights have no scale: as they want it) -> [T, O] in the same; bias_O
+        too."""
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         num_rows = x_TI.shape[0]
         assert x_TI.shape[1] == self._inputs and (bias_O is None or bias_O.dtype is x_TI.dtype)
+        assert self.form is not WeightFormat.BF16 or x_TI.dtype is torch.float32
         if self.form is WeightFormat.PLAIN:  # rows of a wider type would be multiplied with what lies behind the panels
             assert self.packed_B.numel() >= -(-self.num_outputs // PANEL) * PANEL * self._inputs * x_TI.itemsize
         y_TO = x_TI.new_empty(num_rows, self.num_outputs)
@@ -116,7 +127,7 @@ class PackedLinear:
 
 def _panel_bytes(form: WeightFormat, inputs: int, item: int) -> int:
     """Multiplier::panel_bytes of experts.h."""
-    if form is WeightFormat.PLAIN:
+    if form in _WHOLE:
         return inputs * PANEL * item
     blocks = -(-inputs // BLOCK)
     if form in HALVES:

@@ -175,7 +175,7 @@ class MtpPasses:
         ahead, num = self._ahead, self._ahead.num
         drafts_PS = torch.empty(1 + ahead.count, num, dtype=torch.int64, device=hidden_SD.device)
         if num:
-            self._model.draft_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[0])
+            self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[0])
         for number in range(1, ahead.count + 1):
             one = ahead.step(number - 1)
             if breaks is not EAGER:
@@ -183,7 +183,7 @@ class MtpPasses:
             one = replace(one, token_ids_T=drafts_PS[number - 1])
             hidden_SD = yield from self._model.draft_steps(one, hidden_SD, self._kv, 0, breaks)
             if num:
-                self._model.draft_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[number])
+                self._model.greedy_tokens(hidden_SD, self._num_valid_tokens, drafts_PS[number])
         return drafts_PS.T
 
     @property

@@ -14,7 +14,6 @@ from engine.speculation.times import StepTimes
 from models.facts import ModelFacts, mtp_layers, takes_drafts, with_drafts, with_kept_drafts
 from models.registry import read_config
 
-HALF_KERNELS = ("avx2", "avx512_bf16", "amx")  # whose kernels read bfloat16 at least as fast as float32
 WHOLE_BYTES = 1 << 30  # of the experts of the layer that drafts in float32, where every rank has all of them
 
 
@@ -66,13 +65,6 @@ def with_whole_layer(speculation: SpeculativeConfig | None, facts: ModelFacts) -
     return replace(speculation, whole=facts.num_moe_layers > 0 and num_bytes <= WHOLE_BYTES)
 
 
-def drafts_in_half(plan: Plan, speculation: SpeculativeConfig) -> bool:
-    """Whether the layer that drafts has fewer bits than the model, which changes no token: where the bytes that a pass
-    reads are what it takes."""
-    fast = plan.device == "cpu" and plan.native_kernels in HALF_KERNELS
-    return speculation.method == "mtp" and speculation.whole and plan.dtype == "float32" and fast
-
-
 def with_speculation(
     plan: Plan, config: EngineConfig, speculation: SpeculativeConfig | None, reason: str, folder: Path
 ) -> Plan:
@@ -81,9 +73,6 @@ def with_speculation(
         speculation, reason = None, "on a GPU only if asked for: a step would wait for the tokens of the last one"
     if speculation is not None and speculation.whole:
         reason += ", whose experts are all on every rank"
-    if speculation is not None and drafts_in_half(plan, speculation):
-        speculation = replace(speculation, draft_dtype="bfloat16")
-        reason += ", in bfloat16, with a copy of the head: drafts need not be exact"
     more = {"speculation": reason}
     if speculation is not None and speculation.method != "prediction" and plan.async_scheduling:
         if config.async_scheduling is None:
@@ -123,5 +112,4 @@ def _key(plan: Plan, speculation: SpeculativeConfig) -> dict[str, str | int]:
         "deterministic": int(plan.deterministic),
         "method": speculation.method,
         "whole": int(speculation.whole),
-        "drafts_in": speculation.draft_dtype,
     }

@@ -95,36 +95,42 @@ struct Job {
         value_rows[i] = values + (row * s->value_stride + first_kv * s->value_dim) * item_bytes;
       }
     }
-    bring_nearer(value_rows, n, 0, num_kv * s->value_dim * item_bytes);
-    if (next) bring_block(*next);
-    // Calls visit(r, keys, kv head) for every tile, each tile's for all queries at once.
-    const uint8_t *tile[KEY_TILE];
-    auto tiles = [&](const uint8_t *const *row, int64_t dim, auto visit) {
+    if (!ops->brings) bring_nearer(value_rows, n, 0, num_kv * s->value_dim * item_bytes);
+    if (!ops->brings && next) bring_block(*next);
+    // Calls visit(r, keys, kv head, how many, next) for every tile, each tile's for all queries at once. What follows the last one: `then`.
+    const uint8_t *tile[KEY_TILE], *ahead[KEY_TILE];
+    auto tiles = [&](const uint8_t *const *row, int64_t dim, auto then, int64_t then_dim, auto visit) {
       for (int64_t i = 0; i < n; i += KEY_TILE) {
         int64_t here = n - i < KEY_TILE ? n - i : (int64_t)KEY_TILE;
         for (int64_t kv = 0; kv < num_kv; kv++) {
           for (int64_t j = 0; j < here; j++) tile[j] = row[i + j] + kv * dim * item_bytes;
-          bring_nearer(row + i + KEY_TILE, n - i - KEY_TILE, kv * dim * item_bytes, dim * item_bytes);
+          if (!ops->brings) bring_nearer(row + i + KEY_TILE, n - i - KEY_TILE, kv * dim * item_bytes, dim * item_bytes);
+          const bool last_tile = i + KEY_TILE >= n;
+          for (int64_t j = 0; ops->brings && j < KEY_TILE; j++)
+            ahead[j] = last_tile ? then(j) + kv * then_dim * item_bytes : i + KEY_TILE + j < n ? row[i + KEY_TILE + j] + kv * dim * item_bytes : tile[0];
+          const uint8_t *const *follows = ops->brings ? ahead : nullptr;
           for (int64_t r = 0; r < item.rows; r++) {
             int64_t own = keys_of(item, r, start, chunk) - i;
-            if (own > 0) visit(r, i, kv, (int)(own < here ? own : here));
+            if (own > 0) visit(r, i, kv, (int)(own < here ? own : here), follows), follows = nullptr;
           }
         }
       }
     };
-    tiles(rows, s->key_dim, [&](int64_t r, int64_t i, int64_t kv, int count) {
+    auto first_value = [&](int64_t j) { return value_rows[j < n ? j : 0]; };
+    tiles(rows, s->key_dim, first_value, s->value_dim, [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
       const uint8_t *own_q = q + ((item.sequence + r) * q_stride + (item.first_head + kv * group()) * s->key_dim) * item_bytes;
       ops->scores(own_q, s->key_dim, per_kv, tile, count, s->key_dim, scale,
-                  scores + (r * item.heads + kv * group()) * longest_chunk + i, longest_chunk);
+                  scores + (r * item.heads + kv * group()) * longest_chunk + i, longest_chunk, follows);
     });
     Largest found[item.rows * item.heads];
     for (int64_t r = 0; r < item.rows; r++)
       for (int64_t h = r * item.heads; h < (r + 1) * item.heads && keys_of(item, r, start, chunk) > 0; h++)
         found[h] = ops->softmax(scores + h * longest_chunk, keys_of(item, r, start, chunk), p + h * p_stride() * item_bytes);
     memset(acc, 0, item.rows * item.heads * s->value_dim * sizeof(float));
-    tiles(value_rows, s->value_dim, [&](int64_t r, int64_t i, int64_t kv, int count) {
+    auto next_key = [&](int64_t j) { return next ? first_key(*next, j) : value_rows[0]; };
+    tiles(value_rows, s->value_dim, next_key, s->key_dim, [&](int64_t r, int64_t i, int64_t kv, int count, const uint8_t *const *follows) {
       int64_t h = r * item.heads + kv * group();
-      ops->weigh(p + (h * p_stride() + i) * item_bytes, p_stride(), per_kv, tile, count, s->value_dim, acc + h * s->value_dim);
+      ops->weigh(p + (h * p_stride() + i) * item_bytes, p_stride(), per_kv, tile, count, s->value_dim, acc + h * s->value_dim, follows);
     });
     for (int64_t r = 0; r < item.rows; r++)
       if (keys_of(item, r, start, chunk) > 0) give(item, r, acc + r * item.heads * s->value_dim, found + r * item.heads);
@@ -150,6 +156,14 @@ struct Job {
   static void bring_nearer(const uint8_t *const *row, int64_t n, int64_t at, int64_t bytes) {
     for (int64_t j = 0; j < n && j < KEY_TILE; j++)
       for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row[j] + at + byte, 0, 2);
+  }
+
+  // Key j of an item's first ones, of the first head that it has; the last one where there are no more.
+  const uint8_t *first_key(const Item &item, int64_t j) const {
+    int64_t sequence = item.sequence + item.rows - 1, place = first_seen(sequence) + item.chunk * chunk_of(seen(sequence)) + j;
+    if (place >= s->lens[sequence]) place = s->lens[sequence] - 1;
+    int64_t row = s->table[sequence * s->table_stride + place / s->block_size] * s->block_size + place % s->block_size;
+    return keys + (row * s->key_stride + item.first_head / group() * s->key_dim) * item_bytes;
   }
 
   // The first keys of an item.

@@ -37,13 +37,15 @@ struct Largest {
 struct AttentionOps {
   // s[g * s_stride + i] = scale * q[g] . key[i], for i < n <= KEY_TILE. q: rows of q_stride numbers.
   void (*scores)(const void *q, int64_t q_stride, int64_t heads, const uint8_t *const *key, int n, int64_t dim, float scale, float *s,
-                 int64_t s_stride);
+                 int64_t s_stride, const uint8_t *const *next);
   // p[i] = exp(s[i] - largest), of x's type; one more, zero, behind an odd n. Both have room for a multiple of 16.
   Largest (*softmax)(float *s, int64_t n, void *p);
   // acc[g * dim + j] += sum over i < n of p[g * p_stride + i] * value[i][j]. n is even but for the last keys of a chunk.
-  void (*weigh)(const void *p, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc);
+  void (*weigh)(const void *p, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc,
+                const uint8_t *const *next);
   // out[j] = acc[j] * factor, as x's type.
   void (*finish)(const float *acc, int64_t dim, float factor, void *out);
+  bool brings;  // whether scores and weigh bring `next` nearer while they compute: dim numbers of KEY_TILE rows, or null
 };
 
 const AttentionOps *attention_ops(int64_t x_type);  // those of the instruction set in use

@@ -32,7 +32,8 @@ INLINE vf totals_of_8(const vf (&x)[LANES]) {
 }
 
 // Scores of some heads and n keys, as many at a time as make 8 sums. key: padded to a multiple of that.
-template <class X, int HEADS> static void score_heads(const X *q, int64_t q_stride, const uint8_t *const *key, int n, int64_t dim, float scale, float *s, int64_t s_stride) {
+template <class X, int HEADS> static void score_heads(const X *q, int64_t q_stride, const uint8_t *const *key, int n, int64_t dim, float scale, float *s, int64_t s_stride,
+                                                        const uint8_t *const *next) {
   enum { KEYS = LANES / HEADS };
   for (int first = 0; first < n; first += KEYS) {
     vf sum[LANES];
@@ -40,6 +41,8 @@ template <class X, int HEADS> static void score_heads(const X *q, int64_t q_stri
     for (int at = 0; at < LANES; at++) sum[at] = splat(0.f);
     int64_t d = 0;
     for (; d + 2 * LANES <= dim; d += 2 * LANES) {
+      if (next && d * sizeof(X) % 64 == 0)
+        for (int i = 0; i < KEYS; i++) __builtin_prefetch(next[first + i] + d * sizeof(X), 0, 2);
       add_scores<0, X, HEADS, KEYS>(q, q_stride, key + first, d, sum);
       add_scores<1, X, HEADS, KEYS>(q, q_stride, key + first, d, sum);
     }
@@ -61,14 +64,15 @@ template <class X, int HEADS> static void score_heads(const X *q, int64_t q_stri
 }
 
 template <class X>
-static void scores_of_8(const void *qv, int64_t q_stride, int64_t heads, const uint8_t *const *key, int n, int64_t dim, float scale, float *s, int64_t s_stride) {
+static void scores_of_8(const void *qv, int64_t q_stride, int64_t heads, const uint8_t *const *key, int n, int64_t dim, float scale, float *s, int64_t s_stride,
+                        const uint8_t *const *next) {
   const X *q = (const X *)qv;
   const uint8_t *padded[KEY_TILE];
   for (int i = 0; i < KEY_TILE; i++) padded[i] = key[i < n ? i : n - 1];
   int64_t g = 0;
-  for (; g + 4 <= heads; g += 4) score_heads<X, 4>(q + g * q_stride, q_stride, padded, n, dim, scale, s + g * s_stride, s_stride);
-  for (; g + 2 <= heads; g += 2) score_heads<X, 2>(q + g * q_stride, q_stride, padded, n, dim, scale, s + g * s_stride, s_stride);
-  if (g < heads) score_heads<X, 1>(q + g * q_stride, q_stride, padded, n, dim, scale, s + g * s_stride, s_stride);
+  for (; g + 4 <= heads; g += 4, next = nullptr) score_heads<X, 4>(q + g * q_stride, q_stride, padded, n, dim, scale, s + g * s_stride, s_stride, next);
+  for (; g + 2 <= heads; g += 2, next = nullptr) score_heads<X, 2>(q + g * q_stride, q_stride, padded, n, dim, scale, s + g * s_stride, s_stride, next);
+  if (g < heads) score_heads<X, 1>(q + g * q_stride, q_stride, padded, n, dim, scale, s + g * s_stride, s_stride, next);
 }
 
 // acc [16] += numbers, every other one in each register.
@@ -80,7 +84,7 @@ INLINE void add_halves(vf even, vf odd, float *acc) {
 
 // acc += weights [HEADS][KEY_TILE] times 16 * TIMES columns of n values, whose sum is added up by itself.
 template <int HEADS, int TIMES>
-INLINE void add_values(const float (*weight)[KEY_TILE], const uint8_t *const *value, int n, int64_t at, int64_t dim, float *acc) {
+INLINE void add_values(const float (*weight)[KEY_TILE], const uint8_t *const *value, int n, int64_t at, int64_t dim, float *acc, const uint8_t *const *next) {
   vf sum[HEADS][2 * TIMES];
 #pragma GCC unroll 4
   for (int g = 0; g < HEADS; g++)
@@ -88,6 +92,9 @@ INLINE void add_values(const float (*weight)[KEY_TILE], const uint8_t *const *va
     for (int j = 0; j < 2 * TIMES; j++) sum[g][j] = splat(0.f);
   for (int i = 0; i < n; i++) {
     const bf16 *from = (const bf16 *)value[i] + at;
+    if (next && (TIMES > 1 || at % 32 == 0))
+#pragma GCC unroll 2
+      for (int line = 0; line < (TIMES + 1) / 2; line++) __builtin_prefetch(next[i] + 2 * at + 64 * line, 0, 2);
     vf v[2 * TIMES];
 #pragma GCC unroll 4
     for (int j = 0; j < TIMES; j++) v[2 * j] = half_of<0>(from + 2 * LANES * j), v[2 * j + 1] = half_of<1>(from + 2 * LANES * j);
@@ -104,7 +111,8 @@ INLINE void add_values(const float (*weight)[KEY_TILE], const uint8_t *const *va
     for (int j = 0; j < TIMES; j++) add_halves(sum[g][2 * j], sum[g][2 * j + 1], acc + g * dim + at + 2 * LANES * j);
 }
 
-template <int HEADS> static void value_heads(const bf16 *p, int64_t p_stride, const uint8_t *const *value, int n, int64_t dim, float *acc) {
+template <int HEADS> static void value_heads(const bf16 *p, int64_t p_stride, const uint8_t *const *value, int n, int64_t dim, float *acc,
+                                            const uint8_t *const *next) {
   enum { TIMES = 4 / HEADS, COLUMNS = TIMES * 2 * LANES };
   float weight[HEADS][KEY_TILE];
   for (int g = 0; g < HEADS; g++) {
@@ -114,17 +122,18 @@ template <int HEADS> static void value_heads(const bf16 *p, int64_t p_stride, co
       for (int i = 0; i < n; i++) weight[g][i] = number(p + g * p_stride + i);
   }
   int64_t at = 0;
-  for (; at + COLUMNS <= dim; at += COLUMNS) add_values<HEADS, TIMES>(weight, value, n, at, dim, acc);
-  for (; at + 2 * LANES <= dim; at += 2 * LANES) add_values<HEADS, 1>(weight, value, n, at, dim, acc);
+  for (; at + COLUMNS <= dim; at += COLUMNS) add_values<HEADS, TIMES>(weight, value, n, at, dim, acc, next);
+  for (; at + 2 * LANES <= dim; at += 2 * LANES) add_values<HEADS, 1>(weight, value, n, at, dim, acc, next);
   for (; at < dim; at++)
     for (int g = 0; g < HEADS; g++)
       for (int i = 0; i < n; i++) acc[g * dim + at] += weight[g][i] * number((const bf16 *)value[i] + at);
 }
 
-static void weigh_halves(const void *pv, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc) {
+static void weigh_halves(const void *pv, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc,
+                         const uint8_t *const *next) {
   const bf16 *p = (const bf16 *)pv;
   int64_t g = 0;
-  for (; g + 4 <= heads; g += 4) value_heads<4>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim);
-  for (; g + 2 <= heads; g += 2) value_heads<2>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim);
-  if (g < heads) value_heads<1>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim);
+  for (; g + 4 <= heads; g += 4, next = nullptr) value_heads<4>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim, next);
+  for (; g + 2 <= heads; g += 2, next = nullptr) value_heads<2>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim, next);
+  if (g < heads) value_heads<1>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim, next);
 }

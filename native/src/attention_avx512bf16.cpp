@@ -49,7 +49,7 @@ INLINE void score_pairs(const bf16 *q, int64_t q_stride, const uint8_t *const *k
 }
 
 void pair_scores(const void *qv, int64_t q_stride, int64_t heads, const uint8_t *const *key, int n, int64_t dim, float scale, float *s,
-                 int64_t s_stride) {
+                 int64_t s_stride, const uint8_t *const *) {
   const bf16 *q = (const bf16 *)qv;
   for (; heads >= 4; heads -= 4, q += 4 * q_stride, s += 4 * s_stride) score_pairs<4>(q, q_stride, key, n, dim, scale, s, s_stride);
   for (; heads >= 2; heads -= 2, q += 2 * q_stride, s += 2 * s_stride) score_pairs<2>(q, q_stride, key, n, dim, scale, s, s_stride);
@@ -109,14 +109,14 @@ INLINE void weigh_columns(const bf16 *p, int64_t p_stride, const uint8_t *const 
   if (at < dim) weigh_pairs<HEADS, false>(p, p_stride, value, n, at, dim - at, dim, acc);
 }
 
-void pair_weigh(const void *pv, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc) {
+void pair_weigh(const void *pv, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc, const uint8_t *const *) {
   const bf16 *p = (const bf16 *)pv;
   for (; heads >= 4; heads -= 4, p += 4 * p_stride, acc += 4 * dim) weigh_columns<4>(p, p_stride, value, n, dim, acc);
   for (; heads >= 2; heads -= 2, p += 2 * p_stride, acc += 2 * dim) weigh_columns<2>(p, p_stride, value, n, dim, acc);
   if (heads) weigh_columns<1>(p, p_stride, value, n, dim, acc);
 }
 
-constexpr AttentionOps table = {pair_scores, softmax<bf16>, pair_weigh, finish<bf16>};
+constexpr AttentionOps table = {pair_scores, softmax<bf16>, pair_weigh, finish<bf16>, false};
 }  // namespace
 const AttentionOps *const attention_avx512_bf16 = &table;
 #endif

@@ -20,7 +20,7 @@ INLINE void score_tile(const X *q, int64_t q_stride, const uint8_t *const *key, 
 
 template <class X>
 static void scores(const void *qv, int64_t q_stride, int64_t heads, const uint8_t *const *key, int n, int64_t dim, float scale, float *s,
-                   int64_t s_stride) {
+                   int64_t s_stride, const uint8_t *const *) {
   const X *q = (const X *)qv;
   int64_t g = 0;
   for (; g < heads; g += g + 2 <= heads ? 2 : 1) {
@@ -89,7 +89,8 @@ INLINE void weigh_heads(const X *p, int64_t p_stride, const uint8_t *const *valu
 }
 
 template <class X>
-static void weigh(const void *pv, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc) {
+static void weigh(const void *pv, int64_t p_stride, int64_t heads, const uint8_t *const *value, int n, int64_t dim, float *acc,
+                  const uint8_t *const *) {
   const X *p = (const X *)pv;
   int64_t g = 0;
   for (; g + 2 <= heads; g += 2) weigh_heads<X, 2>(p + g * p_stride, p_stride, value, n, dim, acc + g * dim);
@@ -104,5 +105,5 @@ template <class X> static void finish(const float *acc, int64_t dim, float facto
 }
 
 template <class X> struct Ops {
-  static constexpr AttentionOps table = {scores<X>, softmax<X>, weigh<X>, finish<X>};
+  static constexpr AttentionOps table = {scores<X>, softmax<X>, weigh<X>, finish<X>, false};
 };

@@ -4,7 +4,7 @@
 // An expert's weights are packed into panels of 64 output columns, so that a panel is read from its first byte to its last:
 //   up panels    ceil(F/32) of them over D: columns are 16 of gate, 16 of up, 16 of gate, 16 of up
 //   down panels  ceil(D/64) of them over F: columns as they are
-// A panel of float32 has 64 numbers for each k, one of bfloat16 64 pairs (k, k + 1). A panel of 8-bit weights has for each
+// A panel of float32 has 64 numbers for each k, one of bfloat16 64 pairs (k, k + 1), also where rows are float32. A panel of 8-bit weights has for each
 // block of 128 k 64 scales (float32), then for each pair (k, k + 1) 128 bytes, ordered so that two byte unpackings make them
 // pairs of bfloat16. A byte is sign and magnitude: e4m3 as it is, INT8 with its sign in the top bit.
 // A panel of 4-bit weights has for each block of 128 k the scales of 4 groups of 32 k, 64 each, of 16 bits (MXFP4: bfloat16, powers of
@@ -24,8 +24,9 @@ enum { WHOLE_BYTES = 72, MAX_WHOLE_ROWS = 4 };  // of 32 numbers of a row as who
 // Where whole numbers serve for any number of rows: a block of weights taken apart for them.
 enum { WHOLE_BLOCK = 2 * K_BLOCK / K_GROUP * PANEL * 4 + K_BLOCK * PANEL * 2 };
 enum XType { X_F32 = 0, X_BF16 = 1 };
-enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5, W_INT4_INT8 = 6 };  // plain: of x's type
-// The last is of experts only: gate and up have zero points, down has 8 bits.
+// Plain: of x's type. INT4_INT8 is of experts only: gate and up have zero points, down has 8 bits. BF16 is of rows of float32: each weight
+// becomes float32 in a register, and sums are those of the same weights in float32, bit by bit.
+enum Format { W_PLAIN = 0, W_FP8 = 1, W_INT8 = 2, W_MXFP4 = 3, W_INT4 = 4, W_INT4_ZERO = 5, W_INT4_INT8 = 6, W_BF16 = 7 };
 static inline int64_t up_format(int64_t format) { return format == W_INT4_INT8 ? (int64_t)W_INT4_ZERO : format; }
 static inline int64_t down_format(int64_t format) { return format == W_INT4_INT8 ? (int64_t)W_INT8 : format; }
 
@@ -74,6 +75,7 @@ struct ExpertOps {
   // Where whole numbers serve for any number of rows, with the same sums: from FP8 on, which has none.
   WidenFn widen_whole[5];
   const TileFn *wide_whole[5];
+  TileFn of_bf16[MAX_ROWS + 1];  // rows of float32 and weights of bfloat16
 };
 
 // What a thread asks to be brought nearer while it multiplies: beside each of the four products of a step so many lines, `gap` bytes
@@ -161,11 +163,13 @@ struct Multiplier {
   enum { GATHERED = 1 << 20, MOST_GATHERED = 4 * MAX_BAND, MOST_DIRECT = 2 * MAX_BAND, MOST_WIDENED = 5 * MAX_BAND };  // bytes and rows that stay in the second cache
   enum { NEAR_ROWS = 64, FAR_BYTES = 4 << 20 };  // whose sums stay in the nearest cache; what passes by may push out of the last one
   int64_t item() const { return x_type == X_F32 ? 4 : 2; }
-  bool halves() const { return format >= W_MXFP4; }
+  bool plain() const { return format == W_PLAIN || format == W_BF16; }
+  int64_t plain_item() const { return format == W_BF16 ? 2 : item(); }
+  bool halves() const { return format >= W_MXFP4 && !plain(); }
   int64_t scale_bytes() const { return halves() ? half_scales(format) : (int64_t)PANEL * 4; }  // of a block
   int64_t block_bytes() const { return scale_bytes() + (halves() ? K_BLOCK * PANEL / 2 : K_BLOCK * PANEL); }
   int64_t panel_bytes(int64_t depth) const {
-    if (format == W_PLAIN) return depth * PANEL * item();
+    if (plain()) return depth * PANEL * plain_item();
     int64_t blocks = (depth + K_BLOCK - 1) / K_BLOCK;
     return blocks * scale_bytes() + (halves() ? (depth + HALF_STEP - 1) / HALF_STEP * HALF_STEP_BYTES : depth * PANEL);
   }
@@ -173,14 +177,14 @@ struct Multiplier {
   static int64_t gathered_stride(int64_t depth) { return (depth + TILE_K - 1) / TILE_K * TILE_K * 2 + 64; }
   // To widen a panel once more for more rows costs more than what the second cache lacks.
   int64_t gathered_rows(int64_t depth) const {
-    int64_t rows = GATHERED / gathered_stride(depth), most = format == W_PLAIN ? (int64_t)MOST_GATHERED : (int64_t)MOST_WIDENED;
+    int64_t rows = GATHERED / gathered_stride(depth), most = plain() ? (int64_t)MOST_GATHERED : (int64_t)MOST_WIDENED;
     return rows > most ? most : rows < TILE_K ? (int64_t)TILE_K : rows;
   }
   // What a thread needs to work in, a multiple of 64: weights that are widened, sums of rows that take several parts of a panel, then
   // rows (at most `rows` of `depth`) that lie together.
   int64_t wide_block() const { return all_whole() ? (int64_t)WHOLE_BLOCK : K_BLOCK * PANEL * item() + (halves() ? 0 : PANEL * 4); }
-  int64_t wide_bytes() const { return format == W_PLAIN ? 0 : (bands ? WIDE_K / K_BLOCK : 1) * wide_block(); }
-  int64_t sums_bytes(int64_t depth, int64_t rows) const { return format == W_PLAIN || depth <= WIDE_K || rows <= MAX_BAND ? 0 : rows * PANEL * 4; }
+  int64_t wide_bytes() const { return plain() ? 0 : (bands ? WIDE_K / K_BLOCK : 1) * wide_block(); }
+  int64_t sums_bytes(int64_t depth, int64_t rows) const { return plain() || depth <= WIDE_K || rows <= MAX_BAND ? 0 : rows * PANEL * 4; }
   int64_t work_bytes(int64_t depth, int64_t rows) const {
     int64_t most = gathered_rows(depth), here = rows < most ? rows : most;
     int64_t bytes = wide_bytes() + (bands ? sums_bytes(depth, here) + here * gathered_stride(depth) : 0);
@@ -191,7 +195,7 @@ struct Multiplier {
   // bfloat16 are as fast with 8 bits, and equal to those of many rows.
   bool whole(int64_t rows) const { return all_whole() || (ops->whole && rows <= narrow_rows && (halves() || (format == W_INT8 && bands))); }
   // Whether any number of rows are; then they come so (whole_rows).
-  bool all_whole() const { return format > W_FP8 && ops->widen_whole[format - W_FP8]; }
+  bool all_whole() const { return format > W_FP8 && !plain() && ops->widen_whole[format - W_FP8]; }
   static int64_t whole_stride(int64_t depth) { return (depth + K_GROUP - 1) / K_GROUP * WHOLE_BYTES; }
 
   // Rows `first` to `last` times panels `low` to `high`, which at(n) tells; at(high) is what follows them, or null. Then
@@ -278,12 +282,12 @@ struct Multiplier {
     alignas(64) float c[MAX_BAND * PANEL];
     const void *a[MAX_BAND];
     // FP8 gives the same sums both ways; INT8 with matrix tiles and 4 bits do not.
-    bool bytes = format != W_PLAIN, narrow = bytes && last - first <= most_narrow(), widened = bytes && !narrow;
-    const TileFn *tiles = narrow ? rows_at.whole && !halves() ? ops->bytes : ops->narrow[format - W_FP8] : widened && !halves() ? ops->scaled : ops->plain;
+    bool bytes = !plain(), narrow = bytes && last - first <= most_narrow(), widened = bytes && !narrow;
+    const TileFn *tiles = narrow ? rows_at.whole && !halves() ? ops->bytes : ops->narrow[format - W_FP8] : widened && !halves() ? ops->scaled : format == W_BF16 ? ops->of_bf16 : ops->plain;
     if (widened && all_whole()) tiles = ops->wide_whole[format - W_FP8];
     // For many rows products take longest: a panel that comes from the second cache is no matter, sums put away and taken up are.
     int64_t step = bytes || last - first <= FEW_ROWS ? (int64_t)K_BLOCK : depth;
-    int64_t size = bytes ? block_bytes() : step * PANEL * item();
+    int64_t size = bytes ? block_bytes() : step * PANEL * plain_item();
     const int64_t most = rows_at.whole && narrow ? (int64_t)MAX_WHOLE_ROWS : narrow ? (int64_t)MAX_NARROW_ROWS : (int64_t)MAX_ROWS;
     // Blocks from one to that which is brought nearer: small ones are done before a line has come from memory.
     const int64_t apart = narrow && (rows_at.whole || halves()) ? 3 : 1, end = (depth + step - 1) / step * step;

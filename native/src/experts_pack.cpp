@@ -104,6 +104,7 @@ void half_group(const Matrix &w, int format, int64_t first, int group, int64_t d
 }
 
 void pack_group(int64_t x_type, int64_t format, const Matrix &w, int64_t scale_rows, int64_t first, int group, int64_t depth, uint8_t *panel) {
+  if (format == W_BF16) x_type = X_BF16, format = W_PLAIN;
   if (format >= W_MXFP4) half_group(w, (int)format, first, group, depth, panel);
   else if (format != W_PLAIN) byte_group(w, (int)format, scale_rows, first, group, depth, panel);
   else if (x_type == X_F32) plain_group<4>(w, first, group, depth, panel);

@@ -317,6 +317,10 @@ template <class X> struct Ops {
     if constexpr (FORMAT >= W_MXFP4) return half_tile<X, FORMAT, N>;
     else return tile<X, FORMAT, true, N>;
   }
+  template <int N> static constexpr TileFn of_bf16() {
+    if constexpr (sizeof(X) == 4) return tile<X, BF16, false, N>;
+    else return nullptr;
+  }
 #define NARROW(F) {0, narrow<F, 1>(), narrow<F, 2>(), narrow<F, 3>(), narrow<F, 4>(), narrow<F, 5>(), narrow<F, 6>()}
   static constexpr ExpertOps table = {
       {0, wide<false, 1>(), wide<false, 2>(), wide<false, 3>(), wide<false, 4>(), wide<false, 5>(), wide<false, 6>()},
@@ -328,5 +332,8 @@ template <class X> struct Ops {
       gated_columns<X>,
       weigh_columns<X>,
       store_columns<X>,
+      {},
+      {},
+      {0, of_bf16<1>(), of_bf16<2>(), of_bf16<3>(), of_bf16<4>(), of_bf16<5>(), of_bf16<6>()},
   };
 };

@@ -115,7 +115,7 @@ NATIVE_API void attention_absorb(int x_type, const void *q_nope, const void *q_p
     memset(acc, 0, tokens * latent * 4);
     for (int64_t n = 0; n < nope; n += KEY_TILE)
       ops->weigh((const uint8_t *)q_nope + (h * strides->nope_head + n) * item, strides->nope_token, tokens, row + n,
-                 nope - n < KEY_TILE ? (int)(nope - n) : (int)KEY_TILE, latent, acc);
+                 nope - n < KEY_TILE ? (int)(nope - n) : (int)KEY_TILE, latent, acc, nullptr);
     for (int64_t t = 0; t < tokens; t++) {
       uint8_t *to = (uint8_t *)out + (t * heads + h) * width * item;
       ops->finish(acc + t * latent, latent, 1, to);
@@ -141,7 +141,7 @@ NATIVE_API void attention_expand(int x_type, const void *x, const void *w, void 
     for (int64_t v = 0; v < values; v += KEY_TILE) {
       int n = values - v < KEY_TILE ? (int)(values - v) : (int)KEY_TILE;
       for (int j = 0; j < n; j++) row[j] = (const uint8_t *)w + (h * values + v + j) * latent * item;
-      ops->scores((const uint8_t *)x + h * latent * item, heads * latent, tokens, row, n, latent, 1, sum + v, values);
+      ops->scores((const uint8_t *)x + h * latent * item, heads * latent, tokens, row, n, latent, 1, sum + v, values, nullptr);
     }
     for (int64_t t = 0; t < tokens; t++) ops->finish(sum + t * values, values, 1, (uint8_t *)out + (t * heads + h) * values * item);
   });

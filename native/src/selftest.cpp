@@ -24,6 +24,7 @@ struct Matrix {
   std::vector<float> value, scale;
   std::vector<uint8_t> bytes;
   Matrix(int64_t outputs, int64_t inputs, int x_type, int format) {
+    if (format == W_BF16) x_type = X_BF16, format = W_PLAIN;
     if (format >= W_MXFP4) {
       halves(outputs, inputs, format);
       return;
@@ -201,6 +202,16 @@ int main() {
           for (int64_t tokens : {0, 1, 5, 17, 60})
             for (int threads : {1, 2}) test(x_type, format, size[0], size[1], tokens, threads), count++;
     for (int format : {W_PLAIN, W_FP8, W_INT8, W_MXFP4, W_INT4, W_INT4_ZERO, W_INT4_INT8}) test(X_BF16, format, 300, 140, 230, 2), count++;  // several bands of rows
+  }
+  for (int isa = ISA_AVX2; isa <= best; isa++) {
+    native_limit_isa(isa);
+    for (int threads : {1, 2}) {
+      for (auto &size : sizes)
+        for (int64_t tokens : {0, 1, 5, 17, 60}) test(X_F32, W_BF16, size[0], size[1], tokens, threads), count++;
+      for (int64_t rows : {0, 1, 5, 13, 40, 100})
+        for (int64_t inputs : {2, 130, 256})
+          for (int64_t outputs : {1, 64, 150}) test_linear_packed(X_F32, W_BF16, rows, inputs, outputs, threads), count++;
+    }
   }
   printf("%d cases, %d numbers wrong\n", count, failures);
   return failures != 0;

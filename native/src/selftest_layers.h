@@ -111,8 +111,9 @@ void test_linear_packed(int x_type, int format, int64_t rows, int64_t inputs, in
   const int64_t blocks = (inputs + 127) / 128, scale_rows = format == W_INT8 ? 1 : 128;
   Rows x(x_type, rows, inputs, inputs), bias(x_type, 1, outputs, outputs), scale(X_F32, (outputs + scale_rows - 1) / scale_rows, blocks, blocks);
   const int64_t item = x_type == X_F32 ? 4 : 2, groups = (inputs + K_GROUP - 1) / K_GROUP;
-  const bool halves = format >= W_MXFP4;
-  std::vector<uint8_t> weight(halves ? outputs * groups * K_GROUP / 2 : outputs * inputs * (format == W_PLAIN ? item : 1), 3), y(rows * outputs * item);
+  const bool halves = format >= W_MXFP4 && format != W_BF16;
+  const int64_t weight_item = format == W_PLAIN ? item : format == W_BF16 ? 2 : 1;
+  std::vector<uint8_t> weight(halves ? outputs * groups * K_GROUP / 2 : outputs * inputs * weight_item, 3), y(rows * outputs * item);
   std::vector<uint8_t> packed((outputs + 63) / 64 * Multiplier{nullptr, nullptr, x_type, format, 0}.panel_bytes(inputs));
   std::vector<uint16_t> words(outputs * groups * (format == W_INT4_ZERO ? 2 : 1), 0x3c00);
   const float *scales = halves ? (const float *)words.data() : (const float *)scale.bytes.data();

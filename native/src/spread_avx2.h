@@ -1,4 +1,4 @@
-// Tiles of weights that are as wide as x, for 16 registers: rows are made float32 once for all columns, and a number of theirs is then
+// Tiles of weights that are as wide as x, or of bfloat16, for 16 registers: rows are made float32 once for all columns, and a number of theirs is then
 // read and broadcast by one instruction. Included by experts_avx2.cpp inside its namespace, after experts_vector.h. Sums are added up in
 // the order of k, as there, whatever the number of rows.
 
@@ -13,9 +13,9 @@ template <class X> INLINE void spread_row(const X *from, int64_t n, float *to) {
   for (; i < n; i++) to[i] = number(from + i);
 }
 
-// acc += n k of the rows, x [MR][SPREAD_K], times the panel from p on.
-template <class X, int MR, int NV> INLINE void spread_products(const float *x, const uint8_t *p, int64_t n, const vi *mask, vf (&acc)[MR][NV]) {
-  enum { ABREAST = sizeof(X) == 4 ? 1 : 2 };  // k whose weights lie together
+// acc += n k of the rows, x [MR][SPREAD_K], times the panel of W from p on.
+template <class W, int MR, int NV> INLINE void spread_products(const float *x, const uint8_t *p, int64_t n, const vi *mask, vf (&acc)[MR][NV]) {
+  enum { ABREAST = sizeof(W) == 4 ? 1 : 2 };  // k whose weights lie together
   for (int64_t k = 0; k < n; k += ABREAST, x += ABREAST, p += 256)
 #pragma GCC unroll 2
     for (int odd = 0; odd < ABREAST; odd++) {
@@ -35,8 +35,8 @@ template <class X, int MR, int NV> INLINE void spread_products(const float *x, c
     }
 }
 
-// As `tile` of experts_vector.h, of weights of X.
-template <class X, bool SCALED, int MR> static void spread_tile(const void *const *a, const Block &block, float *c) {
+// As `tile` of experts_vector.h, of weights of W.
+template <class X, class W, bool SCALED, int MR> static void spread_tile(const void *const *a, const Block &block, float *c) {
   enum { GROUPS_NOW = groups_of(MR), NV = GROUPS_NOW * PARTS, PASSES = 4 / GROUPS_NOW };
   alignas(64) float x[MR * SPREAD_K];
   const uint8_t *weights = block.panel + (SCALED ? PANEL * 4 : 0), *ahead = block.ahead;
@@ -58,7 +58,7 @@ template <class X, bool SCALED, int MR> static void spread_tile(const void *cons
       for (int64_t k = 0; k < n; k += AHEAD_K) {
         const int64_t some = n - k < AHEAD_K ? n - k : (int64_t)AHEAD_K;
         for (int64_t i = some / 2 * now; i > 0; i--, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-        spread_products<X, MR, NV>(x + k, weights + (first + k) * PANEL * sizeof(X) + 64 * group, some, mask, acc);
+        spread_products<W, MR, NV>(x + k, weights + (first + k) * PANEL * sizeof(W) + 64 * group, some, mask, acc);
       }
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++)
@@ -73,12 +73,13 @@ template <class X, bool SCALED, int MR> static void spread_tile(const void *cons
   }
 }
 
-template <class X, bool SCALED, int N> static constexpr void take_spread(TileFn (&tiles)[MAX_ROWS + 1]) {
-  tiles[N] = spread_tile<X, SCALED, N>;
-  if constexpr (N > 1) take_spread<X, SCALED, N - 1>(tiles);
+template <class X, class W, bool SCALED, int N> static constexpr void take_spread(TileFn (&tiles)[MAX_ROWS + 1]) {
+  tiles[N] = spread_tile<X, W, SCALED, N>;
+  if constexpr (N > 1) take_spread<X, W, SCALED, N - 1>(tiles);
 }
 template <class X> static constexpr ExpertOps with_spread(ExpertOps ops) {
-  take_spread<X, false, MAX_ROWS>(ops.plain);
-  take_spread<X, true, MAX_ROWS>(ops.scaled);
+  take_spread<X, X, false, MAX_ROWS>(ops.plain);
+  take_spread<X, X, true, MAX_ROWS>(ops.scaled);
+  if constexpr (sizeof(X) == 4) take_spread<X, bf16, false, MAX_ROWS>(ops.of_bf16);
   return ops;
 }

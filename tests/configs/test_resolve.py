@@ -56,6 +56,23 @@ def test_defaults() -> None:
         assert plan.reasons[field]
 
 
+def test_weights_stay_in_bfloat16_beneath_float32() -> None:
+    """On a CPU with native kernels, where nothing else was asked for."""
+    model = dataclasses.replace(MODEL, in_bfloat16=True, linear_bytes=150 * MEBI)
+    machine = dataclasses.replace(MACHINE, native_kernels="avx2")
+
+    def formats(model: ModelNumbers = model, machine: Machine = machine, **asked: Any) -> tuple[str, str]:
+        plan = resolve(EngineConfig(**{"dtype": "float32", "data_parallel_size": 2, **asked}), model, machine)
+        return plan.expert_format, plan.linear_format
+
+    assert formats() == ("bf16", "bf16")
+    assert formats(moe_backend="torch") == ("plain", "bf16")
+    assert formats(dtype="bfloat16") == formats(MODEL) == formats(machine=MACHINE) == ("plain", "plain")
+    assert formats(quantization="int8") == ("int8", "int8")
+    plan = resolve(EngineConfig(dtype="float32", data_parallel_size=2), model, machine)
+    assert plan.store_bytes == (800 + 150 + 2 * 50) * MEBI  # embeddings and norms are in float32
+
+
 def test_a_store_on_each_machine_where_there_is_room() -> None:
     """For all weights as often, and for the cache; if not, ranks have their own."""
     two = dataclasses.replace(MACHINE, shared_memory=False, machines=2)

@@ -15,6 +15,7 @@ from hf_tiny import (
     HfModel,
     chunked_logits,
     load_ours,
+    make_deepseek_moe,
     make_fp8,
     make_llama,
     make_qwen3,
@@ -137,6 +138,26 @@ def test_linear_layers_can_be_kept_in_8_bits(tmp_path: Path, make: Callable[...,
     assert relative_error(chunked_logits(kept, TOKENS, [20, 4]), expected_TV) < 1e-4
 
 
+@pytest.mark.skipif(isa() == Isa.NONE, reason="the native kernels are not there")
+@pytest.mark.parametrize("make", [make_qwen3_moe, make_deepseek_moe])
+def test_bfloat16_is_kept_beneath_float32(tmp_path: Path, make: Callable[..., HfModel]) -> None:
+    """Where all experts of a layer are in bfloat16, and in linear layers all of whose numbers are of it."""
+    hf = make(tmp_path)
+    other = "model.layers.2.mlp.experts.1.up_proj.weight"
+    rewrite(hf.path, lambda tensors: {key: t if key == other else t.bfloat16() for key, t in tensors.items()})
+    model, plain = (load_kept(hf.path, form, form) for form in (WeightFormat.BF16, WeightFormat.PLAIN))
+    forms = {prefix: moe.experts.format for prefix, moe in model._hosts}  # type: ignore[attr-defined]
+    assert forms.pop("model.layers.2.mlp.experts.") is WeightFormat.PLAIN
+    assert forms and set(forms.values()) == {WeightFormat.BF16}
+    linears = [part for part in model.modules() if isinstance(part, Linear)]  # type: ignore[attr-defined]
+    assert all(part.packed is not None and part.packed.form is WeightFormat.BF16 for part in linears)
+    expected_TV = chunked_logits(plain, TOKENS, [20, 4])
+    assert relative_error(chunked_logits(model, TOKENS, [20, 4]), expected_TV) < 1e-6
+    for (_, ours), (_, theirs) in zip(model._hosts, plain._hosts, strict=True):  # type: ignore[attr-defined]
+        for kept, wanted in zip(ours.experts.read_slot(1), theirs.experts.read_slot(1), strict=True):
+            assert torch.equal(kept, wanted)
+
+
 @pytest.mark.parametrize("form", [WeightFormat.PLAIN, WeightFormat.INT8])
 def test_a_tied_head_and_its_embedding_are_one_part(tmp_path: Path, form: WeightFormat) -> None:
     """Ranks that fill a store together make parts of it: a head is made by the rank that has read the embedding."""
@@ -151,9 +172,10 @@ def test_a_tied_head_and_its_embedding_are_one_part(tmp_path: Path, form: Weight
     assert sum(tensor.numel() == VOCAB * 32 and tensor.is_floating_point() for tensor in kept.values()) == 1
 
 
-def load_kept(path: Path, form: WeightFormat) -> CausalLM:
-    """With all linear layers in `form`, and experts as they are."""
+def load_kept(path: Path, form: WeightFormat, experts: WeightFormat = WeightFormat.PLAIN) -> CausalLM:
+    """With all linear layers in `form`."""
     model = build(read_config(path), single_rank(path), torch.float32, CPU)
+    model.keep_experts(experts)
     model.keep_linears(form)
     model.load(Checkpoint(path))
     return model

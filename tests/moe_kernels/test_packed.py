@@ -70,6 +70,8 @@ def matrices(hidden: int, width: int, dtype: torch.dtype, seed: int) -> Matrices
 
 def rounded(matrix: Tensor, form: WeightFormat) -> Tensor:
     """What it is where it is kept so, float32."""
+    if form is WeightFormat.BF16:
+        return matrix.bfloat16().float()
     if form in HALVES:
         return dequantize_halves(quantize_halves(matrix, form), torch.float32)
     return dequantize(quantize(matrix, form), torch.float32)
@@ -299,6 +301,25 @@ def test_thousands_of_tokens(level: Isa, form: WeightFormat) -> None:
     y_TD = ours.run_tokens(TokenBatch(x_TD, slot_TK, weight_TK, 0, torch.float32))
     expected_TD, allowed_TD = exact_sums(exact, x_TD, slot_TK, weight_TK, 0, form)
     assert_within(y_TD, expected_TD, allowed_TD)
+
+
+@pytest.mark.parametrize(("hidden", "width"), SIZES)
+def test_weights_of_bfloat16_and_rows_of_float32(level: Isa, hidden: int, width: int) -> None:
+    """The sums are those of the same weights in float32, bit by bit, in half the bytes."""
+    wide, ours = (PackedExperts(4, hidden, width, torch.float32, form) for form in (PLAIN, WeightFormat.BF16))
+    for experts in (wide, ours):
+        experts.packed_SB.fill_(0xFF)
+        for slot in range(4):
+            experts.fill(slot, *matrices(hidden, width, torch.bfloat16, slot))
+    for rows in (*ROWS, [1, 2, 3, 4], [5, 6, 7, 8], [25, 0, 97, 300]):
+        batch = ragged(rows, hidden, torch.float32)
+        assert torch.equal(ours.run_rows(batch), wide.run_rows(batch))
+    for num_tokens in (1, 4, 60):
+        x_TD = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(num_tokens))
+        tokens = TokenBatch(x_TD, *routing(num_tokens, 3, 4, 1), 0, torch.float32)
+        assert torch.equal(ours.run_tokens(tokens), wide.run_tokens(tokens))
+    half = PackedExperts(1, hidden, width, torch.bfloat16, WeightFormat.BF16)
+    assert half.format is PLAIN and half.packed_SB.shape[1] == ours.packed_SB.shape[1]
 
 
 @pytest.mark.parametrize(("hidden", "width"), SIZES)

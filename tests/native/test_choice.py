@@ -50,6 +50,8 @@ def test_what_is_measured_is_a_way_of_the_level(level: Isa) -> None:
 
 
 def test_with_lesser_instructions_there_is_one_way() -> None:
+    measured.cache_clear()  # it may have been asked while less was allowed
+    limit_isa(best_isa())
     assert measured(Isa.NONE)[0] == Choice()
     assert "no ways" in measured(Isa.NONE)[1]
     if best_isa() >= Isa.AVX512:
@@ -65,7 +67,8 @@ def test_with_avx2_numbers_of_rows_are_measured() -> None:
 
 @pytest.mark.skipif(best_isa() < Isa.AVX2, reason="the native kernels are not there")
 @pytest.mark.parametrize(
-    "form", [form for form in WeightFormat if form not in (WeightFormat.PLAIN, WeightFormat.INT4_INT8)]
+    "form",
+    [form for form in WeightFormat if form not in (WeightFormat.PLAIN, WeightFormat.INT4_INT8, WeightFormat.BF16)],
 )
 def test_with_avx2_no_bit_depends_on_what_was_measured(form: WeightFormat) -> None:
     limit_isa(Isa.AVX2)

@@ -26,7 +26,7 @@ from moe_kernels.matrix import (
     quantize_halves,
 )
 from native import Choice, Isa, choose, isa, limit_isa
-from native.packed_linear import PackedLinear, is_faster_packed
+from native.packed_linear import PackedLinear, is_bfloat16, is_faster_packed
 
 ROWS = [0, 1, 2, 3, 4, 5, 9, 12, 13, 24, 31, 300]
 
@@ -110,6 +110,39 @@ def test_4_bits_equal_torch(
         if always or (dtype is torch.bfloat16 and rows <= half_rows and isa() >= Isa.AVX512_BF16):
             allowed += whole_rows_bound(x, larger, WHOLE_OF_8_BITS if always else WHOLE)
         assert_within(layer(x, bias), wanted, allowed)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("sizes", [(64, 64), (2, 1), (34, 7), (130, 200), (1000, 515), (2086, 70)])
+def test_bfloat16_and_rows_of_float32(level: None, sizes: tuple[int, int], threads: int) -> None:
+    """The sums are those of the same weights in float32, bit by bit, however many rows there are."""
+    num_inputs, num_outputs = sizes
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((num_outputs, num_inputs), generator=generator).bfloat16()
+    assert is_bfloat16(weight.float())
+    wide = PackedLinear(weight.float())
+    layer = PackedLinear(weight.clone(), None, 1, in_place=True, form=WeightFormat.BF16)
+    layer = PackedLinear.over(layer.packed_B, layer.form, num_outputs, num_inputs)
+    assert 2 * layer.packed_B.numel() == wide.packed_B.numel()
+    bias = torch.randn(num_outputs, generator=generator)
+    alone = []
+    for rows in ROWS:
+        x = torch.full((rows, num_inputs + 5), torch.nan)[:, 2 : 2 + num_inputs]
+        x[:] = torch.randn((rows, num_inputs), generator=torch.Generator().manual_seed(rows)) if rows > 1 else 0.3
+        for b in (None, bias):
+            assert torch.equal(layer(x, b), wide(x, b))
+        alone += [torch.equal(layer(x[:1]), layer(x)[:1])] if rows else []
+    assert all(alone)
+
+
+def test_what_has_more_bits_is_no_bfloat16(level: None) -> None:
+    weight = torch.ones(8, 6)
+    assert is_bfloat16(weight)
+    weight[7, 5] = 1 + 2**-8
+    assert not is_bfloat16(weight)
+    assert not is_bfloat16(torch.ones(8, 6).bfloat16())  # which is kept as it is
+    assert not is_bfloat16(torch.ones(8, 5))  # the kernels read inputs in pairs
 
 
 def halves_size(halves: HalfMatrix, num_inputs: int) -> Tensor:

@@ -1,15 +1,18 @@
 """What a request has of the cache when it is let in: a prefix that is known here, or what a rank that was lost had
-computed of it (cache/shared.py), so that a loss costs its requests no step but the one that was under way."""
+computed of it (cache/shared.py), so that a loss costs its requests no step but the one that was under way. No torch
+here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cache.manager import CacheManager, Prefix, Sequence
-from cache.memory import CacheMemory
 from cache.rows import CacheRows
-from cache.shared import FormerCache, Found
+
+if TYPE_CHECKING:
+    from cache.memory import CacheMemory
+    from cache.shared import FormerCache, Found
 
 
 class Moved(Sequence, Protocol):

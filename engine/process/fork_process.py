@@ -30,25 +30,13 @@ from configs.env import WITH_NUMPY, set_variables
 from engine.process.console import say
 from engine.process.orphan import die_with_parent
 from engine.process.standby_process import show_command
-from engine.process.torch_ahead import defer_modules, load_libraries
+from engine.process.torch_ahead import defer_modules, import_beside, import_libraries
 
 READY, GO = b"r", b"g"
 MOST_BYTES = 1 << 18  # of a message
 NUM_DESCRIPTORS = 2
-# What a rank imports, and torch does, that needs no torch. Libraries come first: one that is loaded waits for torch's.
-LIBRARIES = ("numpy", "front.wire", "front.text", "eplb.balancer", "multiprocessing.reduction", "ssl")
-MODULES = (
-    "engine.process.progress",
-    "engine.process.heartbeat",
-    "engine.scheduler",
-    "engine.speculation.speculation",
-    "models.registry",
-    "store.memory",
-    "concurrent.futures.thread",
-    "importlib.metadata",
-    "unittest",
-)
 ORPHAN_SECONDS = 5.0
+JOINED_SECONDS = 0.5
 LOOK_SECONDS = 0.0005
 
 
@@ -75,7 +63,7 @@ def main() -> None:
             _import_plainly(options.told)
         elif not _import_all(supervisor):
             return
-        threads = len(list(Path("/proc/self/task").iterdir()))
+        threads = _num_threads()
         if threads > 1:  # of a library: only one of them would go on in a fork
             say("no_forks", threads=threads)
             return
@@ -91,18 +79,13 @@ def _import_all(supervisor: socket.socket) -> bool:
     """False: it is not wanted any more. Where torch cannot be imported in less time, this process begins anew."""
     gc.disable()  # import_loop enables it
     set_variables(WITH_NUMPY)
-    for name in LIBRARIES:
-        importlib.import_module(name)
+    import_libraries()
     message = supervisor.recv(MOST_BYTES)
     if not message:
         return False
     told = Told(*json.loads(message))
     set_variables(told.environment)
-    loading = load_libraries()
-    for name in MODULES:
-        importlib.import_module(name)
-    if loading is not None:
-        loading.join()
+    import_beside()
     defer_modules()
     try:
         importlib.import_module(told.module).import_loop(told.architecture)
@@ -114,6 +97,14 @@ def _import_all(supervisor: socket.socket) -> bool:
             sys.executable, [sys.executable, "-P", "-m", "engine.process.fork_process", *sys.argv[1:], "--told", again]
         )
     return True
+
+
+def _num_threads() -> int:
+    """One that has been joined is a thread of the system's for a moment more."""
+    deadline = time.monotonic() + JOINED_SECONDS
+    while (threads := len(list(Path("/proc/self/task").iterdir()))) > 1 and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+    return threads
 
 
 def _import_plainly(text: str) -> None:

@@ -9,6 +9,7 @@ of a version that the tests have not seen are imported as ever, but for one that
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import re
@@ -40,7 +41,36 @@ OF_VERSION = {
     )
 }
 FUNCTIONS = {"torch._higher_order_ops": ("cond", "while_loop"), "torch.func": ("vmap",)}
-LIBRARIES = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_python.so", os.RTLD_NOW))
+# What a rank imports, and torch does, that needs no torch. First what loads libraries of its own, as the system loads
+# one at a time, and torch's take long.
+LIBRARIES = (
+    "numpy",
+    "front.wire",
+    "front.text",
+    "eplb.balancer",
+    "multiprocessing.reduction",
+    "ssl",
+    "mmap",
+    "fcntl",
+    "heapq",
+    "queue",
+    "csv",
+    "asyncio",
+    "subprocess",
+    "llguidance",
+)
+MODULES = (
+    "engine.process.progress",
+    "engine.process.heartbeat",
+    "engine.scheduler",
+    "engine.speculation.speculation",
+    "models.registry",
+    "store.memory",
+    "concurrent.futures.thread",
+    "importlib.metadata",
+    "unittest",
+)
+_OF_TORCH = (("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL), ("libtorch_python.so", os.RTLD_NOW))
 
 
 def deferred_modules() -> tuple[str, ...]:
@@ -52,6 +82,21 @@ def deferred_modules() -> tuple[str, ...]:
 def defer_modules() -> None:
     """Before torch is imported."""
     defer(deferred_modules(), FUNCTIONS)
+
+
+def import_libraries() -> None:
+    """What is to be there before `import_beside`."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
+
+
+def import_beside() -> None:
+    """Modules that need no torch, while another core loads torch's libraries."""
+    loading = load_libraries()
+    for name in MODULES:
+        importlib.import_module(name)
+    if loading is not None:
+        loading.join()
 
 
 def load_libraries() -> threading.Thread | None:
@@ -69,7 +114,7 @@ def _load(folder: Path) -> None:
     """By the function itself, as ctypes holds Python's lock while it loads a library."""
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.restype, dlopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
-    for name, mode in LIBRARIES:
+    for name, mode in _OF_TORCH:
         if not dlopen(bytes(folder / name), mode):
             return
 

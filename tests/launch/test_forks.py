@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from served import command_line, descendants, served, until
 
 from engine.process.heartbeat import last_beat
+from engine.process.torch_ahead import LIBRARIES, MODULES
 from launch.forks import NAME
 from launch.processes import Child, Children, RuntimeDir
 
@@ -156,3 +158,22 @@ def test_a_server_imports_once(tmp_path: Path) -> None:
 def torch_at(pid: int) -> str:
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return next(line.split("-")[0] for line in maps if line.endswith("libtorch_cpu.so"))
+
+
+def test_what_is_imported_before_torch_needs_none() -> None:
+    """Else torch would be imported whole, and on one core. Nor does any of it wait for torch's libraries, as one that loads
+    a library itself would."""
+    program = f"""
+import importlib, sys
+from importlib.machinery import ExtensionFileLoader
+for name in {LIBRARIES!r}:
+    importlib.import_module(name)
+there = set(sys.modules)
+for name in {MODULES!r}:
+    importlib.import_module(name)
+    assert "torch" not in sys.modules, name
+new = [name for name in sys.modules if name not in there]
+loaded = [name for name in new if isinstance(getattr(sys.modules[name], "__loader__", None), ExtensionFileLoader)]
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -57,8 +57,7 @@ def fill(path: Path) -> None:
     assert full.value.errno == errno.ENOSPC
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_full_disk_with_runtime_directory_and_log(tmp_path: Path, small_disk: Path, backend: str) -> None:
     """And then one that somebody has emptied."""
     arguments = ("-dp", "2", "--all2all-backend", backend)

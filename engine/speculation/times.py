@@ -31,7 +31,7 @@ class Usual:
     made for their own sake, the lesser of the two counts, as nothing else makes steps shorter. remembered: of an
     earlier start, until so many have come."""
 
-    __slots__ = ("_began", "_before", "_last", "_remembered", "_value")
+    __slots__ = ("_before", "_began", "_last", "_remembered", "_value")
 
     def __init__(self, remembered: float | None = None) -> None:
         self._began = False

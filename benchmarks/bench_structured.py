@@ -1,7 +1,7 @@
 """What structured output costs: time per output token with a grammar and without, and what a new schema adds to the first token.
 
     python benchmarks/bench_structured.py [--json] [--model DIR] [--train-tokenizer] [--plain] [--streams 1 16 64]
-        [--tokens 64] [--repeats 5]
+        [--tokens 64] [--repeats 5] [--backend guidance|xgrammar]
 
 Two cases: "records", a schema that the model would not have followed by itself, and "text", an object with one long text, as a model
 that was asked for JSON writes it: nearly all of it is the model's own words. All runs of a case write the same tokens, those that the
@@ -13,7 +13,7 @@ before, less one without. library: what the calls alone take that no step can do
 masks: mask_us, take_us of a row (of as many sequences as the most streams; the caches are swept before each call, as a step does it),
 and what that makes of the steps above, for each number of streams (percent); check_us: what asking first whether a token may come would
 take in the place of the mask, and forced_percent: rows where that is not the same. --train-tokenizer: for a model whose own cannot spell JSON (make_models.py), byte-level BPE of as many tokens
-as the model has, of the text of Python's library.
+as the model has, of the text of Python's library. --backend: which library follows the grammars; xgrammar must be installed.
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ from engine.sampling.noise import seed_keys
 from engine.sampling.processors import RequestLogitsProcessor
 from engine.sampling.sampler import Sampled, sample
 from engine.sampling.sampling_table import SamplingBatch
-from front.messages import LogprobsMode
+from engine.structured.guide import Matcher
+from engine.structured.xgrammar_matcher import XgrammarMatcher
+from front.messages import Grammar, LogprobsMode
 from front.outputs import RequestOutput
 from front.structured.grammar import LIMITS, checked_grammar
 from front.structured.vocabulary import grammar_tokenizer
+from front.structured.xgrammar_backend import Compiler
 from moesaic import LLM, SamplingParams, StructuredOutputsParams
 
 PROMPT = "Once upon a time there was a small fox"
 
 
-def schema(number: int) -> StructuredOutputsParams:
+def schema(number: int, backend: str = "auto") -> StructuredOutputsParams:
     """A different one for each number."""
     person = {
         "type": "object",
@@ -59,12 +62,13 @@ def schema(number: int) -> StructuredOutputsParams:
         },
         "required": [f"name{number}", "age", "tags"],
     }
-    return StructuredOutputsParams(json={"type": "array", "items": person, "minItems": 50})
+    return StructuredOutputsParams(json={"type": "array", "items": person, "minItems": 50}, backend=backend)
 
 
-def text_schema() -> StructuredOutputsParams:
+def text_schema(backend: str) -> StructuredOutputsParams:
     text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-    return StructuredOutputsParams(json={**text, "additionalProperties": False}, disable_any_whitespace=True)
+    closed = {**text, "additionalProperties": False}
+    return StructuredOutputsParams(json=closed, disable_any_whitespace=True, backend=backend)
 
 
 class Script:
@@ -149,21 +153,31 @@ def cost(
     return row
 
 
-def first_token(llm: LLM, repeats: int) -> dict[str, object]:
+def first_token(llm: LLM, repeats: int, backend: str) -> dict[str, object]:
     added = []
     for number in range(1, 2 * repeats + 1):
         free = min(seconds(llm, 1, 1, None) for _ in range(2))
-        added.append((seconds(llm, 1, 1, schema(number)) - free) * 1e3)
+        added.append((seconds(llm, 1, 1, schema(number, backend)) - free) * 1e3)
     return {"ttft_added_ms": round(statistics.median(added), 3), "worst_ms": round(max(added), 3)}
+
+
+def matchers_of(grammar: Grammar, llm: LLM) -> Callable[[], Matcher]:
+    """What makes one at the beginning."""
+    if grammar.xgrammar:
+        compiler = Compiler(llm.tokenizer, llm.vocab_size)
+        compiled = compiler.compile(grammar.text)
+        return lambda: XgrammarMatcher(compiler.matcher(compiled), llm.vocab_size)
+    vocabulary = grammar_tokenizer(llm.tokenizer, llm.vocab_size)
+    root = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0, limits=LIMITS)
+    root.compute_bitmask()
+    return root.deep_copy
 
 
 def library(llm: LLM, rows: list[dict[str, Any]], case: str, asked: StructuredOutputsParams) -> dict[str, object]:
     """rows: what `cost` said of this case."""
-    grammar, vocabulary = checked_grammar(asked, llm.tokenizer), grammar_tokenizer(llm.tokenizer, llm.vocab_size)
-    root = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0, limits=LIMITS)
-    root.compute_bitmask()
+    matcher = matchers_of(checked_grammar(asked, llm.tokenizer), llm)
     count, words = max(row["streams"] for row in rows), -(-llm.vocab_size // 32)
-    matchers = [root.deep_copy() for _ in range(count)]
+    matchers = [matcher() for _ in range(count)]
     masks_RW = np.zeros((count, words), np.int32)
     pointers = [masks_RW.ctypes.data + 4 * words * row for row in range(count)]
     draw, swept = np.random.default_rng(0), np.zeros(8 << 20, np.int64)
@@ -173,7 +187,7 @@ def library(llm: LLM, rows: list[dict[str, Any]], case: str, asked: StructuredOu
 
     def unpacked() -> np.ndarray:
         bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")[:, : llm.vocab_size]
-        bits[:, vocabulary.eos_token] = 0
+        bits[:, [token for token in llm.tokenizer.eos_token_ids if token < llm.vocab_size]] = 0
         return bits
 
     def timed(name: str, call: Callable[[int], object]) -> list[object]:
@@ -190,7 +204,7 @@ def library(llm: LLM, rows: list[dict[str, Any]], case: str, asked: StructuredOu
         timed(mask, lambda row: matchers[row].unsafe_compute_mask_ptr(pointers[row], 4 * words))
         bits = unpacked()
         for row in np.flatnonzero(~bits.any(axis=1)):  # that may only end: one that begins, in its place
-            matchers[row] = root.deep_copy()
+            matchers[row] = matcher()
             matchers[row].unsafe_compute_mask_ptr(pointers[row], 4 * words)
         bits = unpacked()
         drawn[:] = [[int(draw.choice(np.flatnonzero(row)))] for row in bits]
@@ -235,6 +249,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--backend", default="guidance", choices=["guidance", "xgrammar"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if options.train_tokenizer:
@@ -243,7 +258,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, more: dict[str, Any]) -> None:
-    model = [options.model] if options.model else []
+    model, backend = [options.model] if options.model else [], options.backend
     more |= {"enable_prefix_caching": True, "max_num_seqs": max(options.streams), "max_model_len": 1024}
     drafts = {"plain": "none"} if options.plain else {"plain": "none", "forced": "prediction", "processors": "none"}
     engines = {
@@ -253,13 +268,13 @@ def measure(options: argparse.Namespace, more: dict[str, Any]) -> None:
         )
         for name, method in drafts.items()
     }  # fmt: skip
-    for case, asked in (("records", schema(0)), ("text", text_schema())):
+    for case, asked in (("records", schema(0, backend)), ("text", text_schema(backend))):
         rows = []
         for streams in options.streams:
             rows.append(cost(engines, case, asked, streams, options.tokens, options.repeats))
             show(rows[-1], options.json)
         show(library(engines["plain"], rows, case, asked), options.json)
-    show(first_token(engines["plain"], options.repeats), options.json)
+    show(first_token(engines["plain"], options.repeats, backend), options.json)
     for llm in engines.values():
         llm.close()
 

@@ -45,7 +45,8 @@ def plain_schema(schema: Any, closed: bool, top: object = None, narrow: bool = F
         else:
             plain[key] = [inner(one) for one in value] if isinstance(value, list) else inner(value)
     if narrow:
-        names_as_properties(plain, Disjoint(top).found)
+        if "propertyNames" in plain:
+            names_as_properties(plain, Disjoint(top).found)
         beside_zero(plain)
     _check(plain)
     _name_one_of(plain, top)

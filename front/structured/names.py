@@ -24,7 +24,7 @@ def names_as_properties(schema: dict[str, Any], found: Callable[[object], object
         values = names["enum"] if "enum" in names else [names["const"]]
         texts = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
         if texts and own.keys() <= set(texts):
-            changed = {"properties": own if rest is False else {text: rest for text in texts} | own}
+            changed = {"properties": own if rest is False else dict.fromkeys(texts, rest) | own}
     elif said == {"pattern"} and not own:
         changed = {"patternProperties": {names["pattern"]: rest}}
     elif said and said <= {"minLength", "maxLength"} and not own:

@@ -93,7 +93,7 @@ MAX_HOSTNAME = 253  # RFC 1123
 
 
 def name_format(schema: dict[str, Any], narrow: bool) -> None:
-    """In place: a pattern in the place of the format, where there is one. narrow: for llguidance; xgrammar keeps its own
+    """In place: a pattern in the place of the format, where there is one. narrow: for llguidance; xgrammar has its own
     formats, but for ipv6."""
     form = schema.get("format")
     if not isinstance(form, str) or "enum" in schema or "const" in schema:

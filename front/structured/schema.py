@@ -64,9 +64,11 @@ def _check(schema: Schema) -> None:
         optional = len(properties.keys() - {name for name in _list(required) if isinstance(name, str)})
         if optional > MAX_OPTIONAL:
             raise ValueError(f"properties: {optional} that are not required are more than the {MAX_OPTIONAL} allowed")
-    for pattern in (schema.get("pattern"), *(patterns if isinstance(patterns, Mapping) else ())):
-        if isinstance(pattern, str):
-            check_counts(pattern)
+    lengths = [schema[key] for key in ("minLength", "maxLength") if isinstance(schema.get(key), int)]
+    if isinstance(schema.get("pattern"), str):
+        check_counts(schema["pattern"], max(lengths, default=0))
+    for pattern in patterns if isinstance(patterns, Mapping) else ():
+        check_counts(pattern)
 
 
 def _name_one_of(schema: dict[str, Any], top: object) -> None:

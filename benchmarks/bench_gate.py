@@ -28,6 +28,7 @@ from configs.engine import EngineConfig
 from engine.build import build_rank
 from engine.plan import make_plan
 from engine.rank import Rank
+from engine.speculation.gate import Gate
 from front.messages import AddRequest, SamplingParams
 from models.tiny import CHECKPOINT
 
@@ -44,11 +45,19 @@ def build(options: argparse.Namespace, config: dict[str, Any]) -> Rank:
 
 
 class Side:
-    """One engine, its clocks of this round, and the tokens that its requests got."""
+    """One engine, its clocks of this round, and the tokens that its requests got. What its gate measures by stands still
+    during the other's turns."""
 
     def __init__(self, rank: Rank, prompts: list[list[int]]) -> None:
         self.rank, self.prompts = rank, prompts
+        self._others = self._ended = time.perf_counter()  # seconds of others' turns; when its last one ended
+        for gate in rank._companions.members:
+            if isinstance(gate, Gate):
+                gate._clock = self.now
         self.begin(0, 0, 0)
+
+    def now(self) -> float:
+        return time.perf_counter() - self._others
 
     def begin(self, first: int, streams: int, tokens: int) -> None:
         self.seconds = self.cpu = 0.0
@@ -66,13 +75,15 @@ class Side:
 
     def turn(self, steps: int) -> None:
         began, cpu = time.perf_counter(), time.thread_time()
+        self._others += began - self._ended
         for _ in range(steps):
             if not self.rank.has_work:
                 break
             self.steps += 1
             for output in self.rank.step():
                 self.tokens[output.request_id] += output.new_token_ids
-        self.seconds += time.perf_counter() - began
+        self._ended = time.perf_counter()
+        self.seconds += self._ended - began
         self.cpu += time.thread_time() - cpu
 
 

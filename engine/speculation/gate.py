@@ -1,10 +1,11 @@
 """How many drafts a request gets: as many as make most tokens per second, by what was measured (docs/speculation.md).
 
 Times are those of the steps that serve (engine/speculation/times.py). Where a number of drafts has not been measured
-for so many sequences, and might be the best, a few steps are made with it (a *trial*); what was measured once is
-measured again, as long as all trials have cost no more than a hundredth of the time. A trial costs what its steps took
-longer than the best number would have for as many tokens. One without drafts lasts until its requests end, since they
-lose the thread by it, and is charged to that end.
+for so many sequences, and might be the best, a few steps are made with it (a *trial*), and later a few more, as what
+else the machine does may have made all of the first ones longer. What was measured so is measured again, as long as
+that has cost no more than a hundredth of the time. A trial costs what its steps took longer than the best number would
+have for as many tokens. One without drafts lasts until its requests end, since they lose the thread by it, and is
+charged to that end.
 
 What decodes gain has to pay for what prompts lose: of a model that drafts the passes over prompts are measured too, and
 divided among the tokens that requests usually have.
@@ -34,6 +35,8 @@ FAR_AGAIN = 8  # times of these, after which that may be something much worse th
 HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
 TRIAL = SETTLED + 3  # steps: one that begins it, one that may compile, and one that ends it
 TRIALS = 3  # of what turns out not to be measured
+SURE = 2  # trials after which what was measured is trusted
+DOUBT = 2.0  # times as long as they usually do, all steps of a trial may have taken by chance
 REQUESTS = 64  # of those that drafts were made of last, what prompts lose by it counts
 WORSE = 0.9  # of the best: numbers of drafts that make fewer tokens are measured again more rarely
 SHARE = 0.01  # of the time, that trials of what is known already may cost
@@ -120,6 +123,7 @@ class Gate(StepCompanion):
         self._most = speculation.max_drafts
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
         self._trying = False  # they are wanted for a trial
+        self._charged = False  # the trial is one of those that may only cost so much
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._sizes: dict[int, _Size] = {}
         self._part = 1.0  # of the sequences, that have drafts where they may
@@ -173,8 +177,7 @@ class Gate(StepCompanion):
         if 0 in rates:  # while requests have lost the thread nothing else chooses
             one.chosen = _best(rates)
         if one.chosen is not None:
-            may = one.again and self._costs.may_try
-            tries = one.trial[1] > 0 or (may and self._to_try(one, num, rates, one.chosen) is not None)
+            tries = one.trial[1] > 0 or (one.again and self._to_try(one, num, rates, one.chosen) is not None)
             self._wanted = (one.chosen, max(one.chosen, int(tries)))
             self._trying = not one.chosen and tries
 
@@ -200,8 +203,11 @@ class Gate(StepCompanion):
             one.again = False
             one.tried[tried] = one.tried.get(tried, 0) + 1
             one.tried_at[tried] = one.steps
+            usual = self.times.usual(num, tried)
+            if usual is not None:
+                usual.again()
             one.trial = (tried, TRIAL - 1)
-            self._without = not tried
+            self._without, self._charged = not tried, one.tried[tried] > SURE
             self._want(tried, True)
         elif rates:
             one.chosen, one.held = best, HELD
@@ -252,9 +258,11 @@ class Gate(StepCompanion):
         if 0 not in rates:
             return 0 if one.tried.get(0, 0) < TRIALS else None
         if self._speculation.models:
-            for depth, rate in rates.items():  # what an earlier start remembers is measured once in this one
-                usual = self.times.usual(num, depth)
-                if rate >= WORSE * best_rate and not one.tried.get(depth) and usual and not usual.measured:
+            for depth, rate in rates.items():
+                usual, tried = self.times.usual(num, depth), one.tried.get(depth, 0)
+                if rate >= WORSE * best_rate and not tried and usual and not usual.measured:
+                    return depth  # what an earlier start remembers is measured once in this one
+                if one.again and depth != best and tried < SURE and rate * DOUBT > best_rate:
                     return depth
         return self._again(one, num, rates, best)
 
@@ -295,7 +303,9 @@ class Gate(StepCompanion):
         if begins or not follows:
             return  # there may have been nothing to do in between
         rate = self._best_rate
-        self._costs.add_step(now - began, last.trying and rate > 0, last.tokens / rate if rate else 0.0)
+        self._costs.add_step(
+            now - began, last.trying and rate > 0 and self._charged, last.tokens / rate if rate else 0.0
+        )
         if last.decodes and step.decodes and last.num == step.num:
             self._note(last, now - began)
 
@@ -307,9 +317,9 @@ class Gate(StepCompanion):
         """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear it, and
         learn the same."""
         if step.depth:
-            self.times.add_drafting(step.num, step.depth, seconds)
+            self.times.add_drafting(step.num, step.depth, seconds, step.trying)
         else:
-            self.times.add_step(step.num_tokens, seconds)
+            self.times.add_step(step.num_tokens, seconds, step.trying)
         self._unwritten += 1
         if self._unwritten >= KEPT:
             self.close()

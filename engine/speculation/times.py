@@ -27,28 +27,40 @@ def size_of(count: int) -> int:
 
 class Usual:
     """Seconds of a step: the mean of the last ones, since that is what throughput is made of. What other work did to
-    one of them counts little. remembered: of an earlier start, until so many have come."""
+    one of them counts little; what it may have done to all of a trial is told by another trial: until such steps are
+    made for their own sake, the lesser of the two counts, as nothing else makes steps shorter. remembered: of an
+    earlier start, until so many have come."""
 
-    __slots__ = ("_began", "_last", "_remembered", "_value")
+    __slots__ = ("_before", "_began", "_last", "_remembered", "_value")
 
     def __init__(self, remembered: float | None = None) -> None:
         self._began = False
         self._last: deque[float] = deque(maxlen=LATELY)
+        self._before: float | None = None  # the last trial
         self._remembered = remembered
         self._value = remembered
 
-    def add(self, seconds: float) -> None:
+    def again(self) -> None:
+        """Another trial begins."""
+        if self.measured:
+            self._before = self._value = self.value
+            self._last.clear()
+
+    def add(self, seconds: float, trying: bool = False) -> None:
+        """trying: it belongs to a trial."""
         if self._began:
             self._last.append(seconds)
             if len(self._last) >= SETTLED:
                 self._value = self._remembered = None
+                self._before = self._before if trying else None
         self._began = True
 
     @property
     def value(self) -> float:
         if self._value is None:
             most = OUTLIER * sorted(self._last)[len(self._last) // 2]
-            self._value = sum(min(seconds, most) for seconds in self._last) / len(self._last)
+            mean = sum(min(seconds, most) for seconds in self._last) / len(self._last)
+            self._value = mean if self._before is None else min(mean, self._before)
         return self._value
 
     def scale(self, factor: float) -> None:
@@ -57,7 +69,9 @@ class Usual:
             self._last[place] = factor * seconds
         if self._remembered is not None:
             self._remembered *= factor
-        self._value = self._remembered
+        if self._before is not None:
+            self._before *= factor
+        self._value = self._remembered if len(self._last) >= SETTLED else self._before or self._remembered
 
     @property
     def hope(self) -> float:
@@ -75,7 +89,7 @@ class Usual:
     @property
     def measured(self) -> bool:
         """Since this start."""
-        return len(self._last) >= SETTLED
+        return len(self._last) >= SETTLED or self._before is not None
 
 
 class StepTimes:
@@ -87,11 +101,11 @@ class StepTimes:
         self.steps: dict[int, Usual] = {}
         self.drafting: dict[tuple[int, int], Usual] = {}
 
-    def add_step(self, num_tokens: int, seconds: float) -> None:
-        self.steps.setdefault(size_of(num_tokens), Usual()).add(seconds)
+    def add_step(self, num_tokens: int, seconds: float, trying: bool = False) -> None:
+        self.steps.setdefault(size_of(num_tokens), Usual()).add(seconds, trying)
 
-    def add_drafting(self, num_sequences: int, depth: int, seconds: float) -> None:
-        self.drafting.setdefault((size_of(num_sequences), depth), Usual()).add(seconds)
+    def add_drafting(self, num_sequences: int, depth: int, seconds: float, trying: bool = False) -> None:
+        self.drafting.setdefault((size_of(num_sequences), depth), Usual()).add(seconds, trying)
 
     def step(self, num_tokens: float) -> float | None:
         """None: not known yet. Between two sizes on a straight line."""

@@ -175,10 +175,11 @@ template <int FORMAT, int MR> INLINE void add_quads_of(const QuadGroup *const (&
 template <int FORMAT, int MR> void wide_quads(const void *const *av, const Block &block, float *c) {
   const QuadGroup *const *a = (const QuadGroup *const *)av;
   const QuadBlock &w = *(const QuadBlock *)block.panel;
-  for (const uint8_t *at = block.ahead, *last = at + block.depth * 32 * block.lines; at < last; at += 64) __builtin_prefetch(at, 0, 2);
+  const uint8_t *next = block.ahead;
   if (block.k == 0) memset(c, 0, MR * PANEL * sizeof(float));
   for (int column = 0; column < PANEL; column += 16)
     for (int64_t first = 0; first < block.depth; first += K_GROUP) {
+      next = bring_share(block, next);
       const QuadGroup *row[MR];
 #pragma GCC unroll 8
       for (int m = 0; m < MR; m++) row[m] = a[m] + (block.k + first) / K_GROUP;

@@ -79,10 +79,9 @@ def message_dict(message: ChatMessage, index: int, content_parts: bool = False) 
     if not message.role:
         raise bad_request(f"messages[{index}].role must not be empty", f"messages[{index}].role", "invalid_value")
     role = "system" if message.role == "developer" else message.role
-    content: object = text_of(message, index)  # ApiError where a part is not a text
+    texts = texts_of(message, index)
+    content: object = "\n".join(texts)
     if content_parts:
-        given = [message.content] if isinstance(message.content, str) else message.content or ()
-        texts = [part if isinstance(part, str) else part.text for part in given]
         content = [{"type": "text", "text": text} for text in texts]
     result: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
@@ -98,16 +97,17 @@ def message_dict(message: ChatMessage, index: int, content_parts: bool = False) 
 
 
 def text_of(message: ChatMessage, index: int) -> str:
-    """Parts are joined by line breaks, as vLLM does. Only an assistant that calls tools may have no content."""
+    """Parts are joined by line breaks, as vLLM does."""
+    return "\n".join(texts_of(message, index))
+
+
+def texts_of(message: ChatMessage, index: int) -> list[str]:
+    """Of its parts. Only an assistant that calls tools may have no content."""
     content = message.content
     where = f"messages[{index}].content"
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if message.role == "assistant":
-            return ""
+    if content is None and message.role != "assistant":
         raise bad_request(f"{where} is missing", where, "invalid_value")
-    return _joined(content, where)
+    return [content] if isinstance(content, str) else _texts(content or (), where)
 
 
 def conversation_cuts(messages: Sequence[ChatMessage]) -> list[int]:
@@ -130,20 +130,25 @@ def _num_instructions(messages: Sequence[ChatMessage]) -> int:
 
 def predicted_text(prediction: Prediction) -> str:
     content = prediction.content
-    return content if isinstance(content, str) else _joined(content, "prediction.content")
+    return content if isinstance(content, str) else "\n".join(_texts(content, "prediction.content"))
 
 
-def _joined(content: Sequence[ContentPart], where: str) -> str:
+def _texts(content: Sequence[ContentPart | str], where: str) -> list[str]:
     texts = []
     for place, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
         if part.type not in ("text", "input_text", "output_text", "refusal"):
             field = f"{where}[{place}].type"
             raise bad_request(f"{field}: {part.type[:40]!r} is not supported, only text is", field, "invalid_value")
-        if part.text is None:
-            field = f"{where}[{place}].text"
+        name = "refusal" if part.type == "refusal" else "text"
+        text: str | None = getattr(part, name)
+        if text is None:
+            field = f"{where}[{place}].{name}"
             raise bad_request(f"{field} is missing", field, "invalid_value")
-        texts.append(part.text)
-    return "\n".join(texts)
+        texts.append(text)
+    return texts
 
 
 def _tool_call(call: ToolCall, index: int, place: int) -> dict[str, Any]:

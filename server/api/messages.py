@@ -140,10 +140,12 @@ def _add(messages: list[Json], message: InputMessage, where: str) -> None:
         at = f"{where}.content[{place}]"
         if block.get("type") == "tool_result":
             content = block.get("content") or ""
+            if not isinstance(block.get("tool_use_id"), str):
+                raise bad_request(f"{at}.tool_use_id is missing", f"{at}.tool_use_id", "invalid_value")
             text = content if isinstance(content, str) else _joined(content, f"{at}.content")
             if block.get("is_error"):
                 text = f"Error: {text}"
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
         else:
             texts.append(_text(block, at))
     if texts:  # a system's in the middle of a conversation is the user's to most templates
@@ -159,6 +161,8 @@ def _assistant(blocks: Sequence[Json], where: str) -> Json:
         elif kind == "tool_use":
             if not isinstance(block.get("name"), str) or not isinstance(block.get("id"), str):
                 raise bad_request(f"{at} needs id and name", at, "invalid_value")
+            if not isinstance(block.get("input") or {}, dict):
+                raise bad_request(f"{at}.input must be an object", f"{at}.input", "invalid_value")
             arguments = msgspec.json.encode(block.get("input") or {}).decode()
             function = {"name": block["name"], "arguments": arguments}
             calls.append({"id": block["id"], "type": "function", "function": function})
@@ -181,7 +185,9 @@ def _joined(blocks: object, where: str) -> str:
 def _text(block: Json, where: str) -> str:
     """Of a block that is text, whatever it is called."""
     kind = block.get("type") if isinstance(block, dict) else None
-    if kind == "text" and isinstance(block.get("text"), str):
+    if kind == "text":
+        if not isinstance(block.get("text"), str):
+            raise bad_request(f"{where}.text must be a text", f"{where}.text", "invalid_value")
         return str(block["text"])
     if kind == "document" and isinstance(block.get("source"), dict) and block["source"].get("type") == "text":
         return "\n".join(filter(None, (str(block.get("title") or ""), str(block["source"].get("data", "")))))
@@ -200,10 +206,15 @@ def _tools(body: MessagesRequest) -> Json:
             raise bad_request(message, f"{where}.type", "unsupported_parameter")
         if not isinstance(tool.get("name"), str):
             raise bad_request(f"{where}.name is missing", f"{where}.name", "invalid_value")
+        if not isinstance(tool.get("input_schema"), dict):
+            field = f"{where}.input_schema"
+            raise bad_request(f"{field} must be a JSON schema, which is an object", field, "invalid_value")
         function = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
-        tools.append({"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}})
+        tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
     given = body.tool_choice or {"type": "auto"}
     kind = given.get("type")
+    if kind not in ("auto", "any", "tool", "none"):
+        raise bad_request(f"tool_choice.type: {kind!r:.40} is not one of auto, any, tool, none", "tool_choice")
     if not tools:
         if kind in ("any", "tool"):
             raise bad_request("tool_choice needs tools", "tool_choice", "invalid_value")
@@ -211,8 +222,6 @@ def _tools(body: MessagesRequest) -> Json:
     choice: Any = {"auto": "auto", "any": "required", "none": "none"}.get(str(kind))
     if kind == "tool":
         choice = {"type": "function", "function": {"name": given.get("name")}}
-    elif choice is None:
-        raise bad_request(f"tool_choice.type: {kind!r:.40} is not one of auto, any, tool, none", "tool_choice")
     parallel = False if given.get("disable_parallel_tool_use") else None
     return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
 

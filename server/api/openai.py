@@ -120,6 +120,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None  # the text of such a part
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -135,7 +136,7 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | list[ContentPart | str] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -187,7 +187,7 @@ def _check_called(output: Json, items: Sequence[Json], where: str) -> None:
 def _add(messages: list[Json], item: Json, where: str) -> None:
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message":
-        role, text = item.get("role"), text_of(item.get("content"), f"{where}.content")
+        role, text = _named(item, "role", where), text_of(item.get("content"), f"{where}.content")
         if role != "assistant":
             messages.append({"role": role, "content": text})
         elif messages and messages[-1].get("reasoning") and not messages[-1]["content"] and _calls(messages) == 0:
@@ -209,13 +209,20 @@ def _add(messages: list[Json], item: Json, where: str) -> None:
     elif isinstance(kind, str) and kind.endswith("_call_output"):
         output = item.get("output")
         text = output if isinstance(output, str) else text_of(output, f"{where}.output")
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        messages.append({"role": "tool", "tool_call_id": _named(item, "call_id", where), "content": text})
     elif isinstance(kind, str) and kind.endswith("_call") and item.get("call_id"):
         rest = {name: value for name, value in item.items() if name not in ("type", "id", "call_id", "status")}
         _call(messages, {**item, "name": kind.removesuffix("_call")}, _encoded(rest), where)
     else:
-        field = f"{where}.type"
-        raise bad_request(f"{field}: {kind!r:.40} is not supported", field, "invalid_value")
+        field, said = f"{where}.type", "is missing" if kind is None else f"{kind!r:.40} is not supported"
+        raise bad_request(f"{field}: {said}", field, "invalid_value")
+
+
+def _named(item: Json, name: str, where: str) -> str:
+    field, value = f"{where}.{name}", item.get(name)
+    if not isinstance(value, str):
+        raise bad_request(f"{field} {'is missing' if value is None else 'must be a text'}", field, "invalid_value")
+    return value
 
 
 def _calls(messages: list[Json]) -> int:
@@ -267,7 +274,11 @@ def text_of(content: object, where: str) -> str:
         if kind not in _TEXTS:
             field = f"{where}[{place}].type"
             raise bad_request(f"{field}: {kind!r:.40} is not supported, only text is", field, "invalid_value")
-        texts.append(str(part.get("text", part.get("refusal", ""))))
+        name = "refusal" if kind == "refusal" else "text"
+        if not isinstance(part.get(name), str):
+            field = f"{where}[{place}].{name}"
+            raise bad_request(f"{field} must be a text", field, "invalid_value")
+        texts.append(part[name])
     return "\n".join(texts)
 
 
@@ -363,5 +374,8 @@ def _format(body: ResponsesRequest) -> Json:
         return {}
     if form.get("type") != "json_schema":
         return {"response_format": dict(form)}
+    if not isinstance(form.get("schema"), dict | bool):
+        field = "text.format.schema"
+        raise bad_request(f"{field} must be a JSON schema, which is an object", field, "invalid_value")
     inner = {key: form[key] for key in ("name", "description", "schema", "strict") if form.get(key) is not None}
     return {"response_format": {"type": "json_schema", "json_schema": inner}}

@@ -202,6 +202,8 @@ def _choice(choice: object, functions: Mapping[str, Any]) -> tuple[Literal["none
 def _known(choice: object, functions: Mapping[str, Any], field: str) -> str:
     function = choice.get("function", choice) if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
+    if name is None:
+        raise bad_request(f"{field}.function.name is missing", f"{field}.function.name", "invalid_value")
     if not isinstance(name, str) or name not in functions:
         raise bad_request(f"{field}: {str(name)[:80]!r} is not the name of one of the tools", field, "invalid_value")
     return name

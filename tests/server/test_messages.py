@@ -125,7 +125,23 @@ def test_tokens_are_counted() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
-        ({"tools": [{"name": "f"}], "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema must be"),
+        ({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text must be"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+            "messages[0].content[0].tool_use_id is missing",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": "x"}]},
+                    *HELLO,
+                ]
+            },
+            "messages[0].content[0].input must be",
+        ),
         ({"stop_sequences": [""]}, "stop"),
         ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format"),
         ({"temperature": 9}, "temperature"),

@@ -131,6 +131,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
+    ({"messages": [{"role": "user", "content": [{"type": "refusal", "text": "x"}]}]}, "messages[0].content[0].refusal"),
+    ({"tools": [{"function": {"name": "f"}}], "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"tools": []}, "tools"),

@@ -35,9 +35,15 @@ def test_templates_may_get_parts() -> None:
         "{% for m in messages %}{% for part in m.content %}[{{ part.type }}:{{ part.text }}]{% endfor %}{% endfor %}"
     )
     parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    others = ["c", {"type": "refusal", "refusal": "no"}]
 
     async def run() -> None:
+        async with server() as s:
+            await s.chat(messages=[{"role": "user", "content": [*parts, *others]}], max_tokens=1)
+            assert last_prompt(s) == "user: a\nb\nc\nno\nassistant:"
         async with server(ServerConfig(chat_template=template, content_parts=True)) as s:
+            await s.chat(messages=[{"role": "assistant", "content": others}], max_tokens=1)
+            assert last_prompt(s) == "[text:c][text:no]"
             await s.chat(
                 messages=[{"role": "system", "content": "be"}, {"role": "user", "content": parts}], max_tokens=1
             )

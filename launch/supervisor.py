@@ -28,7 +28,7 @@ from launch.processes import Child, Children, RuntimeDir, hear_signals
 
 EXIT_RANK_LOST = 3
 LOOK_SECONDS = 0.1  # how often heartbeats are read; the end of a process is seen at once
-START_SECONDS = 0.02  # how often it is looked whether requests are served, until they are
+START_SECONDS = 0.005  # how often it is looked whether requests are served, until they are
 FRONT_GRACE = 5.0  # seconds for the front to tell its clients after a rank was lost
 RANK_GRACE = 10.0  # seconds for ranks to leave after the front has told them to
 ONE_SIGNAL_SECONDS = 0.5  # a terminal's SIGINT and a parent's SIGTERM for the same Ctrl-C come within this

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from typing import Any, Self
 
 from configs.engine import EngineConfig, Plan
 from configs.env import read_env
-from engine.build import build_rank
 from engine.plan import make_plan
-from engine.process.local_ranks import LocalRanks
-from engine.process.progress import LoadProgress
+from engine.process.torch_ahead import load_libraries
 from front import async_llm, llm
 from front.messages import RankStats
 from front.text import Tokenizer
@@ -19,7 +17,7 @@ from launch.weights import OwnWeights
 
 
 class LLM(llm.LLM):
-    """Offline generation. One rank runs in this process, several in processes of their own.
+    """Offline generation. One rank runs in this process, which imports torch for it; several in processes of their own.
 
         with LLM("path/to/model", data_parallel_size=2) as llm:
             results = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
@@ -42,6 +40,7 @@ class LLM(llm.LLM):
         return self
 
     def _open(self, config: EngineConfig) -> None:
+        loading = load_libraries() if config.data_parallel_size == 1 else None  # on a thread
         self.plan = make_plan(config, alone=config.data_parallel_size == 1)
         tokenizer = Tokenizer(self.plan.model_path, self.plan.tokenizer_path)
         shared: dict[str, Any] = {
@@ -49,16 +48,16 @@ class LLM(llm.LLM):
         }
         shared["processors"] = bool(self.plan.logits_processors)
         if self.plan.data_parallel_size == 1:
-            progress = LoadProgress("moesaic", sys.stderr)
+            if loading is not None:
+                loading.join()
+            own = importlib.import_module("engine.process.local_ranks")
             self._weights = OwnWeights(self.plan)
             try:
-                rank = build_rank(self.plan, progress=progress, store=self._weights.store)
+                ranks = own.start_local(self.plan, self._weights.store)
             except BaseException:
                 self._weights.close()
                 raise
             self._weights.map_ahead()
-            progress.finish(rank.ready.bytes_read)
-            ranks = LocalRanks(rank, stored=self._weights.store is not None)
             super().__init__(ranks, tokenizer, **shared)
         else:
             spawned = SpawnedRanks(self.plan, read_env().runtime_root)

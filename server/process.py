@@ -49,6 +49,7 @@ EXIT_BAD_INPUT = 2
 EXIT_RANK_FAILED = 3
 LAST_WORDS_SECONDS = 2.0  # for answers and errors to reach their clients once nothing runs any more
 LOOK_SECONDS = 0.02
+START_SECONDS = 0.005  # the same until requests are served
 ONE_SIGNAL_SECONDS = 0.5  # a terminal's SIGINT and the parent's SIGTERM for the same Ctrl-C come within this
 
 Config = TypeVar("Config")
@@ -239,6 +240,7 @@ class FrontProcess:
         http = HttpServer(http_config(build_app(service), self._config))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         clock = asyncio.create_task(service.in_flight.clock())
+        gc.collect()  # the ranks are still loading
         try:
             code = await self._watch(service, serving, clock)
             await self._end(service, http, serving)
@@ -275,14 +277,13 @@ class FrontProcess:
                 self._announce()
                 service.announced = True  # only now: a signal that comes behind an answer of /health is to find it so
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), 5 * LOOK_SECONDS if service.announced else LOOK_SECONDS)
+                await asyncio.wait_for(self._stopping.wait(), 5 * LOOK_SECONDS if service.announced else START_SECONDS)
         if engine.failed is not None and not self._stopping.is_set():
             say_text(engine.failed)
             return EXIT_RANK_FAILED
         return 0
 
     def _announce(self) -> None:
-        gc.collect()
         gc.freeze()  # what was made at the start lives to the end: no collection need look at it again
         if self._config.uds is not None:
             write_small(self._ready_file, f"unix:{self._config.uds}")

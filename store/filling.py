@@ -2,17 +2,18 @@
 
 A *piece* is what a model names (a layer without its experts, the experts of a layer). It is made in a rank's own
 memory, which stays in the processor's cache where it is small, and written to the store. What is large is cut into
-units that ranks claim one by one, and of which a rank makes one on each of its threads at a time.
+units. Pieces and units stand in one queue, from which ranks claim them one by one; a rank makes one on each of its
+threads at a time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -94,14 +95,12 @@ def _numbered(pieces: Iterable[Piece]) -> tuple[list[tuple[int, Piece]], int]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """make: write it; take: another rank has. needs: parts that must be full before. apart: it is made on a thread of
-    its own, where there are several."""
+    """make: write it, on any thread; take: another rank has. needs: parts that must be full before."""
 
     number: int
     make: Callable[[], None]
     take: Callable[[], None]
     needs: range = range(0)
-    apart: bool = False
 
 
 class _Work:
@@ -110,10 +109,12 @@ class _Work:
     def __init__(
         self, store: Store, numbered: Iterable[tuple[int, Piece]], pool: ThreadPoolExecutor | None, threads: int
     ) -> None:
+        """pool: of so many threads; None: parts are made on this one."""
         self.made = 0
         self._store = store
         self._pool, self._threads = pool, threads
-        self._making: deque[tuple[_Part, Future[None]]] = deque()
+        self._made: SimpleQueue[tuple[_Part, BaseException | None]] = SimpleQueue()
+        self._num_making = 0
         self._left: list[_Part] = []
         for number, piece in numbered:
             if isinstance(piece, Whole):
@@ -122,7 +123,8 @@ class _Work:
                 self._left += self._units(number, piece)
 
     def go_on(self) -> bool:
-        """Make every part that is left and not claimed; whether some are still being made by others."""
+        """Make every part that is left and not claimed; whether some are still being made by others. Claims are this
+        thread's business: the others of a process would share them."""
         left, self._left = self._left, []
         full = self._store.full_parts()
         try:
@@ -130,43 +132,49 @@ class _Work:
                 if full[part.number]:
                     part.take()
                 elif all(full[number] for number in part.needs) and self._store.claim(part.number):
-                    self._make(part)
+                    self._begin(part)
                 else:
                     self._left.append(part)
-            while self._making:
+            while self._num_making:
                 self._end()
         except BaseException:
-            for part, result in self._making:
-                wait([result])
+            while self._num_making:
+                part, _ = self._next_made()
                 self._store.release(part.number)
             raise
         return bool(self._left)
 
+    def _begin(self, part: _Part) -> None:
+        """And wait for others where more are under way than each thread needs: one, and the next."""
+        self._num_making += 1
+        if self._pool is None:
+            self._make(part)
+        else:
+            self._pool.submit(self._make, part)
+        while self._num_making > (self._threads + 1 if self._pool else 0):
+            self._end()
+
     def _make(self, part: _Part) -> None:
-        """Claims are this thread's business: the others of a process would share them."""
-        result: Future[None] = Future()
-        if part.apart and self._pool is not None:
-            self._making.append((part, self._pool.submit(part.make)))
-            while len(self._making) > self._threads + 1:
-                self._end()
-            return
-        self._making.append((part, result))
         try:
             part.make()
         except BaseException as error:
-            result.set_exception(error)
-            raise
-        result.set_result(None)
-        while self._making:
-            self._end()
+            self._made.put((part, error))
+        else:
+            self._made.put((part, None))
 
     def _end(self) -> None:
-        """Of the oldest that is being made."""
-        part, result = self._making[0]
-        result.result()
+        """Of the first that has been made."""
+        part, error = self._next_made()
+        if error is not None:
+            self._store.release(part.number)
+            raise error
         self._store.fill(part.number)
-        self._making.popleft()
         self.made += 1
+
+    def _next_made(self) -> tuple[_Part, BaseException | None]:
+        made = self._made.get()
+        self._num_making -= 1
+        return made
 
     def _whole(self, number: int, piece: Whole) -> _Part:
         store = self._store
@@ -203,7 +211,7 @@ class _Work:
                     assert made.nbytes == last - first
                     store.write(offset + start + first, _bytes_of(made))
 
-            return _Part(number + 2 + index, make, lambda: piece.skip(index), apart=True)
+            return _Part(number + 2 + index, make, lambda: piece.skip(index))
 
         units = range(number + 2, number + 2 + piece.count)
         return [

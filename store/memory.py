@@ -17,6 +17,7 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,7 @@ class Store:
         self._key = key.encode()
         assert len(self._key) <= 64
         self._libc = load_libc()
+        self._header = threading.Lock()  # threads of one process share the lock on the file
         self.num_parts = 0
         try:
             self._reader = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -138,7 +140,7 @@ class Store:
         """Say how many parts there are: the first rank writes the header, the others compare. Raises StoreError when
         it is a store of other weights."""
         self.num_parts = num_parts
-        with _Locked(self._file, _ROOM_LOCK):
+        with self._header, _Locked(self._file, _ROOM_LOCK):
             raw = os.pread(self._file, _HEADER.size, 0)
             if not raw.strip(b"\0"):
                 first = up(HEADER_BYTES + num_parts * _PART.size, LARGE_PAGE)
@@ -162,8 +164,9 @@ class Store:
         _unlock(self._file, _FIRST_PART_LOCK + part)
 
     def room(self, part: int, num_bytes: int) -> int:
-        """Where a part of this size lies: the same answer for all ranks. It begins on a page of the system's."""
-        with _Locked(self._file, _ROOM_LOCK):
+        """Where a part of this size lies: the same answer for all ranks. It begins on a page of the system's. Any
+        thread may ask."""
+        with self._header, _Locked(self._file, _ROOM_LOCK):
             offset = self._part(part)[0]
             if not offset:
                 used, full = self._counts()
@@ -190,7 +193,7 @@ class Store:
 
     def fill(self, part: int) -> None:
         """Say that a claimed part is full, and give up the claim."""
-        with _Locked(self._file, _ROOM_LOCK):
+        with self._header, _Locked(self._file, _ROOM_LOCK):
             used, full = self._counts()
             os.pwrite(self._file, _PART.pack(self._part(part)[0], 1), self._at(part))
             self._write_header(used, full + 1)
@@ -200,7 +203,7 @@ class Store:
         """All parts are full: from now on this process can only read them, at the addresses that they have."""
         if self._writer < 0:
             return
-        with _Locked(self._file, _ROOM_LOCK):
+        with self._header, _Locked(self._file, _ROOM_LOCK):
             used, full = self._counts()
             if full < self.num_parts:  # who filled the last one ended before it counted it
                 assert all(self.full_parts())

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 
+from configs.engine import Plan
+from engine.build import build_rank
+from engine.process.progress import LoadProgress
 from engine.process.warm_up import practise
 from engine.rank import Rank
 from front.messages import FrontToRank, Outputs, RankToFront
+from store.memory import Store
 
 CLOSE_SECONDS = 10.0  # for what is being prepared; a piece of it takes milliseconds
+
+
+def start_local(plan: Plan, store: Store | None) -> LocalRanks:
+    """The only rank of a plan, loaded. store: where its weights lie; None: in memory of its own. Raises ValueError as
+    `build_rank` does."""
+    progress = LoadProgress("moesaic", sys.stderr)
+    rank = build_rank(plan, progress=progress, store=store)
+    progress.finish(rank.ready.bytes_read)
+    return LocalRanks(rank, stored=store is not None)
 
 
 class LocalRanks:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
-from typing import TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from typing import Any, TextIO
 
 LINE_SECONDS = 2.0  # at most one plain line in this time
 
@@ -22,17 +20,14 @@ class LoadProgress:
         self._leads = leads
         self._began = self._last = time.monotonic()
         self._total = 0
-        self._bar: Progress | None = None
-        if leads and stream.isatty():
-            columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(file=stream), transient=True)
-            self._task = self._bar.add_task("weights", total=None)
-            self._bar.start()
+        # Where nobody looks at a bar, its library is not imported.
+        bars = importlib.import_module("engine.process.progress_bar") if leads and stream.isatty() else None
+        self._bar: Any = None if bars is None else bars.Bar(label, stream)
 
     def __call__(self, bytes_done: int, bytes_total: int) -> None:
         self._total = bytes_total
         if self._bar is not None:
-            self._bar.update(self._task, completed=bytes_done, total=bytes_total)
+            self._bar.update(bytes_done, bytes_total)
         elif self._leads and time.monotonic() - self._last > LINE_SECONDS:
             self._last = time.monotonic()
             left = (self._last - self._began) * (bytes_total / max(bytes_done, 1) - 1)

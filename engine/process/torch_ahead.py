@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -23,6 +24,7 @@ OF_VERSION = {
     "2.13": (
         *OF_ANY,
         "torch._higher_order_ops",
+        "torch._native",
         "torch.ao",
         "torch.compiler",
         "torch.distributed._meta_registrations",
@@ -38,6 +40,8 @@ OF_VERSION = {
         "torch.optim",
         "torch.profiler",
         "torch.quantization",
+        "torch.utils.data",
+        "torchgen.model",
     )
 }
 FUNCTIONS = {"torch._higher_order_ops": ("cond", "while_loop"), "torch.func": ("vmap",)}
@@ -101,8 +105,9 @@ def import_beside() -> None:
 
 def load_libraries() -> threading.Thread | None:
     """Begin to load those that torch loads first, on a thread: the interpreter imports modules meanwhile. torch finds
-    them there. None: it is not a build for CPUs, which has more of them, in an order of its own."""
-    home = _home()
+    them there. None: it is not a build for CPUs, which has more of them, in an order of its own; or torch has been
+    imported."""
+    home = _home() if "torch" not in sys.modules else None
     if home is None or _said("cuda") or _said("hip"):
         return None
     thread = threading.Thread(target=_load, args=[home / "lib"], name="loading torch")

@@ -99,11 +99,12 @@ def test_the_end_of_the_source_costs_nothing(forking: Forking) -> None:
 
 def test_one_that_stands_still_costs_seconds(forking: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it forks too late does not begin."""
-    monkeypatch.setattr("launch.forks.ANSWER_SECONDS", 0.2)
     forking.start(0)
     forking.wait_beat(0)
     os.kill(forking.source.process.pid, signal.SIGSTOP)
-    plain = forking.start(1)
+    with monkeypatch.context() as impatient:
+        impatient.setattr("launch.forks.ANSWER_SECONDS", 0.2)
+        plain = forking.start(1)
     forking.wait_beat(1)
     os.kill(forking.source.process.pid, signal.SIGCONT)
     assert not was_forked(plain) and was_forked(forking.start(2))

@@ -14,6 +14,7 @@ from front.messages import RankStats
 from front.text import Tokenizer
 from launch.spawned import SpawnedRanks
 from launch.weights import OwnWeights
+from moesaic.rooms import no_collections
 
 
 class LLM(llm.LLM):
@@ -50,7 +51,8 @@ class LLM(llm.LLM):
         if self.plan.data_parallel_size == 1:
             if loading is not None:
                 loading.join()
-            own = importlib.import_module("engine.process.local_ranks")
+            with no_collections():
+                own = importlib.import_module("engine.process.local_ranks")
             self._weights = OwnWeights(self.plan)
             try:
                 ranks = own.start_local(self.plan, self._weights.store)

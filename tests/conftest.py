@@ -44,7 +44,7 @@ LONG = (
     "matrix/test_matrix.py",
     "store/test_weight_cache.py",
 )  # relative to tests/; each takes nine seconds or more of a core or of waiting
-FEW = 26  # of 100 examples, in `make test` (amounts.py)
+FEW = 20  # of 100 examples, in `make test` (amounts.py)
 OUTCOMES = ("passed", "failed", "error", "skipped", "deselected")
 
 

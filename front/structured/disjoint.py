@@ -26,7 +26,7 @@ class Disjoint:
         self._budget -= 1
         if depth > MAX_DEPTH or self._budget < 0:
             return False
-        a, b = self._found(one), self._found(other)
+        a, b = self.found(one), self.found(other)
         if a is False or b is False:
             return True
         if not isinstance(a, Mapping) or not isinstance(b, Mapping):
@@ -58,7 +58,7 @@ class Disjoint:
                 return True
         return False
 
-    def _found(self, schema: object) -> object:
+    def found(self, schema: object) -> object:
         """What it refers to, where it says nothing else of its own that matters here."""
         for _ in range(MAX_DEPTH):
             name = schema.get("$ref") if isinstance(schema, Mapping) else None

@@ -6,19 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from front.structured.disjoint import Disjoint
+from front.structured.formats import name_format
+from front.structured.names import names_as_properties
 from front.structured.numbers import NUMBERS, beside_zero, kept
 from front.structured.patterns import check_counts
 
 MAX_OPTIONAL = 480  # properties of an object: the back end's limit of what may come next
 MAX_ALTERNATIVES = 128  # of a oneOf that is looked at
-_H, _BYTE = "[0-9A-Fa-f]{1,4}", "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_LAST = rf"({_H}:{_H}|({_BYTE}\.){{3}}{_BYTE})"
-# Source: RFC 3986, IPv6address. Those of both back ends do not know such as end as an IPv4 address.
-IPV6 = "^(" + "|".join(
-    [f"({_H}:){{6}}{_LAST}", f"::({_H}:){{5}}{_LAST}"]
-    + [f"(({_H}:){{0,{4 - n}}}{_H})?::({_H}:){{{n}}}{_LAST}" for n in range(4, -1, -1)]
-    + [f"(({_H}:){{0,5}}{_H})?::{_H}", f"(({_H}:){{0,6}}{_H})?::"]
-) + ")$"  # fmt: skip
 Schema = Mapping[str, Any]
 
 
@@ -50,13 +44,13 @@ def plain_schema(schema: Any, closed: bool, top: object = None, narrow: bool = F
             plain[key] = int(value)
         else:
             plain[key] = [inner(one) for one in value] if isinstance(value, list) else inner(value)
+    if narrow:
+        if "propertyNames" in plain:
+            names_as_properties(plain, Disjoint(top).found)
+        beside_zero(plain)
     _check(plain)
     _name_one_of(plain, top)
-    if narrow:
-        beside_zero(plain)
-    if plain.get("format") == "ipv6" and "pattern" not in plain:
-        del plain["format"]
-        plain["pattern"] = IPV6
+    name_format(plain, narrow)
     kind = schema.get("type")
     may_be_object = kind == "object" or (isinstance(kind, list) and "object" in kind)
     if closed and (may_be_object or isinstance(schema.get("properties"), Mapping)):
@@ -70,9 +64,11 @@ def _check(schema: Schema) -> None:
         optional = len(properties.keys() - {name for name in _list(required) if isinstance(name, str)})
         if optional > MAX_OPTIONAL:
             raise ValueError(f"properties: {optional} that are not required are more than the {MAX_OPTIONAL} allowed")
-    for pattern in (schema.get("pattern"), *(patterns if isinstance(patterns, Mapping) else ())):
-        if isinstance(pattern, str):
-            check_counts(pattern)
+    lengths = [schema[key] for key in ("minLength", "maxLength") if isinstance(schema.get(key), int)]
+    if isinstance(schema.get("pattern"), str):
+        check_counts(schema["pattern"], max(lengths, default=0))
+    for pattern in patterns if isinstance(patterns, Mapping) else ():
+        check_counts(pattern)
 
 
 def _name_one_of(schema: dict[str, Any], top: object) -> None:

@@ -134,6 +134,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "number", "multipleOf": 123.457}, "multipleOf"),
     (text("^((a{100}){100}){100}$"), "pattern: counts within counts"),
     ({"type": "object", "patternProperties": {"^((a{100}){100}){100}$": I}}, "pattern: counts within counts"),
+    (text(r"^(?:\S+\s+){0,49}\S+$", maxLength=500), "pattern: a count (49)"),
+    (text(r"^(\S+(\s+)){2,19}", minLength=600), "pattern: a count (19)"),
     (obj([], **{f"p{i}": I for i in range(2000)}), "properties: 2000"),
     ({"not": {}}, '"not"'),
     ({"type": "array", "items": I, "uniqueItems": True}, '"uniqueItems"'),

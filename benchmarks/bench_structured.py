@@ -1,7 +1,7 @@
 """What structured output costs: time per output token with a grammar and without, and what a new schema adds to the first token.
 
     python benchmarks/bench_structured.py [--json] [--model DIR] [--train-tokenizer] [--plain] [--streams 1 16 64]
-        [--tokens 64] [--repeats 5]
+        [--tokens 64] [--repeats 5] [--backend guidance|xgrammar]
 
 Two cases: "records", a schema that the model would not have followed by itself, and "text", an object with one long text, as a model
 that was asked for JSON writes it: nearly all of it is the model's own words. All runs of a case write the same tokens, those that the
@@ -9,11 +9,12 @@ grammar's run draws: what a step draws is replaced by them, in each run alike. T
 turns in one process; times are the least of the repeats, percents the middle of what each turn says. forced: where tokens that the
 grammar makes certain are drafts; else nothing drafts. processors: without a grammar, where the engine has a logits processor that no
 request asks for; --plain leaves both out, and their engines. ttft_added_ms: a prompt's first token with a schema that no request had
-before, less one without. library: what the calls alone take that no step can do without, of rows whose tokens are drawn from their
-masks: mask_us, take_us of a row (of as many sequences as the most streams; the caches are swept before each call, as a step does it),
-and what that makes of the steps above, for each number of streams (percent); check_us: what asking first whether a token may come would
-take in the place of the mask, and forced_percent: rows where that is not the same. --train-tokenizer: for a model whose own cannot spell JSON (make_models.py), byte-level BPE of as many tokens
-as the model has, of the text of Python's library.
+before, less one without. library: the parts, of rows whose tokens are drawn from their masks, us of a row (of as many sequences as the
+most streams; the caches are swept before each, as a step does it): mask_us, take_us; both_us: a mask right behind its token, as a step has
+it, and what that makes of the steps above, for each number of streams (percent); accept_us: the same with our own part; draw_us and
+free_draw_us: a draw with a mask and without; check_us: what asking first whether a token may come would take in the place of the mask,
+and forced_percent: rows where that is not the same. --train-tokenizer: for a model whose own cannot spell JSON (make_models.py), byte-level BPE of as many tokens
+as the model has, of the text of Python's library. --backend: which library follows the grammars; xgrammar must be installed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import llguidance
 import numpy as np
@@ -38,17 +40,21 @@ import engine.runner
 from engine.sampling.noise import seed_keys
 from engine.sampling.processors import RequestLogitsProcessor
 from engine.sampling.sampler import Sampled, sample
-from engine.sampling.sampling_table import SamplingBatch
-from front.messages import LogprobsMode
+from engine.sampling.sampling_table import GRAMMAR, RANDOM, SamplingBatch
+from engine.structured.guide import Guide, Masks, Matcher
+from engine.structured.xgrammar_matcher import XgrammarMatcher
+from front.messages import Grammar, LogprobsMode
 from front.outputs import RequestOutput
 from front.structured.grammar import LIMITS, checked_grammar
 from front.structured.vocabulary import grammar_tokenizer
+from front.structured.xgrammar_backend import Compiler
 from moesaic import LLM, SamplingParams, StructuredOutputsParams
 
+V = TypeVar("V")
 PROMPT = "Once upon a time there was a small fox"
 
 
-def schema(number: int) -> StructuredOutputsParams:
+def schema(number: int, backend: str = "auto") -> StructuredOutputsParams:
     """A different one for each number."""
     person = {
         "type": "object",
@@ -59,12 +65,13 @@ def schema(number: int) -> StructuredOutputsParams:
         },
         "required": [f"name{number}", "age", "tags"],
     }
-    return StructuredOutputsParams(json={"type": "array", "items": person, "minItems": 50})
+    return StructuredOutputsParams(json={"type": "array", "items": person, "minItems": 50}, backend=backend)
 
 
-def text_schema() -> StructuredOutputsParams:
+def text_schema(backend: str) -> StructuredOutputsParams:
     text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-    return StructuredOutputsParams(json={**text, "additionalProperties": False}, disable_any_whitespace=True)
+    closed = {**text, "additionalProperties": False}
+    return StructuredOutputsParams(json=closed, disable_any_whitespace=True, backend=backend)
 
 
 class Script:
@@ -149,67 +156,134 @@ def cost(
     return row
 
 
-def first_token(llm: LLM, repeats: int) -> dict[str, object]:
+def first_token(llm: LLM, repeats: int, backend: str) -> dict[str, object]:
     added = []
     for number in range(1, 2 * repeats + 1):
         free = min(seconds(llm, 1, 1, None) for _ in range(2))
-        added.append((seconds(llm, 1, 1, schema(number)) - free) * 1e3)
+        added.append((seconds(llm, 1, 1, schema(number, backend)) - free) * 1e3)
     return {"ttft_added_ms": round(statistics.median(added), 3), "worst_ms": round(max(added), 3)}
+
+
+def matchers_of(grammar: Grammar, llm: LLM) -> Callable[[], Matcher]:
+    """What makes one at the beginning."""
+    if grammar.xgrammar:
+        compiler = Compiler(llm.tokenizer, llm.vocab_size)
+        compiled = compiler.compile(grammar.text)
+        return lambda: XgrammarMatcher(compiler.matcher(compiled), llm.vocab_size)
+    vocabulary = grammar_tokenizer(llm.tokenizer, llm.vocab_size)
+    root = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0, limits=LIMITS)
+    root.compute_bitmask()
+    return root.deep_copy
+
+
+class Rows:
+    """As many sequences as the most streams, whose tokens are drawn from their masks."""
+
+    def __init__(self, llm: LLM, matcher: Callable[[], Matcher], count: int) -> None:
+        self._ends = [token for token in llm.tokenizer.eos_token_ids if token < llm.vocab_size]
+        self._matcher, self._vocab_size, self.count = matcher, llm.vocab_size, count
+        self.masks = Masks(count, llm.vocab_size, self._ends)
+        self.matchers = [matcher() for _ in range(count)]
+        for row in range(count):
+            self._put(row)
+        self.masks_RW = self.masks.fill(range(count))[1]
+        self.size = 4 * self.masks_RW.shape[1]
+        self.pointers = [self.masks_RW.ctypes.data + self.size * row for row in range(count)]
+        self._draw, self._swept = np.random.default_rng(0), np.zeros(8 << 20, np.int64)
+        self.spent: dict[str, list[float]] = {}
+
+    def _put(self, row: int) -> None:
+        self.masks.put(row, Guide(self.matchers[row], self._ends))
+
+    def _allowed(self) -> np.ndarray:
+        bits = np.unpackbits(self.masks_RW.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab_size]
+        bits[:, self._ends] = 0
+        return bits
+
+    def drawn(self) -> list[list[int]]:
+        """A token of each mask, none that ends a text: sequences that may only end begin anew."""
+        over = np.array([matcher.is_stopped() for matcher in self.matchers]) | ~self._allowed().any(axis=1)
+        for row in np.flatnonzero(over).tolist():
+            self.matchers[row] = self._matcher()
+            self._put(row)
+            self.matchers[row].unsafe_compute_mask_ptr(self.pointers[row], self.size)
+        return [[int(self._draw.choice(np.flatnonzero(bits)))] for bits in self._allowed()]
+
+    def timed(self, name: str, call: Callable[..., V], *given: object) -> V:
+        self._swept[:] += 1
+        began = time.perf_counter()
+        answer = call(*given)
+        self.spent.setdefault(name, []).append((time.perf_counter() - began) / self.count * 1e6)
+        return answer
+
+    def mask(self) -> None:
+        for matcher, pointer in zip(self.matchers, self.pointers, strict=True):
+            matcher.unsafe_compute_mask_ptr(pointer, self.size)
+
+    def take(self, tokens: list[list[int]]) -> None:
+        for matcher, own in zip(self.matchers, tokens, strict=True):
+            matcher.consume_tokens(own)
+
+    def both(self, tokens: list[list[int]]) -> None:
+        for matcher, own, pointer in zip(self.matchers, tokens, self.pointers, strict=True):
+            matcher.consume_tokens(own)
+            matcher.unsafe_compute_mask_ptr(pointer, self.size)
+
+    def ask(self, tokens: list[list[int]]) -> None:
+        for matcher, own in zip(self.matchers, tokens, strict=True):
+            matcher.validate_tokens(own)
+
+    def forced(self) -> int:
+        """How many have a next token that is certain."""
+        return sum([bool(matcher.compute_ff_tokens()) for matcher in self.matchers])
 
 
 def library(llm: LLM, rows: list[dict[str, Any]], case: str, asked: StructuredOutputsParams) -> dict[str, object]:
     """rows: what `cost` said of this case."""
-    grammar, vocabulary = checked_grammar(asked, llm.tokenizer), grammar_tokenizer(llm.tokenizer, llm.vocab_size)
-    root = llguidance.LLMatcher(vocabulary, grammar.text, log_level=0, limits=LIMITS)
-    root.compute_bitmask()
-    count, words = max(row["streams"] for row in rows), -(-llm.vocab_size // 32)
-    matchers = [root.deep_copy() for _ in range(count)]
-    masks_RW = np.zeros((count, words), np.int32)
-    pointers = [masks_RW.ctypes.data + 4 * words * row for row in range(count)]
-    draw, swept = np.random.default_rng(0), np.zeros(8 << 20, np.int64)
-    drawn: list[list[int]] = []
-    spent: dict[str, list[float]] = {}
-    num_forced = 0
-
-    def unpacked() -> np.ndarray:
-        bits = np.unpackbits(masks_RW.view(np.uint8), axis=1, bitorder="little")[:, : llm.vocab_size]
-        bits[:, vocabulary.eos_token] = 0
-        return bits
-
-    def timed(name: str, call: Callable[[int], object]) -> list[object]:
-        swept[:] += 1
-        began = time.perf_counter()
-        answers = [call(row) for row in range(count)]
-        spent.setdefault(name, []).append((time.perf_counter() - began) / count * 1e6)
-        return answers
-
-    for step in range(40):
-        if step % 2:  # the answer is kept, and the mask asks for it too
-            num_forced += sum(map(bool, timed("forced", lambda row: matchers[row].compute_ff_tokens())))
-        mask = "mask behind forced" if step % 2 else "mask"
-        timed(mask, lambda row: matchers[row].unsafe_compute_mask_ptr(pointers[row], 4 * words))
-        bits = unpacked()
-        for row in np.flatnonzero(~bits.any(axis=1)):  # that may only end: one that begins, in its place
-            matchers[row] = root.deep_copy()
-            matchers[row].unsafe_compute_mask_ptr(pointers[row], 4 * words)
-        bits = unpacked()
-        drawn[:] = [[int(draw.choice(np.flatnonzero(row)))] for row in bits]
-        timed("allowed", lambda row: matchers[row].validate_tokens(drawn[row]))
-        timed("take", lambda row: matchers[row].consume_tokens(drawn[row]))
-    mask_us, take_us, forced_us, allowed_us = (
-        statistics.mean(spent[name]) for name in ("mask", "take", "forced", "allowed")
-    )
+    parts = Rows(llm, matchers_of(checked_grammar(asked, llm.tokenizer), llm), max(row["streams"] for row in rows))
+    num_forced = []
+    for step in range(60):
+        tokens = parts.drawn()
+        if step % 3 == 0:
+            parts.timed("accept", parts.masks.accept, range(parts.count), tokens)
+        elif step % 3 == 1:
+            parts.timed("both", parts.both, tokens)
+        else:
+            parts.timed("allowed", parts.ask, tokens)
+            parts.timed("take", parts.take, tokens)
+            if step % 2:  # the answer is kept, and the mask asks for it too
+                num_forced.append(parts.timed("forced", parts.forced))
+            parts.timed("mask behind forced" if step % 2 else "mask", parts.mask)
+    drawing(parts, llm.vocab_size)
+    us = {name: statistics.mean(times) for name, times in parts.spent.items()}
     return {
         "case": case,
-        "library": count,
-        "mask_us": round(mask_us, 2),
-        "take_us": round(take_us, 2),
-        "check_us": round(forced_us + allowed_us, 2),
-        "forced_percent": round(100 * num_forced / (20 * count), 1),
-        "percent": {
-            row["streams"]: round(row["streams"] * (mask_us + take_us) / row["tpot_ms"] / 10, 1) for row in rows
-        },
+        "library": parts.count,
+        "mask_us": round(us["mask"], 2),
+        "take_us": round(us["take"], 2),
+        "both_us": round(us["both"], 2),
+        "accept_us": round(us["accept"], 2),
+        "check_us": round(us["forced"] + us["allowed"], 2),
+        "forced_percent": round(100 * statistics.mean(num_forced) / parts.count, 1),
+        "percent": {row["streams"]: round(row["streams"] * us["both"] / row["tpot_ms"] / 10, 1) for row in rows},
+        "draw_us": round(us["draw"], 2),
+        "free_draw_us": round(us["free draw"], 2),
     }
+
+
+def drawing(rows: Rows, vocab_size: int) -> None:
+    """A draw of each row, with its mask and without."""
+    logits_PV = torch.randn(rows.count, vocab_size)
+    zeros_P, ones_P = np.zeros(rows.count, np.int64), np.ones(rows.count, np.float32)
+    free = SamplingBatch(
+        rows.count, vocab_size, RANDOM, zeros_P + RANDOM, np.arange(rows.count), seed_keys(range(rows.count)),
+        ones_P, zeros_P, ones_P, 0 * ones_P,
+    )  # fmt: skip
+    masks = np.arange(rows.count), rows.masks_RW
+    masked = replace(free, needs=RANDOM | GRAMMAR, needs_P=zeros_P + (RANDOM | GRAMMAR), masks=masks)
+    for _ in range(20):
+        rows.timed("draw", sample, logits_PV, masked)
+        rows.timed("free draw", sample, logits_PV, free)
 
 
 def train_tokenizer(model: Path, directory: Path) -> None:
@@ -235,6 +309,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--backend", default="guidance", choices=["guidance", "xgrammar"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if options.train_tokenizer:
@@ -243,7 +318,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, more: dict[str, Any]) -> None:
-    model = [options.model] if options.model else []
+    model, backend = [options.model] if options.model else [], options.backend
     more |= {"enable_prefix_caching": True, "max_num_seqs": max(options.streams), "max_model_len": 1024}
     drafts = {"plain": "none"} if options.plain else {"plain": "none", "forced": "prediction", "processors": "none"}
     engines = {
@@ -253,13 +328,13 @@ def measure(options: argparse.Namespace, more: dict[str, Any]) -> None:
         )
         for name, method in drafts.items()
     }  # fmt: skip
-    for case, asked in (("records", schema(0)), ("text", text_schema())):
+    for case, asked in (("records", schema(0, backend)), ("text", text_schema(backend))):
         rows = []
         for streams in options.streams:
             rows.append(cost(engines, case, asked, streams, options.tokens, options.repeats))
             show(rows[-1], options.json)
         show(library(engines["plain"], rows, case, asked), options.json)
-    show(first_token(engines["plain"], options.repeats), options.json)
+    show(first_token(engines["plain"], options.repeats, backend), options.json)
     for llm in engines.values():
         llm.close()
 

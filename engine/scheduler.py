@@ -175,11 +175,12 @@ class Scheduler:
         block_size = self.kv.block_size
         requests, rows, starts = draft.ones, draft.one_rows, draft.one_starts
         step_id = draft.step_id
-        budget = draft.budget
+        budget, quiet = draft.budget, self.speculation.quiet
         for request in self._running:  # preemption pops from its end, which the loop allows for
             start = request.num_computed
             length = request.length
-            if length - start != 1 or (request.speculates and self.speculation.asks(request, len(self._running))):
+            may = request.speculates and (request.guide is not None or not quiet)
+            if length - start != 1 or (may and self.speculation.asks(request, len(self._running))):
                 draft.partial.append(request)
                 continue
             if length >= request.max_length:

@@ -106,6 +106,7 @@ class Checkpoint:
         self._known = known or {}
         self._files: dict[str, SafetensorsFile] = {}  # name -> its file
         self._keys: dict[str, str] = {}  # name -> what the file calls it, where that is something else
+        self._packings: dict[str, _Packing | None] = {}
         for key, file in self._find():
             name = key if names is None else names(key)
             if name is None:
@@ -192,6 +193,11 @@ class Checkpoint:
 
     def _packing(self, name: str) -> _Packing | None:
         """None: a plain tensor, or none."""
+        if name not in self._packings:  # it is asked for several times for each tensor that is read
+            self._packings[name] = self._found_packing(name)
+        return self._packings[name]
+
+    def _found_packing(self, name: str) -> _Packing | None:
         for packing in _PACKINGS:
             key = _beside(name, packing.weight)
             if key in self._files and _beside(name, packing.scale) in self._files:
@@ -311,13 +317,14 @@ class Checkpoint:
         """Mark a key (and its scales, if it has any) as used, or as deliberately not read. Its bytes are not
         touched."""
         packing = self._packing(name)
-        beside = [_beside(name, suffix) for suffix in _BESIDE]
-        beside += [name.removesuffix(".weight") + suffix for suffix in _SCALES_OF_INPUTS if name.endswith(".weight")]
-        keys = [name] if packing is None else [_beside(name, end) for end in (packing.weight, packing.scale)]
+        keys = [name]
+        if packing is not None:
+            beside = [_beside(name, suffix) for suffix in (packing.weight, packing.scale, *_BESIDE)]
+            inputs = [name.removesuffix(".weight") + suffix for suffix in _SCALES_OF_INPUTS if name.endswith(".weight")]
+            keys = [beside[0], *(key for key in (*beside[1:], *inputs) if key in self._files)]
         self._file(keys[0])
-        for key in [*keys, *([] if packing is None else beside)]:
-            if key in self._files:
-                self._mark(key)
+        for key in keys:
+            self._mark(key)
 
     def finish(self) -> None:
         """Raise CheckpointError if any key was neither read nor skipped, naming the first few, or if a file was changed

@@ -8,12 +8,12 @@ from typing import Any, Self
 from configs.engine import EngineConfig, Plan
 from configs.env import read_env
 from engine.plan import make_plan
-from engine.process.torch_ahead import load_libraries
 from front import async_llm, llm
 from front.messages import RankStats
 from front.text import Tokenizer
 from launch.spawned import SpawnedRanks
 from launch.weights import OwnWeights
+from moesaic.rooms import no_collections
 
 
 class LLM(llm.LLM):
@@ -40,7 +40,6 @@ class LLM(llm.LLM):
         return self
 
     def _open(self, config: EngineConfig) -> None:
-        loading = load_libraries() if config.data_parallel_size == 1 else None  # on a thread
         self.plan = make_plan(config, alone=config.data_parallel_size == 1)
         tokenizer = Tokenizer(self.plan.model_path, self.plan.tokenizer_path)
         shared: dict[str, Any] = {
@@ -48,9 +47,8 @@ class LLM(llm.LLM):
         }
         shared["processors"] = bool(self.plan.logits_processors)
         if self.plan.data_parallel_size == 1:
-            if loading is not None:
-                loading.join()
-            own = importlib.import_module("engine.process.local_ranks")
+            with no_collections():
+                own = importlib.import_module("engine.process.local_ranks")
             self._weights = OwnWeights(self.plan)
             try:
                 ranks = own.start_local(self.plan, self._weights.store)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from store.memory import Store, StoreError, await_parts
 
+CLAIMED_PER_THREAD = 4
 FILL_SECONDS = 3600.0  # for another rank that fills: it ends or is killed when it does not get on
 LINE = 64  # bytes; every tensor begins on one
 _LENGTH_BYTES = 8
@@ -145,13 +146,14 @@ class _Work:
         return bool(self._left)
 
     def _begin(self, part: _Part) -> None:
-        """And wait for others where more are under way than each thread needs: one, and the next."""
+        """And wait for others where more are claimed than threads need: this one may have to wait for the interpreter,
+        and they are not to wait for it."""
         self._num_making += 1
         if self._pool is None:
             self._make(part)
         else:
             self._pool.submit(self._make, part)
-        while self._num_making > (self._threads + 1 if self._pool else 0):
+        while self._num_making > (CLAIMED_PER_THREAD * self._threads if self._pool else 0):
             self._end()
 
     def _make(self, part: _Part) -> None:

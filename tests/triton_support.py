@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,12 +90,18 @@ def _replaced(modules: tuple[ModuleType, ...], make: Any) -> Iterator[None]:
 
 @contextmanager
 def _language_kept() -> Iterator[None]:
-    """The interpreter patches the language while a kernel runs, and does not undo it where kernels call kernels."""
+    """The interpreter patches the language for every launch, and again wherever kernels call kernels, which takes as long as
+    the kernels do and is not undone: here it is patched once, for all that runs in a `with`, and is as it was afterwards."""
     places: list[Any] = [tl, tl.core, tl.math, tl.standard, tl.tensor, tl.core.tensor_descriptor_base]
     kept = [dict(vars(place)) for place in places]
+    patch = interpreter._patch_lang
+    patched = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     try:
         yield
     finally:
+        interpreter._patch_lang = patch
+        patched.restore()
         for place, names in zip(places, kept, strict=True):
             for name, now in list(vars(place).items()):
                 if name in names and now is not names[name]:

@@ -41,6 +41,7 @@ REQUESTS = 64  # of those that drafts were made of last, what prompts lose by it
 WORSE = 0.9  # of the best: numbers of drafts that make fewer tokens are measured again more rarely
 SHARE = 0.01  # of the time, that trials of what is known already may cost
 KEPT = 4096  # steps after which times are written
+EVERY = 8  # steps without drafts, of which one is measured where nothing is tried: measuring takes time, too
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
 
 
@@ -76,9 +77,10 @@ class _Costs:
     def may_try(self) -> bool:
         return self.spent <= SHARE * self.served
 
-    def add_step(self, seconds: float, trying: bool, needed: float) -> None:
-        """needed: that the best would have taken. A trial may have been better: then it has cost nothing."""
-        self.served += seconds
+    def add_step(self, seconds: float, num: int, trying: bool, needed: float) -> None:
+        """num: such steps, of which one was measured. needed: that the best would have taken. A trial may have been
+        better: then it has cost nothing."""
+        self.served += num * seconds
         if trying:
             self._trial += seconds - needed
         elif self._trial:
@@ -125,18 +127,21 @@ class Gate(StepCompanion):
         self._trying = False  # they are wanted for a trial
         self._charged = False  # the trial is one of those that may only cost so much
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, _Size] = {}  # by sequences; those of one size share theirs
         self._part = 1.0  # of the sequences, that have drafts where they may
         self._last, self._began = _Step(-2, 0, 0, 0, False, False, 0.0), 0.0  # the step before, and when it began
+        self._schedule = Schedule(-1)  # the last one that was proposed
         self._costs = _Costs()
         self._best_rate = 0.0  # of what was last chosen; 0: not known
         self._unwritten = 0
 
     def propose(self, schedule: Schedule) -> Sequence[int]:
         """The words: drafts to verify in the next step, drafts to make in this one, sequences."""
-        num = len(schedule.rows)
+        self._schedule, num = schedule, len(schedule.rows)
         if self._adaptive and num and self._speculation.busy:
-            one = self._sizes.setdefault(size_of(num), _Size())
+            one = self._sizes.get(num)
+            if one is None:
+                one = self._sizes[num] = self._sizes.setdefault(size_of(num), _Size())
             if schedule.warm and not any(schedule.warm):
                 one.tick()
                 if not one.trial[0]:
@@ -151,13 +156,18 @@ class Gate(StepCompanion):
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
         if not self._most or not (self._speculation.busy or self._speculation.models):
             return None
-        verify, depth, num = max(said, key=lambda words: words[2])
+        verify, depth, num = said[0] if len(said) == 1 else max(said, key=lambda words: words[2])
         if not num:  # of a rank that practises the others hear no number, and it makes no drafts
             return None
         self._speculation.depth = verify
-        depth = min(depth, 1 + self._speculation.max_in_step // num)  # more could not be verified, and have no memory
-        depth = depth if self._speculation.models else 0
-        return _Clocked(self, _Step.of(plan, num, depth, self._trying))
+        # More than may be verified have no memory.
+        depth = min(depth, 1 + self._speculation.max_in_step // num) if self._speculation.models else 0
+        if not depth and not self._trying and self._speculation.models and plan.step % EVERY > 1:
+            return None
+        most = max(plan.num_tokens)
+        step = _Step(plan.step, num, most, depth, most == num * (1 + depth), self._trying, 0.0)
+        self._begins(step, self._schedule)
+        return _Drafting(self, step) if depth else None
 
     def close(self) -> None:
         if self._file is not None and self._unwritten:
@@ -278,39 +288,39 @@ class Gate(StepCompanion):
             others = near
         return min(others, key=lambda depth: one.tried_at.get(depth, -1), default=None)
 
-    # ---- what the thread that computes tells ----
+    # ---- measuring ----
 
     def now(self) -> float:
         return self._clock()
 
-    def begun(self, step: _Step, schedule: Schedule) -> None:
+    def _begins(self, step: _Step, schedule: Schedule) -> None:
         """A step begins, and so the one before it is over."""
         now, last, began = self._clock(), self._last, self._began
         if step.trying:
             acceptance = self._speculation.acceptance
             tokens = sum(expected_tokens(acceptance, len(drafts)) for drafts in schedule.drafts)
             step = step._replace(tokens=tokens or float(len(schedule.rows)))
-        num, drafts = len(schedule.rows), schedule.num_drafts
         if not self._speculation.models:
             # Tokens say nothing of what others verify, so each rank knows of its own.
-            decodes = num == step.num and schedule.num_tokens == num + drafts
-            step = step._replace(decodes=decodes, num_tokens=schedule.num_tokens)
+            num, num_tokens = len(schedule.rows), schedule.num_tokens
+            decodes = num == step.num and num_tokens == num + schedule.num_drafts
+            step = step._replace(decodes=decodes, num_tokens=num_tokens)
             if schedule.drafts:
                 self._part += 0.05 * (sum(map(bool, schedule.drafts)) / num - self._part)
         self._last, self._began = step, now
-        follows = last.step + 1 == step.step and last.num > 0 and now - began < LONGEST_GAP
-        begins = bool(schedule.new_rows) or not (schedule.rows or step.decodes)  # here, or on another rank
-        if begins or not follows:
+        if last.step + 1 != step.step or not last.num or now - began >= LONGEST_GAP:
             return  # there may have been nothing to do in between
+        if schedule.new_rows or not (schedule.rows or step.decodes):
+            return  # requests begin, here or on another rank
         rate = self._best_rate
-        self._costs.add_step(
-            now - began, last.trying and rate > 0 and self._charged, last.tokens / rate if rate else 0.0
-        )
+        charged = self._charged and last.trying and rate > 0
+        num = EVERY if self._speculation.models and not last.depth and not last.trying else 1
+        self._costs.add_step(now - began, num, charged, last.tokens / rate if charged else 0.0)
         if last.decodes and step.decodes and last.num == step.num:
             self._note(last, now - began)
 
     def drafted(self, step: _Step, schedule: Schedule, seconds: float) -> None:
-        """The passes over a step with prompts took so long."""
+        """The passes over a step with prompts took so long. Of the thread that computes."""
         self._costs.add_prompts(len(schedule.new_rows), seconds, step.trying)
 
     def _note(self, step: _Step, seconds: float) -> None:
@@ -348,13 +358,8 @@ class _Step(NamedTuple):
     trying: bool
     tokens: float
 
-    @classmethod
-    def of(cls, plan: StepPlan, num: int, depth: int, trying: bool) -> _Step:
-        most = max(plan.num_tokens)
-        return cls(plan.step, num, most, depth, most == num * (1 + depth), trying, 0.0)
 
-
-class _Clocked(StepHook):
+class _Drafting(StepHook):
     """Of one step: says how many drafts are to be made at its end, when it begins, and what drafts of prompts take."""
 
     watches = True
@@ -366,8 +371,7 @@ class _Clocked(StepHook):
 
     def begin(self, schedule: Schedule) -> None:
         schedule.draft_depth = self._step.depth
-        self._gate.begun(self._step, schedule)
-        if self._step.depth and schedule.num_tokens != len(schedule.rows) + schedule.num_drafts:
+        if schedule.num_tokens != len(schedule.rows) + schedule.num_drafts:
             self._prompts = schedule
 
     def ended(self, kind: Kind, num_tokens: int) -> None:

@@ -48,6 +48,7 @@ class Speculation:
         self._drafter = drafter
         self._predictions = PredictionDrafter()
         self._model = drafter if isinstance(drafter, ModelDrafts) else None
+        self.models = self._model is not None  # the model drafts
         self._open: set[int] = set()  # requests that may have drafts
         self._cold: set[int] = set()
         self._warm_blocks: set[int] = set()
@@ -65,11 +66,6 @@ class Speculation:
     def busy(self) -> bool:
         """There is a request that may have drafts."""
         return bool(self._open)
-
-    @property
-    def models(self) -> bool:
-        """The model drafts."""
-        return self._model is not None
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -91,10 +87,15 @@ class Speculation:
             return True
         return self._forced and params.grammar is not None
 
+    @property
+    def quiet(self) -> bool:
+        """No request without a grammar is to be asked for drafts."""
+        return not self.depth and self._forced
+
     def asks(self, request: Request, num_running: int) -> bool:
         """Whether a request that may have drafts is to be asked for some, all its tokens being known; always where a
         step that had some may still be under way."""
-        wanted = self.depth > 0 or request.guide is not None or not self._forced
+        wanted = request.guide is not None or not self.quiet
         return (wanted and request.request_id in self._open) or (num_running == 1 and request.guide is not None)
 
     def propose(self, request: Request, limit: int) -> list[int]:

@@ -19,10 +19,12 @@ OUTLIER = 3.0  # times the middle one: a step that took longer counts as so long
 MARGIN = 0.05  # by which drafts have to be better than none: what is measured beside other work is not exact
 FORMAT = 3
 
+_SIZE_OF = [SIZES[bisect_left(SIZES, count)] for count in range(SIZES[-1] + 1)]
+
 
 def size_of(count: int) -> int:
     """The size that a step of so many tokens or sequences is counted as."""
-    return SIZES[min(bisect_left(SIZES, count), len(SIZES) - 1)]
+    return _SIZE_OF[min(count, SIZES[-1])]
 
 
 class Usual:
@@ -102,10 +104,16 @@ class StepTimes:
         self.drafting: dict[tuple[int, int], Usual] = {}
 
     def add_step(self, num_tokens: int, seconds: float, trying: bool = False) -> None:
-        self.steps.setdefault(size_of(num_tokens), Usual()).add(seconds, trying)
+        size = size_of(num_tokens)
+        if size not in self.steps:
+            self.steps[size] = Usual()
+        self.steps[size].add(seconds, trying)
 
     def add_drafting(self, num_sequences: int, depth: int, seconds: float, trying: bool = False) -> None:
-        self.drafting.setdefault((size_of(num_sequences), depth), Usual()).add(seconds, trying)
+        key = size_of(num_sequences), depth
+        if key not in self.drafting:
+            self.drafting[key] = Usual()
+        self.drafting[key].add(seconds, trying)
 
     def step(self, num_tokens: float) -> float | None:
         """None: not known yet. Between two sizes on a straight line."""

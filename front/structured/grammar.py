@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from configs.server import STRUCTURED_BACKENDS
 from front.messages import Grammar, StructuredOutputsParams
-from front.structured.lark import WHITESPACE, JsonStyle, escaped, json_rule, regex_rule
+from front.structured.lark import WHITESPACE, JsonStyle, escaped, json_grammar, regex_rule
 from front.structured.patterns import check_counts
 from front.structured.tags import structural_tag_grammar
 from front.structured.vocabulary import Vocabulary, names_only
@@ -80,12 +80,12 @@ def _checked(described: bytes, tokenizer: Vocabulary) -> Grammar:
 
 
 def _text_of(kind: str, params: StructuredOutputsParams, tokenizer: Vocabulary) -> str:
-    """Lark."""
+    """Lark, or the library's form of a schema alone."""
     style = _style(params)
     if kind == "json":
-        return f"start: {json_rule(_schema(params.json), style)}"
+        return json_grammar(_schema(params.json), style)
     if kind == "json_object":
-        return f"start: {json_rule({'type': 'object'}, style)}"
+        return json_grammar({"type": "object"}, style)
     if kind == "regex":
         assert params.regex is not None
         return f"start: {regex_rule(params.regex)}"

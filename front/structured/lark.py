@@ -67,6 +67,17 @@ _MEANT = frozenset("\\.+*?()|[]{}^$#&-~")
 
 def json_rule(schema: object, style: JsonStyle = PLAIN) -> str:
     """An expression for JSON of that schema (a bool, or a decoded object)."""
+    return "%json " + _followed(schema, style)
+
+
+def json_grammar(schema: object, style: JsonStyle = PLAIN) -> str:
+    """A whole grammar of the same, in the library's other form: to read Lark takes it longer than to make a matcher of
+    most schemas."""
+    return '{"grammars": [{"json_schema": ' + _followed(schema, style) + "}]}"
+
+
+def _followed(schema: object, style: JsonStyle) -> str:
+    """The schema with what the library is to do with it, as JSON."""
     if schema is True:
         schema = {}
     elif schema is False:
@@ -80,7 +91,7 @@ def json_rule(schema: object, style: JsonStyle = PLAIN) -> str:
         "coerce_one_of": False,
         "json_allow_general_unicode_escapes": True,
     }
-    return "%json " + json.dumps({**plain, "x-guidance": options})
+    return json.dumps({**plain, "x-guidance": options})
 
 
 def regex_rule(regex: str) -> str:

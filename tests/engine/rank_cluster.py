@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -12,12 +12,46 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from forked import forked_with_torch
 
 from configs.engine import Plan
+from engine.process import rank_process
 from front.messages import FrontToRank, Outputs, RankFailed, RankReady, RankToFront
 from front.wire import ZmqRanks
 
 START_SECONDS = 60.0
+
+
+def _be_rank(words: list[str], errors: Path) -> None:
+    with errors.open("a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.argv[1:] = [*words, "--parent", str(os.getppid())]
+    rank_process.main()
+
+
+class RankProcess:
+    """engine.process.rank_process with these words, forked from a process that has torch (forked.py), as a server's ranks are;
+    what it says goes to the end of `errors`. As a subprocess.Popen is."""
+
+    def __init__(self, words: list[str], errors: Path) -> None:
+        self._process = forked_with_torch().Process(target=_be_rank, args=(words, errors))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"process {self.pid} has not ended in {timeout} s"
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Cluster:
@@ -28,16 +62,14 @@ class Cluster:
         plan_path = self.directory / "plan.json"
         plan_path.write_bytes(msgspec.json.encode(plan))
         self.ranks = ZmqRanks(f"ipc://{self.directory}/front.ipc", plan.data_parallel_size)
-        self._arguments = ["--plan", str(plan_path), "--runtime-dir", str(self.directory), "--parent", str(os.getpid())]
+        self._arguments = ["--plan", str(plan_path), "--runtime-dir", str(self.directory)]
         self.processes = [self._start(rank) for rank in range(self.ranks.size)]
         self.outputs: dict[int, list[int]] = {}
         self.finished: set[int] = set()
         self.sent: list[int] = []  # which job each request was
 
-    def _start(self, rank: int, *more: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "engine.process.rank_process", *self._arguments, "--rank", str(rank), *more]
-        with (self.directory / f"stderr-{rank}").open("a") as errors:
-            return subprocess.Popen(command, stderr=errors)
+    def _start(self, rank: int, *more: str) -> RankProcess:
+        return RankProcess([*self._arguments, "--rank", str(rank), *more], self.directory / f"stderr-{rank}")
 
     def restart(self, rank: int) -> None:
         """What a supervisor does after the rank's end."""

@@ -51,8 +51,15 @@ def tokens(got: Sequence[Got]) -> list[list[int]]:
     return [one.tokens for one in got]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("budget", [64.0, 0.02])
+@pytest.mark.parametrize(
+    ("asynchronous", "budget"),
+    [
+        (False, 64.0),
+        (True, 0.02),
+        pytest.param(True, 64.0, marks=pytest.mark.slow),
+        pytest.param(False, 0.02, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_of_one_rank(expected: list[list[int]], asynchronous: bool, budget: float) -> None:
     """budget: far above all experts together, or a tenth of one expert."""
     config = dataclasses.replace(RESTLESS, move_budget_mib=budget)

@@ -84,8 +84,12 @@ def test_deepep_takes_turns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dbo", "most"),
-    [(None, 16), (None, 3), (SPLIT, 16), (SOMETIMES, 16)],
-    ids=["whole", "fewer tokens than sequences", "split", "sometimes"],
+    [
+        pytest.param(None, 16, id="whole", marks=pytest.mark.slow),
+        pytest.param(None, 3, id="fewer tokens than sequences"),
+        pytest.param(SPLIT, 16, id="split"),
+        pytest.param(SOMETIMES, 16, id="sometimes", marks=pytest.mark.slow),
+    ],
 )
 def test_decodes_in_graphs(dbo: DboPlan | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the fake of CUDA graphs too: decodes whole with their exchanges, prompts in pieces or, split, as they are written."""

@@ -55,9 +55,19 @@ def start(checkpoint: Path, size: int = 3, **overrides: object) -> Survivors:
     return Survivors(checkpoint, size, **{"slots_per_rank": spare_slots(size), **overrides})
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 7, 99])
-@pytest.mark.parametrize("dbo", [None, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("asynchronous", "dbo", "turns"),
+    [
+        pytest.param(asynchronous, dbo, turns, id=f"{name}-{turns}", marks=[] if turns in often else [pytest.mark.slow])
+        for name, asynchronous, dbo, often in (
+            ("whole", False, None, (0, 1, 2, 3, 5, 7, 99)),
+            ("whole-asynchronous", True, None, (2,)),
+            ("split", False, SPLIT, (3,)),
+            ("split-asynchronous", True, SPLIT, (0, 1, 5, 99)),
+        )
+        for turns in (0, 1, 2, 3, 5, 7, 99)
+    ],
+)
 def test_a_rank_dies_and_returns(
     checkpoint: Path, expected: dict[int, list[int]], asynchronous: bool, turns: int, dbo: DboPlan | None
 ) -> None:

@@ -12,6 +12,7 @@ import drive
 import hf_tiny
 import pytest
 import torch
+from amounts import combined
 from laid_out import LaidOut, Work
 from torch import Tensor
 
@@ -101,9 +102,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make(tmp_path_factory.mktemp(name)).path for name, make in MAKERS.items()}
 
 
-@pytest.mark.parametrize("break_exchanges", [False, True], ids=["whole", "exchanges left out"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.parametrize(
+    ("name", "dtype", "break_exchanges"), combined(list(MAKERS), [torch.bfloat16, torch.float32], [False, True])
+)
 def test_replayed_steps_equal_eager_ones(
     paths: dict[str, Path], name: str, dtype: torch.dtype, break_exchanges: bool
 ) -> None:

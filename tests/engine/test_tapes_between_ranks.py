@@ -11,6 +11,7 @@ import drive
 import hf_tiny
 import pytest
 import torch
+from amounts import combined
 from laid_out import LaidOut, Sequences, Work
 from laid_out import TwoRankStep as Step
 from linked_groups import on_machines
@@ -126,10 +127,10 @@ def on_two(folder: Path, act: Callable[[ShmGroup], object], timeout: float = 30.
     return list(together(2, run))
 
 
-@pytest.mark.parametrize("machines", [(2,), (1, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("extra", [0, 2], ids=["no replicas", "replicas"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.parametrize(
+    ("name", "dtype", "extra", "machines"),
+    combined(list(MAKERS), [torch.float32, torch.bfloat16], [0, 2], [(2,), (1, 1), (2, 2)]),
+)
 def test_replayed_exchanges_equal_eager_ones(
     name: str, dtype: torch.dtype, extra: int, machines: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import multiprocessing.queues
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from a2a_cases import CASES, HIDDEN, Case, anything, check_moe, exchange
+from forked import forked_with_torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dbo.steps import drain, weave
@@ -32,7 +32,7 @@ STALL = 1.0  # seconds: the timeout of the group that one rank leaves waiting
 
 def run_ranks(backend: str, size: int) -> Results:
     """Start `size` processes, let them do everything, and collect what they report."""
-    context = mp.get_context("spawn")
+    context = forked_with_torch()
     reports: multiprocessing.queues.Queue[tuple[str, int, str]] = context.Queue()
     results: Results = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from hf_tiny import make_qwen3
+from moesaic_here import run_here
 from served import Server, command_line, served, until
 from streams import mode, undisturbed, wave, waves
 
@@ -144,23 +145,28 @@ def test_from_one_rank_to_two_and_back(tmp_path: Path, model: str) -> None:
 def test_the_command_and_what_it_refuses(tmp_path: Path) -> None:
     with served(tmp_path, "--admin-api-key", KEY, "-dp", "3", "--num-redundant-experts", "8") as server:
 
-        def ranks(*options: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-m", "moesaic", "ranks", "--url", server.url, "--admin-api-key", key, *options]
+        def in_a_process(*words: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "moesaic", *words]
             return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+        def ranks(
+            *options: str, key: str = KEY, run: Callable[..., subprocess.CompletedProcess[str]] = in_a_process
+        ) -> subprocess.CompletedProcess[str]:
+            return run("ranks", "--url", server.url, "--admin-api-key", key, *options)
 
         shown = ranks()
         assert shown.returncode == 0 and shown.stdout.count("up") == 3, shown.stderr
         table = json.loads(ranks("--json").stdout)
         assert (table["count"], table["fewest"], table["mode"]) == (3, 2, "full")
         assert [row["pid"] for row in table["ranks"]] == [server.children()[f"rank {rank}"] for rank in range(3)]
-        refused = ranks("--count", "1")
+        refused = ranks("--count", "1", run=run_here)
         assert refused.returncode == 2
         assert "count must be at least 2: 1 rank(s) of 8 slots have room for 8 of 16 experts" in refused.stderr
-        assert "count must be at most" in ranks("--count", "1000").stderr
-        assert "administrator's key" in ranks(key="wrong").stderr
+        assert "count must be at most" in ranks("--count", "1000", run=run_here).stderr
+        assert "administrator's key" in ranks(key="wrong", run=run_here).stderr
         os.kill(server.children()["rank 0"], signal.SIGKILL)
         until(lambda: mode(server) == "degraded", 20, "rank 0 is lost")
-        not_now = ranks("--count", "2")
+        not_now = ranks("--count", "2", run=run_here)
         assert "HTTP 409: 1 of the 2 ranks that would stay serve now, and it takes 2; wait for rank 0" in not_now.stderr
         until(lambda: mode(server) == "full", 60, "it is back")
         smaller = ranks("--count", "2", "--json")

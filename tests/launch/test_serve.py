@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from moesaic_here import run_here
 from openai import OpenAI
 from ports import free_port
 from served import Server, command_line, descendants, served, starting, until
@@ -153,15 +155,17 @@ def test_two_hundred_streams(tmp_path: Path) -> None:
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     """What cannot be served is refused before any process starts, with the file or field named."""
 
-    def refused(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "moesaic", "serve", *arguments], capture_output=True, text=True, timeout=60
-        )
+    def refused(*arguments: str, run: Callable[..., subprocess.CompletedProcess[str]] = run_here) -> str:
+        done = run("serve", *arguments)
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr
         return done.stderr.strip().splitlines()[-1]
 
-    assert "no-such-folder" in refused("no-such-folder")
+    def in_a_process(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "moesaic", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert "no-such-folder" in refused("no-such-folder", run=in_a_process)
     assert "max_model_len" in refused("--max-model-len", "1000000")
     assert "all2all_backend" in refused("--all2all-backend", "carrier-pigeon")
     assert "kv_cache_memory_bytes 900000000000 in each of 2 rank(s)" in refused("--kv-cache-memory-bytes", "900G")

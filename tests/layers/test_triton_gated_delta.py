@@ -29,8 +29,8 @@ pytestmark = pytest.mark.triton
 def test_equals_torch(shape: DeltaShape, dtype: torch.dtype, in_place: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     delta = make_delta(shape, generator, sigmoid_gate=shape.channel_decay)
-    inputs = make_inputs(shape, 44, dtype, generator)
-    step = step_of([1, 1, 2, 40], [1, 0, 3, 4], [1, 2, 3, 4] if in_place else [5, 6, 7, 8])
+    inputs = make_inputs(shape, 22, dtype, generator)
+    step = step_of([1, 1, 2, 18], [1, 0, 3, 4], [1, 2, 3, 4] if in_place else [5, 6, 7, 8])
     tails = torch.randn(9, shape.taps - 1, shape.channels, generator=generator).to(dtype)
     states = torch.randn(9, shape.num_heads, shape.key_dim, shape.value_dim, generator=generator) * 0.3
     theirs, ours = (tails.clone(), states.clone()), (tails.clone(), states.clone())

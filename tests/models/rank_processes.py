@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import torch
 from drive import generate_on_ranks, load_ours, parallel_of
+from forked import forked_with_torch
 from gloo_groups import gloo_group
 
 TIMEOUT = 60.0
@@ -17,7 +17,7 @@ Prompts = list[list[int]]
 
 def generate_in_processes(path: Path, store: Path, prompts: list[Prompts], count: int) -> list[list[list[int]]]:
     """The next `count` tokens of each prompt of each rank. `store`: a file that does not exist yet."""
-    context = multiprocessing.get_context("spawn")
+    context = forked_with_torch()
     results = context.Queue()
     size = len(prompts)
     processes = [

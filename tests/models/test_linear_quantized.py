@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amounts import combined
 from drive import (
     CPU,
     chunked_logits,
@@ -44,8 +45,9 @@ def int4_experts(hf: HfModel) -> None:
     make_quantized(hf, packed_int4, INT4, within=".experts.")
 
 
-@pytest.mark.parametrize("quantize", [make_fp8, int4_experts], ids=["fp8", "int4"])
-@pytest.mark.parametrize("family", LINEAR)
+@pytest.mark.parametrize(
+    ("family", "quantize"), combined(LINEAR, [make_fp8, int4_experts], names=(LINEAR, ["fp8", "int4"]))
+)
 def test_ranks_give_the_tokens_of_transformers(tmp_path: Path, family: str, quantize: type) -> None:
     hf = FAMILIES[family](tmp_path)
     quantize(hf)
@@ -56,8 +58,7 @@ def test_ranks_give_the_tokens_of_transformers(tmp_path: Path, family: str, quan
 
 
 @pytest.mark.skipif(isa() == Isa.NONE, reason="without the native kernels nothing is kept in 4 bits")
-@pytest.mark.parametrize("form", [WeightFormat.MXFP4, WeightFormat.INT4])
-@pytest.mark.parametrize("family", LINEAR)
+@pytest.mark.parametrize(("family", "form"), combined(LINEAR, [WeightFormat.MXFP4, WeightFormat.INT4]))
 def test_4_bits_at_load(tmp_path: Path, family: str, form: WeightFormat) -> None:
     """As if the weights had been rounded before: logits of one rank, and tokens of several."""
     path = FAMILIES[family](tmp_path).path

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import combined
 from deepseek_tiny import make_glm4_moe_lite, make_v2, make_v3
 from drive import mailbox_models
 from hf_tiny import (
@@ -242,8 +243,7 @@ def error(hf: HfModel, family: str = "") -> float:
     return relative_error(chunked_logits(load_ours(hf.path), TOKENS, [20, 4]), hf.logits(TOKENS))
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize(("form", "family"), combined(list(FORMS), list(FAMILIES)))
 def test_equal_to_the_weights_that_they_stand_for(tmp_path: Path, family: str, form: str) -> None:
     hf = FAMILIES[family](tmp_path)
     quantize, config, within = FORMS[form]

@@ -99,7 +99,7 @@ def test_ranks_give_the_tokens_of_transformers(
 ) -> None:
     hf = MAKE[family](tmp_path)
     prompts = [prompts_of(rank, VOCAB) for rank in range(size)]
-    ours = generate_on_ranks(mailbox_models(hf.path, size, slots_per_rank), prompts, 32)
+    ours = generate_on_ranks(mailbox_models(hf.path, size, slots_per_rank), prompts, 16)
     assert ours == [hf.continued(own, tokens) for own, tokens in zip(prompts, ours, strict=True)]
 
 

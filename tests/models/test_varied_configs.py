@@ -349,7 +349,7 @@ def test_ranks_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> N
     assert read_config(tmp_path).num_experts
     prompts = [drive.prompts_of(rank, hf_tiny.VOCAB) for rank in range(4)]
     ours = {
-        size: drive.generate_on_ranks(drive.mailbox_models(tmp_path, size), prompts[:size], 12) for size in (1, 2, 4)
+        size: drive.generate_on_ranks(drive.mailbox_models(tmp_path, size), prompts[:size], 8) for size in (1, 2, 4)
     }
     expected = [hf.continued(own, tokens) for own, tokens in zip(prompts, ours[4], strict=True)]
     assert ours == {size: expected[:size] for size in ours}

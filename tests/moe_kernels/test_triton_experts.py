@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from amounts import combined
 from rounding import assert_within, bound, expert_bound
 from torch import Tensor
 from triton_support import compiling, report, running
@@ -69,16 +70,19 @@ def run(
         return gemm.run_experts(batch, gate_up, down, row_weight=row_weight, gate_up_config=config, down_config=config)
 
 
-@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "hidden", "width"), [([3, 0, 18, 1], 40, 24), ([0, 0, 0, 1], 64, 32), ([0, 20, 16], 48, 17)]
+    ("layout", "kind", "sizes"),
+    combined(
+        list(Layout),
+        [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)],
+        [([3, 0, 18, 1], 40, 24), ([0, 0, 0, 1], 64, 32), ([0, 20, 16], 48, 17)],
+    ),
 )
-@pytest.mark.parametrize("by_tma", BY_TMA)
 def test_equals_the_reference(
-    layout: Layout, dtype: torch.dtype, rows: list[int], hidden: int, width: int, by_tma: bool
+    layout: Layout, kind: tuple[torch.dtype, bool], sizes: tuple[list[int], int, int]
 ) -> None:
     """By TMA: where it can (float32 and odd widths cannot)."""
+    (dtype, by_tma), (rows, hidden, width) = kind, sizes
     batch, matrices = make_batch(layout, rows, hidden, dtype), weights(len(rows), hidden, width, dtype)
     y = run(batch, *matrices, None, by_tma)
     assert y.dtype == dtype and y.shape == batch.x.shape
@@ -143,13 +147,13 @@ def fp8_matrices(num_slots: int, hidden: int, width: int) -> tuple[Tensor, Tenso
     return gate_up, scales[0], down, scales[1]
 
 
-@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.value)
-@pytest.mark.parametrize("quantized", [False, True], ids=["bf16 rows", "fp8 rows"])
-@pytest.mark.parametrize(("rows", "hidden", "width"), [([3, 0, 18], 256, 128), ([1, 17], 160, 144)])
-@pytest.mark.parametrize("by_tma", BY_TMA)
-def test_weights_in_fp8(
-    layout: Layout, quantized: bool, rows: list[int], hidden: int, width: int, by_tma: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("by_tma", "quantized", "layout", "sizes"),
+    combined(BY_TMA, [False, True], list(Layout), [([3, 0, 18], 256, 128), ([1, 17], 160, 144)]),
+)
+def test_weights_in_fp8(by_tma: bool, quantized: bool, layout: Layout, sizes: tuple[list[int], int, int]) -> None:
+    """quantized: rows in FP8, not in 16 bits."""
+    rows, hidden, width = sizes
     batch, matrices = make_batch(layout, rows, hidden, torch.bfloat16), fp8_matrices(len(rows), hidden, width)
     if quantized:
         value, scale = quantize_rows(batch.x.flatten(0, -2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from amounts import combined
 from torch import Tensor
 from triton_support import compiling, report, running
 
@@ -79,9 +80,12 @@ def routing(num_tokens: int, top_k: int, num_slots: int) -> tuple[Tensor, Tensor
     return slot_TK, torch.rand(num_tokens, top_k, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "top_k", "num_slots", "num_ranks"), [(0, 2, 3, 1), (5, 2, 3, 2), (70, 3, 5, 1)])
-def test_permute_and_back(num_tokens: int, top_k: int, num_slots: int, num_ranks: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "sizes"), combined([torch.float32, torch.bfloat16], [(5, 2, 3, 2), (0, 2, 3, 1), (70, 3, 5, 1)])
+)
+def test_permute_and_back(dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
+    """sizes: tokens, choices of each, slots of a rank, ranks."""
+    num_tokens, top_k, num_slots, num_ranks = sizes
     slot_TK, weight_TK = routing(num_tokens, top_k, num_slots * num_ranks)
     x_TD = normal(num_tokens, 6, seed=2).to(dtype)[:, ::2]
     for rank in range(num_ranks):

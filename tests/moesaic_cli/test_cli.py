@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 
 import pytest
+from moesaic_here import run_here
 
-from moesaic.cli import main
 from moesaic.http_client import Client
 
 
@@ -19,25 +17,6 @@ def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "moesaic", *arguments], capture_output=True, text=True, input=text, timeout=120
     )
-
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """The same in this process, which has torch already."""
-
-    def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "argv", ["moesaic", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert isinstance(ended.value.code, int)
-        return subprocess.CompletedProcess(arguments, ended.value.code, *capfd.readouterr())
-
-    handler = signal.getsignal(signal.SIGTERM)
-    yield run_here
-    signal.signal(signal.SIGTERM, handler)
 
 
 def modules_after(statement: str) -> set[str]:
@@ -61,7 +40,7 @@ def test_import_costs_next_to_nothing() -> None:
 @pytest.mark.parametrize(
     "arguments", [["serve"], ["generate"], ["chat"], ["bench"], ["bench", "serve"], ["explain"], ["ranks"]]
 )
-def test_help(run_here: Run, arguments: list[str]) -> None:
+def test_help(arguments: list[str]) -> None:
     done = run_here(*arguments, "--help")
     assert done.returncode == 0
     assert "Usage: moesaic" in done.stdout
@@ -78,9 +57,9 @@ def test_explain_gives_a_reason_for_every_choice() -> None:
     answer = json.loads(done.stdout)
     assert answer["plan"]["slots_per_rank"] * 2 >= 16
     assert answer["reasons"]["all2all_backend"]
-    table = run("explain")
+    table = run_here("explain")
     assert "threads_per_rank" in table.stdout
-    alone = json.loads(run("explain", "--json").stdout)
+    alone = json.loads(run_here("explain", "--json").stdout)
     assert alone["plan"]["data_parallel_size"] == 2  # what `serve` starts without a model
 
 
@@ -150,7 +129,7 @@ def test_bench_prints_json() -> None:
         (["bench", "throughput", "--repeats", "0"], "0 is not in the range"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(run_here: Run, arguments: list[str], message: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
     check_refused(run_here(*arguments), message)
 
 

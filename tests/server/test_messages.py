@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib
 from typing import Any
 
 import msgspec
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from server_parts import MODEL, STORY, Server, last_prompt, named_events, server, small_tokenizer, story_tokens
 
@@ -16,15 +17,25 @@ from server.api.messages import MessagesRequest, to_chat
 from server.api.openai import ChatRequest
 from server.middleware import digest
 
-EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@functools.cache
+def types_of_anthropic() -> Any:
+    """Imported by the worker that runs these tests, not by all that collect them: it is large."""
+    return importlib.import_module("anthropic.types")
+
+
+@functools.cache
+def events() -> TypeAdapter[Any]:
+    return TypeAdapter(types_of_anthropic().RawMessageStreamEvent)
 
 
 async def message(s: Server, **fields: Any) -> dict[str, Any]:
     answer = await s.post("/v1/messages", {"model": MODEL, "max_tokens": 200, "messages": HELLO, **fields})
     assert answer.status_code == 200, answer.text
     body: dict[str, Any] = answer.json()
-    Message.model_validate(body, strict=True)
+    types_of_anthropic().Message.model_validate(body, strict=True)
     return body
 
 
@@ -47,7 +58,7 @@ async def stream(s: Server, **fields: Any) -> list[dict[str, Any]]:
     body = {"model": MODEL, "max_tokens": 200, "messages": HELLO, "stream": True, **fields}
     answer = await s.post("/v1/messages?beta=true", body)
     assert answer.status_code == 200, answer.text
-    return named_events(answer, EVENTS)
+    return named_events(answer, events())
 
 
 def test_a_message() -> None:

@@ -28,7 +28,7 @@ REGRESSIONS = {
 }
 
 
-@pytest.mark.parametrize("first", range(0, 80, 20))
+@pytest.mark.parametrize("first", [0, 20, *(pytest.param(first, marks=pytest.mark.slow) for first in (40, 60))])
 def test_schedules(first: int) -> None:
     for seed in range(first, first + 20):
         _, error = run_one(seed)

@@ -180,13 +180,13 @@ class Steps:
         words = self.gate.propose(now)
         plan = StepPlan(self.step, True, False, (sum(counts), 0), (9, 9))
         hook = self.gate.join(plan, [words, (0, 0, 0)])
-        assert hook is not None
-        hook.begin(now)
+        if hook is not None:
+            hook.begin(now)
         depth = now.draft_depth if self.warm else 0
         if begins:
             self.at += self.prompt * self.noise()
-            hook.ended(Kind.SAMPLING, self.num)
-            if depth:
+            if hook is not None and depth:
+                hook.ended(Kind.SAMPLING, self.num)
                 self.at += self.prompt_drafts * self.noise()
                 hook.ended(Kind.DRAFTING, self.num)
         else:

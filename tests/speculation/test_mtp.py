@@ -176,7 +176,7 @@ def drafts_of(hf: HfModel, mtp: MtpModel | OwnMtp, tokens: list[int], count: int
 def check_drafts(hf: HfModel, mtp: MtpModel | OwnMtp) -> None:
     for prompt in PROMPTS:
         rank = build_rank(make_plan(hf.path, speculation=MTP, max_num_batched_tokens=8))
-        rank.submit(Job(prompt, 24).message(0))
+        rank.submit(Job(prompt, 12).message(0))
         for tokens, drafts in drafted(rank, prompt):
             assert drafts == drafts_of(hf, mtp, tokens[:-1], 4)
         rank.close()

@@ -95,14 +95,17 @@ def after_a_kill(toy: Path, turns: int, **plan: Any) -> Survivors:
     return cluster
 
 
-@pytest.mark.parametrize("turns", range(NUM_TURNS))
 @pytest.mark.parametrize(
-    ("asynchronous", "dbo"),
+    ("asynchronous", "dbo", "turns"),
     [
-        pytest.param(False, None, id="whole"),
-        pytest.param(True, None, id="whole-asynchronous", marks=pytest.mark.slow),
-        pytest.param(False, SPLIT, id="split", marks=pytest.mark.slow),
-        pytest.param(True, SPLIT, id="split-asynchronous"),
+        pytest.param(asynchronous, dbo, turns, id=f"{name}-{turns}", marks=[] if turns in often else [pytest.mark.slow])
+        for name, asynchronous, dbo, often in (
+            ("whole", False, None, range(NUM_TURNS)),
+            ("whole-asynchronous", True, None, ()),
+            ("split", False, SPLIT, ()),
+            ("split-asynchronous", True, SPLIT, range(1, NUM_TURNS, 4)),
+        )
+        for turns in range(NUM_TURNS)
     ],
 )
 def test_a_kill_at_every_turn(

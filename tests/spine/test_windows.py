@@ -6,7 +6,7 @@ from __future__ import annotations
 import hf_tiny
 import pytest
 import torch
-from amounts import examples
+from amounts import combined, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_parts import Job, check_any, drive, engine_choices, make_plan
@@ -81,8 +81,7 @@ def test_memory_is_constant_beyond_the_window(hf: hf_tiny.HfModel) -> None:
     rank.close()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("turns", range(0, 13, 2))
+@pytest.mark.parametrize(("asynchronous", "turns"), combined([False, True], [2, 0, 4, 6, 8, 10, 12]))
 def test_a_kill_at_many_turns(
     hf: hf_tiny.HfModel, expected: dict[int, list[int]], asynchronous: bool, turns: int
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from models.base import CausalLM
 from models.parts import kept_tensors
 from models.registry import build, read_config
 from models.tiny import CHECKPOINT
+from store.filling import Whole, take_all
 from store.memory import Store, StoreError, make_store
 
 pytestmark = pytest.mark.store
@@ -108,6 +109,24 @@ def test_by_several_threads_as_by_one(path: Path, three_threads: None, form: Wei
     found, expected = weights_of(model), weights_of(alone)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert torch.get_num_threads() == 3
+
+
+def test_pieces_are_made_side_by_side(path: Path, three_threads: None) -> None:
+    together, made = threading.Barrier(3), [torch.full((4,), float(number)) for number in range(3)]
+    taken: dict[int, Tensor] = {}
+
+    def piece(number: int) -> Whole:
+        def make() -> list[str]:
+            together.wait(30)  # for the others, or it fails
+            return []
+
+        def take(tensors: Mapping[str, Tensor]) -> None:
+            taken[number] = tensors["x"]
+
+        return Whole(make, lambda: {"x": made[number]}, take, lambda keys: None)
+
+    assert take_all(Store(path, "key", ROOM), [piece(number) for number in range(3)]) == 3
+    assert all(torch.equal(taken[number], made[number]) for number in range(3))
 
 
 def test_a_thread_that_fails(path: Path, three_threads: None) -> None:

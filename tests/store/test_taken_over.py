@@ -51,7 +51,13 @@ def test_one_of_two_and_then_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 KEEPS_MORE = {"window": hf_tiny.make_gpt_oss, "state": hf_tiny.make_qwen3_next}
 
 
-@pytest.mark.parametrize("make", KEEPS_MORE.values(), ids=KEEPS_MORE)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(KEEPS_MORE["window"], id="window", marks=pytest.mark.slow),
+        pytest.param(KEEPS_MORE["state"], id="state"),
+    ],
+)
 def test_windows_and_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., HfModel]) -> None:
     monkeypatch.setattr(streams, "NUM_STREAMS", 4)
     monkeypatch.setattr(streams, "NUM_TOKENS", 100)

@@ -11,6 +11,7 @@ from typing import Any
 
 import llguidance
 import pytest
+from amounts import combined
 from hard_cases import HARD
 from jsonschema import Draft202012Validator, FormatChecker
 from schema_cases import CASES, Case
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.structured
 
 
 VOCABULARIES = ("tiny", "bytes", "pieces")
-QUICK, MANY = 12, 300
+QUICK, MANY = 6, 300
 
 
 @cache
@@ -101,12 +102,14 @@ def test_instances_in_other_tokens(vocabulary: str) -> None:
         assert check(case, vocabulary) != case.refused
 
 
-@pytest.mark.parametrize("schema", HARD, ids=lambda one: json.dumps(one[0])[:60])
-def test_hard_schemas(schema: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    ("schema", "vocabulary"),
+    combined(HARD, VOCABULARIES, names=([json.dumps(one[0])[:60] for one in HARD], VOCABULARIES)),
+)
+def test_hard_schemas(schema: tuple[Any, ...], vocabulary: str) -> None:
     judge, instances = Draft202012Validator(schema[0]), schema[1:]
     judged = [[one for one in instances if judge.is_valid(one) == valid] for valid in (True, False)]
-    for vocabulary in VOCABULARIES:
-        check(Case(schema[0], *judged), vocabulary)
+    check(Case(schema[0], *judged), vocabulary)
 
 
 def test_most_hard_schemas_are_followed() -> None:

@@ -27,14 +27,14 @@ FORMAT = {
     "tags": [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}],
 }
 FORMS: list[tuple[dict[str, Any], str]] = [
-    ({"response_format": {"type": "json_object"}}, r'%json \{"type": "object"'),
+    ({"response_format": {"type": "json_object"}}, r'"json_schema": \{"type": "object"'),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}}, '"a"'),
     ({"response_format": {"type": "structural_tag", "structures": [TAG], "triggers": ["<f"]}}, r"\[lazy\].*<f"),
     ({"response_format": {"type": "structural_tag", "format": FORMAT}}, r"\[lazy\].*<f>"),
     ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, r'"whitespace_pattern": ""'),
     ({"structured_outputs": {"json": json.dumps(SCHEMA), "whitespace_pattern": "[ ]?"}}, r'"whitespace_pattern": "\[ \]\?"'),
     ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}}, r'"additionalProperties": false'),
-    ({"structured_outputs": {"json_object": True}}, '%json'),
+    ({"structured_outputs": {"json_object": True}}, '"json_schema"'),
     ({"structured_outputs": {"regex": "a+/b"}}, r"start: /a\+\\/b/"),
     ({"structured_outputs": {"choice": ["yes", "no"]}}, r"start: /yes\|no/"),
     ({"structured_outputs": {"grammar": 'root ::= "a"'}}, 'start: "a"'),

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from amounts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tool_formats import RENDERED, SCHEMA, Calls, dumps, read, reasoning_of, tags_of_family
@@ -48,7 +49,7 @@ def sayable(family: str, calls: Calls) -> bool:
     return not table.value_end or table.value_end[:5] not in json.dumps(calls, ensure_ascii=False)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), calls=CALL_LISTS, said=st.sampled_from(["", "Let me see.", "é, 漢 < 3"]))
 @pytest.mark.parametrize("form", RENDERED)
 def test_calls_come_back(form: str, data: st.DataObject, calls: Calls, said: str) -> None:
@@ -64,7 +65,7 @@ def test_calls_come_back(form: str, data: st.DataObject, calls: Calls, said: str
     assert len({call.id for call in message.calls}) == len(calls)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("with_reasoning", [False, True])
 @pytest.mark.parametrize("family", TOOL_PARSERS)
@@ -143,7 +144,7 @@ def test_an_output_that_ends_within_a_call(form: str) -> None:
             assert message.content == text[:place]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=st.text(ALPHABET, max_size=60))
 @example(text="a < b and <tool_call> is a tag")
 @pytest.mark.parametrize("family", [*CALLS])

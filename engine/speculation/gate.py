@@ -271,9 +271,11 @@ class Gate(StepCompanion):
         if self._speculation.models:
             for depth, rate in rates.items():
                 usual, tried = self.times.usual(num, depth), one.tried.get(depth, 0)
+                if tried > SURE:
+                    continue  # it was broken off more than once
                 if rate >= WORSE * best_rate and not tried and usual and not usual.measured:
                     return depth  # what an earlier start remembers is measured once in this one
-                if one.again and depth != best and tried < SURE and rate * DOUBT > best_rate:
+                if one.again and depth != best and usual and not usual.sure and rate * DOUBT > best_rate:
                     return depth
         return self._again(one, num, rates, best)
 

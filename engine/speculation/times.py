@@ -33,12 +33,13 @@ class Usual:
     made for their own sake, the lesser of the two counts, as nothing else makes steps shorter. remembered: of an
     earlier start, until so many have come."""
 
-    __slots__ = ("_before", "_began", "_last", "_remembered", "_value")
+    __slots__ = ("_before", "_began", "_last", "_remembered", "_value", "sure")
 
     def __init__(self, remembered: float | None = None) -> None:
         self._began = False
         self._last: deque[float] = deque(maxlen=LATELY)
         self._before: float | None = None  # the last trial
+        self.sure = False  # two trials have measured it, or such steps were made for their own sake
         self._remembered = remembered
         self._value = remembered
 
@@ -54,6 +55,7 @@ class Usual:
             self._last.append(seconds)
             if len(self._last) >= SETTLED:
                 self._value = self._remembered = None
+                self.sure = self.sure or self._before is not None or not trying
                 self._before = self._before if trying else None
         self._began = True
 

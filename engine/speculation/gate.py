@@ -314,9 +314,8 @@ class Gate(StepCompanion):
             return  # requests begin, here or on another rank
         rate = self._best_rate
         charged = self._charged and last.trying and rate > 0
-        self._costs.add_step(
-            now - began, 1 if last.depth or last.trying else EVERY, charged, last.tokens / rate if charged else 0.0
-        )
+        num = EVERY if self._speculation.models and not last.depth and not last.trying else 1
+        self._costs.add_step(now - began, num, charged, last.tokens / rate if charged else 0.0)
         if last.decodes and step.decodes and last.num == step.num:
             self._note(last, now - began)
 

@@ -14,7 +14,7 @@ NONE = "none"
 MAX_TOKENS = 16  # drafts of a request in a step: each takes a row of every step's memory
 MAX_STEP_TOKENS = 256  # of all requests of a rank: with so many sequences drafts are not worth their while
 MAX_LOOKUP = 64
-DEFAULT_TOKENS = {"prediction": 7, "ngram": 5, "suffix": 7, "mtp": 3}
+DEFAULT_TOKENS = {"prediction": 7, "ngram": 5, "suffix": 7, "mtp": 4}
 DEFAULT_LOOKUP = 5  # vLLM's
 DECIDED = ("memory", "whole")
 

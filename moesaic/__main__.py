@@ -12,9 +12,14 @@ def main() -> None:
     except ImportError as error:
         print(f"moesaic: error: {error}", file=sys.stderr)
         sys.exit(2)
-    if sys.argv[1:2] == ["serve"] and not {"--help", "-h"} & {*sys.argv}:
-        importlib.import_module("launch.early").start_early()  # while all else of a server is imported
-    importlib.import_module("moesaic.cli").main()
+    try:
+        if sys.argv[1:2] == ["serve"] and not {"--help", "-h"} & {*sys.argv}:
+            importlib.import_module("launch.early").start_early()  # while all else of a server is imported
+        command_line = importlib.import_module("moesaic.cli")
+    except KeyboardInterrupt:  # before the command line is there to say so
+        print("moesaic: ended by SIGINT", file=sys.stderr)
+        sys.exit(128 + 2)
+    command_line.main()
 
 
 if __name__ == "__main__":

@@ -8,12 +8,19 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 
+class _Visible(Console):
+    """The terminal's cursor stays: a process that is ended at once, as by Ctrl-C, could not bring it back."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
 class Bar:
     """It is gone when it is stopped."""
 
     def __init__(self, label: str, stream: TextIO) -> None:
         columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(file=stream), transient=True)
+        self._progress = Progress(*columns, console=_Visible(file=stream), transient=True)
         self._task = self._progress.add_task("weights", total=None)
         self._progress.start()
 

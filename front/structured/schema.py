@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from front.structured.numbers import NUMBERS, beside_zero, kept
 from front.structured.patterns import check_counts
 
 MAX_OPTIONAL = 480  # properties of an object: the back end's limit of what may come next
+_OLD_DRAFT = re.compile(r"//json-schema\.org/draft-0[3467]/")
+_BESIDE_OLD_REFERENCES = frozenset(("$ref", "definitions", "$defs", "title", "description"))
 MAX_ALTERNATIVES = 128  # of a oneOf that is looked at
 Schema = Mapping[str, Any]
 
@@ -26,6 +29,8 @@ def plain_schema(schema: Any, closed: bool, top: object = None, narrow: bool = F
     top = schema if top is None else top
     if not isinstance(schema, Mapping):
         return schema
+    if "$ref" in schema and schema is not top and _of_old_draft(top):
+        schema = {key: value for key, value in schema.items() if key in _BESIDE_OLD_REFERENCES}
 
     def inner(one: Any) -> Any:
         return plain_schema(one, closed, top, narrow)
@@ -56,6 +61,12 @@ def plain_schema(schema: Any, closed: bool, top: object = None, narrow: bool = F
     if closed and (may_be_object or isinstance(schema.get("properties"), Mapping)):
         plain.setdefault("additionalProperties", False)
     return plain
+
+
+def _of_old_draft(top: object) -> bool:
+    """Up to the seventh a reference stands for itself: what is beside it says nothing."""
+    draft = top.get("$schema") if isinstance(top, Mapping) else None
+    return isinstance(draft, str) and _OLD_DRAFT.search(draft) is not None
 
 
 def _check(schema: Schema) -> None:

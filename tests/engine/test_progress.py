@@ -32,6 +32,7 @@ def test_a_terminal_gets_a_bar() -> None:
     progress.finish(100)
     assert "rank 0: read" in stream.getvalue()
     assert "\x1b[" in stream.getvalue()
+    assert "\x1b[?25l" not in stream.getvalue()  # the cursor, which a killed process could not show again
 
 
 def test_lines_tell_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

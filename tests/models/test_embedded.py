@@ -10,7 +10,7 @@ from models.tiny import CHECKPOINT
 from moesaic import LLM, SamplingParams
 
 SHA256 = {
-    "model.safetensors": "b53d6cc5df1793e2cd4674b5377f22a08c7474adbb44addbf8e690e7996fa7a9",
+    "model.safetensors": "a118aacb7694ed6bd81e62414b8632461526f78d8170390a750cf1300ccfe4a8",
     "tokenizer.json": "6724d8b841e1e9468a09a939cc8605a6f95221055b0bcfdf0dce15e43584d44b",
 }
 STORY = (

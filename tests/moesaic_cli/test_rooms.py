@@ -40,3 +40,20 @@ def test_children_do_not_look_into_the_working_directory(tmp_path: Path) -> None
         (tmp_path / name).write_text("raise SystemExit('mine')\n")
     done = moesaic(tmp_path, "generate", "-p", "Once", "--max-tokens", "2", "-dp", "2")
     assert done.returncode == 0 and "mine" not in done.stderr, done.stderr
+
+
+def test_ctrl_c_before_the_command_line_is_there(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(name, path, target=None):\n"
+        "        if name == 'moesaic.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts)\n"
+        "from moesaic.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "ranks"], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert done.returncode == 130 and done.stderr == "moesaic: ended by SIGINT\n", done.stderr

@@ -181,6 +181,9 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         ("--dtype int3", "'int3' is not one of"),
         ("--no-such-flag", "--no-such-flag"),
         ("--threads-per-rank 1000", "threads_per_rank must be at most"),
+        ("--model-impl transformers", "--model-impl must be auto, not transformers"),
+        ("--enable-prompt-embeds", "--enable-prompt-embeds cannot be: prompts are texts or token ids"),
+        ("--worker-cls a.B", "--worker-cls cannot be: code of others"),
         ("--attention-config.backend FLASHINFER", "--attention-config cannot be: --attention-backend says it"),
         ('--rope-scaling {"factor":2}', "--hf-overrides.rope_scaling says it"),
     ],
@@ -278,6 +281,9 @@ def test_options_of_the_server(words: list[str], message: str, monkeypatch: pyte
 def test_flags_and_a_key_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What names the reasoning's bounds says nothing new; a key that vLLM would have asked for is asked for here too."""
     explained("--reasoning-config", '{"reasoning_end_str": "</think>"}', "--enable-scale-out")
+    explained(
+        "--disable-hybrid-kv-cache-manager", "--prefix-caching-hash-algo", "sha256", "--h11-max-header-count", "9"
+    )
     monkeypatch.setenv("MOESAIC_API_KEY", "one, two")
     monkeypatch.setenv("VLLM_API_KEY", "a,b")
     assert read_env().api_keys == ("one", "two", "a,b")

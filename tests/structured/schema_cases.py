@@ -267,6 +267,8 @@ WRITTEN = [
     Case({"$defs": {"x": {"$id": "foo", "type": "integer"}}, "$ref": "foo"}, [1], ["a"]),
     Case({"$defs": {"a/b": INTEGER, "c~d": STRING, "e f": NULL}, "anyOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/$defs/c~0d"}, {"$ref": "#/$defs/e%20f"}]}, [1, "a", None], [True, []]),
     Case({"$ref": "#/$defs/x", "maxLength": 1, "$defs": {"x": STRING}}, ["a"], ["ab", 1]),
+    Case({"$schema": "http://json-schema.org/draft-07/schema#", "items": {"$ref": "#/definitions/x", "maxLength": 1}, "definitions": {"x": STRING}}, [["ab"]], [[1]]),
+    Case({"$schema": "https://json-schema.org/draft/2020-12/schema", "items": {"$ref": "#/$defs/x", "maxLength": 1}, "$defs": {"x": STRING}}, [["a"]], [["ab"], [1]]),
     Case(one(type="object", properties={"a": INTEGER, "b": INTEGER}, anyOf=[one(required=["a"]), one(required=["b"])]), [{"a": 1}, {"b": 1}], [{}]),
     Case(one(type=["object", "null"], properties={"a": STRING}, required=["a"], additionalProperties=False), [None, {"a": "x"}], [{}, {"a": 1}]),
     Case(one(type="object", properties={"a": STRING}, patternProperties={"^a": one(maxLength=1)}, additionalProperties=False), [{"a": "x"}, {"ab": 1}], [{"a": "xx"}, {"ab": "xx"}, {"b": 1}]),

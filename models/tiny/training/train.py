@@ -151,7 +151,7 @@ def batches(tokenizer: Tokenizer, stories: list[str], settings: Settings, progre
         progress.epoch, progress.position = progress.epoch + 1, 0
 
 
-def make_optimizers(model: TinyDeepSeek, settings: Settings) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: torch.nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings, head, router and norms."""
     matrices: list[Tensor] = []
     vectors: list[Tensor] = []

@@ -190,6 +190,7 @@ class Gate(StepCompanion):
             tries = one.trial[1] > 0 or (one.again and self._to_try(one, num, rates, one.chosen) is not None)
             self._wanted = (one.chosen, max(one.chosen, int(tries)))
             self._trying = not one.chosen and tries
+            one.held = 0 if tries else one.held  # it begins with the next step, or requests lose the thread in that
 
     def _choose(self, one: _Size, num: int, warm: bool) -> None:
         """warm: all of them may have drafts. Others are not measured."""

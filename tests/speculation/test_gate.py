@@ -296,6 +296,18 @@ def test_it_is_not_misled_by_what_else_the_machine_does(slower: float) -> None:
     assert rate > 0.95 * max(steps.fixed(0), steps.fixed(3) / (1 + MARGIN))
 
 
+def test_drafts_of_prompts_are_made_for_trials_that_begin() -> None:
+    """Where none is best."""
+    gate = gate_of(StepTimes(), [0.5, 0.5, 0.5])
+    steps = Steps(gate, 8, [0.01, 0.02, 0.03, 0.04], length=48, prompt=0.02, prompt_drafts=0.01)
+    steps.go(100)
+    made, trials = 0, sum(gate._sizes[8].tried.values())
+    for _ in range(6000):
+        begins, (depth,) = not steps.done, steps.go(1)
+        made += begins and depth > 0
+    assert made == sum(gate._sizes[8].tried.values()) - trials > 0
+
+
 def test_prompts_get_what_was_chosen_for_so_many() -> None:
     """Not what fewer sequences want: to draft for all of them costs much, and makes them warm."""
     gate = gate_of(filled(STEPS, DRAFTING), [0.8, 0.7])

@@ -73,7 +73,8 @@ class History:
 
     def __init__(self, token_ids: list[int], prompt_len: int, num_valid_tokens: int) -> None:
         known = np.asarray(token_ids, np.int64)
-        ids = np.unique(known[known < num_valid_tokens])
+        ids = np.sort(known[known < num_valid_tokens])
+        ids = ids[np.diff(ids, prepend=-1) > 0]  # as np.unique, which imports a part of numpy at its first call
         self.output = token_ids[prompt_len:]
         self.num_ids = len(ids)
         self.ids_N = np.zeros(2 * self.num_ids + 16, np.int64)

@@ -33,7 +33,8 @@ from ep.recorder import Kind
 AGAIN = 64  # steps of a size, after which something else is measured once more, if it may cost that
 FAR_AGAIN = 8  # times of these, after which that may be something much worse than the best
 HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
-TRIAL = SETTLED + 3  # steps: one that begins it, one that may compile, and one that ends it
+COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
+TRIAL = COLD + SETTLED + 3  # steps: one that begins it, one that may compile, and one that ends it
 TRIALS = 3  # of what turns out not to be measured
 SURE = 2  # trials after which what was measured is trusted
 DOUBT = 2.0  # times as long as they usually do, all steps of a trial may have taken by chance
@@ -124,12 +125,15 @@ class Gate(StepCompanion):
         self._clock = clock
         self._most = speculation.max_drafts
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
-        self._trying = False  # they are wanted for a trial
+        self._trying = self._cold = False  # they are wanted for a trial; it has just begun
         self._charged = False  # the trial is one of those that may only cost so much
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._sizes: dict[int, _Size] = {}  # by sequences; those of one size share theirs
         self._part = 1.0  # of the sequences, that have drafts where they may
-        self._last, self._began = _Step(-2, 0, 0, 0, False, False, 0.0), 0.0  # the step before, and when it began
+        self._last, self._began = (
+            _Step(-2, 0, 0, 0, False, False, False, 0.0),
+            0.0,
+        )  # the step before, and when it began
         self._schedule = Schedule(-1)  # the last one that was proposed
         self._costs = _Costs()
         self._best_rate = 0.0  # of what was last chosen; 0: not known
@@ -165,7 +169,8 @@ class Gate(StepCompanion):
         if not depth and not self._trying and self._speculation.models and plan.step % EVERY > 1:
             return None
         most = max(plan.num_tokens)
-        step = _Step(plan.step, num, most, depth, most == num * (1 + depth), self._trying, 0.0)
+        decodes = most == num * (1 + depth)
+        step = _Step(plan.step, num, most, depth, decodes, self._trying, self._trying and self._cold, 0.0)
         self._begins(step, self._schedule)
         return _Drafting(self, step) if depth else None
 
@@ -176,8 +181,8 @@ class Gate(StepCompanion):
 
     # ---- choosing ----
 
-    def _want(self, depth: int, trying: bool) -> None:
-        self._wanted, self._trying = (depth, depth), trying
+    def _want(self, depth: int, trying: bool, cold: bool = False) -> None:
+        self._wanted, self._trying, self._cold = (depth, depth), trying, cold
 
     def _begin(self, one: _Size, num: int) -> None:
         """A step with prompts: what was chosen for so many sequences, if anything was, not what smaller steps want.
@@ -199,7 +204,7 @@ class Gate(StepCompanion):
         depth, left = one.trial
         if left and warm:
             one.trial = (depth, left - 1)
-            self._want(depth, True)
+            self._want(depth, True, left >= TRIAL - COLD)
             return
         one.held -= 1
         if one.held > 0 and one.chosen is not None:
@@ -219,7 +224,7 @@ class Gate(StepCompanion):
                 usual.again()
             one.trial = (tried, TRIAL - 1)
             self._without, self._charged = not tried, one.tried[tried] > SURE
-            self._want(tried, True)
+            self._want(tried, True, True)
         elif rates:
             one.chosen, one.held = best, HELD
             self._want(best, self._without)
@@ -319,7 +324,7 @@ class Gate(StepCompanion):
         charged = self._charged and last.trying and rate > 0
         num = EVERY if self._speculation.models and not last.depth and not last.trying else 1
         self._costs.add_step(now - began, num, charged, last.tokens / rate if charged else 0.0)
-        if last.decodes and step.decodes and last.num == step.num:
+        if last.decodes and step.decodes and last.num == step.num and not last.cold:
             self._note(last, now - began)
 
     def drafted(self, step: _Step, schedule: Schedule, seconds: float) -> None:
@@ -350,8 +355,8 @@ def _best(rates: Mapping[int, float]) -> int:
 
 class _Step(NamedTuple):
     """Of the rank with most sequences: how many, and the drafts that the model makes for each of them. num_tokens: of
-    the rank with most. decodes: whether they only decode, and verify as many drafts. trying: it belongs to a trial.
-    tokens: of this rank, that it may be expected to bring."""
+    the rank with most. decodes: whether they only decode, and verify as many drafts. trying: it belongs to a trial, and
+    cold: is not measured. tokens: of this rank, that it may be expected to bring."""
 
     step: int
     num: int
@@ -359,6 +364,7 @@ class _Step(NamedTuple):
     depth: int
     decodes: bool
     trying: bool
+    cold: bool
     tokens: float
 
 

@@ -90,17 +90,18 @@ SAY_NOTHING = frozenset(
     ("password", "binary", "path", "file-path", "directory-path", "int32", "int64", "float", "double")
 )
 MAX_HOSTNAME = 253  # RFC 1123
+_BOTH = ("date", "date-time", "ipv6", "time")  # xgrammar lets pass days that no calendar has
 
 
 def name_format(schema: dict[str, Any], narrow: bool) -> None:
     """In place: a pattern in the place of the format, where there is one. narrow: for llguidance; xgrammar has its own
-    formats, but for ipv6."""
+    formats, but for some."""
     form = schema.get("format")
     if not isinstance(form, str) or "enum" in schema or "const" in schema:
         return
     if form in SAY_NOTHING:
         del schema["format"]
-    elif form in PATTERNS and (narrow or form == "ipv6"):
+    elif form in PATTERNS and (narrow or form in _BOTH):
         del schema["format"]
         if "pattern" in schema:
             others = schema.get("allOf")

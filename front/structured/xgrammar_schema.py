@@ -24,9 +24,7 @@ _WHOLE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")  # one says what a
 _SAID_BESIDE = frozenset(
     ("$schema", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated")
 ) | {"readOnly", "writeOnly"}
-_FORMATS = frozenset(
-    ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "json-pointer")
-)
+_FORMATS = frozenset(("date", "time", "date-time", "duration", "email", "ipv4", "ipv6", "uuid", "uri", "json-pointer"))
 _ANY = r"[\s\S]*"
 _IN_REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _COUNTS = re.compile(r"[{,](\d+)\}")

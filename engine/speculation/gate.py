@@ -272,7 +272,7 @@ class Gate(StepCompanion):
             elif depth and one.tried.get(depth, 0) < TRIALS and tokens * most > better:
                 return depth
         if 0 not in rates:
-            return 0 if one.tried.get(0, 0) < TRIALS else None
+            return 0 if one.tried.get(0, 0) < TRIALS or one.again else None
         if self._speculation.models:
             for depth, rate in rates.items():
                 usual, tried = self.times.usual(num, depth), one.tried.get(depth, 0)

@@ -120,6 +120,7 @@ LONG = {
     "gpu_ops.py": Small("", says="there is none here", code=1),  # tests/benchmarks/test_gpu_ops.py goes further
     "gpu_parts.py": Small("graphs --device cpu --tiny --seconds 5", ("name", "ok")),
     "hosts.py": Small("--hosts 1 -- true", says=""),
+    "own_text.py": Small("--out {out}/own.txt --stories 4", says="stories"),
     "make_models.py": Small("--out {out} --only tiny-dense", ("model", "megabytes")),
     "make_gguf.py": Small("--models {out} --only none", says="Error", code=1),  # runs in the peer's environment
     "peer_engines.py": Small("llama --model none", says="No module named", code=1),  # runs in the peer's environment

@@ -263,7 +263,7 @@ def test_what_took_longer_in_one_trial_is_not_given_up(
     steps.go(1000)
     began, tokens = steps.at, steps.tokens
     steps.noise = lambda: 1.0
-    steps.go(4000)
+    steps.go(8000)
     rates = [steps.fixed(depth) for depth in range(1 + gate._most_of(num))]
     assert (steps.tokens - tokens) / (steps.at - began) > 0.98 * max(rates[0], max(rates) / (1 + MARGIN))
 

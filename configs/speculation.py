@@ -31,7 +31,7 @@ class SpeculativeConfig:
     """
 
     method: Method
-    num_speculative_tokens: int = 3
+    num_speculative_tokens: int
     prompt_lookup_min: int = DEFAULT_LOOKUP
     prompt_lookup_max: int = DEFAULT_LOOKUP
     suffix_decoding_max_tree_depth: int = 24

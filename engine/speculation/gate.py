@@ -34,8 +34,8 @@ AGAIN = 64  # steps of a size, after which something else is measured once more,
 FAR_AGAIN = 8  # times of these, after which that may be something much worse than the best
 HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
 COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
-TRIAL = COLD + SETTLED + 3  # steps: one that begins it, one that may compile, and one that ends it
-TRIALS = 3  # of what turns out not to be measured
+TRIAL = COLD + SETTLED + 3  # steps: those, one that begins it, one that may compile, and one that ends it
+TRIALS = 3  # of what turns out not to be measured; of none at all one more every AGAIN steps
 SURE = 2  # trials after which what was measured is trusted
 DOUBT = 2.0  # times as long as they usually do, all steps of a trial may have taken by chance
 REQUESTS = 64  # of those that drafts were made of last, what prompts lose by it counts
@@ -130,10 +130,8 @@ class Gate(StepCompanion):
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._sizes: dict[int, _Size] = {}  # by sequences; those of one size share theirs
         self._part = 1.0  # of the sequences, that have drafts where they may
-        self._last, self._began = (
-            _Step(-2, 0, 0, 0, False, False, False, 0.0),
-            0.0,
-        )  # the step before, and when it began
+        self._last = _Step(-2, 0, 0, 0, False, False, False, 0.0)  # the step before
+        self._began = 0.0  # when it began
         self._schedule = Schedule(-1)  # the last one that was proposed
         self._costs = _Costs()
         self._best_rate = 0.0  # of what was last chosen; 0: not known

@@ -20,7 +20,7 @@ from configs.speculation import SpeculativeConfig
 from engine.agreement import StepPlan
 from engine.build import build_rank
 from engine.schedule import NewRow, Schedule
-from engine.speculation.gate import DOUBT, Gate
+from engine.speculation.gate import AGAIN, DOUBT, TRIALS, Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import LATELY, MARGIN, StepTimes, Usual, expected_tokens, size_of, tokens_per_second
@@ -143,6 +143,16 @@ DRAFTING = {(1, 1): 1.3, (1, 2): 1.6, (64, 1): 19.0, (64, 2): 27.5}
 )
 def test_it_takes_the_best(acceptance: list[float], num: int, best: int) -> None:
     assert gate_of(filled(STEPS, DRAFTING), acceptance).propose(decodes(num)) == (best, best, num)
+
+
+def test_none_at_all_is_tried_again_where_its_trials_broke_off() -> None:
+    """All requests lose the thread and end before a step without drafts is measured."""
+    gate = gate_of(filled({}, DRAFTING), [0.8, 0.7])
+    for _ in range(TRIALS + 2):
+        for _ in range(3 * AGAIN):
+            gate.propose(decodes(1))
+        gate.propose(decodes(1, warm=False))
+    assert gate._sizes[1].tried[0] > TRIALS
 
 
 @dataclass

@@ -111,7 +111,7 @@ def evaluate(model: TinyDeepSeek, windows: Tensor) -> list[float]:
 
 
 def run(settings: Settings) -> None:
-    """Train until the time is spent; the best checkpoint is in ``settings.run_dir / "checkpoint"``."""
+    """Train until the time is spent; the checkpoint is then in ``settings.run_dir / "checkpoint"``."""
     torch.set_num_threads(settings.threads)
     started, model = time.monotonic(), read_model(CHECKPOINT).requires_grad_(False)
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))

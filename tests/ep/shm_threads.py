@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import multiprocessing.connection
 import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,10 @@ class Processes:
         context = mp.get_context("fork")  # starts at once; this process has no other threads at this time
         self.pipes: list[multiprocessing.connection.Connection] = []
         self.processes = []
+        there = context.Barrier(size)  # `timeout` is of their waits for each other, not of forks
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, folder, rank, size, timeout), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, there, folder, rank, size, timeout), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -63,8 +65,11 @@ class Processes:
             process.join(10)
 
 
-def _serve(pipe: multiprocessing.connection.Connection, folder: Path, rank: int, size: int, timeout: float) -> None:
+def _serve(
+    pipe: multiprocessing.connection.Connection, there: Barrier, folder: Path, rank: int, size: int, timeout: float
+) -> None:
     torch.set_num_threads(1)
+    there.wait(60)
     group = shm_group(folder, rank, size, timeout, "team")
     lane = ShmAllToAll(group.heap, group.signals, 4, HIDDEN, torch.float32)
     pipe.send((time.monotonic(), "ready"))

@@ -54,6 +54,21 @@ def test_requests_have_a_name_that_clients_find() -> None:
     asyncio.run(run())
 
 
+def test_models_are_listed_as_the_client_reads_them() -> None:
+    async def run() -> None:
+        async with server() as s:
+            headers = {"anthropic-version": "2023-06-01"}
+            found = (await s.http.get("/v1/models", headers=headers)).json()
+            one, *others = found["data"]
+            last = others[-1] if others else one
+            types_of_anthropic().ModelInfo.model_validate(one, strict=False)
+            assert one["id"] == found["first_id"] == MODEL and last["id"] == found["last_id"] and not found["has_more"]
+            assert (await s.http.get(f"/v1/models/{MODEL}", headers=headers)).json() == one
+            assert (await s.http.get("/v1/models")).json()["object"] == "list"
+
+    asyncio.run(run())
+
+
 async def stream(s: Server, **fields: Any) -> list[dict[str, Any]]:
     body = {"model": MODEL, "max_tokens": 200, "messages": HELLO, "stream": True, **fields}
     answer = await s.post("/v1/messages?beta=true", body)

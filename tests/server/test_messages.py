@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from pydantic import TypeAdapter
-from server_parts import MODEL, STORY, Server, last_prompt, named_events, server, small_tokenizer, story_tokens
+from server_parts import MODEL, STORY, Server, last_prompt, named_events, server, small_tokenizer, story_tokens, until
 
 from configs.server import ServerConfig
 from server.api.messages import MessagesRequest, to_chat
@@ -94,6 +94,19 @@ def test_a_message() -> None:
             assert (await message(s, max_tokens=2))["stop_reason"] == "max_tokens"
             stopped = await message(s, stop_sequences=["fox"])
             assert stopped["stop_reason"] == "stop_sequence" and stopped["stop_sequence"] == "fox"
+
+    asyncio.run(run())
+
+
+def test_one_that_was_aborted_says_that_it_is_cut_off() -> None:
+    async def run() -> None:
+        async with server() as s:
+            s.ranks.pause_at = 5
+            answer = asyncio.create_task(message(s))
+            await until(lambda: s.ranks.paused, "it is under way")
+            for name in [name for one in s.service.in_flight._in_flight for name in one.prompt_ids]:
+                assert s.service.engine.abort(name)
+            assert (await answer)["stop_reason"] == "max_tokens"
 
     asyncio.run(run())
 

@@ -153,8 +153,8 @@ def deltas_of(engine: AsyncLLM, job: Job) -> Deltas:
 
 
 async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], None]:
-    """Several prompts: a task each. What comes between the first and the last of them holds for all: an abort ends those
-    that are not sent yet, too, and a drain or a loss does not refuse them."""
+    """Several prompts: a task each. What comes between the first and the last of them holds for all: an abort ends
+    those that are not sent yet, too, and a drain or a loss does not refuse them."""
     arrived: list[list[Delta]] = []
     errors: list[Exception] = []
     woken = asyncio.Event()

@@ -28,7 +28,7 @@ def modules_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "statement", ["import moesaic", "import moesaic.cli", "import moesaic.serve", "import server.process"]
+    "statement", ["import moesaic", "import moesaic.cli", "import moesaic.serving", "import server.process"]
 )
 def test_nothing_heavy_is_imported(statement: str) -> None:
     """--help and the front start at once because torch, transformers and numpy come later or never."""
@@ -37,6 +37,10 @@ def test_nothing_heavy_is_imported(statement: str) -> None:
 
 def test_import_costs_next_to_nothing() -> None:
     assert not {"torch", "numpy", "msgspec", "click", "zmq"} & modules_after("import moesaic")
+
+
+def test_a_wrong_option_of_a_server_is_said_before_it_is_imported() -> None:
+    assert not {"msgspec", "engine.plan", "launch.supervisor"} & modules_after("import moesaic.serve")
 
 
 @pytest.mark.parametrize(

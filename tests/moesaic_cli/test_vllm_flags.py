@@ -273,7 +273,7 @@ def test_another_tokenizer(tmp_path: Path) -> None:
     ],
 )
 def test_options_of_the_server(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moesaic.serve.guard_console", lambda: None)  # it would take this process's streams
+    monkeypatch.setattr("moesaic.serving.guard_console", lambda: None)  # it would take this process's streams
     with pytest.raises(ValueError, match=message):
         CliRunner().invoke(serve_command, words, catch_exceptions=False)
 

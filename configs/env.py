@@ -32,9 +32,9 @@ def read_env() -> Env:
     return Env(
         api_keys=_api_keys(),
         admin_keys=_split(os.environ.get("MOESAIC_ADMIN_KEY", "")),
-        runtime_root=Path(os.environ.get("MOESAIC_RUNTIME_DIR", os.environ.get("TMPDIR", "/tmp"))),
+        runtime_root=Path(os.environ.get("MOESAIC_RUNTIME_DIR") or os.environ.get("TMPDIR") or "/tmp"),
         cache_root=Path(os.environ.get("MOESAIC_CACHE_DIR") or _user_cache() / "moesaic"),
-        url=os.environ.get("MOESAIC_URL", "http://127.0.0.1:8000"),
+        url=os.environ.get("MOESAIC_URL") or "http://127.0.0.1:8000",
         isa=os.environ.get("MOESAIC_ISA", ""),
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )

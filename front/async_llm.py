@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
@@ -80,7 +80,7 @@ class AsyncLLM(Driver[AsyncRanks]):
         self._recoveries: deque[Recovery] = deque(maxlen=1024)
         self._failed: str | None = None
         self._draining = False
-        self._num_series = 0
+        self._series: list[tuple[frozenset[str], set[str]]] = []  # names, and those of them that were aborted
         self._changed = asyncio.Event()  # a rank became ready, a request ended, or the engine failed
         self._loop = asyncio.get_running_loop()
         self._fd = ranks.fileno()
@@ -91,17 +91,19 @@ class AsyncLLM(Driver[AsyncRanks]):
     # ---- requests ----
 
     @contextlib.contextmanager
-    def series(self) -> Iterator[None]:
+    def series(self, names: Iterable[str]) -> Iterator[set[str]]:
         """Several requests one after another, which are one to their caller: the first may be refused, the others
-        (`goes_on`) are taken while the engine drains too, and wait while too few ranks are left."""
+        (`goes_on`) are taken while the engine drains too, and wait while too few ranks are left. names: of all that may
+        come. Yields those of them that were aborted, also between two requests, when none is live."""
         self._require_open()
         if self.shortage is not None:
             raise EngineBusy(self.shortage)
-        self._num_series += 1
+        one = frozenset(names), set[str]()
+        self._series.append(one)
         try:
-            yield
+            yield one[1]
         finally:
-            self._num_series -= 1
+            self._series.remove(one)
             self._changed.set()
 
     def stream(self, prompt: Prompt, goes_on: bool = False) -> RequestStream:
@@ -141,7 +143,10 @@ class AsyncLLM(Driver[AsyncRanks]):
         """End a live request: its stream gets final deltas with finish_reason "abort". False: there is none."""
         work = self.front.abort(request_id)
         self._do(work)
-        return bool(work.deltas)
+        series = [aborted for names, aborted in self._series if request_id in names]
+        for aborted in series:
+            aborted.add(request_id)
+        return bool(work.deltas or series)
 
     def reset_prefix_cache(self) -> None:
         self.front.router.forget_prefixes()
@@ -256,7 +261,7 @@ class AsyncLLM(Driver[AsyncRanks]):
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                while (self.front.num_requests or self._num_series) and self._failed is None:
+                while (self.front.num_requests or self._series) and self._failed is None:
                     await self._change()
         except TimeoutError:
             pass

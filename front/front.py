@@ -153,7 +153,7 @@ class Front:
             return []
         messages: list[tuple[int, FrontToRank]] = []
         for request in self._held.values():
-            request.rank = self.router.choose(request.prompt.token_ids, request.prompt.cache_salt)
+            request.rank = self.router.choose(request.prompt.token_ids, request.prompt.cache_salt, request.prompt.rank)
             for sequence in request.sequences:
                 self._charge(sequence)
                 sequence.sequence_id = next(self._next_id)

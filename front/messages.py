@@ -247,6 +247,7 @@ class RankFailed(msgspec.Struct, tag="failed", frozen=True):
 
     rank: int
     error: str
+    bad_input: bool = False  # it is about what it was given: a file, an option
 
 
 class RankLost(msgspec.Struct, tag="lost", frozen=True):
@@ -354,8 +355,7 @@ class BalanceReport(msgspec.Struct, tag="balance_report", frozen=True):
 
 
 class BalanceReply(msgspec.Struct, tag="balance_reply", frozen=True, kw_only=True):
-    """body: JSON of the answer; error: one line, "" when it went well. again: this rank does not lead (yet, or any
-    more)."""
+    """body: JSON of the answer; error: one line, "" when it went well. again: this rank does not lead now."""
 
     command_id: int
     body: bytes = b"{}"

@@ -14,7 +14,7 @@ from front.messages import FinishReason, SamplingParams
 
 class Prompt(msgspec.Struct, kw_only=True):
     """A checked request: made by front/sampling_params.py and front/text.py, taken by LLM and AsyncLLM. format: how its
-    output is parsed; None: not at all."""
+    output is parsed; None: not at all. rank: that is to compute it while it takes work; None: any."""
 
     request_id: str
     token_ids: list[int]
@@ -23,6 +23,7 @@ class Prompt(msgspec.Struct, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     format: OutputFormat | None = None
+    rank: int | None = None
 
 
 class TokenLogprob(msgspec.Struct, gc=False):

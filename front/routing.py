@@ -25,8 +25,9 @@ class RequestRouter:
         self._mean_output = float(_FIRST_GUESS)
         self._next = 0
 
-    def choose(self, token_ids: Sequence[int], cache_salt: str) -> int:
-        """The open rank for this prompt, of which there must be one; remembered as a holder of its prefix."""
+    def choose(self, token_ids: Sequence[int], cache_salt: str, wanted: int | None = None) -> int:
+        """The open rank for this prompt, of which there must be one; remembered as a holder of its prefix. wanted: that
+        one if it is open."""
         num_ranks = len(self.loads)
         if num_ranks == 1:
             return 0
@@ -39,6 +40,7 @@ class RequestRouter:
                     saved[rank] = length
         first = self._next
         ranks = [rank for rank in range(num_ranks) if self.open[rank]]
+        ranks = [wanted] if wanted in ranks else ranks
         chosen = min(ranks, key=lambda rank: (self.loads[rank] - saved[rank], (rank - first) % num_ranks))
         self._next = (chosen + 1) % num_ranks
         for _, key in prefixes:

@@ -89,6 +89,5 @@ class Forks:
 
     def _connect(self) -> tuple[socket.socket, Callable[[], bool]]:
         source, alive = self._start()
-        with contextlib.suppress(OSError):  # it has ended, which the first fork will see
-            source.socket.send(self._told)
+        source.tell(self._told)
         return source.socket, alive

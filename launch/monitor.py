@@ -18,7 +18,7 @@ from configs.env import child_environment
 from engine.process.console import say
 from engine.process.heartbeat import Sign, last_beat, read_sign, sign_bytes
 from front.messages import EXIT_WEIGHTS, RankLost
-from launch.processes import Child, Children, RuntimeDir
+from launch.processes import RANK_MODULE, Child, Children, RuntimeDir
 from launch.signs import WINDOW_SECONDS, Look, Window, signs_of, state_of
 from launch.standby import Standby
 from launch.waits import WaitWatch
@@ -89,7 +89,7 @@ class RankMonitor:
         plan: Plan,
         runtime: RuntimeDir,
         startup_timeout: float,
-        module: str = "engine.process.rank_process",
+        module: str = RANK_MODULE,
         clock: Callable[[], float] = time.monotonic,
         ranks: range | None = None,
         options: Sequence[str] = (),

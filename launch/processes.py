@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import math
 import os
 import select
 import shutil
@@ -26,10 +28,12 @@ import msgspec
 from engine.process.fork_process import Told
 from engine.process.orphan import adopt_orphans, child_command
 from engine.process.places import CACHE_FILES, FILE_BYTES, socket_address
-from launch.early import Source, take_source
+from launch.early import Source, start_source, take_source
 from launch.forks import NAME as FORKS
 from launch.forks import Forked, Forks
+from launch.lasting import popen
 
+RANK_MODULE = "engine.process.rank_process"
 PREFIX = "moesaic-"  # of runtime directories
 OWNER = "owner-"  # and a process id: an empty file in each, which tells them from what other programs leave
 _FAULTS = {-number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)}
@@ -222,6 +226,8 @@ class Children:
         self.all: list[Child] = []
         self._forks: Forks | None = None
         self._forked: set[str] = set()  # modules
+        self._architectures: dict[str, str] = {}  # of modules that are begun early
+        self._begun: list[Source] = []
 
     def fork_from(
         self, module: str, others: Sequence[str], architecture: str, environment: dict[str, str], seconds: float
@@ -241,6 +247,12 @@ class Children:
         self._forked = {module, *others}
         self._forks = Forks(start, Told(module, architecture, environment), seconds)
 
+    def begin_early(self, module: str, architecture: str, source: Source | None) -> None:
+        """From now on a process that runs `module`, which ranks of this model do, is one that has begun to import
+        before it is told so, and imports less (engine/process/fork_process.py). source: what the first of them is."""
+        self._architectures[module] = architecture
+        self._begun += [] if source is None else [source]
+
     def start(
         self,
         name: str,
@@ -254,14 +266,23 @@ class Children:
             forked = self._forks.fork(module, [*arguments, "--parent", str(os.getpid())], stdin)
             if forked is not None:
                 return self._watch(name, rank, forked)
+        if module in self._architectures:
+            return self._watch(name, rank, self._become(module, arguments, environment))
         return self._popen(name, rank, module, arguments, environment, stdin)
+
+    def _become(self, module: str, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        source = self._begun.pop() if self._begun else start_source()
+        words = [*arguments, "--parent", str(os.getpid())]
+        with source.socket:
+            source.tell(json.dumps(Told(module, self._architectures[module], environment, words)).encode())
+        return source.process
 
     def _popen(
         self, name: str, rank: int, module: str, arguments: list[str], environment: dict[str, str], stdin: int
     ) -> Child:
         # A group of its own: Ctrl-C in the terminal reaches the supervisor only, which ends the others in order.
         command = child_command(module, arguments)
-        return self._watch(name, rank, subprocess.Popen(command, env=environment, stdin=stdin, process_group=0))
+        return self._watch(name, rank, popen(command, env=environment, stdin=stdin, process_group=0))
 
     def _watch(self, name: str, rank: int, process: subprocess.Popen[bytes] | Forked) -> Child:
         child = Child(name, rank, process, os.pidfd_open(process.pid))
@@ -274,7 +295,10 @@ class Children:
         watched = {child.pidfd: child for child in self.all if child.process.returncode is None}
         if not watched and not wake:
             return []
-        ready, _, _ = select.select([*watched, *wake], [], [], timeout)
+        poller = select.poll()  # not select.select: a caller may have more files open than that can name
+        for descriptor in (*watched, *wake):
+            poller.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poller.poll(math.ceil(1000 * timeout))]
         dead = [watched[descriptor] for descriptor in ready if descriptor in watched]
         for child in dead:
             child.process.wait()
@@ -294,6 +318,8 @@ class Children:
     def end(self, grace: float) -> None:
         """Wait up to `grace` seconds for the rest to leave by themselves, then kill what is left."""
         deadline = time.monotonic() + grace
+        while self._begun:
+            self._begun.pop().drop()
         for child in self.all:
             if child.link is not None or child.name == FORKS:
                 child.process.kill()

@@ -20,7 +20,7 @@ from configs.env import read_env
 from front.messages import SamplingParams
 from moesaic.bench_dbo import make_command
 from moesaic.command_line import VllmCommand
-from moesaic.http_client import Client, HttpError
+from moesaic.http_client import Client, HttpError, unreached
 from moesaic.options import Number, engine_config, engine_options
 
 
@@ -129,7 +129,7 @@ def serve(url: str | None, api_key: str | None, **case: Any) -> None:
     try:
         _report(asyncio.run(_load(client, **case)))
     except (OSError, HttpError) as error:
-        raise ValueError(f"{url or env.url}: {error}") from None
+        raise unreached(url or env.url, error) from None
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import click
 
 from configs.env import read_env
 from moesaic.conversation import Conversation
-from moesaic.http_client import Client, HttpError
+from moesaic.http_client import Client, HttpError, unreached
 
 COMMANDS = ["/help", "/reset", "/system ", "/params ", "/save ", "/exit"]
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -42,13 +42,11 @@ def command(message: str | None, **options: Any) -> None:
             conversation.say("user", message)
             _answer(client, conversation)
             return
-    except ConnectionRefusedError:
-        raise ValueError(f"{url}: no server listens there; `moesaic serve` starts one") from None
     except ssl.SSLCertVerificationError as error:
         reason = f"certificate verify failed: {error.verify_message}; SSL_CERT_FILE=FILE names a certificate to trust"
         raise ValueError(f"{url}: {reason}") from None
     except (OSError, HttpError) as error:
-        raise ValueError(f"{url}: {error}") from None
+        raise unreached(url, error) from None
     print(f"{model}. /help lists the commands, Ctrl-D ends.", file=sys.stderr)
     _converse(client, conversation, _reader())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import signal
 import sys
@@ -27,6 +29,9 @@ COMMANDS = {
 }
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # for what is printed
+
+
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="moesaic")
 def cli() -> None:
@@ -44,6 +49,8 @@ def main() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # texts of models have characters that a terminal may lack
     try:
         code = cli.main(prog_name="moesaic", standalone_mode=False) or 0
         sys.stdout.flush()
@@ -57,11 +64,22 @@ def main() -> None:
         # by SIGINT in the place of sys.exit's code.
         os._exit(128 + stopped_by)
     except BrokenPipeError:  # what reads our output has ended, as `head` does: no error of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _say_no_more()
         sys.exit(1)  # as click does
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _say_no_more()
+        say_line(f"moesaic: error: {error.filename or 'what is printed'}: {error.strerror}")
+        sys.exit(1)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except ValueError as error:
         say_line(f"moesaic: error: {error}")
         sys.exit(2)
+
+
+def _say_no_more() -> None:
+    """What is still to be written to stdout goes nowhere, also at the end of the process."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

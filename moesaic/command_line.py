@@ -16,10 +16,12 @@ from typing import Any
 import click
 import yaml
 
+from configs.dbo import DBO_MODES
 from moesaic.options import GROUPS
 from moesaic.vllm_flags import TAKEN, refusal
 
 CONFIG = "--config"
+MODES = {"--enable-dbo": DBO_MODES}  # whose value may be left out, so that a word behind them may be MODEL
 LISTS = {"cudagraph_capture_sizes"}  # one value, with commas between its parts
 TAKEN_NAMES = {flag.names[0] for flag in TAKEN}
 
@@ -80,6 +82,8 @@ def _from_file(path: Path) -> list[str]:
         entries = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(f"{CONFIG} {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+    except RecursionError:
+        raise click.UsageError(f"{CONFIG} {path}: too deep") from None
     except yaml.YAMLError as error:
         raise click.UsageError(f"{CONFIG} {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
@@ -90,7 +94,10 @@ def _from_file(path: Path) -> list[str]:
         if isinstance(value, bool):
             words.append(option if value else f"--no-{option[2:]}")
         elif isinstance(value, list | dict):
-            words += [f"{option}={json.dumps(value)}"]
+            try:
+                words += [f"{option}={json.dumps(value)}"]
+            except (TypeError, ValueError, RecursionError) as error:
+                raise click.UsageError(f"{CONFIG} {path}: {name}: {error}") from None
         elif value is not None:
             words += [f"{option}={value}"]
     return words
@@ -124,6 +131,8 @@ def _spelled(command: click.Command, args: list[str]) -> Iterator[str]:
             # of a switch without such a name, which is off now (_switched); others are click's to refuse
             if not options[f"--{name[5:]}"].is_flag or name in options[f"--{name[5:]}"].secondary_opts:
                 yield name
+        elif equals and name in MODES and value not in MODES[name]:
+            raise click.UsageError(f"Invalid value for {name!r}: {value!r} is none of {', '.join(MODES[name])}.")
         else:
             yield f"{name}={value}" if equals else name
     for name, fields in objects.items():

@@ -22,7 +22,7 @@ from engine.process.console import guard_console
 from launch.doctor.findings import ORDER, Finding, worst
 from launch.doctor.machine import Machine
 from launch.doctor.run import Doctor
-from moesaic import serve
+from moesaic import serve, serving
 from moesaic.host_options import take_hosts
 from moesaic.options import EMBEDDED_RANKS, engine_config
 
@@ -70,7 +70,7 @@ def examined(
     given = options["model"] or options["model_option"]
     if options["headless"] or options["data_parallel_start_rank"] is not None:
         raise ValueError("the doctor needs --nnodes and --node-rank in the place of --headless")
-    http = serve.server_config(options, (), ())
+    http = serving.server_config(options, (), ())
     for name in ("parent", "startup_timeout"):
         options.pop(name)
     hosts, place = take_hosts(options, 1 if given else EMBEDDED_RANKS, None)

@@ -28,6 +28,13 @@ class HttpError(RuntimeError):
         self.code = code
 
 
+def unreached(url: str, error: OSError | HttpError) -> ValueError:
+    """What to say of a server that cannot be asked, or has refused."""
+    if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+        return ValueError(f"{url}: no server listens there; `moesaic serve` starts one")
+    return ValueError(f"{url}: {error}")
+
+
 class Client:
     """One connection per request. `timeout`: seconds without any byte from the server before giving up."""
 

@@ -109,9 +109,12 @@ class Number(click.FloatRange):
         return ""
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number: float = super().convert(str(value), param, ctx)  # type: ignore[arg-type]  # it parses text
+        number = click.FLOAT.convert(str(value), param, ctx)  # type: ignore[arg-type]  # it parses text
         if math.isnan(number):
             self.fail(f"{value!r} is not a number", param, ctx)
+        least, most = -math.inf if self.min is None else self.min, math.inf if self.max is None else self.max
+        if not least <= number <= most or (self.min_open and number == least):
+            self.fail(f"{number} is not in the range {super()._describe_range()}.", param, ctx)
         return number
 
 
@@ -294,6 +297,8 @@ def engine_config(values: dict[str, Any], default_ranks: int = 1, embedded_ranks
     values["speculative_config"] = None if drafts is None else json_object("speculative_config", drafts)[0]
     overrides = values.pop("hf_overrides", None)
     values["hf_overrides"] = {} if overrides is None else json_object("hf_overrides", overrides)[0]
+    if "" in (argument, option):
+        raise ValueError("MODEL is an empty text; leave it out for the embedded model")
     model = argument or option
     if ranks is None:
         ranks = default_ranks if model or embedded_ranks is None else embedded_ranks

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from configs.env import read_env
-from moesaic.http_client import Client, HttpError
+from moesaic.http_client import Client, HttpError, unreached
 from moesaic.options import SECONDS
 
 LOOK_SECONDS = 0.5
@@ -46,7 +46,7 @@ def command(
     except BrokenPipeError:  # of our output: what reads it has ended (moesaic/cli.py)
         raise
     except (OSError, HttpError) as error:
-        raise ValueError(f"{url or env.url}: {error}") from None
+        raise unreached(url or env.url, error) from None
     if count is not None and not watch and not _is_whole(table, count):
         print(f"moesaic: error: {count} ranks do not serve after {timeout:g} s", file=sys.stderr)
         sys.exit(1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from importlib import metadata
+from typing import Any
 
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
@@ -19,6 +21,7 @@ from server.api.completions import Completions
 from server.api.messages_answer import Messages
 from server.api.openai import AbortRequest, Model, ModelList
 from server.api.responses_routes import Responses
+from server.api.shapes import MessagesModel, MessagesModelList
 from server.api.tokenize import Tokenization
 from server.api.tokens_answer import Tokens
 from server.eplb import Eplb, refresh, trouble
@@ -31,6 +34,7 @@ from server.service import Service, json_response
 from server.sockets import Sockets
 from server.web import FILES, Web
 
+_VERSION_HEADER = "anthropic-version"  # of Anthropic's clients
 _MESSAGES = re.compile(rb'"messages"\s*:')
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -152,16 +156,24 @@ class Pages:
 
     async def models(self, request: Request) -> Response:
         self._require_loaded()
-        return json_response(ModelList(data=[self._model(name) for name in self._service.plan.served_model_names]))
+        found = [self._model(name, request) for name in self._service.plan.served_model_names]
+        if _VERSION_HEADER in request.headers:
+            return json_response(MessagesModelList(data=found, first_id=found[0].id, last_id=found[-1].id))
+        return json_response(ModelList(data=found))
 
     async def model(self, request: Request) -> Response:
         self._require_loaded()
-        return json_response(self._model(self._service.model_name(request.path_params["model"])))
+        return json_response(self._model(self._service.model_name(request.path_params["model"]), request))
 
-    def _model(self, name: str) -> Model:
-        plan = self._service.plan
-        root = plan.served_model_names[0]
-        return Model(id=name, created=self._service.created, root=root, max_model_len=plan.max_model_len)
+    def _model(self, name: str, request: Request) -> Any:
+        """As Anthropic's clients read it where one asks."""
+        service, limit = self._service, self._service.plan.max_model_len
+        if _VERSION_HEADER in request.headers:
+            created = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            return MessagesModel(
+                id=name, display_name=name, created_at=created, max_input_tokens=limit, max_tokens=limit
+            )
+        return Model(id=name, created=service.created, root=service.plan.served_model_names[0], max_model_len=limit)
 
     def _require_loaded(self) -> None:
         """ApiError 503 until all ranks have been ready once: what waits for 200 sends requests then."""

@@ -1,4 +1,4 @@
-"""A process that others are forked from: `python -m engine.process.fork_process --parent PID`.
+"""A process that others are forked from, or that becomes one: `python -m engine.process.fork_process --parent PID`.
 
 It imports once what ranks of a model need, and then forks the processes of a server that need it: ranks, and those
 that wait to become one (launch/forks.py asks for them). It runs one thread, so that nothing is lost by forking, holds
@@ -6,7 +6,8 @@ no weights, and computes nothing. What it forks is its parent's child, not its o
 once, and the parent takes what is left behind (PR_SET_CHILD_SUBREAPER). So its own end costs nothing.
 
 Its standard input is a socket of messages. The first one that comes is a `Told`, as JSON: until then it imports what
-ranks of any model need, and what asks for no variable of the environment. Then it says `READY` there. Each request is
+ranks of any model need, and what asks for no variable of the environment. If that has a command line, this process runs
+it from then on, and forks nothing. Else it says `READY` there. Each request is
 the module and the words of a command line, with two descriptors: a socket on which the new process says its process id,
 and waits for `GO` before it begins, and its standard input.
 """
@@ -41,11 +42,13 @@ LOOK_SECONDS = 0.0005
 
 
 class Told(NamedTuple):
-    """module: what ranks run, like rank_process.py; architecture: of the model; environment: variables."""
+    """module: what ranks run, like rank_process.py; architecture: of the model; environment: variables; words: the
+    command line of the one rank that this process becomes, None: it forks them."""
 
     module: str
     architecture: str
     environment: dict[str, str]
+    words: list[str] | None = None
 
 
 def main() -> None:
@@ -59,15 +62,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # as a rank does
     with socket.socket(fileno=os.dup(0)) as supervisor:
         _take_input(os.open(os.devnull, os.O_RDONLY))
-        if options.told is not None:
-            _import_plainly(options.told)
-        elif not _import_all(supervisor):
+        told = _import_all(supervisor) if options.told is None else _import_plainly(options.told)
+        if told is None:
             return
-        threads = _num_threads()
-        if threads > 1:  # of a library: only one of them would go on in a fork
-            say("no_forks", threads=threads)
-            return
-        asked = _serve(supervisor, options.parent)
+        asked = _serve(supervisor, options.parent) if told.words is None else (told.module, told.words)
     if asked is not None:
         module, words = asked
         sys.argv[1:] = words
@@ -75,14 +73,14 @@ def main() -> None:
         importlib.import_module(module).main()
 
 
-def _import_all(supervisor: socket.socket) -> bool:
-    """False: it is not wanted any more. Where torch cannot be imported in less time, this process begins anew."""
+def _import_all(supervisor: socket.socket) -> Told | None:
+    """None: it is not wanted any more. Where torch cannot be imported in less time, this process begins anew."""
     gc.disable()  # import_loop enables it
     set_variables(WITH_NUMPY)
     import_libraries()
     message = supervisor.recv(MOST_BYTES)
     if not message:
-        return False
+        return None
     told = Told(*json.loads(message))
     set_variables(told.environment)
     import_beside()
@@ -92,11 +90,11 @@ def _import_all(supervisor: socket.socket) -> bool:
     except Exception as error:
         say("imports_begin_anew", error=repr(error))
         os.dup2(supervisor.fileno(), 0)
-        again = json.dumps([told.module, told.architecture, {}])
+        again = json.dumps(told._replace(environment={}))
         os.execv(
             sys.executable, [sys.executable, "-P", "-m", "engine.process.fork_process", *sys.argv[1:], "--told", again]
         )
-    return True
+    return told
 
 
 def _num_threads() -> int:
@@ -107,13 +105,18 @@ def _num_threads() -> int:
     return threads
 
 
-def _import_plainly(text: str) -> None:
+def _import_plainly(text: str) -> Told:
     told = Told(*json.loads(text))
     importlib.import_module(told.module).import_loop(told.architecture)
+    return told
 
 
 def _serve(supervisor: socket.socket, parent: int) -> tuple[str, list[str]] | None:
     """Fork at each request. Returns in the forks, with what was asked for, and at the end: None."""
+    threads = _num_threads()
+    if threads > 1:  # of a library: only one of them would go on in a fork
+        say("no_forks", threads=threads)
+        return None
     supervisor.send(READY)
     while True:
         request, files, _, _ = socket.recv_fds(supervisor, MOST_BYTES, NUM_DESCRIPTORS)

@@ -270,11 +270,12 @@ def _meet_at(plan: Plan, network: Network, rank_id: int, place: Path) -> Meet:
 
 
 def _report(socket: RankSocket, rank_id: int, error: Exception, code: int) -> int:
-    if not isinstance(error, ValueError):  # that is bad input, and its text says it all
+    bad_input = isinstance(error, ValueError)
+    if not bad_input:  # else its text says it all
         traceback.print_exc(file=sys.stderr)
     first_line = (str(error).splitlines() or [""])[0]
     try:
-        socket.send(RankFailed(rank_id, f"rank {rank_id}: {type(error).__name__}: {first_line}"))
+        socket.send(RankFailed(rank_id, f"rank {rank_id}: {type(error).__name__}: {first_line}", bad_input))
     except ConnectionError as unheard:
         say_line(f"rank {rank_id}: {unheard}")
     return code

@@ -217,7 +217,7 @@ async def beam_deltas(
     """The n best outputs of each prompt, all at once, as deltas with the choice numbers of the whole request."""
     ends = engine.tokenizer.eos_token_ids
     searches = [Search(prompt, params, ends) for prompt in prompts]
-    with engine.series():
+    with engine.series(name for search in searches for name in search.names()) as aborted:
         while asked := [prompt for search in searches for prompt in search.prompts()]:
             tasks = [asyncio.create_task(engine.generate(prompt, goes_on=True)) for prompt in asked]
             try:
@@ -228,6 +228,8 @@ async def beam_deltas(
                 await asyncio.gather(*tasks, return_exceptions=True)
             for search in searches:
                 search.take_results(results)
+                if aborted.intersection(search.names()):
+                    search.stop("abort")
     yield [
         delta
         for place, (prompt, search) in enumerate(zip(prompts, searches, strict=True))

@@ -20,13 +20,14 @@ from server.api.openai import GenerationRequest, StreamOptions, Usage
 from server.api.params import beam_params, either
 from server.api.responses import ResponsesRequest
 from server.api.structured import structured_outputs
-from server.errors import ApiError, unavailable
+from server.errors import ApiError, bad_request, unavailable
 from server.logs import Record
 from server.service import Service, record_of
 from server.taken import GeneratingKind, Prompts, unpack
 
 Body = TypeVar("Body", bound=GenerationRequest)
 LONG_PROMPT = 4096  # tokens
+RANK_HEADER = "X-data-parallel-rank"
 DONE = b"data: [DONE]\n\n"
 
 encode = msgspec.json.Encoder().encode
@@ -48,6 +49,7 @@ class Taken(Generic[Body]):
     structured_field: str  # which says that
     source: ResponsesRequest | MessagesRequest | None  # what became this body
     items: bytes
+    rank: int | None  # that is to compute it
 
 
 async def take(
@@ -84,7 +86,21 @@ async def take(
         structured_field=field,
         source=found.responses or found.messages,
         items=found.items,
+        rank=wanted_rank(service, request),
     )
+
+
+def wanted_rank(service: Service, request: Request) -> int | None:
+    """What vLLM's header says; None: it is not there. ApiError 400."""
+    text = request.headers.get(RANK_HEADER)
+    if text is None:
+        return None
+    last = service.engine.members.count - 1
+    if len(text) > 4 or not text.isascii() or not text.isdigit() or int(text) > last:
+        raise bad_request(
+            f"{RANK_HEADER} must be a rank of this server, from 0 to {last}, not {text[:32]!r}", RANK_HEADER
+        )
+    return int(text)
 
 
 def make_job(
@@ -103,11 +119,14 @@ def make_job(
     forced = service.config.enable_force_include_usage
     include_usage = forced or either(options.include_usage, False)
     priority, salt = either(body.priority, 0), either(body.cache_salt, "")
+    prompts = service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names, taken.format)
+    for prompt in prompts:
+        prompt.rank = taken.rank
     return Job(
         request_id=taken.request_id,
         model=taken.model,
         created=int(time.time()),
-        prompts=service.prompts(taken.request_id, taken.token_id_lists, params, priority, salt, names, taken.format),
+        prompts=prompts,
         n=params.n,
         stream=either(body.stream, False),
         include_usage=include_usage,

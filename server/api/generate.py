@@ -153,14 +153,17 @@ def deltas_of(engine: AsyncLLM, job: Job) -> Deltas:
 
 
 async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], None]:
-    """Several prompts: a task each."""
+    """Several prompts: a task each. What comes between the first and the last of them holds for all: an abort ends
+    those that are not sent yet, too, and a drain or a loss does not refuse them."""
     arrived: list[list[Delta]] = []
     errors: list[Exception] = []
     woken = asyncio.Event()
 
-    async def pump(number: int, prompt: Prompt) -> None:
+    async def pump(number: int, prompt: Prompt, aborted: set[str]) -> None:
         try:
-            async with aclosing(engine.stream(prompt)) as stream:
+            async with aclosing(engine.stream(prompt, goes_on=True)) as stream:
+                if prompt.request_id in aborted:
+                    engine.abort(prompt.request_id)
                 async for deltas in stream:
                     for delta in deltas:
                         delta.index += number * job.n
@@ -172,28 +175,29 @@ async def _joined(engine: AsyncLLM, job: Job) -> AsyncGenerator[list[Delta], Non
             woken.set()
 
     pumps: list[asyncio.Task[None]] = []
-    try:
-        for number, prompt in enumerate(job.prompts):
-            pumps.append(asyncio.create_task(pump(number, prompt)))
-            if number % AT_ONCE == AT_ONCE - 1:
-                await asyncio.sleep(0)  # others have their turn
-        while True:
-            running = any(not task.done() for task in pumps)
-            woken.clear()
-            if arrived:
-                joined = [delta for deltas in arrived for delta in deltas]
-                arrived.clear()
-                yield joined
-            elif errors:
-                raise errors[0]
-            elif not running:
-                return
-            else:
-                await woken.wait()
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+    with engine.series(prompt.request_id for prompt in job.prompts) as aborted:
+        try:
+            for number, prompt in enumerate(job.prompts):
+                pumps.append(asyncio.create_task(pump(number, prompt, aborted)))
+                if number % AT_ONCE == AT_ONCE - 1:
+                    await asyncio.sleep(0)  # others have their turn
+            while True:
+                running = any(not task.done() for task in pumps)
+                woken.clear()
+                if arrived:
+                    joined = [delta for deltas in arrived for delta in deltas]
+                    arrived.clear()
+                    yield joined
+                elif errors:
+                    raise errors[0]
+                elif not running:
+                    return
+                else:
+                    await woken.wait()
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
 
 
 async def prompt_first(source: Deltas, n: int) -> AsyncGenerator[list[Delta], None]:

@@ -154,7 +154,7 @@ class MessagesWriter:
 
     def _end(self) -> Json:
         stopped = isinstance(self._stop_reason, str)
-        if self._finish_reason == "length":
+        if self._finish_reason in ("length", "abort"):  # no other word says that an answer is cut off
             reason = "max_tokens"
         elif stopped:
             reason = "stop_sequence"

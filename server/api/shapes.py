@@ -38,6 +38,27 @@ class MessageObject(msgspec.Struct, kw_only=True):
     usage: Json
 
 
+class MessagesModel(msgspec.Struct, kw_only=True):
+    """A model as Anthropic's clients read it. created_at: RFC 3339. Limits are in tokens."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class MessagesModelList(msgspec.Struct, kw_only=True):
+    """All of them are on one page."""
+
+    data: list[MessagesModel]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+
+
 class Counted(msgspec.Struct, kw_only=True):
     input_tokens: int
 

@@ -129,6 +129,17 @@ def test_cancelling_aborts() -> None:
     run(body)
 
 
+def test_a_series_is_aborted_between_its_requests() -> None:
+    async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
+        with llm.series(["x.0", "x.1"]) as aborted:
+            await llm.generate(make_prompt("x.0"), goes_on=True)
+            assert not aborted and llm.num_requests == 0
+            assert llm.abort("x.0") and aborted == {"x.0"}
+        assert not llm.abort("x.0") and not llm.abort("x.1")
+
+    run(body)
+
+
 def test_abort_ends_the_stream() -> None:
     async def body(llm: AsyncLLM, ranks: FakeRanks) -> None:
         ranks.paused = True

@@ -241,6 +241,14 @@ def test_requests_go_to_the_least_loaded_rank() -> None:
     assert sorted(router.choose([1, 2, 3], "") for _ in range(3)) == [0, 1, 2]
 
 
+def test_a_rank_may_be_wanted_while_it_takes_work() -> None:
+    router = RequestRouter(3, block_size=4)
+    router.loads = [50, 20, 30]
+    assert router.choose([1, 2, 3], "", wanted=0) == 0
+    router.open[0] = False
+    assert router.choose([1, 2, 3], "", wanted=0) == 1
+
+
 def test_a_known_prefix_decides_while_it_saves_more_than_the_imbalance() -> None:
     router = RequestRouter(2, block_size=4)
     prompt = list(range(40))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from moesaic_here import run_here
@@ -13,10 +15,10 @@ from moesaic_here import run_here
 from moesaic.http_client import Client
 
 
-def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moesaic", *arguments], capture_output=True, text=True, input=text, timeout=120
-    )
+def run(*arguments: str, text: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moesaic", *arguments]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, input=text, timeout=120, env=environment)
 
 
 def modules_after(statement: str) -> set[str]:
@@ -26,7 +28,7 @@ def modules_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "statement", ["import moesaic", "import moesaic.cli", "import moesaic.serve", "import server.process"]
+    "statement", ["import moesaic", "import moesaic.cli", "import moesaic.serving", "import server.process"]
 )
 def test_nothing_heavy_is_imported(statement: str) -> None:
     """--help and the front start at once because torch, transformers and numpy come later or never."""
@@ -35,6 +37,10 @@ def test_nothing_heavy_is_imported(statement: str) -> None:
 
 def test_import_costs_next_to_nothing() -> None:
     assert not {"torch", "numpy", "msgspec", "click", "zmq"} & modules_after("import moesaic")
+
+
+def test_a_wrong_option_of_a_server_is_said_before_it_is_imported() -> None:
+    assert not {"msgspec", "engine.plan", "launch.supervisor"} & modules_after("import moesaic.serve")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +129,11 @@ def test_bench_prints_json() -> None:
         (["explain", "--kv-cache-memory-bytes", "lots"], "not a number of bytes"),
         (["serve", "--max-request-bytes", "0"], "'0' is not a number of bytes"),
         (["serve", "--request-timeout", "nan"], "'nan' is not a number"),
-        (["serve", "--startup-timeout", "-1"], "-1.0 is not in the range"),
+        (["serve", "--startup-timeout", "-1"], "-1.0 is not in the range 0<=x<=1000000.0."),
+        (["ranks", "--url", "http://127.0.0.1:9"], "127.0.0.1:9: no server listens there"),
+        (["bench", "serve", "--url", "unix:/no/such"], "unix:/no/such: no server listens there"),
+        (["explain", "--enable-dbo=maybe"], "'maybe' is none of auto, on, off"),
+        (["serve", ""], "MODEL is an empty text"),
         (["serve", "--max-num-queued-reqs", "-1"], "-1 is not in the range"),
         (["chat", "--url", "http://127.0.0.1:99999", "hello"], "has no port from 1 to 65535"),
         (["bench", "throughput", "--repeats", "0"], "0 is not in the range"),
@@ -160,3 +170,19 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
     assert process.wait(60) == 1
     with process.stderr as said:
         assert said.read() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_no_room_for_what_is_printed_is_said() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "moesaic", "explain", "--json"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1 and done.stderr == "moesaic: error: what is printed: No space left on device\n"
+
+
+def test_a_terminal_that_lacks_characters() -> None:
+    """An answer has what the model says."""
+    done = run("generate", "--prompt", "🎉 süß", "--max-tokens", "2", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("? s??")

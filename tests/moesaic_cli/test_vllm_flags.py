@@ -273,9 +273,30 @@ def test_another_tokenizer(tmp_path: Path) -> None:
     ],
 )
 def test_options_of_the_server(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moesaic.serve.guard_console", lambda: None)  # it would take this process's streams
+    monkeypatch.setattr("moesaic.serving.guard_console", lambda: None)  # it would take this process's streams
     with pytest.raises(ValueError, match=message):
         CliRunner().invoke(serve_command, words, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("eplb-config: &a [*a]", "eplb-config: Circular reference"),
+        ("cudagraph-capture-sizes: [2024-01-01]", "cudagraph-capture-sizes: Object of type date"),
+        ("enable-dbo: maybe", "'maybe' is none of auto, on, off"),
+        ("model: " + "[" * 5000, "too deep"),
+    ],
+)
+def test_odd_files_of_options(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text(text)
+    done = CliRunner().invoke(parsed_command, ["--config", str(tmp_path / "options.yaml")], catch_exceptions=False)
+    assert done.exit_code == 2 and message in done.output
+
+
+def test_empty_variables_are_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MOESAIC_URL", "MOESAIC_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, "")
+    assert read_env().url == "http://127.0.0.1:8000" and read_env().runtime_root == Path("/tmp")
 
 
 def test_flags_and_a_key_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
+import msgspec
 import pytest
-from server_parts import MODEL, STORY, Server, parse_events, server, story_tokens, until
+from server_parts import MODEL, STORY, Server, parse_events, rank_ready, server, small_tokenizer, story_tokens, until
 
 from configs.server import ServerConfig
+from front.messages import Joined, RankLost
 from server.middleware import digest
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -83,6 +86,45 @@ def test_leaving_aborts_all_prompts() -> None:
             client.left.set()
             await until(lambda: not s.ranks.running, "the ranks are told")
             await asyncio.wait_for(client.task, 5.0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["abort", "drain", "loss"])
+def test_what_comes_while_prompts_are_sent_holds_for_all_of_them(what: str) -> None:
+    """Prompts go to the ranks in groups, and others have their turn between two of those."""
+
+    async def run() -> None:
+        async with server() as s:
+            engine = s.service.engine
+            s.ranks.paused = True
+            body = {"model": MODEL, "prompt": ["a"] * 40, "max_tokens": 2, "request_id": "forty"}
+            answer = asyncio.create_task(s.post("/v1/completions", body))
+            while not engine.num_requests:
+                await asyncio.sleep(0)
+            assert engine.num_requests < 40
+            drained = None
+            if what == "abort":
+                for name in s.service.in_flight.prompt_ids(["forty"]):
+                    engine.abort(name)
+            elif what == "drain":
+                drained = asyncio.create_task(engine.drain(30.0))
+            else:
+                for rank in range(2):
+                    s.ranks.drop(rank)
+                    engine.front.on_message(RankLost(rank, "killed", time.monotonic(), engine.ready[rank].process))
+                assert engine.shortage
+                await until(lambda: engine.num_requests == 40, "all wait for a rank")
+                for rank in range(2):
+                    ready = rank_ready(rank, small_tokenizer().vocab_size)
+                    s.ranks.say(msgspec.structs.replace(ready, process=7))
+                    own = {"agree_seconds": 0.0, "repair_seconds": 0.0, "experts_loaded": 0, "bytes_read": 0}
+                    s.ranks.say(Joined(rank=rank, epoch=99, **own))
+            s.ranks.resume()
+            choices = (await answer).json()["choices"]
+            assert [choice["finish_reason"] for choice in choices] == ["abort" if what == "abort" else "length"] * 40
+            assert drained is None or await drained == 0
+            assert not engine.num_requests and not s.service.in_flight
 
     asyncio.run(run())
 

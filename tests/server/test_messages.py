@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from pydantic import TypeAdapter
-from server_parts import MODEL, STORY, Server, last_prompt, named_events, server, small_tokenizer, story_tokens
+from server_parts import MODEL, STORY, Server, last_prompt, named_events, server, small_tokenizer, story_tokens, until
 
 from configs.server import ServerConfig
 from server.api.messages import MessagesRequest, to_chat
@@ -54,6 +54,21 @@ def test_requests_have_a_name_that_clients_find() -> None:
     asyncio.run(run())
 
 
+def test_models_are_listed_as_the_client_reads_them() -> None:
+    async def run() -> None:
+        async with server() as s:
+            headers = {"anthropic-version": "2023-06-01"}
+            found = (await s.http.get("/v1/models", headers=headers)).json()
+            one, *others = found["data"]
+            last = others[-1] if others else one
+            types_of_anthropic().ModelInfo.model_validate(one, strict=False)
+            assert one["id"] == found["first_id"] == MODEL and last["id"] == found["last_id"] and not found["has_more"]
+            assert (await s.http.get(f"/v1/models/{MODEL}", headers=headers)).json() == one
+            assert (await s.http.get("/v1/models")).json()["object"] == "list"
+
+    asyncio.run(run())
+
+
 async def stream(s: Server, **fields: Any) -> list[dict[str, Any]]:
     body = {"model": MODEL, "max_tokens": 200, "messages": HELLO, "stream": True, **fields}
     answer = await s.post("/v1/messages?beta=true", body)
@@ -79,6 +94,19 @@ def test_a_message() -> None:
             assert (await message(s, max_tokens=2))["stop_reason"] == "max_tokens"
             stopped = await message(s, stop_sequences=["fox"])
             assert stopped["stop_reason"] == "stop_sequence" and stopped["stop_sequence"] == "fox"
+
+    asyncio.run(run())
+
+
+def test_one_that_was_aborted_says_that_it_is_cut_off() -> None:
+    async def run() -> None:
+        async with server() as s:
+            s.ranks.pause_at = 5
+            answer = asyncio.create_task(message(s))
+            await until(lambda: s.ranks.paused, "it is under way")
+            for name in [name for one in s.service.in_flight._in_flight for name in one.prompt_ids]:
+                assert s.service.engine.abort(name)
+            assert (await answer)["stop_reason"] == "max_tokens"
 
     asyncio.run(run())
 

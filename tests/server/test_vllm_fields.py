@@ -182,6 +182,26 @@ def test_a_beam_search_is_one_request() -> None:
     asyncio.run(run())
 
 
+def test_a_header_names_the_rank() -> None:
+    async def run() -> None:
+        async with server(data_parallel_size=3) as s:
+            for text in ("3", "-1", "one", "9" * 5000, ""):
+                refused = await s.post("/v1/completions", {"prompt": "a"}, headers={"X-data-parallel-rank": text})
+                assert refused.status_code == 400 and "from 0 to 2" in refused.json()["error"]["message"]
+            s.ranks.paused = True
+            message = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
+            front = s.service.engine.front
+            for path in ("/v1/chat/completions", "/v1/messages"):
+                running = asyncio.create_task(s.post(path, message, headers={"x-data-parallel-rank": "2"}))
+                await until(lambda: front.num_requests, "it is under way")
+                assert [request.rank for request in front._requests.values()] == [2]
+                s.ranks.resume()
+                assert (await running).status_code == 200
+                s.ranks.paused = True
+
+    asyncio.run(run())
+
+
 def test_numbers_and_flags_may_be_texts() -> None:
     """As pydantic reads them, with which vLLM's servers do."""
 

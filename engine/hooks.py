@@ -7,7 +7,8 @@ acts on the device thread, around the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from dbo.steps import Steps
 from engine.agreement import StepPlan
@@ -42,10 +43,18 @@ class StepHook:
         watch), SAMPLING or DRAFTING."""
 
 
+class Lesson(NamedTuple):
+    """So many requests at a time are to be computed by each rank, as long as goes_on() says so."""
+
+    num_requests: int
+    goes_on: Callable[[], bool]
+
+
 class StepCompanion:
-    """num_words: that it adds to the record, equally many on all ranks."""
+    """num_words: that it adds to the record, equally many on all ranks. practises: a lesson of its own is under way."""
 
     num_words = 0
+    practises = False
 
     @property
     def has_work(self) -> bool:
@@ -65,6 +74,10 @@ class StepCompanion:
 
     def close(self) -> None:
         """The rank ends."""
+
+    def lessons(self) -> Iterator[Lesson]:
+        """What it wants to be practised by all ranks that have met, before they say that they are ready."""
+        return iter(())
 
     def scheduling(self) -> None:
         """A schedule is about to be made."""
@@ -94,7 +107,7 @@ class StepCompanion:
 
 
 class Companions:
-    """All of one rank. muted: their words are zeros, and they go with no step."""
+    """All of one rank. muted: the words of those that do not practise are zeros, and they go with no step."""
 
     def __init__(self, members: Sequence[StepCompanion]) -> None:
         self.members = members
@@ -119,19 +132,20 @@ class Companions:
 
     def propose(self, schedule: Schedule) -> list[int]:
         """All their words, one after another."""
-        if self.muted:
-            return [0] * self._num_words
-        words = [word for member in self.members for word in member.propose(schedule)]
+        words: list[int] = []
+        for member in self.members:
+            words += member.propose(schedule) if not self.muted or member.practises else [0] * member.num_words
         assert len(words) == self._num_words
         return words
 
     def join(self, plan: StepPlan) -> list[StepHook]:
         hooks: list[StepHook] = []
         first = 0
-        for member in () if self.muted else self.members:
+        for member in self.members:
             last = first + member.num_words
-            hook = member.join(plan, [words[first:last] for words in plan.words])
-            if hook is not None:
-                hooks.append(hook)
+            if not self.muted or member.practises:
+                hook = member.join(plan, [words[first:last] for words in plan.words])
+                if hook is not None:
+                    hooks.append(hook)
             first = last
         return hooks

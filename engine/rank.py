@@ -22,7 +22,7 @@ import torch
 from dbo.steps import Steps, drain
 from engine.agreement import Proposal, StepPlan
 from engine.doorbell import Doorbell
-from engine.hooks import LOOK_SECONDS, Companions, StepCompanion
+from engine.hooks import LOOK_SECONDS, Companions, Lesson, StepCompanion
 from engine.overlap.policy import Overlap
 from engine.rebalance.follower import refuse
 from engine.runner import Runner, StepHandle
@@ -164,6 +164,10 @@ class Rank:
         self._scheduler.kv.reset_prefix_cache()
         self._scheduler.forget_counts()
         self._scheduler.kv.forget_counts()
+
+    def lessons(self) -> Iterator[Lesson]:
+        """What its companions want to be practised."""
+        return (lesson for companion in self._companions.members for lesson in companion.lessons())
 
     def pause(self, longest: float) -> float:
         """Seconds for which there is nothing to do, unless a message or a ring comes; at most `longest`."""

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -60,10 +61,8 @@ class WeightCache:
         self._sweep()
         if not self._make_room(size):
             return False
-        draft = self.directory / f"{key}-{os.getpid()}{DRAFT}"
-        file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        draft, file = self._begun(key)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # as long as this process lives: others leave the draft alone
             done = 0
             while done < size:
                 done += os.sendfile(file, source, done, min(CHUNK, size - done))
@@ -80,6 +79,17 @@ class WeightCache:
             os.close(file)
         return True
 
+    def _begun(self, key: str) -> tuple[Path, int]:
+        """A new draft, locked as long as this process lives: others leave it alone. Its name is chance, as processes of
+        two containers may have one number."""
+        while True:
+            draft = self.directory / f"{key}-{secrets.token_hex(8)}{DRAFT}"
+            file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file).st_nlink:
+                return draft, file
+            os.close(file)  # another process has swept it away before it was locked
+
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}{SUFFIX}"
 
@@ -95,13 +105,16 @@ class WeightCache:
 
     def _make_room(self, size: int) -> bool:
         """Whether there is room, after the least recently used files have gone."""
-        files = sorted(self.directory.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-        sizes = [path.stat().st_size for path in files]
-        own = sum(sizes)
+        found = []
+        for path in self.directory.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        own = sum(freed for _, freed, _ in found)
         most = (shutil.disk_usage(self.directory).free + own) // 2
         if size > most:
             return False
-        for path, freed in zip(files, sizes, strict=True):
+        for _, freed, path in sorted(found):
             if own + size <= most:
                 break
             path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import time
 from configs.engine import Plan
 from engine.build import build_rank
 from engine.process.progress import LoadProgress
-from engine.process.warm_up import practise
+from engine.process.warm_up import practise, take_lessons
 from engine.rank import Rank
 from front.messages import FrontToRank, Outputs, RankToFront
 from store.memory import Store
@@ -68,6 +68,7 @@ class LocalRanks:
                 self._rank.step()
             if not self._stored:
                 practise(self._rank)
+            take_lessons(self._rank)
             self._at_rest.set()
             return [self._rank.ready]
         deadline = time.monotonic() + timeout

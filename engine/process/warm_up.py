@@ -5,7 +5,8 @@ The ranks of one machine that start together first wait for each other: each say
 bounds that wait is the life of those that are still loading (engine/process/heartbeat.py). Then they meet, capture
 graphs if there are to be any, and practise: requests of every kind are computed as any others are, and forgotten. So
 kernels are compiled, memory has been touched, and modules that are imported at their first use are there. One that
-comes to others at work practises alone, before it meets them: they go on meanwhile.
+comes to others at work practises alone, before it meets them: they go on meanwhile. Last come the lessons that
+companions ask for, such as how long steps with drafts take (engine/speculation/gate.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ LOOK_SECONDS = 0.02
 # A rank that gives no sign of life for so long is not waited for; the monitor has ended it by then.
 SILENT_SECONDS = 15.0
 SAMPLED_TOKENS = 8  # of the prompts whose every token's probability is asked for
+LESSON_TOKENS = 128  # of a request in a lesson, at most
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 _DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, max_tokens=2, ignore_eos=True)
@@ -66,6 +68,7 @@ def warm_up(
         sleep(LOOK_SECONDS if rank.forming else 0.0)
     if not practised:
         practise(rank)
+    take_lessons(rank)
 
 
 def practise(rank: Rank, alone: bool = False) -> None:
@@ -73,12 +76,33 @@ def practise(rank: Rank, alone: bool = False) -> None:
     at the same time."""
     with rank.practising(alone):
         for batch in _batches(rank.ready, rank.practice_tokens):
-            open_ids = {message.request_id for message in batch}
-            for message in batch:
-                rank.submit(message)
-            while open_ids and rank.serving:
-                open_ids -= {output.request_id for output in rank.step() if output.finish_reason is not None}
-            rank.submit(Abort(list(open_ids)))  # a peer was lost
+            _compute(rank, batch, lambda: True)
+
+
+def take_lessons(rank: Rank) -> None:
+    """Have the rank, which has met the others, compute what its companions ask for; all do this at the same time."""
+    with rank.practising(alone=False):
+        for lesson in rank.lessons():
+            _compute(rank, _greedy(rank.ready, lesson.num_requests), lesson.goes_on)
+
+
+def _compute(rank: Rank, batch: list[AddRequest], goes_on: Callable[[], bool]) -> None:
+    open_ids = {message.request_id for message in batch}
+    for message in batch:
+        rank.submit(message)
+    while open_ids and rank.serving and goes_on():
+        open_ids -= {output.request_id for output in rank.step() if output.finish_reason is not None}
+    rank.submit(Abort(list(open_ids)))  # a peer was lost, or it is enough
+
+
+def _greedy(ready: RankReady, num: int) -> list[AddRequest]:
+    """So many, or as many as there is room for; []: there is none."""
+    length = min(LESSON_TOKENS, ready.max_model_len, (ready.num_blocks - 1) * ready.block_size // num)
+    if length < 2:
+        return []
+    prompt = min(SAMPLED_TOKENS, length - 1)
+    params = SamplingParams(temperature=0.0, max_tokens=length - prompt, ignore_eos=True)
+    return [_request(ready, index, prompt, params) for index in range(num)]
 
 
 def _batches(ready: RankReady, num_tokens: int) -> Iterator[list[AddRequest]]:

@@ -40,4 +40,5 @@ def make_gate(plan: Plan, speculation: Speculation, leads: bool) -> Gate:
     """leads: what is measured is remembered by this rank."""
     config = plan.speculation
     file = Path(config.memory) if config is not None and config.memory else None
-    return Gate(speculation, config is not None and config.adaptive, file, leads)
+    adaptive = config is not None and config.adaptive
+    return Gate(speculation, adaptive, file, leads, most_sequences=plan.max_num_seqs)

@@ -12,7 +12,8 @@ from engine.speculation.drafter import Drafter
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.prediction import PredictionDrafter
 
-FIRST_ACCEPTANCE = 0.7  # until it is known
+FIRST_ACCEPTANCE = 0.8  # until it is known
+FEW = 4  # drafts that came back, by which it begins to be known
 RECENT = 1 / 64  # of a draft that came back
 RECENT_REQUEST = 1 / 8
 
@@ -60,7 +61,20 @@ class Speculation:
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_pos = [0] * self.max_drafts
         self.usual_output = 0.0  # tokens of a request that ended lately; 0: none has
-        self.acceptance = [FIRST_ACCEPTANCE] * self.max_drafts  # of each place, if all before it were right; lately
+        self._right = [0.0] * self.max_drafts  # of each place, of those lately that all before were right of
+        self._seen = [0.0] * self.max_drafts
+        self._acceptance: list[float] | None = None
+
+    @property
+    def acceptance(self) -> Sequence[float]:
+        """Of each place, if all before it were right; lately. What few have come of is taken to be as of the place
+        before."""
+        if self._acceptance is None:
+            self._acceptance, last = [], FIRST_ACCEPTANCE
+            for right, seen in zip(self._right, self._seen, strict=True):
+                last = (right + FEW * last) / (seen + FEW)
+                self._acceptance.append(last)
+        return self._acceptance
 
     @property
     def busy(self) -> bool:
@@ -127,7 +141,9 @@ class Speculation:
             right = position < num_accepted
             self.accepted_per_pos[position] += right
             if source is not None:
-                self.acceptance[position] += RECENT * (right - self.acceptance[position])
+                self._right[position] += right - RECENT * self._right[position]
+                self._seen[position] += 1 - RECENT * self._seen[position]
+                self._acceptance = None
         request.num_accepted += num_accepted
         request.num_rejected += num_drafts - num_accepted
         if source is not None:

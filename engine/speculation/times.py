@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
-from math import sqrt
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,18 @@ class Usual:
     made for their own sake, the lesser of the two counts, as nothing else makes steps shorter. remembered: of an
     earlier start, until so many have come."""
 
-    __slots__ = ("_before", "_began", "_last", "_remembered", "_value", "sure")
+    __slots__ = ("_before", "_began", "_last", "_remembered", "_value")
 
     def __init__(self, remembered: float | None = None) -> None:
         self._began = False
         self._last: deque[float] = deque(maxlen=LATELY)
         self._before: float | None = None  # the last trial
-        self.sure = False  # two trials have measured it, or such steps were made for their own sake
         self._remembered = remembered
         self._value = remembered
+
+    def settled(self) -> float | None:
+        """The shortest, as much else begins beside practice; None: too few were measured."""
+        return min(self._last) if len(self._last) >= SETTLED else self._remembered
 
     def again(self) -> None:
         """Another trial begins."""
@@ -55,7 +57,6 @@ class Usual:
             self._last.append(seconds)
             if len(self._last) >= SETTLED:
                 self._value = self._remembered = None
-                self.sure = self.sure or self._before is not None or not trying
                 self._before = self._before if trying else None
         self._began = True
 
@@ -76,15 +77,6 @@ class Usual:
         if self._before is not None:
             self._before *= factor
         self._value = self._remembered if len(self._last) >= SETTLED else self._before or self._remembered
-
-    @property
-    def hope(self) -> float:
-        """What the mean might be, by two standard errors less."""
-        if not self._last:
-            return self.value
-        value, num = self.value, len(self._last)
-        spread = sum((min(seconds, OUTLIER * value) - value) ** 2 for seconds in self._last) / num
-        return max(value / OUTLIER, value - 2 * sqrt(spread / num))
 
     @property
     def known(self) -> bool:
@@ -137,6 +129,28 @@ class StepTimes:
         found = self.drafting.get((size, depth)) if depth else self.steps.get(size)
         return found if found is not None and found.known else None
 
+    def settle(self, most: int) -> None:
+        """What practice has measured is as if it were remembered, and what it has not, of up to so many drafts, lies on
+        straight lines: between two numbers of drafts, and by the number of sequences also beyond them."""
+        known: dict[int, dict[int, float]] = {}  # by drafts and sequences
+        measured = {(size, 0): usual for size, usual in self.steps.items()} | self.drafting
+        for (size, depth), usual in measured.items():
+            seconds = usual.settled()
+            if seconds is not None:
+                known.setdefault(depth, {})[size] = seconds
+        for size in SIZES:
+            depths = {depth: times[size] for depth, times in known.items() if size in times}
+            for depth in range(min(depths, default=0), max(depths, default=0)):
+                known.setdefault(depth, {}).setdefault(size, _between(depths, depth))
+        for depth in range(most + 1):
+            times = dict(known.get(depth, {}))
+            for size in SIZES if len(times) > 1 else list(times):
+                usual = Usual(_between(times, size))
+                if depth:
+                    self.drafting[size, depth] = usual
+                else:
+                    self.steps[size] = usual
+
     # ---- kept on disk ----
 
     def write(self, file: Path) -> None:
@@ -175,6 +189,17 @@ class StepTimes:
         return text + (f"; with drafting by sequences and depth: {drafting}" if drafting else "")
 
 
+def _between(known: Mapping[int, float], at: int) -> float:
+    """On a straight line between the nearest two; beyond all of them through the last two, which do not fall."""
+    places = sorted(known)
+    if len(places) == 1:
+        return known[places[0]]
+    above = min(max(bisect_left(places, at), 1), len(places) - 1)
+    below, above = places[above - 1], places[above]
+    rise = (known[above] - known[below]) / (above - below)
+    return known[below] + (at - below) * (rise if at <= above else max(0.0, rise))
+
+
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
     """Of a sequence and step with so many drafts. acceptance: of each place, if all before it were right."""
     total = reached = 1.0
@@ -191,13 +216,12 @@ def tokens_per_second(
     part: float,
     depth: int,
     drafts: bool,
-    hopeful: bool = False,
 ) -> float | None:
-    """Of all sequences. part: of them that have drafts, where the model does not make them itself (drafts). hopeful: of
-    a model that drafts, by the least that steps may take. None: not measured."""
+    """Of all sequences. part: of them that have drafts, where the model does not make them itself (drafts). None:
+    not measured."""
     if drafts:
         usual = times.usual(num_sequences, depth)
-        part, step = 1.0, None if usual is None else usual.hope if hopeful else usual.value
+        part, step = 1.0, None if usual is None else usual.value
     else:
         step = times.step(
             num_sequences * (1 + part * depth) if part == 1 else round(num_sequences * (1 + part * depth))

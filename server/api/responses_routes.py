@@ -216,7 +216,7 @@ class Responses:
         except ApiError as refused:
             admitted.set_exception(refused)
             return
-        self.store.put(writer.response("queued"), items)
+        self.store.put(writer.response("queued"), items, running=True)
         if log is not None:
             self._logs[job.answer_id] = log
             log.add(writer.queued())

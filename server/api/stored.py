@@ -27,21 +27,27 @@ class Stored(msgspec.Struct):
 
 
 class ResponseStore:
-    """The newest, as far as both bounds allow."""
+    """The newest, as far as both bounds allow, and those that still run, which the bounds of requests in flight limit:
+    a client can look at what it waits for, and end it."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._running: dict[str, Stored] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, response: Json, items: list[Json], chain: str = "") -> None:
-        """In place of what is kept under its id, behind `chain`. items: before its output."""
+    def put(self, response: Json, items: list[Json], chain: str = "", running: bool = False) -> None:
+        """In place of what is kept under its id, behind `chain`. items: before its output. running: it will be put
+        again when it has ended."""
         stored = Stored(_encode(response), _encode([*items, *response["output"]]), len(items))
-        self._put(chain + response["id"], stored)
+        if running:
+            self._running[response["id"]] = stored
+        else:
+            self._put(chain + response["id"], stored)
 
     def put_events(self, name: str, events: bytes) -> None:
         """Beside a response that is kept; they are left out where they are too many."""
@@ -60,9 +66,10 @@ class ResponseStore:
             self.num_bytes -= oldest.size
 
     def get(self, name: str) -> Stored | None:
-        return self._kept.get(name)
+        return self._running.get(name) or self._kept.get(name)
 
     def drop(self, name: str) -> bool:
+        self._running.pop(name, None)
         stored = self._kept.pop(name, None)
         if stored is None:
             return False

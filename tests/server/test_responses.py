@@ -204,6 +204,28 @@ def test_in_the_background() -> None:
     asyncio.run(run())
 
 
+def test_what_runs_is_not_forgotten() -> None:
+    """However many came behind it."""
+
+    async def run() -> None:
+        async with server(ServerConfig(max_stored_responses=1)) as s:
+            s.ranks.paused = True
+            names = [(await respond(s, background=True))["id"] for _ in range(3)]
+            s.ranks.resume()
+            await respond(s)
+            s.ranks.paused = True
+            names += [(await respond(s, background=True))["id"] for _ in range(2)]
+            for name in names[3:]:
+                assert (await s.http.get(f"/v1/responses/{name}")).json()["status"] == "queued"
+            assert (await s.http.post(f"/v1/responses/{names[3]}/cancel")).json()["status"] == "cancelled"
+            s.ranks.resume()
+            await until(lambda: not len(s.service.in_flight), "all have ended")
+            found = [(await s.http.get(f"/v1/responses/{name}")).status_code for name in names]
+            assert found == [404, 404, 404, 404, 200]
+
+    asyncio.run(run())
+
+
 def test_streams_of_the_background_can_be_left_and_taken_up() -> None:
     async def run() -> None:
         async with server() as s:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,23 @@ def test_drafts_of_the_dead_are_removed(tmp_path: Path) -> None:
     (tmp_path / f"{KEY}-1.draft").write_bytes(b"half")
     assert WeightCache(tmp_path).write(full_store(KEY, b"weights"), KEY)
     assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.weights"]
+
+
+def test_two_that_write_at_once_do_not_share_a_draft(tmp_path: Path) -> None:
+    """Also where both processes have one number, as those of two containers may."""
+    other = tmp_path / f"{KEY}-{os.getpid()}.draft"
+    other.write_bytes(b"of another")
+    with other.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        written: list[bool] = []
+        text = full_store(KEY, b"weights")
+        writer = threading.Thread(target=lambda: written.append(WeightCache(tmp_path).write(text, KEY)), daemon=True)
+        writer.start()
+        writer.join(20.0)
+        assert written == [True] and held.read() == b"of another" and other.exists()
+    found = WeightCache(tmp_path).find(KEY)
+    assert found is not None
+    os.close(found)
 
 
 def test_the_key_is_of_whatever_the_bytes_depend_on(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# A checksum of how the functions are declared (native/src/interface.h): a library that was built from other declarations
-# would read other arguments than it is given.
+# A checksum of how functions are declared (native/src/interface.h): a library of other declarations would read other
+# arguments than it is given.
 INTERFACE = 0xB624036B
 _RUNTIMES = ("libgomp", "libiomp5", "libomp")  # they offer the same entry points
 

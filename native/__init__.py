@@ -15,7 +15,9 @@ How to add a kernel
     isa up to best_isa().
  5. Its first line is `tape_note(name, its arguments...)` (src/tape.h), so that a step in which it runs can be recorded;
     or `tape_refuse("name")` where its arguments say more about a step than its number of rows.
- 6. src/selftest.cpp runs it under AddressSanitizer (tests/native).
+ 6. What it is declared as is part of the library's number: tests/native/test_interface.py says which one to write into
+    src/interface.h and library.py. A library with another number is refused when it is opened, not run.
+ 7. src/selftest.cpp runs it under AddressSanitizer (tests/native).
 """
 
 from native.choice import Choice, choose, fixed_order, measured, parse

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# A checksum of how functions are declared (native/src/interface.h): a library of other declarations would read other
+# arguments than it is given.
+INTERFACE = 0xB624036B
 _RUNTIMES = ("libgomp", "libiomp5", "libomp")  # they offer the same entry points
 
 
@@ -24,7 +27,7 @@ class _Opened:
 
 
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None: then the torch reference does everything."""
+    """The kernels, or None: then the torch reference does everything. ImportError: they are older than the code."""
     return _open().library
 
 
@@ -61,7 +64,21 @@ def older(sign: str) -> ImportError:
     """To be raised where the library does not do what the code asks for. sign: by what that is seen."""
     kernels = library()
     assert kernels is not None
+    return _older(kernels, sign)
+
+
+def _older(kernels: ctypes.CDLL, sign: str) -> ImportError:
     return ImportError(f"{kernels._name}: {sign}: it is older than the code; run `make native`")
+
+
+def check_interface(kernels: ctypes.CDLL, expected: int = INTERFACE) -> None:
+    """ImportError: it was built from other declarations. One without a number is from before there was one."""
+    number = getattr(kernels, "native_interface", None)
+    if number is None:
+        return
+    number.restype = ctypes.c_int64
+    if number() != expected:
+        raise _older(kernels, f"interface {number():#x}, not {expected:#x}")
 
 
 def _absent(*_arguments: object) -> None:
@@ -76,9 +93,11 @@ def _open() -> _Opened:
     try:
         runtime = openmp_runtime()
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        return _Opened(ctypes.CDLL(str(found[0])), "")
+        kernels = ctypes.CDLL(str(found[0]))
     except OSError as error:
         return _Opened(None, f"the native kernels cannot be loaded: {error}")
+    check_interface(kernels)
+    return _Opened(kernels, "")
 
 
 def openmp_runtime() -> str:

@@ -2,6 +2,7 @@
 #include "native.h"
 
 #include "choice.h"
+#include "interface.h"
 
 #if defined(__x86_64__)
 #include <sys/syscall.h>
@@ -45,6 +46,8 @@ static int best_isa() {
 }
 
 static int limit = ISA_AMX;
+
+NATIVE_API int64_t native_interface(void) { return NATIVE_INTERFACE; }
 
 NATIVE_API int native_best_isa(void) { return best_isa(); }
 

@@ -19,6 +19,7 @@ from rank_parts import Job, drive, mailbox_ranks, make_plan
 from configs.speculation import SpeculativeConfig
 from engine.agreement import StepPlan
 from engine.build import build_rank
+from engine.process.local_ranks import LocalRanks
 from engine.schedule import NewRow, Schedule
 from engine.speculation.gate import AGAIN, TRIALS, Gate
 from engine.speculation.model_drafts import ModelDrafts
@@ -270,7 +271,7 @@ def test_with_times_from_practice_it_is_there_from_the_first_step_on(
     assert steps.tokens / steps.at > 0.98 * max(rates[0], max(rates) / (1 + MARGIN))
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(ACCEPTANCE, STEPS_OF, st.sampled_from([1, 8]), st.integers(20, 150), st.integers(0, 4), st.floats(1.0, 2.0))
 def test_what_took_longer_in_practice_is_not_given_up(
     acceptance: list[float], more: list[float], num: int, length: int, which: int, longer: float
@@ -362,6 +363,21 @@ def test_beside_a_rank_that_practises_there_are_no_drafts() -> None:
     gate = gate_of(StepTimes(), [0.8, 0.7])
     plan = StepPlan(0, True, False, (1, 5), (9, 9))
     assert gate.join(plan, [(0, 0, 0), (1, 1, 6)]) is None and gate.join(plan, [(2, 2, 1), (1, 1, 6)]) is not None
+
+
+def test_practice_measures_before_the_first_request(tmp_path: Path) -> None:
+    """All numbers of drafts, and any number of sequences; what is computed is forgotten, and what was measured is not."""
+    memory = tmp_path / "times"
+    config: Any = SpeculativeConfig(method="mtp", num_speculative_tokens=2, memory=str(memory))
+    told = []
+    for _ in range(2):
+        rank = build_rank(make_plan(CHECKPOINT, max_model_len=64, block_size=16, speculation=config))
+        gate = next(member for member in rank._companions.members if isinstance(member, Gate))
+        LocalRanks(rank).receive(0.0)
+        assert all(gate.times.usual(num, depth) is not None for num in (1, 2, 64) for depth in range(3))
+        assert not gate.practises and not rank.has_work and not rank.stats.spec_drafts
+        told.append(gate.times.told())
+    assert told[0] == told[1] and memory.exists()
 
 
 @pytest.mark.parametrize("size", [1, 2])

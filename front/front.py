@@ -178,6 +178,11 @@ class Front:
         self.router.loads[sequence.request.rank] -= sequence.cost
         sequence.cost = sequence.pending = 0
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a token of it has come, and it has not finished."""
+        request = self._requests.get(request_id)
+        return request is not None and request.first_token is not None
+
     def abort(self, request_id: str) -> FrontOutput:
         """End a request: its open choices get a final delta with finish_reason "abort". Nothing if it is not live."""
         request = self._requests.get(request_id)

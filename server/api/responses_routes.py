@@ -104,7 +104,7 @@ class Responses:
         come."""
         stored = self._kept(request)
         if request.query_params.get("stream") != "true":
-            return Response(stored.response, media_type="application/json")
+            return Response(self._as_it_is(stored), media_type="application/json")
         after = request.query_params.get("starting_after", "-1")
         if not SEQUENCE_NUMBER.fullmatch(after):
             raise bad_request("starting_after must be the sequence_number of an event", "starting_after")
@@ -172,6 +172,16 @@ class Responses:
             return b""
         chained = self.store.get(request.scope[CHAIN] + name) if CHAIN in request.scope else None
         return (chained or self._found(name, "previous_response_id")).items
+
+    def _as_it_is(self, stored: Stored) -> bytes:
+        """The response; of one that was queued when it was stored, whether its output has begun."""
+        response = msgspec.json.decode(stored.response)
+        front = self._service.engine.front
+        if response["status"] == "queued" and any(
+            map(front.has_begun, self._service.in_flight.prompt_ids([response["id"]]))
+        ):
+            return msgspec.json.encode({**response, "status": "in_progress"})
+        return stored.response
 
     def _kept(self, request: Request) -> Stored:
         name = request.path_params["response_id"]

@@ -1,7 +1,7 @@
 """The process that ranks are forked from, or that becomes the one of a caller (engine/process/fork_process.py), started
 before this process has imported what it needs itself, as a second core is free meanwhile. It is told later what for,
 and ends with this process if it never is, or sooner where that is likely: a script may import `moesaic.LLM` and make
-none. Standard library only."""
+none. Nothing is imported here that takes long."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import sys
 import time
 from typing import NamedTuple
 
+from configs.env import all_variables
 from engine.process.orphan import child_command
 from launch.lasting import popen
 
@@ -39,7 +40,7 @@ class Inherited(NamedTuple):
 def _inherited() -> Inherited:
     folder = os.stat(".")
     cores = frozenset(os.sched_getaffinity(0)) if sys.platform == "linux" else frozenset[int]()
-    return Inherited(os.getpid(), (folder.st_dev, folder.st_ino), cores, dict(os.environ))
+    return Inherited(os.getpid(), (folder.st_dev, folder.st_ino), cores, all_variables())
 
 
 class Source(NamedTuple):

@@ -83,11 +83,6 @@ def child_environment(threads: int, spin: bool = False, gpus: bool = False) -> d
     return {**unless_set, **os.environ, **wanted}
 
 
-def all_variables() -> dict[str, str]:
-    """As a process that is started now has them."""
-    return dict(os.environ)
-
-
 def set_variables(values: Mapping[str, str]) -> None:
     """Of this process, before it loads the libraries that read them."""
     os.environ.update(values)

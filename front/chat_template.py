@@ -1,5 +1,4 @@
-"""What makes a prompt of a conversation: a model's chat template (front/chat/jinja_template.py), or code of its own
-(front/chat).
+"""Chat templates: Jinja in a sandbox, with the names that Hugging Face templates expect.
 
 Semantics follow transformers' `apply_chat_template` (checked against it in tests/engine/test_chat_template.py):
 keys whose value is None are dropped from messages, `reasoning`/`thinking`/`reasoning_content` are aliases,
@@ -8,12 +7,74 @@ keys whose value is None are dropped from messages, `reasoning`/`thinking`/`reas
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, NamedTuple
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _END_MARK = "MOESAIC-END-OF-FINAL-MESSAGE "  # the trailing space shows whether the template trims
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant says, for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Dict:
+    """`dict` for templates, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML and sorts keys; models were trained on plain JSON.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    return environment
 
 
 class Conversation(NamedTuple):
@@ -58,6 +119,29 @@ class Encoding(ABC):
     @abstractmethod
     def _text(self, given: Conversation) -> str:
         """ValueError, on one line."""
+
+
+class ChatTemplate(Encoding):
+    """One compiled template. ValueError when it does not parse."""
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        """variables: what every rendering sees, e.g. bos_token."""
+        self.source = self.marks = source
+        self._variables = dict(variables)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template does not parse: {_one_line(error)}") from None
+
+    def _text(self, given: Conversation) -> str:
+        variables = {"documents": None, **self._variables, **given.arguments}
+        variables.update(messages=given.messages, tools=given.tools, add_generation_prompt=given.add_generation_prompt)
+        try:
+            return self._template.render(variables)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template: {_one_line(error)}") from None
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"chat template cannot render these messages: {_one_line(error)}") from None
 
 
 def _plain_value(value: Any, where: str) -> Any:

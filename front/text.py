@@ -8,7 +8,6 @@ post-processor alone decides about BOS and EOS (add_bos_token of tokenizer_confi
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from front import tiktoken_file
 from front.chat.deepseek_v4 import DeepseekV4Encoding
 from front.chat.deepseek_v32 import DeepseekV32Encoding
 from front.chat.dsml import DsmlEncoding
-from front.chat_template import Encoding
+from front.chat_template import ChatTemplate, Encoding
 from front.detokenizer import Detokenizer, TableDetokenizer, TokenTable, WindowDetokenizer, byte_level_alphabet
 from front.token_bound import TokenizerFile, longest_token
 
@@ -72,7 +71,7 @@ class Tokenizer:
         self._table = self._make_table(file.decoder)
         self._hidden_of: dict[tuple[str, ...], frozenset[int]] = {}
         self._templates: dict[str, Encoding] = {
-            name: _template(source, self._named) for name, source in _template_sources(directory, config).items()
+            name: ChatTemplate(source, self._named) for name, source in _template_sources(directory, config).items()
         }
         architectures = _read_json(self.model_dir / "config.json").get("architectures") or ()
         encoding = next((_ENCODINGS[name] for name in architectures if name in _ENCODINGS), None)
@@ -187,7 +186,7 @@ class Tokenizer:
         """
         template: Encoding | None
         if chat_template is not None:
-            template = _template(chat_template, self._named)
+            template = ChatTemplate(chat_template, self._named)
         else:
             template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
@@ -347,13 +346,6 @@ def _encodable(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"text holds a lone surrogate at character {error.start}") from None
     return text
-
-
-def _template(source: str, variables: Mapping[str, str]) -> Encoding:
-    """As ChatTemplate of front/chat/jinja_template.py."""
-    template = importlib.import_module("front.chat.jinja_template").ChatTemplate(source, variables)
-    assert isinstance(template, Encoding)
-    return template
 
 
 def _one_line(error: BaseException) -> str:

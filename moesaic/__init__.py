@@ -47,7 +47,5 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'moesaic' has no attribute {name!r}")
     check_rooms(room for room in ROOMS if room != "server")  # that one is a server's alone: a script may have the name
-    if name == "LLM":
-        importlib.import_module("launch.early").start_maybe()  # its rank imports while it is imported itself
     with no_collections():
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -13,7 +13,7 @@ from front import async_llm, llm
 from front.front import EngineFailed
 from front.messages import RankStats
 from front.text import Tokenizer
-from launch.early import Source, drop_early, take_source
+from launch.early import Source, take_source
 from launch.spawned import SpawnedRanks
 from launch.weights import OwnWeights
 from moesaic.rooms import no_collections
@@ -53,7 +53,6 @@ class LLM(llm.LLM):
             raise ValueError(f"in_process is for one rank, not for data_parallel_size {ranks}")
         here = ranks == 1 and ("torch" in sys.modules or bool(config.logits_processors))
         if here if in_process is None else in_process:
-            drop_early()
             self._open_here(make_plan(config, alone=True))
             return
         source = take_source()  # it imports while all this is decided

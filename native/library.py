@@ -72,10 +72,10 @@ def _older(kernels: ctypes.CDLL, sign: str) -> ImportError:
 
 
 def check_interface(kernels: ctypes.CDLL, expected: int = INTERFACE) -> None:
-    """ImportError: it was built from other declarations. One without a number is from before there was one."""
+    """ImportError: it was built from other declarations."""
     number = getattr(kernels, "native_interface", None)
     if number is None:
-        return
+        raise _older(kernels, "interface without a number")
     number.restype = ctypes.c_int64
     if number() != expected:
         raise _older(kernels, f"interface {number():#x}, not {expected:#x}")

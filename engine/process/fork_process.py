@@ -55,7 +55,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="engine.process.fork_process", description="ranks are forked from it")
     parser.add_argument("--room", help="for the command lines of its forks")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
-    parser.add_argument("--untold", type=float, help="seconds after which it ends if it has been told nothing")
     parser.add_argument("--told", help="what it had been told when it began anew, without variables")
     options = parser.parse_args()
     die_with_parent(options.parent)
@@ -63,7 +62,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # as a rank does
     with socket.socket(fileno=os.dup(0)) as supervisor:
         _take_input(os.open(os.devnull, os.O_RDONLY))
-        told = _import_all(supervisor, options.untold) if options.told is None else _import_plainly(options.told)
+        told = _import_all(supervisor) if options.told is None else _import_plainly(options.told)
         if told is None:
             return
         asked = _serve(supervisor, options.parent) if told.words is None else (told.module, told.words)
@@ -74,20 +73,14 @@ def main() -> None:
         importlib.import_module(module).main()
 
 
-def _import_all(supervisor: socket.socket, untold: float | None) -> Told | None:
-    """None: it is not wanted any more, or has been told nothing for `untold` seconds. Where torch cannot be imported in
-    less time, this process begins anew."""
+def _import_all(supervisor: socket.socket) -> Told | None:
+    """None: it is not wanted any more. Where torch cannot be imported in less time, this process begins anew."""
     gc.disable()  # import_loop enables it
     set_variables(WITH_NUMPY)
     import_libraries()
-    supervisor.settimeout(untold)
-    try:
-        message = supervisor.recv(MOST_BYTES)
-    except TimeoutError:
-        return None
+    message = supervisor.recv(MOST_BYTES)
     if not message:
         return None
-    supervisor.settimeout(None)
     told = Told(*json.loads(message))
     set_variables(told.environment)
     import_beside()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 from served import descendants, served
 
-from engine.process.orphan import child_command
-from launch.early import MODULE, drop_early, start_early, take_source
+from launch.early import drop_early, start_early, take_source
 
 pytestmark = pytest.mark.store
 
@@ -39,12 +36,6 @@ def test_one_that_is_not_wanted_ends() -> None:
     source.process.wait()
     source.socket.close()
     assert not [pid for pid in descendants(os.getpid()) if "fork_process" in Path(f"/proc/{pid}/cmdline").read_text()]
-
-
-def test_one_that_is_told_nothing_ends() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        subprocess.run(child_command(MODULE, ["--untold", "0.01"]), stdin=theirs.fileno(), timeout=60, check=True)
 
 
 def test_a_server_starts_it_first(tmp_path: Path) -> None:

@@ -60,11 +60,11 @@ KEEPS_MORE = {"window": hf_tiny.make_gpt_oss, "state": hf_tiny.make_qwen3_next}
 )
 def test_windows_and_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., HfModel]) -> None:
     monkeypatch.setattr(streams, "NUM_STREAMS", 4)
-    monkeypatch.setattr(streams, "NUM_TOKENS", 100)
+    monkeypatch.setattr(streams, "NUM_TOKENS", 300)
     model = make(tmp_path / "model", vocab_size=2048).path
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(CHECKPOINT / name, model)
-    words = ["-dp", "2", "--enable-dbo", "off", "--no-enable-prefix-caching", "--max-model-len", "200"]
+    words = ["-dp", "2", "--enable-dbo", "off", "--no-enable-prefix-caching", "--max-model-len", "400"]
     with served(tmp_path, *words, "--model", str(model)) as server:
         expected = asyncio.run(wave(server))
         assert asyncio.run(wave(server, lambda: os.kill(ranks_of(server)["rank 0"], signal.SIGKILL), 150)) == expected

@@ -21,7 +21,7 @@ from ep.transport.group import Group
 # The first fields of a record.
 _EQUAL = ("epoch", "step", "number of passes computed", "checksum of model and options", "checksum of the placement")
 _NUM_FIXED = len(_EQUAL) + 6  # fields before the words
-_AGREEMENT = int(Kind.AGREEMENT)
+_AGREEMENT, _IDLE = int(Kind.AGREEMENT), int(Kind.IDLE)
 
 
 class Proposal(NamedTuple):
@@ -78,7 +78,9 @@ class Agreement:
         not with most of them, and on the others PeerLost naming these; PeerLost for whatever else is lost."""
         step, self._step = self._step, self._step + 1
         if self._group.size == 1:
-            return Ready(_own_plan(self._epoch, step, proposal))
+            plan = _own_plan(self._epoch, step, proposal)
+            alive.place(alive.AGREEING, step, _AGREEMENT if plan.busy else _IDLE)
+            return Ready(plan)
         alive.place(alive.AGREEING, step, _AGREEMENT)
         record = [
             self._epoch,
@@ -107,7 +109,10 @@ class _PendingPlan:
         records = self._records.wait()
         if any(record[: len(_EQUAL)] != records[0][: len(_EQUAL)] for record in records):
             self._disagree(records)
-        return _plan(records)
+        plan = _plan(records)
+        if not plan.busy:
+            alive.place(alive.AGREEING, plan.step, _IDLE)
+        return plan
 
     def _disagree(self, records: list[list[int]]) -> None:
         for index, name in enumerate(_EQUAL):

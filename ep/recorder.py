@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 class Kind(enum.IntEnum):
     """Of a lane: what a layer's exchange is made of, and ATTENTION, all that is computed between a combine and the next
-    dispatch. Of the rank: SCHEDULING, AGREEMENT and MEETING (the others, at the beginning of an epoch) of the thread
-    that schedules; the others of the one that computes."""
+    dispatch. Of the rank: SCHEDULING, AGREEMENT, MEETING (the others, at the beginning of an epoch) and IDLE of the
+    thread that schedules; the others of the one that computes."""
 
     ATTENTION = 0
     DISPATCH = 1
@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     SAMPLING = 11
     DRAFTING = 12
     MEETING = 13
+    IDLE = 14
 
 
 class Event(NamedTuple):

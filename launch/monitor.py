@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from configs.engine import Plan
 from configs.env import child_environment
 from engine.process.console import say
-from engine.process.heartbeat import Sign, last_beat, read_sign, sign_bytes
+from engine.process.heartbeat import Sign, idle_beat, last_beat, read_sign, sign_bytes
 from front.messages import EXIT_WEIGHTS, RankLost
 from launch.processes import RANK_MODULE, Child, Children, RuntimeDir
 from launch.signs import WINDOW_SECONDS, Look, Window, signs_of, state_of
@@ -391,8 +391,8 @@ class RankMonitor:
         return all(when is not None and when >= self._last_loss for when in joined)
 
     def _calm(self, now: float) -> bool:
-        """No rank's loop has turned just now: it turns all the time while there is work, or memory to bring in."""
-        beats = [self._beat(place.rank) for place in self._places if place.serves]
+        """No rank computes, and no loop has turned just now: it turns all the time while there is memory to get."""
+        beats = [idle_beat(self._runtime.file(f"beat-{place.rank}")) for place in self._places if place.serves]
         return all(when is not None and now - when > CALM_SECONDS for when in beats)
 
     def _beat(self, rank: int, name: str = "beat") -> float | None:

@@ -23,6 +23,7 @@ from ep.recorder import Kind
 BEAT_SECONDS = 0.25
 _BEAT = struct.Struct("=d")
 _SIGN = struct.Struct("=d2q" + 2 * "qdq")
+_RESTS = (Kind.MEETING, Kind.IDLE)
 _LAYERS = (Kind.ATTENTION, Kind.DISPATCH, Kind.EXPERTS, Kind.COMBINE)
 
 
@@ -64,7 +65,18 @@ class Sign(NamedTuple):
 
 def last_beat(path: Path) -> float | None:
     """When that heartbeat last wrote, by time.monotonic() of this machine. None: it has not, or is just writing."""
-    payload = sign_bytes(path)[: _BEAT.size]
+    return _beat_of(sign_bytes(path))
+
+
+def idle_beat(path: Path) -> float | None:
+    """The same of a rank that computes nothing. None: it does, too."""
+    payload = sign_bytes(path)
+    sign = read_sign(payload)
+    return None if sign is not None and sign.agreeing.kind not in _RESTS else _beat_of(payload)
+
+
+def _beat_of(payload: bytes) -> float | None:
+    payload = payload[: _BEAT.size]
     return (_BEAT.unpack(payload)[0] or None) if len(payload) == _BEAT.size else None
 
 

@@ -4,6 +4,7 @@ is told to leave, or cannot go on."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -35,6 +36,8 @@ from engine.process.progress import LoadProgress
 from engine.process.warm_up import practise, warm_up
 from engine.rank import Rank
 from engine.reading import await_checkpoint
+from engine.speculation.plan import planned_facts
+from engine.structured.grammars import vocabulary_of
 from engine.team import Groups, Meet, Opening, OpeningThread
 from ep.protocol import PeerLost
 from ep.table import choose, make_groups
@@ -74,6 +77,9 @@ def rehearse(options: argparse.Namespace) -> Store | None:
         return None
     rank = build_rank(plan, options.rank, join=True, store=store)
     practise(rank, alone=True)
+    with contextlib.suppress(ValueError):  # requests with grammars are told
+        # Else a thread would, beside the first steps, which would wait for the interpreter.
+        vocabulary_of(plan.model_path, plan.tokenizer_path, planned_facts(plan).vocab_size)
     rank.close()
     _start_mapping(store)
     return store

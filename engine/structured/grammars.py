@@ -6,6 +6,7 @@ import encodings.unicode_escape  # noqa: F401  (a vocabulary is read beside requ
 import logging
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import lru_cache
 from typing import Any
 
 import llguidance
@@ -33,20 +34,26 @@ def failure(request: Request) -> TokenOutput:
     return TokenOutput(request.request_id, [], "error")
 
 
+@lru_cache(maxsize=1)
+def vocabulary_of(model_path: str, tokenizer_path: str, vocab_size: int) -> llguidance.LLTokenizer:
+    """Read once for all ranks that this process is, one after another: the one that it rehearses, and the one that it
+    becomes (engine/process/rank_loop.py)."""
+    return grammar_tokenizer(Tokenizer(model_path, tokenizer_path), vocab_size)
+
+
 class Grammars:
     """Not thread-safe; what takes time is done on a thread of its own."""
 
     def __init__(self, model_path: str, tokenizer_path: str, vocab_size: int) -> None:
         self._paths, self._vocab_size = (model_path, tokenizer_path), vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")  # it has none before there is work
-        self._tokenizer: llguidance.LLTokenizer | None = None  # made and used on the thread
         self._compiler: Compiler | None = None  # the same, of xgrammar
         self._compiled: OrderedDict[tuple[bool, str], Any] = OrderedDict()  # used on the thread
         self.awaited: dict[int, tuple[Request, Future[Guide]]] = {}
 
-    def warm(self) -> None:
+    def warm(self) -> Future[llguidance.LLTokenizer]:
         """Begin to read the vocabulary, so that no request waits for it."""
-        self._thread.submit(self._vocabulary)
+        return self._thread.submit(self._vocabulary)
 
     def put(self, request: Request) -> bool:
         """Whether the request waits here until its grammar is compiled: it has one."""
@@ -82,9 +89,7 @@ class Grammars:
     # ---- on the thread ----
 
     def _vocabulary(self) -> llguidance.LLTokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = grammar_tokenizer(Tokenizer(*self._paths), self._vocab_size)
-        return self._tokenizer
+        return vocabulary_of(*self._paths, self._vocab_size)
 
     def _guide(self, grammar: Grammar) -> Guide:
         key = grammar.xgrammar, grammar.text

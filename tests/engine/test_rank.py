@@ -12,12 +12,15 @@ import pytest
 import torch
 from rank_parts import Job, drive, mailbox_ranks, make_plan, meet_in
 
+from dbo import alive
 from dbo.steps import drain, weave
 from engine.agreement import Agreement, Proposal, StepPlan
 from engine.build import build_rank
 from engine.doorbell import SharedDoorbell
+from engine.process.heartbeat import LoopBeat, idle_beat
 from engine.process.local_ranks import LocalRanks
 from ep.protocol import PeerLost
+from ep.recorder import Kind
 from ep.transport.group import LocalGroup, MailboxGroup, MailboxWorld
 from front.messages import AddRequest, Membership, Outputs, RankReady, ResetPrefixCache, Shutdown
 from models.tiny import CHECKPOINT
@@ -60,6 +63,21 @@ def test_ranks_change_over_when_all_have_heard_of_it() -> None:
 def test_a_rank_alone_agrees_with_itself() -> None:
     agreement = Agreement(LocalGroup(), 0, 0)
     assert [agreement.propose(IDLE).wait().step for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_rank_in_a_long_step_does_not_look_idle(tmp_path: Path) -> None:
+    """Its loop makes no mark for as long as the step takes; what gets ready beside idle ranks waits."""
+    world, path = MailboxWorld(2), tmp_path / "beat-0"
+    beat = LoopBeat(path)
+    for groups in ([LocalGroup()], [MailboxGroup(world, rank) for rank in range(2)]):
+        alive.meets(0, range(len(groups)), Kind.MEETING)
+        assert idle_beat(path) is not None, "it has had no work yet"
+        agreements = [Agreement(group, 0, 0) for group in groups]
+        for proposal in (Proposal(5, True, False, 3), IDLE, Proposal(5, True, False, 3)):
+            pending = [agreement.propose(proposal) for agreement in agreements]
+            assert all(plan.wait().busy is proposal.has_work for plan in pending)
+            assert (idle_beat(path) is None) is proposal.has_work
+    beat.close()
 
 
 def test_ranks_that_differ_are_named() -> None:

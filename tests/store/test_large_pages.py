@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from store.memory import Store, make_store
-from store.pages import LARGE_PAGE, MOST_SLOW_PAGES
+from store.pages import LARGE_PAGE, MOST_SLOW_PAGES, brought_in
 
 PAGES = 4
 
@@ -69,3 +70,11 @@ def test_a_kernel_that_refuses_is_not_asked_for_ever(store: Store) -> None:
     data = noise(100, 3)
     store.write(offset, data)
     assert store.read(offset, 100) == bytes(data)
+
+
+def test_what_is_brought_in_for_others_is_not_kept_in_memory(tmp_path: Path) -> None:
+    """The writer of a cache of weights has as much in memory already; if that were locked, the kernel would kill
+    ranks."""
+    (tmp_path / "file").write_bytes(bytes(4 << 20))
+    with (tmp_path / "file").open("rb") as file, brought_in(file.fileno(), locked=False):
+        assert re.search(r"VmLck:\s+0 kB", Path("/proc/self/status").read_text())

@@ -44,7 +44,8 @@ class StepHook:
 
 
 class Lesson(NamedTuple):
-    """So many requests at a time are to be computed by each rank, as long as goes_on() says so."""
+    """So many requests at a time are to be computed by this rank, beside what the others compute, as long as goes_on()
+    says so, which none without requests says for ever."""
 
     num_requests: int
     goes_on: Callable[[], bool]

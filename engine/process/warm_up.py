@@ -83,20 +83,23 @@ def take_lessons(rank: Rank) -> None:
     """Have the rank, which has met the others, compute what its companions ask for; all do this at the same time."""
     with rank.practising(alone=False):
         for lesson in rank.lessons():
-            _compute(rank, _greedy(rank.ready, lesson.num_requests), lesson.goes_on)
+            _compute(rank, _greedy(rank.ready, lesson.num_requests), lesson.goes_on, others=not lesson.num_requests)
 
 
-def _compute(rank: Rank, batch: list[AddRequest], goes_on: Callable[[], bool]) -> None:
+def _compute(rank: Rank, batch: list[AddRequest], goes_on: Callable[[], bool], others: bool = False) -> None:
+    """others: they have requests, and this one goes with them."""
     open_ids = {message.request_id for message in batch}
     for message in batch:
         rank.submit(message)
-    while open_ids and rank.serving and goes_on():
+    while (open_ids or others) and rank.serving and goes_on():
         open_ids -= {output.request_id for output in rank.step() if output.finish_reason is not None}
     rank.submit(Abort(list(open_ids)))  # a peer was lost, or it is enough
 
 
 def _greedy(ready: RankReady, num: int) -> list[AddRequest]:
     """So many, or as many as there is room for; []: there is none."""
+    if not num:
+        return []
     length = min(LESSON_TOKENS, ready.max_model_len, (ready.num_blocks - 1) * ready.block_size // num)
     if length < 2:
         return []

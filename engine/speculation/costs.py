@@ -13,8 +13,9 @@ class Costs:
         self.served = self.spent = self._trial = 0.0
         self._prompts, self._rows = 0.0, -1  # the first one compiles
 
-    def may_cost(self, seconds: float) -> bool:
-        return self.spent + max(0.0, self._trial) + seconds <= SHARE * self.served
+    def may_cost(self, seconds: float, ahead: float) -> bool:
+        """ahead: seconds, before they are paid for."""
+        return self.spent + max(0.0, self._trial) + seconds <= SHARE * self.served + ahead
 
     def add_step(self, seconds: float, num: int, trying: bool, needed: float) -> None:
         """num: such steps, of which one was measured. needed: that the best would have taken. A trial may have been

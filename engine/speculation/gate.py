@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -36,10 +37,11 @@ HELD = 8  # steps of a size for which what was chosen stays, where all that bear
 COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
 FIRST = COLD + SETTLED + 3  # steps of one: those, one that begins it, one that may compile, and one that ends it
 TRIAL = 32  # steps of one of what is known: about as long as a short answer, as to change costs graphs
+AHEAD = 16  # steps, as long as which all trials may have cost before they are paid for
 TRIALS = 3  # of what turns out not to be measured; of none at all one more every AGAIN steps
-PRACTISED = (1, 8, 32, 1)  # requests at a time; what steps of other numbers take follows from these
-PRACTICE = SETTLED + 3  # steps of so many with so many drafts: the first one is captured
-PRACTICE_SECONDS = 1.0  # for all of them
+PRACTISED = (1, 32, 8)  # requests at a time; what steps of other numbers take follows from these
+PRACTICE, PRACTICE_OF_MANY = 12, SETTLED + 3  # steps of so many drafts, of one request and more: the first is captured
+PRACTICE_SECONDS = 1.5  # for all of them
 KEPT = 4096  # steps after which times are written
 EVERY = 8  # steps without drafts, of which one is measured where nothing is tried: measuring takes time, too
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
@@ -48,15 +50,13 @@ LONGEST_GAP = 0.5  # seconds between two steps that follow each other
 class _Size:
     """Of steps of about so many sequences. tried: trials of so many drafts, and tried_at: in which step the last one
     began; trial: the one under way, and its steps that are left; chosen: None: nothing yet; held: steps for which it
-    stays; pace: what was chosen when that was last asked, and seconds of its steps; since: steps since the last
-    trial."""
+    stays; since: steps since the last trial."""
 
     def __init__(self) -> None:
         self.tried: dict[int, int] = {}
         self.tried_at: dict[int, int] = {}
         self.trial = (0, 0)
         self.chosen: int | None = None
-        self.pace: tuple[int, float] | None = None
         self.steps = self.held = self.since = 0
 
     def tick(self) -> None:
@@ -88,7 +88,7 @@ class Gate(StepCompanion):
         self._speculation = speculation
         self._adaptive = adaptive
         self._most_sequences = most_sequences  # of a rank
-        self._file = file if leads else None
+        self._leads, self._file = leads, file if leads else None
         self._clock = clock
         self._most = speculation.max_drafts
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
@@ -113,10 +113,12 @@ class Gate(StepCompanion):
             return
         end = self._clock() + PRACTICE_SECONDS
         self.practises, known = True, self.times.told()
-        for num, depth, measures in self._unknown():
+        for num, depth, measured in self._unknown():
             began = self._clock()
-            self._lesson, self._measures = (depth, PRACTICE), measures
-            yield Lesson(num, lambda: self._lesson[1] > 0)
+            self._lesson, self._measures = (depth, PRACTICE if num == 1 else PRACTICE_OF_MANY), measured
+            own = num if self._leads or num > 1 or not measured else 0  # one stream is one rank's
+            until = float("inf") if own else end  # the rank that leads may practise no more by then
+            yield Lesson(own, partial(self._goes_on, until))
             if 2 * self._clock() - began > end:
                 break
         self.practises, self._measures = False, True
@@ -126,16 +128,21 @@ class Gate(StepCompanion):
         if self.times.told() != known:
             self.close()
 
+    def _goes_on(self, until: float) -> bool:
+        return self._lesson[1] > 0 and self._clock() < until
+
     def _unknown(self) -> list[tuple[int, int, bool]]:
-        """Sequences and drafts that are to be practised, and whether to be measured."""
+        """Sequences and drafts that are to be practised, and whether to be measured: steps of one are captured first,
+        by all ranks."""
         found: list[tuple[int, int, bool]] = []
         for num in PRACTISED:
             most = self._most_of(num)
-            depths = [most, *sorted({0, 1} - {most}), *(range(2, most) if num == 1 else ())]
+            depths = sorted({0, 1, most, *(range(2, most) if num == 1 else ())})
             if num > self._most_sequences:
                 continue
             if any(self.times.usual(num, depth) is None for depth in depths):
-                found += [(num, depth, True) for depth in depths]
+                captured = [(num, depth, False) for depth in depths] if num == 1 else []
+                found += [*captured, *((num, depth, True) for depth in depths)]
             elif not found:
                 found = [(num, _best(self._rates(num)), False)]
         return found
@@ -194,7 +201,7 @@ class Gate(StepCompanion):
     def _begin(self, one: _Size, num: int) -> None:
         """A step with prompts: what is best for so many sequences, if anything is known, not what smaller steps want;
         or the beginning of a trial, which then needs no graphs of steps between two numbers."""
-        self._keep_pace(one, num)
+        self.times.keep_pace(num)
         rates = self._rates(num)
         if one.since >= FIRST:
             one.trial = (one.trial[0], 0)  # it was long enough
@@ -222,7 +229,7 @@ class Gate(StepCompanion):
         if one.held > 0 and one.chosen is not None:
             self._want(one.chosen, self._without)
             return
-        self._keep_pace(one, num)
+        self.times.keep_pace(num)
         rates = self._rates(num)
         best = _best(rates)
         if one.chosen in rates and rates[best] < rates[one.chosen] * (1 + MARGIN):
@@ -234,9 +241,9 @@ class Gate(StepCompanion):
             self._want(best, self._without)
 
     def _take(self, one: _Size, num: int, best: int, rates: Mapping[int, float]) -> None:
-        usual = self.times.usual(num, best)
         one.chosen, one.held, self._best_rate = best, HELD, rates[best]
-        one.pace = None if usual is None else (best, usual.value)
+        if self._speculation.models:
+            self.times.serves(num, best)
 
     def _try(self, one: _Size, num: int, rates: dict[int, float], best: int, after: int) -> bool:
         """Whether a trial begins. after: so many steps since the last one, where all are known."""
@@ -249,20 +256,6 @@ class Gate(StepCompanion):
         one.begin(tried, FIRST if usual is None else TRIAL)
         self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)
         return True
-
-    def _keep_pace(self, one: _Size, num: int) -> None:
-        """What else the machine does makes all steps longer for a while: by as much as those that were chosen have
-        become longer, what was measured of others is taken to have, so that they are compared as they were then."""
-        if not self._speculation.models or one.chosen is None:
-            return
-        usual = self.times.usual(num, one.chosen)
-        if usual is None or one.pace is None or usual.value == one.pace[1]:
-            return
-        for depth in range(self._most_of(num) + 1):
-            other = self.times.usual(num, depth)
-            if other is not None and depth != one.chosen:
-                other.scale(usual.value / one.pace[1])
-        one.pace = one.chosen, usual.value
 
     def _most_of(self, num: int) -> int:
         return min(self._most, max(1, self._speculation.max_in_step // num))
@@ -302,7 +295,8 @@ class Gate(StepCompanion):
         if not depth:
             tokens = max(tokens, num * self._speculation.usual_output)
         loss = min(1 / rates[depth], 2 / rates[best]) - 1 / rates[best]  # what seems to be worse may not be so
-        return depth if self._costs.may_cost(tokens * loss) else None
+        ahead = AHEAD * num * expected_tokens(acceptance, best) / rates[best]
+        return depth if self._costs.may_cost(tokens * loss, ahead) else None
 
     # ---- measuring ----
 
@@ -342,6 +336,8 @@ class Gate(StepCompanion):
     def _note(self, step: _Step, seconds: float) -> None:
         """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear it, and
         learn the same."""
+        if self._speculation.models and not (step.trying or self.practises):
+            self.times.serves(step.num, step.depth)
         if step.depth:
             self.times.add_drafting(step.num, step.depth, seconds, step.trying)
         else:

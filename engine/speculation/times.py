@@ -96,6 +96,7 @@ class StepTimes:
     def __init__(self) -> None:
         self.steps: dict[int, Usual] = {}
         self.drafting: dict[tuple[int, int], Usual] = {}
+        self._paces: dict[int, tuple[int, float]] = {}  # by size: drafts of what serves, seconds when last compared
 
     def add_step(self, num_tokens: int, seconds: float, trying: bool = False) -> None:
         size = size_of(num_tokens)
@@ -129,9 +130,33 @@ class StepTimes:
         found = self.drafting.get((size, depth)) if depth else self.steps.get(size)
         return found if found is not None and found.known else None
 
+    def serves(self, num_sequences: int, depth: int) -> None:
+        """Steps with so many drafts do, from now on; all ranks hear it."""
+        size = size_of(num_sequences)
+        known, before = self._paces.get(size, (-1, 0.0))
+        if known != depth or not before:
+            self.keep_pace(num_sequences)
+            usual = self.usual(num_sequences, depth)
+            self._paces[size] = depth, 0.0 if usual is None else usual.value
+
+    def keep_pace(self, num_sequences: int) -> None:
+        """What else the machine does makes all steps longer for a while: by as much as those that serve have become
+        longer, what was measured of others is taken to have, so that they are compared as they were then."""
+        size = size_of(num_sequences)
+        depth, before = self._paces.get(size, (-1, 0.0))
+        usual = self.usual(size, depth)
+        if usual is None or not before or usual.value == before:
+            return
+        same = {other: found for (of, other), found in self.drafting.items() if of == size}
+        for other, found in [(0, self.steps.get(size)), *same.items()]:
+            if found is not None and found.known and other != depth:
+                found.scale(usual.value / before)
+        self._paces[size] = depth, usual.value
+
     def settle(self, most: int) -> None:
         """What practice has measured is as if it were remembered, and what it has not, of up to so many drafts, lies on
         straight lines: between two numbers of drafts, and by the number of sequences also beyond them."""
+        self._paces.clear()
         known: dict[int, dict[int, float]] = {}  # by drafts and sequences
         measured = {(size, 0): usual for size, usual in self.steps.items()} | self.drafting
         for (size, depth), usual in measured.items():

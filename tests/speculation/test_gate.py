@@ -21,7 +21,7 @@ from engine.agreement import StepPlan
 from engine.build import build_rank
 from engine.process.local_ranks import LocalRanks
 from engine.schedule import NewRow, Schedule
-from engine.speculation.gate import AGAIN, TRIALS, Gate
+from engine.speculation.gate import AGAIN, PRACTICE_SECONDS, TRIALS, Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import LATELY, MARGIN, StepTimes, Usual, expected_tokens, size_of, tokens_per_second
@@ -378,6 +378,35 @@ def test_practice_measures_before_the_first_request(tmp_path: Path) -> None:
         assert not gate.practises and not rank.has_work and not rank.stats.spec_drafts
         told.append(gate.times.told())
     assert told[0] == told[1] and memory.exists()
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_one_stream_is_practised_by_one_rank(leads: bool) -> None:
+    """Once all have captured it. The others go with it, and do not wait for ever for one that practises no more."""
+    now, speculation = [0.0], Speculation(ModelDrafts(), 2, 64)
+    gate = Gate(speculation, adaptive=True, leads=leads, clock=lambda: now[0], most_sequences=32)
+    told = []
+    for lesson in gate.lessons():
+        assert lesson.goes_on()
+        told.append((lesson.num_requests, gate._lesson[0], gate._measures))
+        now[0] += 0.0 if lesson.num_requests else PRACTICE_SECONDS
+        assert lesson.goes_on() is bool(lesson.num_requests)
+        now[0] = 0.0
+    one = 1 if leads else 0
+    assert told[:6] == [(1, 0, False), (1, 1, False), (1, 2, False), (one, 0, True), (one, 1, True), (one, 2, True)]
+    assert [num for num, _, _ in told[6:]] == [32, 32, 32, 8, 8, 8] and not gate.practises
+
+
+def test_what_serves_sets_the_pace() -> None:
+    """On a rank, too, that has chosen nothing: it hears of the others' steps."""
+    times = filled({1: 1.0}, {(1, 1): 2.0, (1, 2): 3.0, (8, 1): 5.0}, Usual)
+    times.serves(1, 1)
+    for _ in range(4):
+        times.add_drafting(1, 1, 4.0)
+    times.serves(1, 2)
+    found = [times.usual(1, depth) for depth in range(3)]
+    assert [usual and usual.value for usual in found] == [2.0, pytest.approx(4.0), 6.0]
+    assert times.drafting[8, 1].value == 5.0
 
 
 @pytest.mark.parametrize("size", [1, 2])

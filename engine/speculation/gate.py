@@ -37,7 +37,8 @@ HELD = 8  # steps of a size for which what was chosen stays, where all that bear
 COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
 FIRST = COLD + SETTLED + 3  # steps of one: those, one that begins it, one that may compile, and one that ends it
 TRIAL = 32  # steps of one of what is known: about as long as a short answer, as to change costs graphs
-AHEAD = 16  # steps, as long as which all trials may have cost before they are paid for
+NEAR = 1.5  # times as many tokens per second may be made with another number than with one that may be as good ...
+AHEAD = 16  # ... whose trials may have cost as much as so many steps before they are paid for
 TRIALS = 3  # of what turns out not to be measured; of none at all one more every AGAIN steps
 PRACTISED = (1, 32, 8)  # requests at a time; what steps of other numbers take follows from these
 PRACTICE, PRACTICE_OF_MANY = 12, SETTLED + 3  # steps of so many drafts, of one request and more: the first is captured
@@ -289,13 +290,15 @@ class Gate(StepCompanion):
         others = [depth for depth in rates if depth != best]
         if not others or one.since < after:
             return None
-        # What is known: that which was measured longest ago, as soon as it may cost what it probably will.
-        depth = min(others, key=lambda depth: (one.tried_at.get(depth, -1), -rates[depth]))
+        # What is known: that which was measured longest ago, as soon as it may cost what it probably will. Of those that
+        # were not, what may well be as good, and of that the most drafts: they tell how often each place is right.
+        far = {depth: best_rate / rates[depth] if rates[depth] * NEAR < best_rate else 0.0 for depth in others}
+        depth = min(others, key=lambda depth: (one.tried_at.get(depth, -1), far[depth], -depth))
         tokens = TRIAL * num * expected_tokens(acceptance, depth)
         if not depth:
             tokens = max(tokens, num * self._speculation.usual_output)
-        loss = min(1 / rates[depth], 2 / rates[best]) - 1 / rates[best]  # what seems to be worse may not be so
-        ahead = AHEAD * num * expected_tokens(acceptance, best) / rates[best]
+        loss = min(1 / rates[depth], 2.5 / rates[best]) - 1 / rates[best]  # what seems to be worse may not be so
+        ahead = 0.0 if far[depth] else AHEAD * num * expected_tokens(acceptance, best) / rates[best]
         return depth if self._costs.may_cost(tokens * loss, ahead) else None
 
     # ---- measuring ----

@@ -290,8 +290,8 @@ class Gate(StepCompanion):
         others = [depth for depth in rates if depth != best]
         if not others or one.since < after:
             return None
-        # What is known: that which was measured longest ago, as soon as it may cost what it probably will. Of those that
-        # were not, what may well be as good, and of that the most drafts: they tell how often each place is right.
+        # What is known: that which was measured longest ago, as soon as it may cost what it probably will. Of what was
+        # not, that which may well be as good, and of that the most drafts: they tell how often each place is right.
         far = {depth: best_rate / rates[depth] if rates[depth] * NEAR < best_rate else 0.0 for depth in others}
         depth = min(others, key=lambda depth: (one.tried_at.get(depth, -1), far[depth], -depth))
         tokens = TRIAL * num * expected_tokens(acceptance, depth)

@@ -22,6 +22,7 @@ from test_losing_all import all_serve, kill_all, ranks_of
 from models.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.store
+MOST_KILLS = 12
 
 WORDS = {
     "plain": pytest.param([]),
@@ -48,6 +49,18 @@ def test_one_of_two_and_then_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert taken_over(server) >= 300
 
 
+def killed_until(server: Server, expected: list[list[int]], kill: Callable[[], object], least: float) -> None:
+    """Until so many tokens more were taken over. A state is whole between two steps only (docs/surviving.md), so a kill
+    within one may leave nothing: no token is another for that."""
+    before = taken_over(server)
+    for _ in range(MOST_KILLS):
+        assert asyncio.run(wave(server, kill, 150)) == expected
+        all_serve(server)
+        if taken_over(server) - before >= least:
+            return
+    raise AssertionError(f"nothing was taken over at {MOST_KILLS} kills")
+
+
 KEEPS_MORE = {"window": hf_tiny.make_gpt_oss, "state": hf_tiny.make_qwen3_next}
 
 
@@ -67,8 +80,5 @@ def test_windows_and_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mak
     words = ["-dp", "2", "--enable-dbo", "off", "--no-enable-prefix-caching", "--max-model-len", "400"]
     with served(tmp_path, *words, "--model", str(model)) as server:
         expected = asyncio.run(wave(server))
-        assert asyncio.run(wave(server, lambda: os.kill(ranks_of(server)["rank 0"], signal.SIGKILL), 150)) == expected
-        assert taken_over(server) > 0
-        all_serve(server)
-        assert asyncio.run(wave(server, lambda: kill_all(server), 150)) == expected
-        assert taken_over(server) >= 100
+        killed_until(server, expected, lambda: os.kill(ranks_of(server)["rank 0"], signal.SIGKILL), 1)
+        killed_until(server, expected, lambda: kill_all(server), 50)

@@ -69,7 +69,7 @@ def last_beat(path: Path) -> float | None:
 
 
 def idle_beat(path: Path) -> float | None:
-    """The same of a rank that computes nothing. None: it does, too."""
+    """The same of a rank that computes nothing. None also: it computes."""
     payload = sign_bytes(path)
     sign = read_sign(payload)
     return None if sign is not None and sign.agreeing.kind not in _RESTS else _beat_of(payload)

@@ -51,9 +51,9 @@ class Grammars:
         self._compiled: OrderedDict[tuple[bool, str], Any] = OrderedDict()  # used on the thread
         self.awaited: dict[int, tuple[Request, Future[Guide]]] = {}
 
-    def warm(self) -> Future[llguidance.LLTokenizer]:
+    def warm(self) -> None:
         """Begin to read the vocabulary, so that no request waits for it."""
-        return self._thread.submit(self._vocabulary)
+        self._thread.submit(self._vocabulary)
 
     def put(self, request: Request) -> bool:
         """Whether the request waits here until its grammar is compiled: it has one."""

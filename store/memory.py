@@ -128,10 +128,10 @@ class Store:
             self._close_files()
             raise StoreError(f"no room for {self._size} bytes of addresses: {os.strerror(ctypes.get_errno())}")
         self.address = up(self._reserved, LARGE_PAGE)
+        if not self.complete:
+            self._map_for_writing()
         if self.complete:
             self._map_for_reading()
-        else:
-            self._map(self._writer, self._size, PROT_READ | PROT_WRITE)
         self.pages = LargePages(self._libc, self._writer, self.address)
 
     # ---- filling ----
@@ -299,6 +299,18 @@ class Store:
     def _map(self, file: int, size: int, protection: int) -> None:
         if self._libc.mmap(self.address, size, protection, MAP_SHARED | MAP_FIXED, file, 0) == FAILED:
             raise StoreError(f"the store of weights cannot be mapped: {os.strerror(ctypes.get_errno())}")
+
+    def _map_for_writing(self) -> None:
+        """Once it is mapped, no other rank can seal it. One may have filled and sealed all of it since this one looked:
+        it is complete, then."""
+        try:
+            self._map(self._writer, self._size, PROT_READ | PROT_WRITE)
+        except StoreError:
+            self.complete = complete_key(self._reader) == self._key.decode()
+            if not self.complete:
+                raise
+            os.close(self._writer)
+            self._writer = -1
 
     def _map_for_reading(self) -> None:
         """In the place of whatever was mapped there; a kernel counts a mapping of a descriptor that cannot write as

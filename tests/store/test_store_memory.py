@@ -122,6 +122,28 @@ def test_a_rank_that_ends_before_it_counts_what_it_has_filled(file: int) -> None
     other.close()
 
 
+def test_one_that_comes_as_another_seals(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small store may be filled and sealed between this rank's look at it and its mapping for writing."""
+    filling = open_store(file)
+    filling.begin(2)
+    really_open = os.open
+
+    def open_late(path: Path, flags: int) -> int:
+        if flags & os.O_RDWR and not filling.complete:
+            fill_both(filling)
+            filling.finish()
+        return really_open(path, flags)
+
+    monkeypatch.setattr(os, "open", open_late)
+    late = open_store(file)
+    assert late.complete and late.read(late.offset(1), 6) == b"second"
+    late.finish()
+    late.close()
+    filling.close()
+    with pytest.raises(StoreError, match="cannot be mapped"):
+        open_store(file, "another key")
+
+
 def test_nobody_writes_to_a_full_store(file: int) -> None:
     filling, waiting = open_store(file), open_store(file)
     filling.begin(2)

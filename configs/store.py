@@ -60,7 +60,11 @@ def with_cache(plan: Plan, asked: str | None, folder: Path) -> Plan:
     elif asked is None:
         cache, reason = str(folder), "packed weights are mapped at the next start"
     elif asked != OFF:
-        cache = str(Path(asked).absolute())
+        path = Path(asked).absolute()
+        there = next(found for found in (path, *path.parents) if found.exists())
+        if not there.is_dir():
+            raise ValueError(f"weight_cache {asked!r}: {there} is not a directory")
+        cache = str(path)
     return replace(plan, weight_cache=cache, reasons={**plan.reasons, "weight_cache": reason})
 
 

@@ -48,7 +48,7 @@ def command(message: str | None, **options: Any) -> None:
     except (OSError, HttpError) as error:
         raise unreached(url, error) from None
     print(f"{model}. /help lists the commands, Ctrl-D ends.", file=sys.stderr)
-    _converse(client, conversation, _reader())
+    _converse(client, url, conversation, _reader())
 
 
 def _reader() -> Callable[[str], str]:
@@ -58,7 +58,7 @@ def _reader() -> Callable[[str], str]:
     return ask
 
 
-def _converse(client: Client, conversation: Conversation, ask: Callable[[str], str]) -> None:
+def _converse(client: Client, url: str, conversation: Conversation, ask: Callable[[str], str]) -> None:
     """Until Ctrl-D. Nothing that goes wrong with one answer ends the conversation."""
     while True:
         try:
@@ -84,7 +84,9 @@ def _converse(client: Client, conversation: Conversation, ask: Callable[[str], s
             _answer(client, conversation)
         except KeyboardInterrupt:
             _note("stopped")
-        except (OSError, HttpError) as error:
+        except OSError as error:
+            _note(f"{unreached(url, error)}; the message was not answered")
+        except HttpError as error:
             _note(f"{error}; the message was not answered")
         if conversation.messages[-1]["role"] == "user":
             conversation.take_back()

@@ -32,6 +32,8 @@ def unreached(url: str, error: OSError | HttpError) -> ValueError:
     """What to say of a server that cannot be asked, or has refused."""
     if isinstance(error, ConnectionRefusedError | FileNotFoundError):
         return ValueError(f"{url}: no server listens there; `moesaic serve` starts one")
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return ValueError(f"{url}: {CUT_OFF}")
     return ValueError(f"{url}: {error}")
 
 

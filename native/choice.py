@@ -103,6 +103,7 @@ def measured(most: Isa) -> tuple[Choice, str]:
         few = (_few_rows(form) for form in (WeightFormat.FP8, WeightFormat.INT8, WeightFormat.INT4))
         return Choice(only, *few), said
     ways = [level for level in Isa if Isa.AVX512 <= level <= most]
+    _time(most, WeightFormat.PLAIN, _ROWS[-1])  # a core that begins with wide registers is slow for a moment
     times = {level: [_time(level, WeightFormat.PLAIN, rows) for rows in _ROWS] for level in ways}
     best = [min(column) for column in zip(*times.values(), strict=True)]
     worst = {level: max(mine / least for mine, least in zip(times[level], best, strict=True)) for level in ways}

@@ -7,7 +7,7 @@
 namespace {
 enum { LANES = 8, GROUPS = 1 };
 #include "experts_vector.h"
-#include "spread_avx2.h"
+#include "spread.h"
 #include "fp8_avx2.h"
 #include "whole_avx2.h"
 #include "quads_avx2.h"

@@ -6,6 +6,8 @@
 namespace {
 enum { LANES = 16, GROUPS = 4 };
 #include "experts_vector.h"
+#include "spread.h"
+constexpr ExpertOps of_bf16 = with_spread<bf16>(Ops<bf16>::table);
 }  // namespace
-const ExpertOps *const experts_avx512[2] = {&Ops<float>::table, &Ops<bf16>::table};
+const ExpertOps *const experts_avx512[2] = {&Ops<float>::table, &of_bf16};
 #endif

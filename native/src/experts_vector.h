@@ -107,9 +107,10 @@ enum Kind { F32 = -2, BF16 = -1, FP8 = W_FP8, INT8 = W_INT8 };
 // Bytes of a panel for each k.
 INLINE constexpr int bytes_per_k(int kind) { return kind == F32 ? 256 : kind == BF16 ? 128 : 64; }
 
-// acc += a[.][k0..k1) times the panel part p, whose first k is k0.
-template <class X, int KIND, int MR>
-INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1, int group, vf (&acc)[MR][GROUPS * PARTS]) {
+// acc += a[.][k0..k1) times the panel part p, whose first k is k0. LINES cache lines from `ahead` on are brought to the nearest cache
+// beside each pair of k of bfloat16.
+template <class X, int KIND, int MR, int LINES = 0>
+INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1, int group, vf (&acc)[MR][GROUPS * PARTS], const uint8_t *ahead = nullptr) {
   if (KIND == F32) {
     for (int64_t k = k0; k < k1; k++, p += 256)
 #pragma GCC unroll 8
@@ -121,7 +122,9 @@ INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1
     return;
   }
   // Weights of a half of the pairs, and the sums, fill the registers.
-  for (int64_t k = k0; KIND == BF16 && k < k1; k += 2, p += 256)
+  for (int64_t k = k0; KIND == BF16 && k < k1; k += 2, p += 256, ahead += 64 * LINES) {
+#pragma GCC unroll 4
+    for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + 64 * i, 0, 3);
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; odd++) {
       vf w[GROUPS * PARTS];
@@ -139,6 +142,7 @@ INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1
       }
       asm volatile("" ::: "memory");  // the other half is read again: it would have no register
     }
+  }
   for (int64_t k = k0; KIND != BF16 && k < k1; k += 2, p += 2 * bytes_per_k(KIND))
 #pragma GCC unroll 8
     for (int j = 0; j < GROUPS * PARTS; j++) {
@@ -159,7 +163,9 @@ template <class X, int KIND, bool SCALED, int MR>
 static void tile(const void *const *av, const Block &block, float *c) {
   const X *const *a = (const X *const *)av;
   int64_t k = block.k, end = k + block.depth;
-  for (const uint8_t *at = block.ahead, *last = at + block.depth * 32 * block.lines; at < last; at += 64) __builtin_prefetch(at, 0, 2);
+  const bool beside = KIND == BF16 && GROUPS == 4 && !SCALED && block.lines == 4;
+  if (!beside)
+    for (const uint8_t *at = block.ahead, *last = at + block.depth * 32 * block.lines; at < last; at += 64) __builtin_prefetch(at, 0, 2);
   for (int group = 0; group < 4; group += GROUPS) {
     vf sum[MR][GROUPS * PARTS] = {}, acc[MR][GROUPS * PARTS] = {};
     if (k)
@@ -173,6 +179,8 @@ static void tile(const void *const *av, const Block &block, float *c) {
       for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
         for (int j = 0; j < GROUPS * PARTS; j++) sum[m][j] += acc[m][j] * *(const vf *)(block.panel + 64 * group + 4 * LANES * j);
+    } else if (beside) {
+      multiply<X, KIND, MR, 4>(a, block.panel, k, end, group, sum, block.ahead);
     } else {
       multiply<X, KIND, MR>(a, block.panel, k, end, group, sum);
     }

@@ -1,4 +1,4 @@
-// FP8 weights with AVX2. Included by experts_avx2.cpp inside its namespace, after spread_avx2.h. The same sums as by `tile`, as long as rows are
+// FP8 weights with AVX2. Included by experts_avx2.cpp inside its namespace, after spread.h. The same sums as by `tile`, as long as rows are
 // below 2^67.
 //
 // With few rows a weight's exponent and mantissa are moved to where float32 has them, 2^-120 times what it is; those below the normal ones are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from configs.engine import EngineConfig
 from configs.exchange import HOST_BACKENDS
 from configs.machine import Machine, ModelNumbers
 from configs.resolve import MEBI, resolve
+from configs.store import with_cache
 from ep.table import NAMES
 
 MACHINE = Machine(device="cpu", cores=4, free_memory=8192 * MEBI, fast_bfloat16=True, shared_memory=True)
@@ -265,6 +267,16 @@ def test_when_there_is_no_store(options: dict[str, Any], machine: dict[str, Any]
     config = EngineConfig(data_parallel_size=1 if alone else 2, **options)
     plan = resolve(config, MODEL, dataclasses.replace(MACHINE, **machine), alone)
     assert not plan.weight_store and reason in plan.reasons["weight_store"]
+
+
+@pytest.mark.store
+def test_the_weight_cache_is_a_directory(tmp_path: Path) -> None:
+    plan = resolve(EngineConfig(data_parallel_size=2), MODEL, MACHINE)
+    (tmp_path / "file").touch()
+    for asked in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match="weight_cache .*file is not a directory"):
+            with_cache(plan, str(asked), tmp_path)
+    assert with_cache(plan, str(tmp_path / "to" / "be" / "made"), tmp_path).weight_cache.endswith("made")
 
 
 def test_local_exchange_is_for_one_rank() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from moesaic.conversation import Conversation
+from moesaic.http_client import unreached
 
 ROOM = 60  # characters of all messages together
 SECONDS = 60.0
@@ -233,3 +234,17 @@ def test_what_a_conversation_keeps() -> None:
         talk.command("/params colour=red")
     with pytest.raises(ValueError, match="No such file"):
         talk.command("/save /no/such/folder/x")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConnectionRefusedError(111, "Connect call failed"), "no server listens there"),
+        (ConnectionResetError(104, "Connection reset by peer"), "closed the connection before the end"),
+        (BrokenPipeError(32, "Broken pipe"), "closed the connection before the end"),
+        (OSError("too far away"), "too far away"),
+    ],
+)
+def test_what_is_said_of_a_server_that_went_away(error: OSError, told: str) -> None:
+    said = str(unreached("http://there", error))
+    assert said.startswith("http://there: ") and told in said and "Errno" not in said

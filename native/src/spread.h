@@ -1,11 +1,11 @@
-// Tiles of weights that are as wide as x, or of bfloat16, for 16 registers: rows are made float32 once for all columns, and a number of theirs is then
-// read and broadcast by one instruction. Included by experts_avx2.cpp inside its namespace, after experts_vector.h. Sums are added up in
-// the order of k, as there, whatever the number of rows.
+// Tiles of weights that are as wide as x, or of bfloat16: rows are made float32 once for all columns, and a number of theirs is then
+// read and broadcast by one instruction. Included inside a namespace of experts_avx2.cpp and experts_avx512.cpp, after experts_vector.h. Sums are
+// added up in the order of k, as there, whatever the number of rows.
 
-enum { SPREAD_K = 256, AHEAD_K = 16 };  // k of rows that lie spread at a time; k between two looks ahead
+enum { SPREAD_K = 256, AHEAD_K = 16, LEAST_SPREAD = LANES == 16 ? 4 : 1 };  // k of rows that lie spread at a time; k between two looks ahead
 
-// Groups of 16 columns at a time: as many sums as it takes that none waits for the one before it.
-INLINE constexpr int groups_of(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+// Groups of 16 columns at a time: as many sums as it takes that none waits for the one before it; with 32 registers all.
+INLINE constexpr int groups_of(int rows) { return LANES == 16 || rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
 template <class X> INLINE void spread_row(const X *from, int64_t n, float *to) {
   int64_t i = 0;
@@ -73,9 +73,10 @@ template <class X, class W, bool SCALED, int MR> static void spread_tile(const v
   }
 }
 
+// From LEAST_SPREAD rows on.
 template <class X, class W, bool SCALED, int N> static constexpr void take_spread(TileFn (&tiles)[MAX_ROWS + 1]) {
   tiles[N] = spread_tile<X, W, SCALED, N>;
-  if constexpr (N > 1) take_spread<X, W, SCALED, N - 1>(tiles);
+  if constexpr (N > LEAST_SPREAD) take_spread<X, W, SCALED, N - 1>(tiles);
 }
 template <class X> static constexpr ExpertOps with_spread(ExpertOps ops) {
   take_spread<X, X, false, MAX_ROWS>(ops.plain);

@@ -22,7 +22,7 @@ Tables tables_for(int64_t x_type) {
 #if defined(__x86_64__)
   switch (vector_isa()) {
     case ISA_AVX512_BF16:
-      if (x_type == X_BF16) return {experts_avx512_bf16, prefill_avx512_bf16, attention_avx512_bf16};
+      if (x_type == X_BF16) return {experts_ops(x_type), prefill_avx512_bf16, attention_avx512_bf16};
       [[fallthrough]];
     case ISA_AVX512: return {experts_avx512[x_type], prefill_avx512[x_type], attention_avx512[x_type]};
     case ISA_AVX2: return {experts_avx2[x_type], prefill_avx2[x_type], attention_avx2[x_type]};

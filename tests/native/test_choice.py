@@ -90,6 +90,25 @@ def test_with_avx2_no_bit_depends_on_what_was_measured(form: WeightFormat) -> No
     limit_isa(best_isa())
 
 
+@pytest.mark.skipif(best_isa() < Isa.AVX512, reason="this CPU has no AVX512")
+@pytest.mark.parametrize("form", [WeightFormat.PLAIN, WeightFormat.FP8])
+def test_with_avx512_no_bit_depends_on_the_rows_beside(form: WeightFormat) -> None:
+    """Few are taken apart in registers, of more each is made float32 once."""
+    limit_isa(Isa.AVX512)
+    generator = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn((200, 1330), generator=generator).bfloat16()
+    if form is WeightFormat.PLAIN:
+        layer = PackedLinear(weight_OI)
+    else:
+        scaled = quantize(weight_OI, form)
+        layer = PackedLinear(scaled.weight_OI, scaled.scale, SCALE_ROWS[form])
+    x_TI = torch.randn((113, 1330), generator=generator).bfloat16()
+    one_by_one_TO = torch.cat([layer(x_1I) for x_1I in x_TI.split(1)])
+    for count in (2, 3, 4, 5, 6, 7, 13, 25, 97, 113):
+        assert torch.equal(layer(x_TI[:count]), one_by_one_TO[:count])
+    limit_isa(best_isa())
+
+
 @pytest.mark.parametrize("level", EVERY_ISA)
 def test_what_one_core_does_is_said(level: Isa) -> None:
     measured.cache_clear()

@@ -274,7 +274,7 @@ def test_the_weight_cache_is_a_directory(tmp_path: Path) -> None:
     plan = resolve(EngineConfig(data_parallel_size=2), MODEL, MACHINE)
     (tmp_path / "file").touch()
     for asked in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ValueError, match="weight_cache .*file is not a directory"):
+        with pytest.raises(ValueError, match=r"weight_cache .*file is not a directory"):
             with_cache(plan, str(asked), tmp_path)
     assert with_cache(plan, str(tmp_path / "to" / "be" / "made"), tmp_path).weight_cache.endswith("made")
 

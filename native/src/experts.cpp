@@ -24,14 +24,17 @@ NATIVE_API void experts_shape(ExpertShape *s) {
 }
 
 #if defined(__x86_64__)
-// Where products of pairs are slow: all as it is with them, but for the products themselves.
-static const ExpertOps *pairs_apart() {
-  static const ExpertOps mixed = [] {
+// Where products of pairs are slow: all as it is with them, but for the products themselves. Few rows times 8-bit weights stay pairs, as those
+// are widened in less time so; in a fixed order many rows do, too, since sums of pairs are others.
+static const ExpertOps *pairs_apart(bool fixed_order) {
+  static const auto mixed = [](bool scaled) {
     ExpertOps ops = *experts_avx512_bf16;
-    for (int i = 0; i <= MAX_ROWS; i++) ops.plain[i] = experts_avx512[X_BF16]->plain[i], ops.scaled[i] = experts_avx512[X_BF16]->scaled[i];
+    const ExpertOps *apart = experts_avx512[X_BF16];
+    for (int i = 0; i <= MAX_ROWS; i++) ops.plain[i] = apart->plain[i], ops.scaled[i] = scaled ? apart->scaled[i] : ops.scaled[i];
     return ops;
-  }();
-  return &mixed;
+  };
+  static const ExpertOps fast = mixed(true), fixed = mixed(false);
+  return fixed_order ? &fixed : &fast;
 }
 #endif
 
@@ -39,7 +42,7 @@ const ExpertOps *experts_ops(int64_t x_type) {
 #if defined(__x86_64__)
   switch (vector_isa()) {
     case ISA_AVX512_BF16:
-      if (x_type == X_BF16) return kernel_choice().products == ISA_AVX512 ? pairs_apart() : experts_avx512_bf16;
+      if (x_type == X_BF16) return kernel_choice().products == ISA_AVX512 ? pairs_apart(kernel_choice().fixed_order) : experts_avx512_bf16;
       [[fallthrough]];
     case ISA_AVX512: return experts_avx512[x_type];
     case ISA_AVX2: return experts_avx2[x_type];

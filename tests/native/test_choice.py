@@ -91,20 +91,28 @@ def test_with_avx2_no_bit_depends_on_what_was_measured(form: WeightFormat) -> No
 
 
 @pytest.mark.skipif(best_isa() < Isa.AVX512, reason="this CPU has no AVX512")
-@pytest.mark.parametrize("form", [WeightFormat.PLAIN, WeightFormat.FP8])
-def test_with_avx512_no_bit_depends_on_the_rows_beside(form: WeightFormat) -> None:
-    """Few are taken apart in registers, of more each is made float32 once."""
-    limit_isa(Isa.AVX512)
+@pytest.mark.parametrize("level", [level for level in Isa if Isa.AVX512 <= level <= best_isa()])
+@pytest.mark.parametrize("products", [Isa.AVX512, Isa.AVX512_BF16, Isa.AMX])
+@pytest.mark.parametrize(
+    "form", [form for form in WeightFormat if form not in (WeightFormat.INT4_INT8, WeightFormat.BF16)]
+)
+def test_in_a_fixed_order_no_bit_depends_on_the_rows_beside(level: Isa, products: Isa, form: WeightFormat) -> None:
+    """Few are widened or taken apart in registers, of more each is made float32 once."""
+    limit_isa(level)
+    choose(Choice(products), fixed_order=True)
     generator = torch.Generator().manual_seed(0)
-    weight_OI = torch.randn((200, 1330), generator=generator).bfloat16()
+    weight_OI = torch.randn((2000, 2048), generator=generator).bfloat16()
     if form is WeightFormat.PLAIN:
         layer = PackedLinear(weight_OI)
+    elif form in HALVES:
+        halves = quantize_halves(weight_OI, form)
+        layer = PackedLinear(halves.codes, halves.words, form=form, num_inputs=2048)
     else:
         scaled = quantize(weight_OI, form)
         layer = PackedLinear(scaled.weight_OI, scaled.scale, SCALE_ROWS[form])
-    x_TI = torch.randn((113, 1330), generator=generator).bfloat16()
+    x_TI = torch.randn((113, 2048), generator=generator).bfloat16()
     one_by_one_TO = torch.cat([layer(x_1I) for x_1I in x_TI.split(1)])
-    for count in (2, 3, 4, 5, 6, 7, 13, 25, 97, 113):
+    for count in (2, 3, 4, 5, 6, 7, 12, 13, 25, 97, 113):
         assert torch.equal(layer(x_TI[:count]), one_by_one_TO[:count])
     limit_isa(best_isa())
 

@@ -27,7 +27,7 @@ NATIVE_API void experts_shape(ExpertShape *s) {
 // Where products of pairs are slow: all as it is with them, but for the products themselves. Few rows times 8-bit weights stay pairs, as those
 // are widened in less time so; in a fixed order many rows do, too, since sums of pairs are others.
 static const ExpertOps *pairs_apart(bool fixed_order) {
-  static const auto mixed = [](bool scaled) {
+  const auto mixed = [](bool scaled) {
     ExpertOps ops = *experts_avx512_bf16;
     const ExpertOps *apart = experts_avx512[X_BF16];
     for (int i = 0; i <= MAX_ROWS; i++) ops.plain[i] = apart->plain[i], ops.scaled[i] = scaled ? apart->scaled[i] : ops.scaled[i];

@@ -32,6 +32,16 @@ def usual_choice_afterwards() -> Iterator[None]:
     choose(Choice())
 
 
+def packed(weight_OI: torch.Tensor, form: WeightFormat) -> PackedLinear:
+    if form is WeightFormat.PLAIN:
+        return PackedLinear(weight_OI)
+    if form in HALVES:
+        halves = quantize_halves(weight_OI, form)
+        return PackedLinear(halves.codes, halves.words, form=form, num_inputs=weight_OI.shape[1])
+    scaled = quantize(weight_OI, form)
+    return PackedLinear(scaled.weight_OI, scaled.scale, SCALE_ROWS[form])
+
+
 @pytest.mark.parametrize("choice", [Choice(), *WAYS], ids=str)
 def test_a_choice_is_told_as_text(choice: Choice) -> None:
     assert parse(str(choice)) == choice
@@ -74,12 +84,7 @@ def test_with_avx2_no_bit_depends_on_what_was_measured(form: WeightFormat) -> No
     limit_isa(Isa.AVX2)
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.randn((200, 330), generator=generator)
-    if form in HALVES:
-        halves = quantize_halves(weight_OI, form)
-        layer = PackedLinear(halves.codes, halves.words, form=form, num_inputs=330)
-    else:
-        scaled = quantize(weight_OI, form)
-        layer = PackedLinear(scaled.weight_OI, scaled.scale, SCALE_ROWS[form])
+    layer = packed(weight_OI, form)
     x_TI = torch.randn((13, 330), generator=generator).bfloat16()
     results = []
     for rows in (0, 3, 12):
@@ -102,14 +107,7 @@ def test_in_a_fixed_order_no_bit_depends_on_the_rows_beside(level: Isa, products
     choose(Choice(products), fixed_order=True)
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.randn((2000, 2048), generator=generator).bfloat16()
-    if form is WeightFormat.PLAIN:
-        layer = PackedLinear(weight_OI)
-    elif form in HALVES:
-        halves = quantize_halves(weight_OI, form)
-        layer = PackedLinear(halves.codes, halves.words, form=form, num_inputs=2048)
-    else:
-        scaled = quantize(weight_OI, form)
-        layer = PackedLinear(scaled.weight_OI, scaled.scale, SCALE_ROWS[form])
+    layer = packed(weight_OI, form)
     x_TI = torch.randn((113, 2048), generator=generator).bfloat16()
     one_by_one_TO = torch.cat([layer(x_1I) for x_1I in x_TI.split(1)])
     for count in (2, 3, 4, 5, 6, 7, 12, 13, 25, 97, 113):

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import time
 from dataclasses import dataclass
+from operator import truediv
 
 from native.features import Isa, isa
 from native.formats import WeightFormat
@@ -18,6 +19,7 @@ from native.library import function, library, older, returning
 _MARGIN = 1.15  # by which another way must be faster than the usual one: measurements differ by less
 _ROWS = (1, 4, 16, 64)
 _MOST_NARROW = 12
+_WHOLE = "whole"
 _SAID = f"GFLOP/s of one core with {', '.join(map(str, _ROWS))} rows"
 
 
@@ -29,13 +31,14 @@ class _Fields(ctypes.Structure):
         ("narrow_rows", ctypes.c_int64),
         ("byte_rows", ctypes.c_int64),
         ("half_rows", ctypes.c_int64),
+        ("whole", ctypes.c_int64),
         ("fixed_order", ctypes.c_int64),
     )
 
 
 _choose = function("native_choose", ctypes.POINTER(_Fields))
 _chosen = function("native_chosen", ctypes.POINTER(_Fields))
-_time_panel = returning(ctypes.c_double, "native_time_panel", ctypes.c_int, *[ctypes.c_int64] * 2, ctypes.c_int)
+_time_panel = returning(ctypes.c_double, "native_time_panel", ctypes.c_int, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2)
 _probe_products = returning(ctypes.c_int64, "probe_products", ctypes.c_int, ctypes.c_int64, ctypes.c_int)
 
 
@@ -44,23 +47,27 @@ class Choice:
     """products: of rows of bfloat16 by panels of it. narrow_rows: where that is AMX or AVX2, with up to so many rows
     FP8 weights are widened in vector registers all the same. byte_rows: there, the same of INT8 weights; with AMX so
     many rows are multiplied as whole numbers. half_rows: the same of 4-bit weights, whatever the instructions; what is
-    widened otherwise is rounded, but with AVX2, where no bit depends on these numbers. As text: "amx, 1, 4, 12"."""
+    widened otherwise is rounded, but with AVX2, where no bit depends on these numbers. whole: with AVX512-BF16 any
+    number of rows are whole numbers where weights have INT8 or 4 bits, and no bit depends on these numbers either.
+    As text: "amx, 1, 4, 12" and "avx512, 12, 4, 4, whole"."""
 
     products: Isa = Isa.AMX
     narrow_rows: int = 1
     byte_rows: int = 4
     half_rows: int = _MOST_NARROW
+    whole: bool = False
 
     def __str__(self) -> str:
-        return f"{self.products.name.lower()}, {self.narrow_rows}, {self.byte_rows}, {self.half_rows}"
+        rows = f"{self.products.name.lower()}, {self.narrow_rows}, {self.byte_rows}, {self.half_rows}"
+        return f"{rows}, {_WHOLE}" if self.whole else rows
 
 
 def parse(text: str) -> Choice:
     """The Choice that is printed so; "" is the one that has not been measured."""
     if not text:
         return Choice()
-    products, *rows = text.split(", ")
-    return Choice(Isa[products.upper()], *map(int, rows))
+    products, narrow, of_bytes, half, *whole = text.split(", ")
+    return Choice(Isa[products.upper()], int(narrow), int(of_bytes), int(half), whole == [_WHOLE])
 
 
 def choose(choice: Choice, fixed_order: bool = False) -> None:
@@ -71,9 +78,9 @@ def choose(choice: Choice, fixed_order: bool = False) -> None:
     """
     if library() is not None:
         rows = (choice.narrow_rows, choice.byte_rows, choice.half_rows)
-        if fixed_order and isa() is not Isa.AVX2:  # there more rows have the same sums
+        if fixed_order and not choice.whole and isa() is not Isa.AVX2:  # there more rows have the same sums
             rows = (0, 0, 0)
-        _choose(_Fields(int(choice.products), *rows, int(fixed_order)))
+        _choose(_Fields(int(choice.products), *rows, int(choice.whole), int(fixed_order)))
 
 
 def fixed_order() -> bool:
@@ -100,8 +107,8 @@ def measured(most: Isa) -> tuple[Choice, str]:
         said = f"{_SAID}, of {_most_flops():.0f} in float32: {only.name.lower()} {took}"
         if only is not Isa.AVX2:
             return Choice(), f"one way; {said}"
-        few = (_few_rows(form) for form in (WeightFormat.FP8, WeightFormat.INT8, WeightFormat.INT4))
-        return Choice(only, *few), said
+        narrow, of_bytes, half = map(_few_rows, (WeightFormat.FP8, WeightFormat.INT8, WeightFormat.INT4))
+        return Choice(only, narrow, of_bytes, half), said
     ways = [level for level in Isa if Isa.AVX512 <= level <= most]
     _time(most, WeightFormat.PLAIN, _ROWS[-1])  # a core that begins with wide registers is slow for a moment
     times = {level: [_time(level, WeightFormat.PLAIN, rows) for rows in _ROWS] for level in ways}
@@ -109,12 +116,24 @@ def measured(most: Isa) -> tuple[Choice, str]:
     worst = {level: max(mine / least for mine, least in zip(times[level], best, strict=True)) for level in ways}
     products = min(ways, key=lambda level: worst[level] * (1.0 if level is most else _MARGIN))
     tiles = products is Isa.AMX
+    said = f"{_SAID}: " + ", ".join(f"{level.name.lower()} {_flops(times[level])}" for level in ways)
+    if not tiles:
+        usual, whole = ([_byte_time(products, rows, as_whole) for rows in _ROWS] for as_whole in (False, True))
+        said += f"; INT8 {_flops(usual)}, as whole numbers {_flops(whole)}"
+        if max(map(truediv, usual, whole)) > _MARGIN * max(map(truediv, whole, usual)):
+            level = Isa.AVX512_BF16
+            of_bytes, half = (_few_rows(form, level, True) for form in (WeightFormat.INT8, WeightFormat.INT4))
+            return Choice(products, _MOST_NARROW, of_bytes, half, True), said
     narrow = _narrow_rows(WeightFormat.FP8, products) if tiles else Choice().narrow_rows
     of_bytes = _narrow_rows(WeightFormat.INT8, products) if tiles else Choice().byte_rows
-    half = _narrow_rows(WeightFormat.INT4, products)
-    said = ", ".join(f"{level.name.lower()} {_flops(times[level])}" for level in ways)
-    choice = Choice(products, narrow, of_bytes, half)
-    return choice, f"{_SAID}: {said}"
+    return Choice(products, narrow, of_bytes, _narrow_rows(WeightFormat.INT4, products)), said
+
+
+def _byte_time(products: Isa, rows: int, whole: bool) -> float:
+    """Of INT8 weights, without matrix tiles: few are multiplied as pairs, or as whole numbers."""
+    if whole:
+        return min(_time(Isa.AVX512_BF16, WeightFormat.INT8, rows, few, True) for few in (False, True))
+    return _time(Isa.AVX512_BF16 if rows <= _MOST_NARROW else products, WeightFormat.INT8, rows)
 
 
 def _narrow_rows(form: WeightFormat, products: Isa) -> int:
@@ -127,10 +146,10 @@ def _narrow_rows(form: WeightFormat, products: Isa) -> int:
     return _MOST_NARROW
 
 
-def _few_rows(form: WeightFormat) -> int:
-    """With AVX2: up to how many rows weights are widened in registers in less time than once for all of them."""
+def _few_rows(form: WeightFormat, level: Isa = Isa.AVX2, whole: bool = False) -> int:
+    """Up to how many rows weights are widened in registers in less time than once for all of them."""
     for rows in range(1, _MOST_NARROW + 1):
-        if _time(Isa.AVX2, form, rows) > _time(Isa.AVX2, form, rows, few=False):
+        if _time(level, form, rows, True, whole) > _time(level, form, rows, False, whole):
             return rows - 1
     return _MOST_NARROW
 
@@ -150,9 +169,10 @@ def _most_flops() -> float:
     return best / 1e9
 
 
-def _time(level: Isa, form: WeightFormat, rows: int, few: bool | None = None) -> float:
-    """Nanoseconds for a panel. few: weights are widened in vector registers; None: unless matrix tiles are timed."""
-    took = float(_time_panel(int(level), form.number, rows, level is not Isa.AMX if few is None else few))
+def _time(level: Isa, form: WeightFormat, rows: int, few: bool | None = None, whole: bool = False) -> float:
+    """Nanoseconds for a panel. few: weights are widened in vector registers; None: unless matrix tiles are timed.
+    whole: rows are whole numbers, however many."""
+    took = float(_time_panel(int(level), form.number, rows, level is not Isa.AMX if few is None else few, whole))
     if took <= 0:
         raise older(f"{level.name.lower()} cannot be timed")
     return took

@@ -24,17 +24,24 @@ NATIVE_API void experts_shape(ExpertShape *s) {
 }
 
 #if defined(__x86_64__)
-// Where products of pairs are slow: all as it is with them, but for the products themselves. Few rows times 8-bit weights stay pairs, as those
-// are widened in less time so; in a fixed order many rows do, too, since sums of pairs are others.
-static const ExpertOps *pairs_apart(bool fixed_order) {
-  const auto mixed = [](bool scaled) {
-    ExpertOps ops = *experts_avx512_bf16;
+// Where products of pairs are slow: all as it is with them, but for the products themselves. Few rows times FP8 weights (and INT8 ones, where
+// rows are no whole numbers) stay pairs, as those are widened in less time so; in a fixed order many rows do, too, since sums of pairs are others.
+static const ExpertOps *pairs_apart(bool whole, bool fixed_order) {
+  const auto mixed = [](const ExpertOps *pairs, bool scaled) {
+    ExpertOps ops = *pairs;
     const ExpertOps *apart = experts_avx512[X_BF16];
     for (int i = 0; i <= MAX_ROWS; i++) ops.plain[i] = apart->plain[i], ops.scaled[i] = scaled ? apart->scaled[i] : ops.scaled[i];
     return ops;
   };
-  static const ExpertOps fast = mixed(true), fixed = mixed(false);
-  return fixed_order ? &fixed : &fast;
+  static const ExpertOps of[2][2] = {{mixed(experts_avx512_bf16, true), mixed(experts_avx512_bf16, false)},
+                                     {mixed(experts_avx512_whole, true), mixed(experts_avx512_whole, false)}};
+  return &of[whole][fixed_order];
+}
+
+static const ExpertOps *with_pairs(const KernelChoice &by) {
+  const bool whole = by.whole && !has_tiles();
+  if (by.products == ISA_AVX512) return pairs_apart(whole, by.fixed_order);
+  return whole ? experts_avx512_whole : experts_avx512_bf16;
 }
 #endif
 
@@ -42,7 +49,7 @@ const ExpertOps *experts_ops(int64_t x_type) {
 #if defined(__x86_64__)
   switch (vector_isa()) {
     case ISA_AVX512_BF16:
-      if (x_type == X_BF16) return kernel_choice().products == ISA_AVX512 ? pairs_apart(kernel_choice().fixed_order) : experts_avx512_bf16;
+      if (x_type == X_BF16) return with_pairs(kernel_choice());
       [[fallthrough]];
     case ISA_AVX512: return experts_avx512[x_type];
     case ISA_AVX2: return experts_avx2[x_type];

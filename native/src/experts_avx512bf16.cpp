@@ -166,7 +166,7 @@ alignas(64) constexpr WholeOrder half_order(true), byte_order(false);
 struct WholeGroup {
   int8_t high[K_GROUP], low[K_GROUP];
   float scale;
-  int sum;
+  int less;  // what they add up to, less than zero by as much
 
   inline __attribute__((always_inline)) void set(const bf16 *x, int64_t n, const WholeOrder &as) {
     const __mmask32 here = n == K_GROUP ? ~(__mmask32)0 : ((__mmask32)1 << n) - 1;
@@ -188,7 +188,7 @@ struct WholeGroup {
     const __m512i order = _mm512_load_si512(as.of), total = _mm512_add_epi32(whole[0], whole[1]);
     _mm256_storeu_si256((__m256i *)high, _mm512_castsi512_si256(_mm512_permutex2var_epi8(above[0], order, above[1])));
     _mm256_storeu_si256((__m256i *)low, _mm512_castsi512_si256(_mm512_permutex2var_epi8(below[0], order, below[1])));
-    sum = _mm512_reduce_add_epi32(total);
+    less = -_mm512_reduce_add_epi32(total);
   }
 };
 
@@ -198,6 +198,13 @@ void whole_numbers(const void *row, int64_t depth, int64_t format, uint8_t *out)
   WholeGroup *to = (WholeGroup *)out;
   for (int64_t k = 0; k < depth; k += K_GROUP, to++)
     to->set((const bf16 *)row + k, depth - k < K_GROUP ? depth - k : (int64_t)K_GROUP, format >= W_MXFP4 ? half_order : byte_order);
+}
+
+// A sum of whole numbers of 32 k, scaled, and what was added up before. Everything that multiplies whole numbers ends so: how many rows there
+// are does not change a bit.
+template <int FORMAT> INLINE __m512 add_scaled(__m512i whole, float by, const WholeGroup &row, const HalfScale &scale, __m512 before) {
+  const __m512 sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(by)), (__m512)scale.by, before);
+  return FORMAT == W_INT4_ZERO ? _mm512_fnmadd_ps((__m512)scale.more, _mm512_set1_ps(by * (float)row.less), sum) : sum;
 }
 
 INLINE __m512i four_of(const int8_t *p) { return _mm512_set1_epi32(*(const int __attribute__((may_alias)) *)p); }
@@ -249,12 +256,9 @@ template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) {
           float *to = c + m * PANEL + 16 * (j + i);
-          const __m512i whole = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(MORE * row[m]->sum));
+          const __m512i whole = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(MORE * row[m]->less));
           const float by = FORMAT == W_MXFP4 ? row[m]->scale / 2 : row[m]->scale;
-          const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(by));
-          __m512 sum = _mm512_fmadd_ps(product, (__m512)scale.by, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps());
-          if (FORMAT == W_INT4_ZERO) sum = _mm512_fmadd_ps((__m512)scale.more, _mm512_set1_ps(by * (float)row[m]->sum), sum);
-          _mm512_storeu_ps(to, sum);
+          _mm512_storeu_ps(to, add_scaled<FORMAT>(whole, by, *row[m], scale, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
         }
       }
     }
@@ -275,11 +279,6 @@ template <int MR> void byte_dot(const void *const *av, const Block &block, float
   const uint8_t *next = block.ahead;
   const int64_t lines = block.lines * ABREAST / 2;
   for (int j = 0; j < 4; j += ABREAST) {
-    __m512 sums[ABREAST][MR];
-#pragma GCC unroll 4
-    for (int i = 0; i < ABREAST; i++)
-#pragma GCC unroll 4
-      for (int m = 0; m < MR; m++) sums[i][m] = _mm512_setzero_ps();
     for (int64_t first = 0; first < block.depth; first += K_GROUP) {
       const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, at = (block.k + first) / K_GROUP;
       const uint8_t *p = block.panel + PANEL * 4 + first * PANEL + 32 * j;
@@ -305,23 +304,20 @@ template <int MR> void byte_dot(const void *const *av, const Block &block, float
         }
       }
 #pragma GCC unroll 4
-      for (int i = 0; i < ABREAST; i++)
+      for (int i = 0; i < ABREAST; i++) {
+        const HalfScale scale = {load((const float *)block.panel + 16 * (j + i)), {}};
 #pragma GCC unroll 4
         for (int m = 0; m < MR; m++) {
-          const __m512i whole = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(128 * a[m][at].sum));
-          sums[i][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(a[m][at].scale), sums[i][m]);
+          float *to = c + m * PANEL + 16 * (j + i);
+          const __m512i whole = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(128 * a[m][at].less));
+          _mm512_storeu_ps(to, add_scaled<W_INT8>(whole, a[m][at].scale, a[m][at], scale, at ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
         }
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < ABREAST; i++)
-#pragma GCC unroll 4
-      for (int m = 0; m < MR; m++) {
-        float *to = c + m * PANEL + 16 * (j + i);
-        const __m512 scale = _mm512_loadu_ps((const float *)block.panel + 16 * (j + i));
-        _mm512_storeu_ps(to, _mm512_fmadd_ps(sums[i][m], scale, block.k ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
       }
+    }
   }
 }
+
+#include "whole_avx512.h"
 
 // Scales of 64 columns, once more as what is added to the exponents of both numbers of a pair: of powers of two.
 struct HalfScales {
@@ -391,6 +387,7 @@ constexpr ExpertOps table = {
     weigh_columns<bf16>,
     store_columns<bf16>,
 };
+constexpr ExpertOps whole_table = with_whole(table);
 }  // namespace
-const ExpertOps *const experts_avx512_bf16 = &table;
+const ExpertOps *const experts_avx512_bf16 = &table, *const experts_avx512_whole = &whole_table;
 #endif

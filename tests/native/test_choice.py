@@ -22,7 +22,12 @@ from native.packed_linear import PackedLinear
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = [
-    Choice(products, narrow, narrow) for products in (Isa.AVX512, Isa.AVX512_BF16, Isa.AMX) for narrow in (0, 3, 12)
+    *(Choice(products, narrow, narrow) for products in (Isa.AVX512, Isa.AVX512_BF16, Isa.AMX) for narrow in (0, 3, 12)),
+    *(
+        Choice(products, 12, narrow, narrow, whole=True)
+        for products in (Isa.AVX512, Isa.AVX512_BF16)
+        for narrow in (0, 3, 12)
+    ),
 ]
 
 
@@ -97,14 +102,14 @@ def test_with_avx2_no_bit_depends_on_what_was_measured(form: WeightFormat) -> No
 
 @pytest.mark.skipif(best_isa() < Isa.AVX512, reason="this CPU has no AVX512")
 @pytest.mark.parametrize("level", [level for level in Isa if Isa.AVX512 <= level <= best_isa()])
-@pytest.mark.parametrize("products", [Isa.AVX512, Isa.AVX512_BF16, Isa.AMX])
+@pytest.mark.parametrize("choice", [way for way in WAYS if way.byte_rows == 3], ids=str)
 @pytest.mark.parametrize(
     "form", [form for form in WeightFormat if form not in (WeightFormat.INT4_INT8, WeightFormat.BF16)]
 )
-def test_in_a_fixed_order_no_bit_depends_on_the_rows_beside(level: Isa, products: Isa, form: WeightFormat) -> None:
-    """Few are widened or taken apart in registers, of more each is made float32 once."""
+def test_in_a_fixed_order_no_bit_depends_on_the_rows_beside(level: Isa, choice: Choice, form: WeightFormat) -> None:
+    """Few are widened or taken apart in registers, of more each is made float32 once, or all are whole numbers."""
     limit_isa(level)
-    choose(Choice(products), fixed_order=True)
+    choose(choice, fixed_order=True)
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.randn((2000, 2048), generator=generator).bfloat16()
     layer = packed(weight_OI, form)
@@ -141,7 +146,8 @@ def test_every_way_equals_torch(level: Isa, choice: Choice, form: WeightFormat) 
     for rows in (1, 3, 4, 12, 13, 33, 100, 200):
         x_TI = torch.randn((rows, 330), generator=generator).bfloat16()
         allowed = matmul_bound(x_TI, wanted_OI, None)
-        if form is WeightFormat.INT8 and rows <= choice.byte_rows and isa() is Isa.AMX:
+        whole = choice.whole or (rows <= choice.byte_rows and isa() is Isa.AMX)
+        if form is WeightFormat.INT8 and whole:
             allowed += whole_rows_bound(x_TI, wanted_OI)
         assert_within(layer(x_TI), F.linear(x_TI.float(), wanted_OI), allowed)
 

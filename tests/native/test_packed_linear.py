@@ -82,17 +82,25 @@ def test_a_code_that_is_no_number_makes_its_output_none(level: None) -> None:
         assert y.isnan().all(0).nonzero().flatten().tolist() == [3, 69] and int(y.isnan().sum()) == 2 * rows
 
 
-@pytest.mark.parametrize("half_rows", [0, 3, 12])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *(Choice(half_rows=rows) for rows in (0, 3, 12)),
+        *(Choice(Isa.AVX512_BF16, 12, rows, rows, whole=True) for rows in (0, 3)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("sizes", [(64, 64), (2, 1), (34, 7), (130, 200), (1000, 515), (2086, 70)])
 @pytest.mark.parametrize("form", HALVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_4_bits_equal_torch(
-    level: None, sizes: tuple[int, int], form: WeightFormat, dtype: torch.dtype, half_rows: int
+    level: None, sizes: tuple[int, int], form: WeightFormat, dtype: torch.dtype, choice: Choice
 ) -> None:
     """With few rows sums are scaled, with many weights are rounded once more, but where any number of rows are whole
     numbers."""
     num_inputs, num_outputs = sizes
-    choose(Choice(half_rows=half_rows))
+    choose(choice)
+    half_rows = choice.half_rows
     generator = torch.Generator().manual_seed(0)
     halves = quantize_halves(torch.randn((num_outputs, num_inputs), generator=generator) + 0.3, form)
     layer = PackedLinear(halves.codes, halves.words, form=form, num_inputs=num_inputs)
@@ -105,10 +113,12 @@ def test_4_bits_equal_torch(
         wanted = F.linear(x.float(), weight, bias.float())
         # A zero point is subtracted from the number, or multiplied by the sum of the row.
         larger = weight if halves.zero_OG is None else weight.abs() + halves_size(halves, num_inputs)
-        always = dtype is torch.bfloat16 and isa() is Isa.AVX2
+        in_bytes = dtype is torch.bfloat16 and isa() is Isa.AVX2
+        few = rows <= half_rows or (choice.whole and dtype is torch.bfloat16)
+        always = in_bytes or (few and isa() >= Isa.AVX512_BF16)
         allowed = matmul_bound(x, larger, bias, None if always or rows <= half_rows else dtype)
-        if always or (dtype is torch.bfloat16 and rows <= half_rows and isa() >= Isa.AVX512_BF16):
-            allowed += whole_rows_bound(x, larger, WHOLE_OF_8_BITS if always else WHOLE)
+        if always and dtype is torch.bfloat16:
+            allowed += whole_rows_bound(x, larger, WHOLE_OF_8_BITS if in_bytes else WHOLE)
         assert_within(layer(x, bias), wanted, allowed)
 
 

@@ -271,6 +271,34 @@ def test_any_number_of_rows(level: Isa, dtype: torch.dtype, form: WeightFormat) 
     assert_rounding_only(y_RD, batch, exact, form)
 
 
+@pytest.mark.skipif(best_isa() < Isa.AVX512_BF16, reason="this CPU has no AVX512_BF16, or the kernels were not built")
+@pytest.mark.parametrize("form", [form for form in WeightFormat if form.parts[0] in WHOLE], ids=lambda form: form.value)
+@pytest.mark.parametrize("fixed_order", [False, True])
+def test_any_number_of_rows_as_whole_numbers(form: WeightFormat, fixed_order: bool) -> None:
+    """Without matrix tiles, with AVX512-BF16: few rows and many have the same sums, whatever was measured."""
+    limit_isa(Isa.AVX512_BF16)
+    results = []
+    for products, few in product((Isa.AVX512, Isa.AVX512_BF16), (0, 3, 12)):
+        choose(Choice(products, 12, few, few, whole=True), fixed_order)
+        ours, exact = packed(1, 330, 140, torch.bfloat16, form)
+        all_RD = ragged([210], 330, torch.bfloat16).x
+        for count in (1, 4, 6, 7, 12, 13, 24, 97, 210):
+            torch.set_num_threads(1 + count % 3)
+            batch = ExpertBatch(Layout.RAGGED, all_RD[:count], torch.tensor([count], dtype=torch.int32))
+            results.append(ours.run_rows(batch))
+        assert_rounding_only(results[-1], batch, exact, form)
+    assert all(torch.equal(y_RD, results[-1][: len(y_RD)]) for y_RD in results)
+    slot_TK, weight_TK = routing(75, 1, 1, 0)
+    x_TD = all_RD[:75]
+    together_TD = ours.run_tokens(TokenBatch(x_TD, slot_TK, weight_TK, 0, torch.bfloat16))
+    alone_TD = [
+        ours.run_tokens(TokenBatch(*one, 0, torch.bfloat16))
+        for one in zip(x_TD.split(1), slot_TK.split(1), weight_TK.split(1), strict=True)
+    ]
+    assert torch.equal(together_TD, torch.cat(alone_TD))
+    limit_isa(best_isa())
+
+
 def test_rows_in_fp8(level: Isa) -> None:
     """As an exchange may bring them: they are widened first."""
     ours, _ = packed(3, 140, 40, torch.bfloat16)

@@ -26,6 +26,7 @@ from configs.hosts import Network
 from dbo.alive import mark
 from engine.build import build_rank
 from engine.device import own_device, use_device
+from engine.process.arrivals import Arrivals
 from engine.process.console import say, say_line
 from engine.process.cores import Cores
 from engine.process.heartbeat import Heartbeat, LoopBeat, beat_once
@@ -164,14 +165,18 @@ def _serve(start: Start, socket: RankSocket) -> None:
     if cores is not None and network is None:
         rank.on_formed = lambda num_ranks: torch.set_num_threads(cores.share(num_ranks))
     _start_forgetting(rank)
-    was_idle = True
+    arrivals = Arrivals(socket)
+    was_idle, num_ended, took = True, 0, 0.0
     while not rank.done:
         mark()
-        for message in socket.poll(0):
+        for message in arrivals.take(num_ended, took):
             if isinstance(message, Membership):
                 bell.reach(start.bells(message.alive))
             rank.submit(message)
+        began = time.monotonic()
         outputs = rank.step()
+        took = time.monotonic() - began
+        num_ended = sum(output.finish_reason is not None for output in outputs)
         joined = rank.take_joined()
         if joined is not None:  # before the tokens of that epoch
             socket.send(joined)

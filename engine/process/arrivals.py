@@ -1,0 +1,41 @@
+"""What comes from the front between two steps of a rank."""
+
+from __future__ import annotations
+
+import time
+
+from front.messages import AddRequest, FrontToRank
+from front.wire import RankSocket
+
+LONG_STEP = 0.1  # seconds: a step that clients may answer within a small part of
+WAIT_SHARE = 0.03  # of a step's time, and so much of a second at most: for what they answer
+TRIED_AGAIN = 8  # after a wait in which no request came, of so many one
+
+
+class Arrivals:
+    """Behind a long step in which requests ended, as many new ones are waited for, a moment at most: a client that asks
+    again at once would else wait for the step that begins now, and then for its own."""
+
+    def __init__(self, socket: RankSocket) -> None:
+        self._socket = socket
+        self._num_skipped, self._in_vain = 0, False
+
+    def take(self, num_ended: int, took: float) -> list[FrontToRank]:
+        """Everything that has come. num_ended: requests that ended in the last step; took: its seconds."""
+        messages = self._socket.poll(0)
+        if num_ended == 0 or took < LONG_STEP or self._skips():
+            return messages
+        deadline = time.monotonic() + WAIT_SHARE * min(took, 1.0)
+        while (num_new := sum(isinstance(message, AddRequest) for message in messages)) < num_ended:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            messages += self._socket.poll(left)
+        self._num_skipped, self._in_vain = 0, num_new == 0
+        return messages
+
+    def _skips(self) -> bool:
+        if not self._in_vain:
+            return False
+        self._num_skipped += 1
+        return self._num_skipped < TRIED_AGAIN

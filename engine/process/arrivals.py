@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
-from front.messages import AddRequest, FrontToRank
+from front.messages import AddRequest, FrontToRank, TokenOutput
 from front.wire import RankSocket
 
 LONG_STEP = 0.1  # seconds: a step that clients may answer within a small part of
@@ -18,11 +19,23 @@ class Arrivals:
 
     def __init__(self, socket: RankSocket) -> None:
         self._socket = socket
-        self._num_skipped, self._in_vain = 0, False
+        self._began, self._took = 0.0, 0.0  # the step
+        self._num_ended, self._num_skipped, self._in_vain = 0, 0, False
 
-    def take(self, num_ended: int, took: float) -> list[FrontToRank]:
-        """Everything that has come. num_ended: requests that ended in the last step; took: its seconds."""
+    def note(self, outputs: Sequence[TokenOutput]) -> None:
+        """What the step gave that began when `take` returned."""
+        self._took = time.monotonic() - self._began
+        self._num_ended = sum(output.finish_reason is not None for output in outputs)
+
+    def take(self) -> list[FrontToRank]:
+        """Everything that has come."""
+        messages = self._taken()
+        self._began = time.monotonic()
+        return messages
+
+    def _taken(self) -> list[FrontToRank]:
         messages = self._socket.poll(0)
+        num_ended, took = self._num_ended, self._took
         if num_ended == 0 or took < LONG_STEP or self._skips():
             return messages
         deadline = time.monotonic() + WAIT_SHARE * min(took, 1.0)

@@ -166,17 +166,15 @@ def _serve(start: Start, socket: RankSocket) -> None:
         rank.on_formed = lambda num_ranks: torch.set_num_threads(cores.share(num_ranks))
     _start_forgetting(rank)
     arrivals = Arrivals(socket)
-    was_idle, num_ended, took = True, 0, 0.0
+    was_idle = True
     while not rank.done:
         mark()
-        for message in arrivals.take(num_ended, took):
+        for message in arrivals.take():
             if isinstance(message, Membership):
                 bell.reach(start.bells(message.alive))
             rank.submit(message)
-        began = time.monotonic()
         outputs = rank.step()
-        took = time.monotonic() - began
-        num_ended = sum(output.finish_reason is not None for output in outputs)
+        arrivals.note(outputs)
         joined = rank.take_joined()
         if joined is not None:  # before the tokens of that epoch
             socket.send(joined)

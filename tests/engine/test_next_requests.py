@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from test_wire import DEADLINE, add_request, send_when_connected
+from test_wire import DEADLINE, add_request, send_when_connected, until
 
 from engine.process import arrivals
 from engine.process.arrivals import TRIED_AGAIN, Arrivals
-from front.messages import Abort, AddRequest
+from front.messages import Abort, AddRequest, TokenOutput
 from front.wire import RankSocket, ZmqRanks
 
 
@@ -26,35 +26,50 @@ def connected(tmp_path: Path) -> Iterator[tuple[ZmqRanks, RankSocket]]:
     ranks.close()
 
 
+def after(socket: RankSocket, num_ended: int, waits: Arrivals | None = None) -> Arrivals:
+    """As they are when a step has ended in which so many requests did, and one more did not."""
+    waits = waits or Arrivals(socket)
+    waits.note([TokenOutput(number, [5], "stop" if number else None) for number in range(num_ended + 1)])
+    return waits
+
+
 def test_as_many_requests_are_waited_for_as_have_ended(
     connected: tuple[ZmqRanks, RankSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A first step has lasted since the machine was started, as far as is known."""
     ranks, socket = connected
     monkeypatch.setattr(arrivals, "WAIT_SHARE", DEADLINE)
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(Arrivals(socket).take, 2, 1.0)
+        waiting = thread.submit(after(socket, 2).take)
         messages = [add_request(1), Abort([7]), add_request(2)]
         for message in messages:
             ranks.send(0, message)
         assert waiting.result(2 * DEADLINE) == messages
 
 
-@pytest.mark.parametrize(("num_ended", "took"), [(0, 1.0), (1, 0.01), (1, 0.2)])
-def test_nothing_is_waited_for_long(connected: tuple[ZmqRanks, RankSocket], num_ended: int, took: float) -> None:
+@pytest.mark.parametrize(("num_ended", "long"), [(0, True), (1, False), (1, True)])
+def test_nothing_is_waited_for_long(
+    connected: tuple[ZmqRanks, RankSocket], monkeypatch: pytest.MonkeyPatch, num_ended: int, long: bool
+) -> None:
     """Nor at all, where no request has ended or steps are short."""
-    assert Arrivals(connected[1]).take(num_ended, took) == []
+    if not long:
+        monkeypatch.setattr(arrivals, "LONG_STEP", float("inf"))
+    assert after(connected[1], num_ended).take() == []
 
 
 def test_what_was_in_vain_is_seldom_done_again(
     connected: tuple[ZmqRanks, RankSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, socket = connected
-    waits = Arrivals(socket)
-    assert waits.take(1, 0.2) == []
-    monkeypatch.setattr(arrivals, "WAIT_SHARE", DEADLINE)  # a wait would be noticed
+    monkeypatch.setattr(arrivals, "LONG_STEP", 0.0)
+    waits = after(socket, 1)
+    assert waits.take() == []
     for _ in range(TRIED_AGAIN - 1):
-        assert waits.take(1, 1.0) == []
-    ranks.send(0, add_request(1))
-    assert [type(message) for message in waits.take(1, 1.0)] == [AddRequest]
+        ranks.send(0, add_request(1))
+        until(lambda: socket.inbox.poll(0) != 0)
+        assert len(after(socket, 2, waits).take()) == 1  # though two have ended
     ranks.send(0, add_request(2))
-    assert [type(message) for message in waits.take(1, 1.0)] == [AddRequest]  # as the last wait was not
+    monkeypatch.setattr(arrivals, "WAIT_SHARE", 10**9)  # steps are short here
+    assert [type(message) for message in after(socket, 1, waits).take()] == [AddRequest]
+    ranks.send(0, add_request(3))
+    assert [type(message) for message in after(socket, 1, waits).take()] == [AddRequest]  # as the last wait was not

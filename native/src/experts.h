@@ -23,6 +23,12 @@ enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_STEP = 8
 enum { WHOLE_BYTES = 72, MAX_WHOLE_ROWS = 4 };  // of 32 numbers of a row as whole numbers, with their scale and sum; sums are two
 // Where whole numbers serve for any number of rows: a block of weights taken apart for them.
 enum { WHOLE_BLOCK = 2 * K_BLOCK / K_GROUP * PANEL * 4 + K_BLOCK * PANEL * 2 };
+// One of bytes. Scales for each 32 k first, what rows' sums are multiplied by behind them, then 16 columns after 16, four k after four.
+struct QuadBlock {
+  float by[K_BLOCK / K_GROUP][PANEL], more[K_BLOCK / K_GROUP][PANEL];
+  uint8_t quads[4][K_BLOCK / 4][64];
+};
+static_assert(sizeof(QuadBlock) <= WHOLE_BLOCK);
 enum XType { X_F32 = 0, X_BF16 = 1 };
 // Plain: of x's type. INT4_INT8 is of experts only: gate and up have zero points, down has 8 bits. BF16 is of rows of float32: each weight
 // becomes float32 in a register, and sums are those of the same weights in float32, bit by bit.
@@ -191,8 +197,8 @@ struct Multiplier {
     int64_t narrow = whole(1) && !all_whole() ? (rows < narrow_rows ? rows : narrow_rows) * whole_stride(depth) : 0;
     return bytes > narrow ? bytes : narrow;
   }
-  // Whether so many rows are multiplied as whole numbers, and what one of them takes then. Without matrix tiles products of pairs of
-  // bfloat16 are as fast with 8 bits, and equal to those of many rows.
+  // Whether so many rows are multiplied as whole numbers, and what one of them takes then. Without matrix tiles, unless all are,
+  // products of pairs of bfloat16 serve for 8 bits: equal to those of many rows.
   bool whole(int64_t rows) const { return all_whole() || (ops->whole && rows <= narrow_rows && (halves() || (format == W_INT8 && bands))); }
   // Whether any number of rows are; then they come so (whole_rows).
   bool all_whole() const { return format > W_FP8 && !plain() && ops->widen_whole[format - W_FP8]; }

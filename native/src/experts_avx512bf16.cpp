@@ -202,7 +202,8 @@ void whole_numbers(const void *row, int64_t depth, int64_t format, uint8_t *out)
 
 // A sum of whole numbers of 32 k, scaled, and what was added up before. Everything that multiplies whole numbers ends so: how many rows there
 // are does not change a bit.
-template <int FORMAT> INLINE __m512 add_scaled(__m512i whole, float by, const WholeGroup &row, const HalfScale &scale, __m512 before) {
+template <int FORMAT> INLINE __m512 add_scaled(__m512i whole, const WholeGroup &row, const HalfScale &scale, __m512 before) {
+  const float by = FORMAT == W_MXFP4 ? row.scale / 2 : row.scale;
   const __m512 sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(by)), (__m512)scale.by, before);
   return FORMAT == W_INT4_ZERO ? _mm512_fnmadd_ps((__m512)scale.more, _mm512_set1_ps(by * (float)row.less), sum) : sum;
 }
@@ -257,8 +258,7 @@ template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &
         for (int m = 0; m < MR; m++) {
           float *to = c + m * PANEL + 16 * (j + i);
           const __m512i whole = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(MORE * row[m]->less));
-          const float by = FORMAT == W_MXFP4 ? row[m]->scale / 2 : row[m]->scale;
-          _mm512_storeu_ps(to, add_scaled<FORMAT>(whole, by, *row[m], scale, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
+          _mm512_storeu_ps(to, add_scaled<FORMAT>(whole, *row[m], scale, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
         }
       }
     }
@@ -310,7 +310,7 @@ template <int MR> void byte_dot(const void *const *av, const Block &block, float
         for (int m = 0; m < MR; m++) {
           float *to = c + m * PANEL + 16 * (j + i);
           const __m512i whole = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(128 * a[m][at].less));
-          _mm512_storeu_ps(to, add_scaled<W_INT8>(whole, a[m][at].scale, a[m][at], scale, at ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
+          _mm512_storeu_ps(to, add_scaled<W_INT8>(whole, a[m][at], scale, at ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
         }
       }
     }

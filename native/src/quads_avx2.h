@@ -114,14 +114,7 @@ template <int FORMAT, int MR> void half_quads(const void *const *av, const Block
   }
 }
 
-// Many rows: a block of weights is taken apart once for all of them. Scales for each 32 k first, what row's sums are multiplied by behind
-// them, then 16 columns after 16, four k after four.
-struct QuadBlock {
-  float by[K_BLOCK / K_GROUP][PANEL], more[K_BLOCK / K_GROUP][PANEL];
-  uint8_t quads[4][K_BLOCK / 4][64];
-};
-static_assert(sizeof(QuadBlock) <= WHOLE_BLOCK);
-
+// Many rows: a block of weights is taken apart once for all of them.
 template <int FORMAT> void widen_quads(const uint8_t *block, int64_t depth, uint8_t *out) {
   QuadBlock *to = (QuadBlock *)out;
   const uint8_t *p = block + half_scales(FORMAT);

@@ -1,16 +1,9 @@
-// Any number of rows of bfloat16 as whole numbers, times weights of 8 and 4 bits that are taken apart once for all of them: sums of four products
-// of bytes, 128 products for a register of weights and both bytes of a row's numbers, where one of float32 takes 16. Included by
-// experts_avx512bf16.cpp inside its namespace. Sums are those of its few rows, bit by bit.
-
-// Weights as bytes that are 128 larger, four k of 16 columns after four; those of 4 bits 16 times as large. by, more: as in HalfScale.
-struct WideBlock {
-  float by[K_BLOCK / K_GROUP][PANEL], more[K_BLOCK / K_GROUP][PANEL];
-  uint8_t quads[4][K_BLOCK / 4][64];
-};
-static_assert(sizeof(WideBlock) <= WHOLE_BLOCK);
+// Any number of rows of bfloat16 as whole numbers of two bytes, times weights of 8 and 4 bits that are taken apart once for all of them: an
+// instruction has 64 products of bytes, so 32 of such numbers, where one of float32 has 16. Included by experts_avx512bf16.cpp inside its
+// namespace. Sums are those of its few rows, bit by bit. Weights are QuadBlocks of bytes that are 128 larger; those of 4 bits 16 times as large.
 
 void widen_quads(const uint8_t *block, int64_t depth, uint8_t *out) {
-  WideBlock *to = (WideBlock *)out;
+  QuadBlock *to = (QuadBlock *)out;
   for (int64_t group = 0; group * K_GROUP < depth; group++) memcpy(to->by[group], block, PANEL * 4);
   block += PANEL * 4;
   for (int64_t k = 0; k < depth; k += 4, block += 4 * PANEL) {
@@ -24,7 +17,7 @@ void widen_quads(const uint8_t *block, int64_t depth, uint8_t *out) {
 }
 
 template <int FORMAT> void widen_codes(const uint8_t *block, int64_t depth, uint8_t *out) {
-  WideBlock *to = (WideBlock *)out;
+  QuadBlock *to = (QuadBlock *)out;
   const uint8_t *p = block + half_scales(FORMAT);
   for (int64_t first = 0; first < depth; first += K_GROUP, block += PANEL * 2)
     for (int j = 0; j < 4; j++) {
@@ -48,7 +41,7 @@ template <int FORMAT> void widen_codes(const uint8_t *block, int64_t depth, uint
 template <int FORMAT, int MR> void wide_dot(const void *const *av, const Block &block, float *c) {
   enum { ABREAST = 2, QUADS = K_GROUP / 4 };
   const WholeGroup *const *a = (const WholeGroup *const *)av;
-  const WideBlock &weights = *(const WideBlock *)block.panel;
+  const QuadBlock &weights = *(const QuadBlock *)block.panel;
   const uint8_t *next = block.ahead;
   for (int j = 0; j < 4; j += ABREAST) {
     __m512 sum[MR][ABREAST];
@@ -89,7 +82,7 @@ template <int FORMAT, int MR> void wide_dot(const void *const *av, const Block &
       for (int i = 0; i < ABREAST; i++) {
         const HalfScale scale = {load(weights.by[group] + 16 * (j + i)), load(weights.more[group] + 16 * (j + i))};
 #pragma GCC unroll 8
-        for (int m = 0; m < MR; m++) sum[m][i] = add_scaled<FORMAT>(whole[m][i], row[m]->scale, *row[m], scale, sum[m][i]);
+        for (int m = 0; m < MR; m++) sum[m][i] = add_scaled<FORMAT>(whole[m][i], *row[m], scale, sum[m][i]);
       }
     }
 #pragma GCC unroll 8

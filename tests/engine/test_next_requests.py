@@ -11,7 +11,7 @@ from test_wire import DEADLINE, add_request, send_when_connected, until
 
 from engine.process import arrivals
 from engine.process.arrivals import TRIED_AGAIN, Arrivals
-from front.messages import Abort, AddRequest, TokenOutput
+from front.messages import Abort, FrontToRank, TokenOutput
 from front.wire import RankSocket, ZmqRanks
 
 
@@ -57,19 +57,37 @@ def test_nothing_is_waited_for_long(
     assert after(connected[1], num_ended).take() == []
 
 
-def test_what_was_in_vain_is_seldom_done_again(
-    connected: tuple[ZmqRanks, RankSocket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks, socket = connected
+class Watched(RankSocket):
+    """It notes how long its owner would wait."""
+
+    def __init__(self, endpoint: str, rank: int) -> None:
+        super().__init__(endpoint, rank)
+        self.timeouts: list[float] = []
+
+    def poll(self, timeout: float) -> list[FrontToRank]:
+        self.timeouts.append(timeout)
+        return super().poll(timeout)
+
+    def waited(self) -> bool:
+        """Since this was last asked."""
+        timeouts, self.timeouts = self.timeouts, []
+        return any(timeouts)
+
+
+def test_what_was_in_vain_is_seldom_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "LONG_STEP", 0.0)
-    waits = after(socket, 1)
-    assert waits.take() == []
-    for _ in range(TRIED_AGAIN - 1):
-        ranks.send(0, add_request(1))
-        until(lambda: socket.inbox.poll(0) != 0)
-        assert len(after(socket, 2, waits).take()) == 1  # though two have ended
-    ranks.send(0, add_request(2))
-    monkeypatch.setattr(arrivals, "WAIT_SHARE", 10**9)  # steps are short here
-    assert [type(message) for message in after(socket, 1, waits).take()] == [AddRequest]
-    ranks.send(0, add_request(3))
-    assert [type(message) for message in after(socket, 1, waits).take()] == [AddRequest]  # as the last wait was not
+    monkeypatch.setattr(arrivals, "WAIT_SHARE", 100.0)  # of steps that take no time here
+    endpoint = f"ipc://{tmp_path}/front.ipc"
+    ranks, socket = ZmqRanks(endpoint, 1), Watched(endpoint, 0)
+    send_when_connected(ranks, 0, add_request(1))
+    until(lambda: socket.inbox.poll(0) != 0)
+    waits = Arrivals(socket)
+    waited = []
+    for _ in range(2 * TRIED_AGAIN + 2):
+        waits.take()
+        waited.append(socket.waited())
+        after(socket, 2, waits)
+    seldom = [True] + [False] * (TRIED_AGAIN - 1)
+    assert waited == [False, *seldom, *seldom, True]  # before the first one no step has ended
+    socket.close()
+    ranks.close()

@@ -32,6 +32,7 @@ from moesaic.http_client import Client
 from store.pages import brought_in
 
 WRITTEN_SECONDS = 600.0
+COUNTED_SECONDS = 2.0  # after pss_bytes: a process that is asked for its own stands still until the kernel has counted
 MEGA = 10**6
 
 
@@ -91,6 +92,7 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
         pss = pss_bytes(server)
         waiting = [pid for pid in server.seen if "engine.process.standby_process" in command_line(pid)]
         standby = sum(map(pss_of, waiting))
+        await asyncio.sleep(COUNTED_SECONDS)
         quiet = time.monotonic(), time.monotonic() + BACK_SECONDS
         await asyncio.sleep(BACK_SECONDS)
         await killer.run()

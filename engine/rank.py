@@ -331,7 +331,7 @@ class Rank:
             return False
         self._runner.warm_up()
         if self._overlap is not None:
-            yield from self._overlap.begin(self._team.experts_group)
+            yield from self._overlap.begin(self._team.experts_group, joined.epoch > 0)
             self._idle = self._idle and not self._overlap.to_be_measured
         self.on_formed(self._team.num_alive)
         for companion in self._companions.members:

@@ -108,6 +108,8 @@ class Front:
         self._requests: dict[str, LiveRequest] = {}
         self._held: dict[str, LiveRequest] = {}  # those of them that no rank has now
         self._sequences: dict[int, Sequence] = {}  # those that a rank has
+        # Those that a rank had when it was lost: what was sent after its end comes to the process that follows it.
+        self._former: dict[int, list[int]] = {}
         self._next_id = itertools.count()
         self._finished: deque[FinishedRequest] = deque(maxlen=_MAX_FINISHED)
 
@@ -278,7 +280,9 @@ class Front:
         if not self._requests:  # then no first token will end a recovery whose survivors need not agree on anything
             self.members.on_idle()
         messages = self._place_held()
-        return FrontOutput([], [*messages, *self.members.memberships()])
+        ended = [rank for rank in sorted(self._former) if self.members.is_member(rank)]
+        forget: list[tuple[int, FrontToRank]] = [(rank, Abort(self._former.pop(rank))) for rank in ended]
+        return FrontOutput([], [*forget, *messages, *self.members.memberships()])
 
     def _open_ranks(self) -> None:
         self.router.open = [state is State.UP for state in self.members.states]
@@ -295,6 +299,7 @@ class Front:
         for request in moved:
             for sequence in request.sequences:
                 del self._sequences[sequence.sequence_id]
+                self._former.setdefault(rank, []).append(sequence.sequence_id)
                 sequence.leave(rank, intact)
                 self._uncharge(sequence)
             self._held[request.prompt.request_id] = request

@@ -198,7 +198,8 @@ class RankMonitor:
                     lost.append(message)
             elif place.child is not None and not place.verdict:
                 self._check(place, place.child, now)
-            elif place.child is None and place.wanted and self.restarts:
+        for place in self._places:
+            if place.child is None and place.wanted and self.restarts:
                 if place.added:
                     self._add(place)
                 else:

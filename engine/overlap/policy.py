@@ -5,9 +5,10 @@ All ranks have the same crossover. A rank that knows one tells it to the others 
 that has measured it in this life, else what the first rank finds on disk. If none knows, no step is split until it has
 been measured; what came from disk is checked, and measured anew if the exchange takes another time now.
 
-Nothing is measured when an epoch is formed, because requests may wait for that. When a step's record says that no rank
-has work, all ranks take one run of the measurement instead of a step, and then agree anew: so whatever comes meanwhile
-waits for one run.
+Nothing is measured when an epoch is formed, because requests may wait for that: those of ranks that are lost come once
+the next ones have met. When a step's record says that no rank has work, and in a later epoch than the first one there
+has been some, all ranks take one run of the measurement instead of a step, and then agree anew: so whatever comes
+meanwhile waits for one run.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Overlap(StepCompanion):
         self._measured = self._known is None
         self._threshold = self._make_threshold()
         self._runs: _Runs | None = None
+        self._may_measure = True
         self._taken: _Taken | None = None  # by the last run
         self._seconds = 0.0  # by all of them
         self._seen = (0.0, 0.0)
@@ -100,6 +102,7 @@ class Overlap(StepCompanion):
 
     def join(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> None:
         self.num_steps += plan.parts > 1
+        self._may_measure = True
 
     def add_to(self, stats: RankStats) -> RankStats:
         """With what is known here."""
@@ -117,12 +120,13 @@ class Overlap(StepCompanion):
     @property
     def to_be_measured(self) -> bool:
         """There is something to measure as soon as no rank has work; equal on all ranks."""
-        return self._runs is not None
+        return self._runs is not None and self._may_measure
 
-    def begin(self, group: Group) -> Steps[None]:
+    def begin(self, group: Group, serves: bool) -> Steps[None]:
         """The ranks of an epoch have met: come to one crossover, if one of them knows any. Nothing when it is given, or
-        for a rank alone. Raises PeerLost."""
+        for a rank alone. serves: it is not the first epoch. Raises PeerLost."""
         self._runs = self._taken = None
+        self._may_measure = not serves
         if not self._measured or group.size == 1:
             return
         found = recall(self._memory) if self._memory is not None and self._known is None else None

@@ -78,12 +78,17 @@ def rehearse(options: argparse.Namespace) -> Store | None:
         return None
     rank = build_rank(plan, options.rank, join=True, store=store)
     practise(rank, alone=True)
-    with contextlib.suppress(ValueError):  # requests with grammars are told
-        # Else a thread would, beside the first steps, which would wait for the interpreter.
-        vocabulary_of(plan.model_path, plan.tokenizer_path, planned_facts(plan).vocab_size)
     rank.close()
     _start_mapping(store)
+    # Most of the work, and it can serve without: beside the wait, and at the priority of this thread.
+    threading.Thread(target=_read_vocabulary, args=(plan,), name="vocabulary", daemon=True).start()
     return store
+
+
+def _read_vocabulary(plan: Plan) -> None:
+    """Else the rank would, beside its first steps, which would wait for the interpreter."""
+    with contextlib.suppress(ValueError):  # requests with grammars are told
+        vocabulary_of(plan.model_path, plan.tokenizer_path, planned_facts(plan).vocab_size)
 
 
 def run(options: argparse.Namespace, rehearsed: Store | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import encodings.unicode_escape  # noqa: F401  (a vocabulary is read beside requests, and would import it then)
 import logging
+import threading
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import lru_cache
@@ -34,10 +35,18 @@ def failure(request: Request) -> TokenOutput:
     return TokenOutput(request.request_id, [], "error")
 
 
-@lru_cache(maxsize=1)
+_vocabulary_lock = threading.Lock()
+
+
 def vocabulary_of(model_path: str, tokenizer_path: str, vocab_size: int) -> llguidance.LLTokenizer:
     """Read once for all ranks that this process is, one after another: the one that it rehearses, and the one that it
-    becomes (engine/process/rank_loop.py)."""
+    becomes, which waits where the reading has begun (engine/process/rank_loop.py)."""
+    with _vocabulary_lock:
+        return _read_vocabulary(model_path, tokenizer_path, vocab_size)
+
+
+@lru_cache(maxsize=1)
+def _read_vocabulary(model_path: str, tokenizer_path: str, vocab_size: int) -> llguidance.LLTokenizer:
     return grammar_tokenizer(Tokenizer(model_path, tokenizer_path), vocab_size)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from front.front import EngineBusy, Front, losses_last
 from front.members import State
 from front.messages import (
+    Abort,
     AddRequest,
     Logprobs,
     Membership,
@@ -55,6 +56,23 @@ def test_a_lost_rank_s_requests_go_on_elsewhere() -> None:
     [record] = front.take_finished()
     assert (record.num_output_tokens, record.num_cached_tokens, record.rank) == (2, 3, other)
     assert front.router.loads == [0, 0, 0]
+
+
+def test_what_was_sent_to_a_rank_after_its_end_is_not_computed_by_the_next_process() -> None:
+    """All ranks end at once, and the front hears of it one after another: what it moves meanwhile to one that has ended too
+    comes to the process that follows, which has the rank's name by then."""
+    front = make_front(3, num_experts=4, slots_per_rank=4)
+    sent = [message for index in range(6) for message in front.add(make_prompt(f"r{index}"))]
+    for lost in range(3):
+        work = front.on_message(RankLost(lost, "killed by SIGKILL", 99.0, 1))
+        sent += [(rank, message) for rank, message in work.messages if isinstance(message, AddRequest)]
+    old = [{message.request_id for rank, message in sent if rank == place} for place in range(3)]
+    assert all(len(ids) >= 2 for ids in old) and len(old[2]) > 2
+    for back in range(3):
+        [(rank, first), *rest] = front.on_message(ready(back, 2)).messages
+        assert rank == back and isinstance(first, Abort) and set(first.request_ids) == old[back]
+        assert not any(isinstance(item, Abort) for _, item in rest)
+        front.on_message(joined(back, front.members.epoch))
 
 
 def test_where_a_moved_request_has_been() -> None:

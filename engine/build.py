@@ -150,8 +150,8 @@ def _open(plan: Plan, rank: int) -> torch.device:
 
 
 def _preparation(scheduler: Scheduler, kv: CacheMemory, num_bytes: int) -> Iterator[int]:
-    scheduler.grammars.warm()
     yield from kv.prefault(min(num_bytes, PREPARED_BYTES))
+    scheduler.grammars.warm()  # last: a thread works for a while, and work may come when there has been none for a moment
 
 
 def _model(plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.device) -> CausalLM:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -57,6 +58,7 @@ EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
 # What the rank's last process has left of its cache is kept for so long: others take it over in their next step.
 FORMER_SECONDS = 10.0
+VOCABULARY_SECONDS = 10.0  # that a process waits before it reads one, if it is not a rank by then
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
 # For weights that are away to come back, when a rank is started again; then the monitor has its turn.
 WEIGHTS_SECONDS = 20.0
@@ -67,7 +69,15 @@ def prepare(architecture: str) -> None:
     model_class(architecture)
 
 
-def rehearse(options: argparse.Namespace) -> Store | None:
+class Rehearsed(NamedTuple):
+    """What a process has that waits to become a rank. reading: of the vocabulary, when it has waited for a while: most
+    of the work, and a rank can serve without; another loss may be near, and the ranks need their cores."""
+
+    store: Store
+    reading: threading.Timer
+
+
+def rehearse(options: argparse.Namespace) -> Rehearsed | None:
     """Practise as a rank with these options would, and keep nothing of it but the store of weights, mapped. None: there
     is no full one. options: as engine/process/rank_process.py reads them."""
     plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
@@ -80,9 +90,10 @@ def rehearse(options: argparse.Namespace) -> Store | None:
     practise(rank, alone=True)
     rank.close()
     _start_mapping(store)
-    # Most of the work, and it can serve without: beside the wait, and at the priority of this thread.
-    threading.Thread(target=_read_vocabulary, args=(plan,), name="vocabulary", daemon=True).start()
-    return store
+    reading = threading.Timer(VOCABULARY_SECONDS, _read_vocabulary, (plan,))
+    reading.daemon = True
+    reading.start()
+    return Rehearsed(store, reading)
 
 
 def _read_vocabulary(plan: Plan) -> None:
@@ -91,10 +102,12 @@ def _read_vocabulary(plan: Plan) -> None:
         vocabulary_of(plan.model_path, plan.tokenizer_path, planned_facts(plan).vocab_size)
 
 
-def run(options: argparse.Namespace, rehearsed: Store | None = None) -> int:
+def run(options: argparse.Namespace, rehearsed: Rehearsed | None = None) -> int:
     """The exit code. options: as engine/process/rank_process.py reads them; rehearsed: what `rehearse` gave."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"rank {options.rank}: %(message)s")
     code = 0
+    if rehearsed is not None:
+        rehearsed.reading.cancel()
     network = None
     if options.network is not None:
         network = msgspec.json.decode(options.network.read_bytes(), type=Network)
@@ -102,7 +115,8 @@ def run(options: argparse.Namespace, rehearsed: Store | None = None) -> int:
     socket = RankSocket(options.front or places.socket("front.ipc"), options.rank)
     try:
         plan = msgspec.json.decode(options.plan.read_bytes(), type=Plan)
-        start = Start(plan, options.rank, places, network, bool(options.front), options.join, rehearsed)
+        store = None if rehearsed is None else rehearsed.store
+        start = Start(plan, options.rank, places, network, bool(options.front), options.join, store)
         _serve(start, socket)
     except CheckpointError as error:
         code = _report(socket, options.rank, error, EXIT_WEIGHTS if options.join else EXIT_ERROR)

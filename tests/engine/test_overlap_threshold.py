@@ -156,6 +156,29 @@ def test_nothing_is_measured_while_requests_are_open(expected: list[list[int]], 
     assert said.text.count(MEASURED) == 3
 
 
+def test_ranks_that_return_measure_once_they_have_had_work(
+    expected: list[list[int]], said: pytest.LogCaptureFixture
+) -> None:
+    """The requests of those that were lost come when the next ones have met: none of these knows anything, and until then
+    nobody has work."""
+    cluster = Survivors(CHECKPOINT, 2, slots_per_rank=8, dbo=DboPlan())
+    cluster.round()
+    cluster.finish()
+    assert said.text.count(MEASURED) == 2
+    for rank in (0, 1):
+        cluster.kill(rank)
+    for rank in (0, 1):
+        cluster.start(rank)
+    cluster.tell_all()
+    said.clear()
+    for _ in range(30):
+        cluster.round()
+    assert all(rank._overlap is not None and rank._overlap._seconds == 0 for rank in cluster.ranks.values())
+    cluster.add(0, JOBS[0])
+    cluster.finish()
+    assert cluster.released == {0: expected[0]} and said.text.count(MEASURED) == 2
+
+
 def test_a_loss_while_they_measure(expected: list[list[int]], said: pytest.LogCaptureFixture) -> None:
     for turns in (2, 5, 9):
         cluster = Survivors(CHECKPOINT, 3, slots_per_rank=8, dbo=DboPlan())

@@ -151,7 +151,7 @@ def _open(plan: Plan, rank: int) -> torch.device:
 
 def _preparation(scheduler: Scheduler, kv: CacheMemory, num_bytes: int) -> Iterator[int]:
     yield from kv.prefault(min(num_bytes, PREPARED_BYTES))
-    scheduler.grammars.warm()  # last: a thread works for a while, and work may come when there has been none for a moment
+    scheduler.grammars.warm()  # a thread works for a while: not in the first moment without work
 
 
 def _model(plan: Plan, facts: ModelFacts, parallel: Parallel, device: torch.device) -> CausalLM:

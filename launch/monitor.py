@@ -199,11 +199,8 @@ class RankMonitor:
             elif place.child is not None and not place.verdict:
                 self._check(place, place.child, now)
         for place in self._places:
-            if place.child is None and place.wanted and self.restarts:
-                if place.added:
-                    self._add(place)
-                else:
-                    self._restart(place, now)
+            if place.child is None and place.wanted and self.restarts and not self.left:
+                self._add(place) if place.added else self._restart(place, now)
         if self._standby is not None and self.restarts and self._settled(now):
             self._standby.keep(self._words(self._places[-1]), now, sum(place.wanted for place in self._places))
         return lost

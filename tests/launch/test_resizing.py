@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from moesaic_here import run_here
 from served import Server, command_line, served, until
 from streams import mode, undisturbed, wave, waves
 
+from engine.process.heartbeat import last_beat
+from launch.processes import PREFIX
 from models.tiny import CHECKPOINT
 
 KEY = "boss"
@@ -53,8 +56,17 @@ class Elastic:
 
     def stop(self, rank: int, beat: str) -> None:
         """As soon as it beats; not until anybody notices."""
-        until(lambda: list(self.server.runtime_root.glob(f"*/{beat}-{rank}")), 60, f"rank {rank} beats")
-        os.kill(self.server.children()[f"rank {rank}"], signal.SIGSTOP)
+
+        def beats() -> bool:
+            name, found = f"/memfd:{PREFIX}{beat}-{rank} ", False
+            for file in Path(f"/proc/{self.server.process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):  # it has just been closed
+                    found |= os.readlink(file).startswith(name) and last_beat(file) is not None
+            return found
+
+        pid = until(lambda: self.server.children().get(f"rank {rank}"), 60, f"rank {rank} has started")
+        until(beats, 60, f"rank {rank} beats")
+        os.kill(pid, signal.SIGSTOP)
 
     def unnoticed(self, *events: Callable[[], object]) -> None:
         """These happen while clients stream, and the streams are as ever."""
@@ -120,7 +132,9 @@ def test_many_resizes_in_a_row(tmp_path: Path, backend: str) -> None:
         it.unnoticed(*[lambda count=count: it.resize(count) for count in (5, 3, 4, 2, 5, 4)], lambda: it.whole(4))
         it.unnoticed(lambda: it.stop(3, "beat"), lambda: it.resize(3), lambda: it.resize(4), lambda: it.whole(4))
         it.unnoticed(lambda: it.resize(5), lambda: it.stop(4, "loading"), lambda: it.whole(5))
-        assert "hung while loading" in it.log.read_text()
+        assert re.search(
+            r"rank_lost rank=4 .*hung", it.log.read_text()
+        )  # while it loads, which takes a moment, or after that
         it.unnoticed(lambda: it.kill(4), lambda: it.resize(2), lambda: it.whole(2))
         it.check_end(2)
 

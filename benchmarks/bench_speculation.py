@@ -9,8 +9,8 @@ ngram: text that repeats itself. editing: the model is asked to write a text aga
 text that it was given (method ngram); edited: the same with that text as the request's prediction. Both want a model that follows
 (SmolLM2: benchmarks/real_weights.py). Every request is greedy, and its tokens are the same with and without drafts, which is checked.
 
-A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; ratio, the
-middle one of tokens per second with drafts over those without. --drafts: always so many, not as many as pay. --options: of both
+A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; bound,
+what the ratio would be if a step took no longer with drafts and prompts took nothing; ratio, the middle one of tokens per second with drafts over those without. --drafts: always so many, not as many as pay. --options: of both
 servers, as `moesaic serve` takes them. --picture: an SVG of tokens per second by streams, of the first case.
 """
 
@@ -116,12 +116,14 @@ def measure(case: str, streams: int, options: argparse.Namespace, plain: Server,
         ratios.append(without / with_drafts)
         rates.append((streams * options.tokens / without, streams * options.tokens / with_drafts))
     drafts, tokens, accepted = (now - then for now, then in zip(counters(drafting), before, strict=True))
+    made = options.repeats * streams * options.tokens
     return {
         "model": options.model or "moesaic-tiny",
         "method": case,
         "streams": streams,
         "k_mean": round(tokens / drafts, 2) if drafts else 0.0,
         "acceptance": round(accepted / tokens, 3) if tokens else 0.0,
+        "bound": round(made / (made - accepted), 3),
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
         "plain_tokens_per_s": round(statistics.median(rate for rate, _ in rates)),

@@ -58,7 +58,7 @@ EXIT_PEER_LOST = 4
 THINKING_SECONDS = 0.001  # the most that the thread of the balancer keeps the interpreter from a step
 # What the rank's last process has left of its cache is kept for so long: others take it over in their next step.
 FORMER_SECONDS = 10.0
-VOCABULARY_SECONDS = 10.0  # that a process waits before it reads one, if it is not a rank by then
+VOCABULARY_SECONDS = 30.0  # that a process waits before it reads one, if it is not a rank by then
 SLEEP_SECONDS = 0.5  # an idle rank looks up this often, though nothing has called it: its heart beats with its loop
 # For weights that are away to come back, when a rank is started again; then the monitor has its turn.
 WEIGHTS_SECONDS = 20.0

@@ -88,5 +88,11 @@ def set_variables(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
+def forget_no_columns() -> None:
+    """COLUMNS=0 says that a terminal's width is not known; rich would draw into no columns, so nothing."""
+    if os.environ.get("COLUMNS") == "0":
+        del os.environ["COLUMNS"]
+
+
 def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())

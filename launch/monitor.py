@@ -190,17 +190,19 @@ class RankMonitor:
         if self._standby is not None:
             self._standby.look(dead, now)
         self._look_at_waits()
-        lost = []
+        lost: list[RankLost] = []
         for place in self._places:
             if place.child is not None and place.child in dead:
                 message = self._on_end(place, place.child, now)
-                if message is not None:
-                    lost.append(message)
+                lost += [] if message is None else [message]
             elif place.child is not None and not place.verdict:
                 self._check(place, place.child, now)
         for place in self._places:
             if place.child is None and place.wanted and self.restarts and not self.left:
-                self._add(place) if place.added else self._restart(place, now)
+                if place.added:
+                    self._add(place)
+                else:
+                    self._restart(place, now)
         if self._standby is not None and self.restarts and self._settled(now):
             self._standby.keep(self._words(self._places[-1]), now, sum(place.wanted for place in self._places))
         return lost

@@ -12,6 +12,7 @@ from types import FrameType
 
 import click
 
+from configs.env import forget_no_columns
 from engine.process.console import drain_console, say_line, say_text
 from moesaic.lazy import LazyGroup
 
@@ -49,6 +50,7 @@ def main() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
+    forget_no_columns()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # texts of models have characters that a terminal may lack
     try:

@@ -155,6 +155,11 @@ def test_bad_input_to_a_process(arguments: list[str], message: str) -> None:
     check_refused(run(*arguments), message)
 
 
+def test_tables_where_no_width_is_known() -> None:
+    """Some terminals and runners set COLUMNS=0."""
+    assert "Plan for moesaic-tiny" in run("explain", COLUMNS="0").stdout
+
+
 def check_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
     assert done.returncode == 2
     assert message in done.stderr

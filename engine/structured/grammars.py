@@ -39,8 +39,8 @@ _vocabulary_lock = threading.Lock()
 
 
 def vocabulary_of(model_path: str, tokenizer_path: str, vocab_size: int) -> llguidance.LLTokenizer:
-    """Read once by a process: while it waits to become a rank, or as one, which then waits for the end of a reading that
-    has begun (engine/process/rank_loop.py)."""
+    """Read once by a process: while it waits to become a rank, or as one, which waits for the end of a reading that has
+    begun (engine/process/rank_loop.py)."""
     with _vocabulary_lock:
         return _read_vocabulary(model_path, tokenizer_path, vocab_size)
 

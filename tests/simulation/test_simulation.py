@@ -21,7 +21,7 @@ REGRESSIONS = {
     "forget-filled": 337,
     "form-alone": 5,
     "open-recovery": 10,
-    "sleep-on": 376,
+    "sleep-on": 894,
     "take-other-weights": 202,
     "wait-unsaid": 50,
     "thread-beats": 2,

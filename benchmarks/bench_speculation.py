@@ -9,9 +9,10 @@ ngram: text that repeats itself. editing: the model is asked to write a text aga
 text that it was given (method ngram); edited: the same with that text as the request's prediction. Both want a model that follows
 (SmolLM2: benchmarks/real_weights.py). Every request is greedy, and its tokens are the same with and without drafts, which is checked.
 
-A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; bound,
-what the ratio would be if a step took no longer with drafts and prompts took nothing; ratio, the middle one of tokens per second with drafts over those without. --drafts: always so many, not as many as pay. --options: of both
-servers, as `moesaic serve` takes them. --picture: an SVG of tokens per second by streams, of the first case.
+A row per case and number of streams: k_mean, drafts of a sequence and step; acceptance, of those, the part that was right; bound, what
+the ratio would be if a step took no longer with drafts and prompts took nothing; ratio, the middle one of tokens per second with drafts
+over those without. --drafts: always so many, not as many as pay. --options: of both servers, as `moesaic serve` takes them. --picture:
+an SVG of tokens per second by streams, of the first case.
 """
 
 from __future__ import annotations

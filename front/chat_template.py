@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox, with the names that Hugging Face templates expect.
+"""Chat templates, which front.chat.sandbox.py compiles, and other ways to write a conversation.
 
 Semantics follow transformers' `apply_chat_template` (checked against it in tests/engine/test_chat_template.py):
 keys whose value is None are dropped from messages, `reasoning`/`thinking`/`reasoning_content` are aliases,
@@ -7,74 +7,15 @@ keys whose value is None are dropped from messages, `reasoning`/`thinking`/`reas
 
 from __future__ import annotations
 
-import json
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+Renderer = Callable[[Mapping[str, Any]], str]  # of variables
 
 _END_MARK = "MOESAIC-END-OF-FINAL-MESSAGE "  # the trailing space shows whether the template trims
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here its body is simply rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Dict:
-    """`dict` for templates, without the attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args, **kwargs)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML and sorts keys; models were trained on plain JSON.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _Dict()
-    return environment
 
 
 class Conversation(NamedTuple):
@@ -91,6 +32,11 @@ class Encoding(ABC):
 
     source = ""  # of a template
     marks: str  # holds what marks the model's formats of calls and of reasoning
+
+    def compile(self) -> None:
+        """Before it is first used, where a request is not to wait for that. ValueError, on one line: it does not
+        parse."""
+        return
 
     def render(
         self,
@@ -122,26 +68,26 @@ class Encoding(ABC):
 
 
 class ChatTemplate(Encoding):
-    """One compiled template. ValueError when it does not parse."""
+    """A Jinja template, compiled when it is first used; what no conversation is rendered in never imports jinja2."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """variables: what every rendering sees, e.g. bos_token."""
         self.source = self.marks = source
         self._variables = dict(variables)
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat template does not parse: {_one_line(error)}") from None
+        self._compiled: Renderer | None = None
+
+    def compile(self) -> None:
+        self._render()
 
     def _text(self, given: Conversation) -> str:
         variables = {"documents": None, **self._variables, **given.arguments}
         variables.update(messages=given.messages, tools=given.tools, add_generation_prompt=given.add_generation_prompt)
-        try:
-            return self._template.render(variables)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat template: {_one_line(error)}") from None
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"chat template cannot render these messages: {_one_line(error)}") from None
+        return self._render()(variables)
+
+    def _render(self) -> Renderer:
+        if self._compiled is None:
+            self._compiled = importlib.import_module("front.chat.sandbox").compiled(self.source)
+        return self._compiled
 
 
 def _plain_value(value: Any, where: str) -> Any:

@@ -16,7 +16,7 @@ from front.chat.thinking import within_budget
 from front.collector import Collector
 from front.driver import Driver
 from front.front import EngineFailed, FrontOutput
-from front.messages import BalanceStatus, SamplingParams
+from front.messages import BalanceStatus, RankStats, SamplingParams
 from front.outputs import Delta, Prompt, RequestOutput
 from front.profiling import ANSWER_SECONDS, EVENTS_PER_RANK
 from front.sampling_params import resolve, validate
@@ -191,6 +191,10 @@ class LLM(Driver[Ranks]):
         if not self._closed:
             self._closed = True
             self._ranks.close()
+
+    def stats(self) -> list[RankStats]:
+        """The latest of every rank, in rank order."""
+        return self.front.stats
 
     @property
     def balance(self) -> BalanceStatus | None:

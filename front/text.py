@@ -169,6 +169,11 @@ class Tokenizer:
         """In which the formats of calls and of reasoning are recognised: the templates' texts."""
         return "".join(template.marks for template in self._templates.values())
 
+    def compile_templates(self) -> None:
+        """What else the first conversation waits for. ValueError, on one line: one does not parse."""
+        for template in self._templates.values():
+            template.compile()
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

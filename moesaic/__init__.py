@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from front.messages import SamplingParams, StructuredOutputsParams
     from front.outputs import CompletionOutput, RequestOutput
     from front.search.beams import BeamSearchOutput, BeamSearchParams
-    from moesaic.public import LLM, AsyncLLM
+    from moesaic.async_llm import AsyncLLM
+    from moesaic.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,8 +31,8 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "LLM": "moesaic.public",
-    "AsyncLLM": "moesaic.public",
+    "LLM": "moesaic.llm",
+    "AsyncLLM": "moesaic.async_llm",
     "EngineConfig": "configs.engine",
     "EplbConfig": "configs.eplb",
     "SamplingParams": "front.messages",

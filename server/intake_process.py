@@ -82,7 +82,9 @@ def serve(file: BufferedRWPair) -> None:
     if first is None:
         return
     setup = _setups.decode(first)
-    intake = Intake(Tokenizer(setup.model_dir, setup.tokenizer_dir), setup.plan, setup.config)
+    tokenizer = Tokenizer(setup.model_dir, setup.tokenizer_dir)
+    tokenizer.compile_templates()
+    intake = Intake(tokenizer, setup.plan, setup.config)
     gc.collect()
     gc.freeze()
     # nothing here makes cycles by the million, and a body of many small lists would be walked again and again

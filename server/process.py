@@ -73,6 +73,7 @@ def main() -> None:
         logs.configure(config.log_format, config.log_requests, sys.stderr)
         listener = listen(config.host, config.port) if config.uds is None else listen_at(Path(config.uds))
         tokenizer = Tokenizer(plan.model_path, plan.tokenizer_path)
+        tokenizer.compile_templates()
         OutputFormats(tokenizer, config)  # said at once, where parsers do not go together
         if config.structured_outputs_backend == "xgrammar":
             xgrammar_library()  # the same, where it is missing; importing it takes seconds

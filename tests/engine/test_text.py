@@ -132,7 +132,7 @@ def test_bad_files_are_one_line_errors(tmp_path: Path, name: str, content: str |
     else:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message) as caught:
-        Tokenizer(tmp_path)
+        Tokenizer(tmp_path).compile_templates()
     assert "\n" not in str(caught.value)
 
 
@@ -143,6 +143,6 @@ def test_lone_surrogate_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_caller_of_several_ranks_needs_no_torch() -> None:
-    code = "import sys, moesaic.public; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = "import sys, moesaic.opened; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from moesaic.conversation import Conversation
+from moesaic.chat.conversation import Conversation
 from moesaic.http_client import unreached
 
 ROOM = 60  # characters of all messages together

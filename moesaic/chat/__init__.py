@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from configs.env import read_env
-from moesaic.conversation import Conversation
+from moesaic.chat.conversation import Conversation
 from moesaic.http_client import Client, HttpError, unreached
 
 COMMANDS = ["/help", "/reset", "/system ", "/params ", "/save ", "/exit"]
@@ -54,7 +54,7 @@ def command(message: str | None, **options: Any) -> None:
 def _reader() -> Callable[[str], str]:
     if not sys.stdin.isatty() or not sys.stdout.isatty():
         return input
-    ask: Callable[[str], str] = importlib.import_module("moesaic.line_editing").Lines(COMMANDS).ask
+    ask: Callable[[str], str] = importlib.import_module("moesaic.chat.line_editing").Lines(COMMANDS).ask
     return ask
 
 

@@ -279,6 +279,7 @@ def measure(rounds: int, sequences: int, ranks: int) -> dict[str, Any]:
     config = EngineConfig(
         data_parallel_size=ranks, dtype="float32", async_scheduling=False, enable_prefix_caching=False
     )
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)  # where ranks find this file
     plan = make_plan(config)
     tokenizer = Tokenizer(plan.model_path)
     runtime = RuntimeDir(Path(tempfile.gettempdir()))

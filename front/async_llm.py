@@ -22,7 +22,7 @@ from front.balancing import Balancing
 from front.collector import Collector
 from front.driver import Driver, log
 from front.front import EngineBusy, EngineDraining, EngineFailed, FrontOutput
-from front.members import Members, Recovery, State
+from front.members import GATHER_SECONDS, Members, Recovery, State
 from front.messages import (
     EpochLost,
     RankLost,
@@ -337,6 +337,8 @@ class AsyncLLM(Driver[AsyncRanks]):
         self._changed.set()
         self.balancing.on_event(message)
         members = self.front.members
+        if members.gathering:
+            self._loop.call_later(GATHER_SECONDS, self._read)
         if isinstance(message, RankLost) and members.states[message.rank] not in _NO_MEMBERS:
             log.info("event=rank_lost rank=%d epoch=%d reason=%r", message.rank, members.epoch, message.reason)
         elif isinstance(message, EpochLost):

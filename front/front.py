@@ -268,10 +268,10 @@ class Front:
         """To be called a few times per second, as some things are found by nothing happening."""
         finding = self.accusations.look()
         self.accused += [(rank, self.ready[rank].process) for rank in finding.accused if rank in self.ready]
-        if not finding.meet_again:
-            return FrontOutput([], [])
-        self.members.meet_again()
-        return self._changed()
+        gathered = self.members.gather()
+        if finding.meet_again:
+            self.members.meet_again()
+        return self._changed() if gathered or finding.meet_again else FrontOutput([], [])
 
     def _changed(self) -> FrontOutput:
         """The membership has: the ranks get what waits, and are told. In this order, as a survivor computes the first

@@ -6,11 +6,13 @@ they were sent.
 
     LOADING --RankReady--> UP --RankLost--> LOST --RankReady--> JOINING --Joined--> UP
     STARTING --RankReady--> JOINING;  any --resize--> LEFT --resize--> STARTING
+    LOST --RankReady, of the first after the loss of all--> UP
 
 Ranks 0 to count - 1 are wanted; those beyond have left, and keep their numbers until they are wanted again.
 
 When all are lost at once nothing ends: the epochs go on to rise, and those that come back begin with the linear
-placement. Only the supervisor knows when no rank can be started any more (NoneLeft).
+placement. The first of them waits a moment for the others (`gather`): alone it would begin a step with the requests of
+all. Only the supervisor knows when no rank can be started any more (NoneLeft).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from configs.engine import MAX_RANKS
 from front.messages import Joined, Membership, NoneLeft, RankFailed, RankLost, RankReady, Waiting
 
 _MAX_RECOVERIES = 1024
+GATHER_SECONDS = 0.05  # how long the first rank after the loss of all waits for the others: processes that waited
 
 
 class State(Enum):
@@ -95,6 +98,8 @@ class Members:
         self._slots_per_rank = slots_per_rank
         self._clock = clock
         self._joined_epoch = [0] * num_ranks  # the epoch with which a rank came back
+        self._back: dict[int, RankReady] = {}  # after the loss of all, until they are members
+        self._gathers_until = 0.0
         self._early: dict[int, RankReady] = {}  # of a next life, before the end of the last one is known
         self._ended: list[set[int]] = [set() for _ in range(num_ranks)]  # processes of each rank that have ended
 
@@ -192,6 +197,7 @@ class Members:
             self.states[rank] = State.LEFT
             self.ready.pop(rank, None)
             self._early.pop(rank, None)
+            self._back.pop(rank, None)
             self.added.discard(rank)
             self.last_recovery.pop(rank, None)
             self.troubles.pop(rank, None)
@@ -230,18 +236,44 @@ class Members:
         if self.states[rank] in (State.UP, State.JOINING):
             self._early[rank] = message
             return False
-        self.ready[rank] = message
-        self.troubles.pop(rank, None)
         if self.states[rank] is State.LOADING:
+            self.ready[rank] = message
             self.states[rank] = State.UP
             self.started = all(state is State.UP for state in self.states)
             return False
+        if any(self.alive):
+            self._join(message)
+            return True
+        if not self._back:
+            self._gathers_until = self._clock() + GATHER_SECONDS
+        self._back[rank] = message
+        return self.gather()
+
+    @property
+    def gathering(self) -> bool:
+        """A rank waits for `gather`."""
+        return bool(self._back)
+
+    def gather(self) -> bool:
+        """To be called a few times per second. True: ranks that are back after the loss of all have become members,
+        as none is missing or the first has waited long enough."""
+        if not self._back or (len(self._back) < self.count and self._clock() < self._gathers_until):
+            return False
+        back, self._back = self._back, {}
+        for message in back.values():
+            self._join(message)
+            self._serves(message.rank)  # its first step is the first of all, and has what waits
+        return True
+
+    def _join(self, message: RankReady) -> None:
+        rank = message.rank
+        self.ready[rank] = message
+        self.troubles.pop(rank, None)
         self.epoch += 1
         self._joined_epoch[rank] = self.epoch
         self.states[rank] = State.JOINING
         if not self._num_experts:  # there is nothing to agree on with the others
             self._serves(rank)
-        return True
 
     def on_failed(self, message: RankFailed) -> bool:
         """True: a member is lost."""
@@ -265,6 +297,8 @@ class Members:
         """True: a member is lost."""
         rank = message.rank
         self._ended[rank].add(message.process)
+        if rank in self._back and self._back[rank].process == message.process:
+            del self._back[rank]
         if self.started and (rank not in self.ready or self.ready[rank].process != message.process):
             return False  # it was not a member: it was still loading, has left, or has said itself that it fails
         changed = self._lose(rank, f"rank {rank} is lost: {message.reason}", message.time)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from front.front import EngineBusy, Front, losses_last
-from front.members import State
+from front.members import GATHER_SECONDS, State
 from front.messages import (
     Abort,
     AddRequest,
@@ -172,6 +172,34 @@ def test_all_lost(experts: tuple[int, int]) -> None:
     for name in ("a", "b"):
         front.abort(name)
     assert front.num_requests == 0 and not front.members.open
+
+
+@pytest.mark.parametrize("last", ["comes", "is late", "ends again"])
+def test_the_first_waits_for_the_others(last: str) -> None:
+    """After the loss of all; else it would begin a step with what all had. Not for long."""
+    now = [100.0]
+    front = Front(3, TOKENIZER, num_experts=6, slots_per_rank=6, clock=lambda: now[0])
+    for rank in range(3):
+        front.on_message(ready(rank))
+    front.add(make_prompt("a"))
+    for rank in range(3):
+        front.on_message(RankLost(rank, "killed by SIGKILL", 99.0, 1))
+    assert not front.on_message(ready(1, 2)).messages and not front.on_message(ready(0, 2)).messages
+    now[0] += 0.9 * GATHER_SECONDS
+    assert not front.look().messages and front.members.gathering and front.members.up == []
+    if last == "comes":
+        work, members = front.on_message(ready(2, 2)), [True, True, True]
+    else:
+        members = [True, last == "is late", False]
+        if last == "ends again":
+            assert not front.on_message(RankLost(1, "exit code 5", 99.0, 2)).messages
+        now[0] += 0.2 * GATHER_SECONDS
+        work = front.look()
+    expected = Membership(front.members.epoch, members)
+    [(_, moved), *told] = [pair for pair in work.messages if not isinstance(pair[1], Abort)]
+    assert isinstance(moved, AddRequest)  # before they are told: it is in their first step
+    assert told == [(rank, expected) for rank in range(3) if members[rank]]
+    assert front.members.epoch == 3 + sum(members) and not front.members.gathering and not front.look().messages
 
 
 def test_none_left() -> None:

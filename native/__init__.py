@@ -20,7 +20,7 @@ How to add a kernel
  7. src/selftest.cpp runs it under AddressSanitizer (tests/native).
 """
 
-from native.choice import Choice, choose, fixed_order, measured, parse
+from native.choice import Choice, choose, fixed_order, has_whole_numbers, measured, parse
 from native.features import Isa, best_isa, isa, limit_isa
 from native.library import function, library, why_absent
 
@@ -31,6 +31,7 @@ __all__ = [
     "choose",
     "fixed_order",
     "function",
+    "has_whole_numbers",
     "isa",
     "library",
     "limit_isa",

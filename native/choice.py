@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from operator import truediv
 
-from native.features import Isa, isa
+from native.features import Isa, best_isa, isa
 from native.formats import WeightFormat
 from native.library import function, library, older, returning
 
@@ -47,7 +47,7 @@ class Choice:
     """products: of rows of bfloat16 by panels of it. narrow_rows: where that is AMX or AVX2, with up to so many rows
     FP8 weights are widened in vector registers all the same. byte_rows: there, the same of INT8 weights; with AMX so
     many rows are multiplied as whole numbers. half_rows: the same of 4-bit weights, whatever the instructions; what is
-    widened otherwise is rounded, but with AVX2, where no bit depends on these numbers. whole: with AVX512-BF16 any
+    widened otherwise is rounded, but with AVX2, where no bit depends on these numbers. whole: with AVX512-VNNI any
     number of rows are whole numbers where weights have INT8 or 4 bits, and no bit depends on these numbers either.
     As text: "amx, 1, 4, 12" and "avx512, 12, 4, 4, whole"."""
 
@@ -105,10 +105,11 @@ def measured(most: Isa) -> tuple[Choice, str]:
         only = min(most, isa())
         took = _flops([_time(only, WeightFormat.PLAIN, rows) for rows in _ROWS])
         said = f"{_SAID}, of {_most_flops():.0f} in float32: {only.name.lower()} {took}"
-        if only is not Isa.AVX2:
-            return Choice(), f"one way; {said}"
-        narrow, of_bytes, half = map(_few_rows, (WeightFormat.FP8, WeightFormat.INT8, WeightFormat.INT4))
-        return Choice(only, narrow, of_bytes, half), said
+        if only is Isa.AVX512:
+            choice, also = _whole_numbers(only, only)
+            return choice or Choice(), f"one way; {said}{also}"
+        narrow, byte_rows, half = map(_few_rows, (WeightFormat.FP8, WeightFormat.INT8, WeightFormat.INT4))
+        return Choice(only, narrow, byte_rows, half), said
     ways = [level for level in Isa if Isa.AVX512 <= level <= most]
     _time(most, WeightFormat.PLAIN, _ROWS[-1])  # a core that begins with wide registers is slow for a moment
     times = {level: [_time(level, WeightFormat.PLAIN, rows) for rows in _ROWS] for level in ways}
@@ -118,22 +119,32 @@ def measured(most: Isa) -> tuple[Choice, str]:
     tiles = products is Isa.AMX
     said = f"{_SAID}: " + ", ".join(f"{level.name.lower()} {_flops(times[level])}" for level in ways)
     if not tiles:
-        usual, whole = ([_byte_time(products, rows, as_whole) for rows in _ROWS] for as_whole in (False, True))
-        said += f"; INT8 {_flops(usual)}, as whole numbers {_flops(whole)}"
-        if max(map(truediv, usual, whole)) > _MARGIN * max(map(truediv, whole, usual)):
-            level = Isa.AVX512_BF16
-            of_bytes, half = (_few_rows(form, level, True) for form in (WeightFormat.INT8, WeightFormat.INT4))
-            return Choice(products, _MOST_NARROW, of_bytes, half, True), said
+        choice, also = _whole_numbers(products, Isa.AVX512_BF16)
+        said += also
+        if choice is not None:
+            return choice, said
     narrow = _narrow_rows(WeightFormat.FP8, products) if tiles else Choice().narrow_rows
     of_bytes = _narrow_rows(WeightFormat.INT8, products) if tiles else Choice().byte_rows
     return Choice(products, narrow, of_bytes, _narrow_rows(WeightFormat.INT4, products)), said
 
 
-def _byte_time(products: Isa, rows: int, whole: bool) -> float:
-    """Of INT8 weights, without matrix tiles: few are multiplied as pairs, or as whole numbers."""
-    if whole:
-        return min(_time(Isa.AVX512_BF16, WeightFormat.INT8, rows, few, True) for few in (False, True))
-    return _time(Isa.AVX512_BF16 if rows <= _MOST_NARROW else products, WeightFormat.INT8, rows)
+def has_whole_numbers(level: Isa) -> bool:
+    """Whether any number of rows can be whole numbers with these instructions on this CPU (AVX512-VNNI)."""
+    return level <= best_isa() and _time_panel(int(level), WeightFormat.INT8.number, 1, True, True) > 0
+
+
+def _whole_numbers(products: Isa, level: Isa) -> tuple[Choice | None, str]:
+    """The choice where whole numbers serve for any number of rows, if they are the faster way here, and what was
+    measured. Without matrix tiles. level: whose they are."""
+    if not has_whole_numbers(level):
+        return None, ""
+    usual = [_time(products if products is Isa.AVX512 else level, WeightFormat.INT8, rows) for rows in _ROWS]
+    whole = [min(_time(level, WeightFormat.INT8, rows, few, True) for few in (False, True)) for rows in _ROWS]
+    said = f"; INT8 {_flops(usual)}, as whole numbers {_flops(whole)}"
+    if max(map(truediv, usual, whole)) <= _MARGIN * max(map(truediv, whole, usual)):
+        return None, said
+    of_bytes, half = (_few_rows(form, level, True) for form in (WeightFormat.INT8, WeightFormat.INT4))
+    return Choice(products, _MOST_NARROW, of_bytes, half, True), said
 
 
 def _narrow_rows(form: WeightFormat, products: Isa) -> int:

@@ -12,7 +12,8 @@ static KernelChoice chosen = {ISA_AMX, FEW_NARROW_ROWS, FEW_BYTE_ROWS, FEW_HALF_
 const KernelChoice &kernel_choice(void) { return chosen; }
 
 int64_t narrow_rows_of(int64_t x_type, int64_t format) {
-  const bool same_sums = x_type == X_BF16 && (vector_isa() == ISA_AVX2 || (chosen.whole && vector_isa() == ISA_AVX512_BF16 && !has_tiles()));
+  const bool all_whole = chosen.whole && !has_tiles() && (vector_isa() == ISA_AVX512_BF16 || (vector_isa() == ISA_AVX512 && has_vnni()));
+  const bool same_sums = x_type == X_BF16 && (vector_isa() == ISA_AVX2 || all_whole);
   if (chosen.fixed_order && !same_sums) return 0;
   return format >= W_MXFP4 ? chosen.half_rows : format == W_INT8 ? chosen.byte_rows : chosen.narrow_rows;
 }
@@ -52,11 +53,12 @@ static double time_panel(const Multiplier &by, int64_t rows) {
 #endif
 
 // Times one way, isa: from ISA_AVX2 on, which this CPU must have. format: the panel's (experts.h). few: weights of fewer bits are widened in
-// vector registers. whole: with ISA_AVX512_BF16 rows are whole numbers, also where they are many. 0: not here.
+// vector registers. whole: with ISA_AVX512 and ISA_AVX512_BF16 rows are whole numbers, also where they are many. 0: not here.
 NATIVE_API double native_time_panel(int isa, int64_t format, int64_t rows, int few, int whole) {
 #if defined(__x86_64__)
   if (isa < ISA_AVX2 || isa > native_best_isa() || rows < 1) return 0;
-  const ExpertOps *ops = isa == ISA_AVX2 ? experts_avx2[X_BF16] : isa == ISA_AVX512 ? experts_avx512[X_BF16] : whole ? experts_avx512_whole : experts_avx512_bf16;
+  const ExpertOps *ops = whole ? experts_whole(isa) : isa == ISA_AVX2 ? experts_avx2[X_BF16] : isa == ISA_AVX512 ? experts_avx512[X_BF16] : experts_avx512_bf16;
+  if (!ops) return 0;
   const bool tiles = isa == ISA_AMX || (!whole && isa != ISA_AVX2 && format != W_PLAIN && native_best_isa() >= ISA_AMX);
   return time_panel({ops, tiles ? bands_amx : nullptr, X_BF16, format, few ? MAX_NARROW_ROWS * 2 : 0}, rows);
 #else

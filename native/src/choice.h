@@ -9,7 +9,7 @@ struct KernelChoice {
   int64_t narrow_rows;  // where that is ISA_AMX or ISA_AVX2, or with `whole`: with up to so many rows FP8 weights are widened in vector registers all the same
   int64_t byte_rows;    // with ISA_AMX up to so many rows are multiplied with INT8 weights as whole numbers; else as narrow_rows
   int64_t half_rows;    // the same of 4-bit weights, whatever the instruction set
-  int64_t whole;        // not 0: with AVX512-BF16 and no matrix tiles any number of rows are whole numbers, of INT8 and of 4 bits, with the same sums
+  int64_t whole;        // not 0: with AVX512-VNNI and no matrix tiles any number of rows are whole numbers, of INT8 and of 4 bits, with the same sums
   int64_t fixed_order;  // not 0: the numbers of a sum are added in an order that does not depend on how many rows there are
 };
 

@@ -24,23 +24,45 @@ NATIVE_API void experts_shape(ExpertShape *s) {
 }
 
 #if defined(__x86_64__)
-// Where products of pairs are slow: all as it is with them, but for the products themselves. Few rows times FP8 weights (and INT8 ones, where
-// rows are no whole numbers) stay pairs, as those are widened in less time so; in a fixed order many rows do, too, since sums of pairs are others.
-static const ExpertOps *pairs_apart(bool whole, bool fixed_order) {
-  const auto mixed = [](const ExpertOps *pairs, bool scaled) {
+// Where products of pairs are slow: float32 takes their place, but for whole numbers and 4 bits.
+static const ExpertOps *pairs_apart(bool whole) {
+  const auto mixed = [](const ExpertOps *pairs) {
     ExpertOps ops = *pairs;
     const ExpertOps *apart = experts_avx512[X_BF16];
-    for (int i = 0; i <= MAX_ROWS; i++) ops.plain[i] = apart->plain[i], ops.scaled[i] = scaled ? apart->scaled[i] : ops.scaled[i];
+    for (int i = 0; i <= MAX_ROWS; i++) ops.plain[i] = apart->plain[i], ops.scaled[i] = apart->scaled[i];
+    for (int format : {W_FP8, W_INT8}) {
+      for (int i = 0; i <= MAX_NARROW_ROWS; i++) ops.narrow[format - W_FP8][i] = apart->narrow[format - W_FP8][i];
+      ops.widen[format - W_FP8] = apart->widen[format - W_FP8];
+    }
     return ops;
   };
-  static const ExpertOps of[2][2] = {{mixed(experts_avx512_bf16, true), mixed(experts_avx512_bf16, false)},
-                                     {mixed(experts_avx512_whole, true), mixed(experts_avx512_whole, false)}};
-  return &of[whole][fixed_order];
+  static const ExpertOps of[2] = {mixed(experts_avx512_bf16), mixed(experts_avx512_whole)};
+  return &of[whole];
+}
+
+// Without bfloat16 arithmetic.
+static const ExpertOps *with_vnni() {
+  static const ExpertOps of = [] {
+    ExpertOps ops = *experts_avx512[X_BF16];
+    const ExpertOps *whole = experts_avx512_vnni;
+    for (int format = W_MXFP4 - W_FP8; format <= W_INT4_ZERO - W_FP8; format++)
+      for (int i = 0; i <= MAX_NARROW_ROWS; i++) ops.narrow[format][i] = whole->narrow[format][i];
+    for (int i = 0; i <= MAX_WHOLE_ROWS; i++) ops.bytes[i] = whole->bytes[i];
+    for (int i = 0; i < 5; i++) ops.widen_whole[i] = whole->widen_whole[i], ops.wide_whole[i] = whole->wide_whole[i];
+    ops.whole = whole->whole;
+    return ops;
+  }();
+  return &of;
+}
+
+const ExpertOps *experts_whole(int isa) {
+  if (isa == ISA_AVX512) return has_vnni() ? with_vnni() : nullptr;
+  return isa == ISA_AVX512_BF16 ? experts_avx512_whole : nullptr;
 }
 
 static const ExpertOps *with_pairs(const KernelChoice &by) {
   const bool whole = by.whole && !has_tiles();
-  if (by.products == ISA_AVX512) return pairs_apart(whole, by.fixed_order);
+  if (by.products == ISA_AVX512) return pairs_apart(whole);
   return whole ? experts_avx512_whole : experts_avx512_bf16;
 }
 #endif
@@ -51,7 +73,9 @@ const ExpertOps *experts_ops(int64_t x_type) {
     case ISA_AVX512_BF16:
       if (x_type == X_BF16) return with_pairs(kernel_choice());
       [[fallthrough]];
-    case ISA_AVX512: return experts_avx512[x_type];
+    case ISA_AVX512:
+      if (x_type == X_BF16 && vector_isa() == ISA_AVX512 && kernel_choice().whole && has_vnni()) return with_vnni();
+      return experts_avx512[x_type];
     case ISA_AVX2: return experts_avx2[x_type];
   }
 #endif

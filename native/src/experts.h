@@ -121,6 +121,8 @@ extern const BandOps *const bands_amx;
 
 extern const ExpertOps *const experts_avx2[2], *const experts_avx512[2];  // by XType
 extern const ExpertOps *const experts_avx512_bf16, *const experts_avx512_whole;  // of bfloat16 x only; the latter: whole numbers for any number of rows
+extern const ExpertOps *const experts_avx512_vnni;  // of bfloat16 x only: nothing but whole numbers
+const ExpertOps *experts_whole(int isa);  // of bfloat16 x, with whole numbers for any number of rows; null: not here
 const ExpertOps *experts_ops(int64_t x_type);   // those of the instruction set in use
 const BandOps *experts_bands(int64_t x_type);  // null: there are no matrix tiles for such rows
 

@@ -8,7 +8,7 @@ namespace {
 enum { LANES = 8, GROUPS = 1 };
 #include "experts_vector.h"
 #include "spread.h"
-#include "fp8_avx2.h"
+#include "fp8_pairs.h"
 #include "whole_avx2.h"
 #include "quads_avx2.h"
 constexpr ExpertOps of_f32 = with_fp8<float>(with_spread<float>(Ops<float>::table));

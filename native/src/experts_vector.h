@@ -63,42 +63,37 @@ INLINE Pair value_pair(const bf16 *a) {
   return {(vf)(bits << 16), (vf)(bits & (int32_t)0xffff0000)};
 }
 
-// 2^120 takes e4m3's exponent, read as float32's, to where it belongs; numbers below the normal ones come out right too.
+// Bytes of LANES columns and one k to the top of as many numbers: 16 bytes have 4 columns of a group, then 4 of the next, k and k + 1.
 #ifdef AVX512_FILE
-template <int FORMAT> INLINE vf magnitude(vi byte) {
-  vf y = FORMAT == W_FP8 ? (vf)(byte << 20) * 0x1p120f : __builtin_convertvector(byte, vf);
-  if (FORMAT == W_FP8) y = (byte == 0x7f) ? (vf)((vi){} + 0x7fc00000) : y;
-  return y;
-}
-
-template <int FORMAT> INLINE Pair byte_pair(const uint8_t *p, int group, int part) {
-  const uint8_t *q = p + group / 2 * 64 + group % 2 * 8 + part * LANES * 4;
-  vh both;
-  for (int i = 0; i < LANES / 4; i++) memcpy((char *)&both + 8 * i, q + 16 * i, 8);  // 4 columns in 8 bytes
-  vi v = wide(both);
-  vf even = magnitude<FORMAT>(v & 0x7f), odd = magnitude<FORMAT>((v >> 8) & 0x7f);
-  return {(vf)((vi)even | ((v & 0x80) << 24)), (vf)((vi)odd | ((v & 0x8000) << 16))};
+typedef __m512i Bytes;
+INLINE Bytes bytes_at(const uint8_t *p) { return _mm512_loadu_si512(p); }
+INLINE vi top_bytes(Bytes x, __m128i of_4) { return (vi)_mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(of_4)); }
+INLINE Bytes with_sign(Bytes x) {
+  const __m512i size = _mm512_and_si512(x, _mm512_set1_epi8(0x7f));
+  return _mm512_mask_sub_epi8(size, _mm512_movepi8_mask(x), _mm512_setzero_si512(), size);
 }
 #else
-// Bytes of 8 columns and one k to the top of as many numbers.
-INLINE vi top_bytes(__m256i x, int first) {
-  const __m128i of_4 = _mm_setr_epi32(first << 24 | 0x808080, (first + 2) << 24 | 0x808080, (first + 4) << 24 | 0x808080, (first + 6) << 24 | 0x808080);
-  return (vi)_mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(of_4));
+typedef __m256i Bytes;
+INLINE Bytes bytes_at(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE vi top_bytes(Bytes x, __m128i of_4) { return (vi)_mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(of_4)); }
+INLINE Bytes with_sign(Bytes x) { return _mm256_sign_epi8(_mm256_and_si256(x, _mm256_set1_epi8(0x7f)), x); }
+#endif
+INLINE __m128i every_other(int first) {
+  return _mm_setr_epi32(first << 24 | 0x808080, (first + 2) << 24 | 0x808080, (first + 4) << 24 | 0x808080, (first + 6) << 24 | 0x808080);
 }
 
+// 2^120 takes e4m3's exponent, read as float32's, to where it belongs; numbers below the normal ones come out right too.
 template <int FORMAT> INLINE vf top_value(vi x) {
   if (FORMAT == W_INT8) return __builtin_convertvector(x >> 24, vf);
   vi bits = x >> 4 & (int32_t)0x87ffffff;
   return (vf)((vi)((vf)bits * 0x1p120f) | ((x & 0x7f000000) == 0x7f000000));
 }
 
-// 32 bytes have 8 columns of two groups.
 template <int FORMAT> INLINE Pair byte_pair(const uint8_t *p, int group, int part) {
-  __m256i x = _mm256_loadu_si256((const __m256i *)(p + group / 2 * 64 + part * 32));
-  if (FORMAT == W_INT8) x = _mm256_sign_epi8(_mm256_and_si256(x, _mm256_set1_epi8(0x7f)), x);
-  return {top_value<FORMAT>(top_bytes(x, group % 2 * 8)), top_value<FORMAT>(top_bytes(x, group % 2 * 8 + 1))};
+  Bytes x = bytes_at(p + group / 2 * 64 + part * LANES * 4);
+  if (FORMAT == W_INT8) x = with_sign(x);
+  return {top_value<FORMAT>(top_bytes(x, every_other(group % 2 * 8))), top_value<FORMAT>(top_bytes(x, every_other(group % 2 * 8 + 1)))};
 }
-#endif
 
 // ---- tiles: GROUPS groups of columns at a time, in the order of k ----
 

@@ -60,4 +60,13 @@ static int running_isa() { return native_isa() ? native_isa() : best_isa(); }
 
 int vector_isa(void) { return running_isa() < ISA_AVX512_BF16 ? running_isa() : (int)ISA_AVX512_BF16; }
 
+bool has_vnni(void) {
+#if defined(__x86_64__)
+  static const bool has = best_isa() >= ISA_AVX512 && __builtin_cpu_supports("avx512vnni");
+  return has;
+#else
+  return false;
+#endif
+}
+
 bool has_tiles(void) { return running_isa() >= ISA_AMX && kernel_choice().products >= ISA_AMX; }

@@ -26,3 +26,4 @@ NATIVE_API void native_limit_isa(int isa);
 int vector_isa(void);
 // Whether bfloat16 is multiplied on matrix tiles.
 bool has_tiles(void);
+bool has_vnni(void);  // products of bytes, AVX512-VNNI

@@ -1,6 +1,189 @@
-// Any number of rows of bfloat16 as whole numbers of two bytes, times weights of 8 and 4 bits that are taken apart once for all of them: an
-// instruction has 64 products of bytes, so 32 of such numbers, where one of float32 has 16. Included by experts_avx512bf16.cpp inside its
-// namespace. Sums are those of its few rows, bit by bit. Weights are QuadBlocks of bytes that are 128 larger; those of 4 bits 16 times as large.
+// Rows of bfloat16 as whole numbers of two bytes, times weights of 8 and 4 bits: an instruction of AVX512-VNNI has 64 products of bytes, so 32
+// of such numbers, where one of float32 has 16. Few rows are multiplied by weights that are taken apart in registers, many by weights
+// that are taken apart once for all of them, with the same sums bit by bit. Included by experts_avx512bf16.cpp and experts_avx512vnni.cpp inside
+// their namespaces, after experts_vector.h.
+
+// Scales and zero points as float32, by the CPU's own conversion.
+template <int FORMAT> INLINE HalfScale half_scale_of(const uint8_t *p) {
+  if (FORMAT == W_MXFP4) return half_scale<FORMAT>(p);
+  __m512 by = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+  if (FORMAT == W_INT4) return {(vf)by, splat(0.f)};
+  return {(vf)by, (vf)_mm512_fnmadd_ps(by, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + GROUP_SCALES))), _mm512_setzero_ps())};
+}
+
+// In which order a row's numbers lie as bytes, of each 8 k: that in which codes of 4 bits lie, or as they are.
+struct WholeOrder {
+  uint8_t of[32];
+  constexpr WholeOrder(bool halves) : of() {
+    const int within[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    for (int i = 0; i < 32; i++) of[i] = (uint8_t)(halves ? i % 16 / 8 * 8 + within[i % 8] : i % 16);
+  }
+};
+alignas(32) constexpr WholeOrder half_order(true), byte_order(false);
+
+// The lowest bytes of 32 numbers, every other one in each register.
+INLINE __m256i lowest_bytes(const __m512i *of, const WholeOrder &as) {
+  const __m128i even = _mm512_cvtepi32_epi8(of[0]), odd = _mm512_cvtepi32_epi8(of[1]);
+  const __m256i all = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
+  return _mm256_shuffle_epi8(all, _mm256_load_si256((const __m256i *)as.of));
+}
+
+// 32 numbers of a row as whole numbers of 15 bits times a scale, which loses at most 2^-15 of the largest of them: 128 times those in
+// `high` and those in `low`, in that order. A group with what is no number has such a scale.
+struct WholeGroup {
+  int8_t high[K_GROUP], low[K_GROUP];
+  float scale;
+  int less;  // what they add up to, less than zero by as much
+
+  inline __attribute__((always_inline)) void set(const bf16 *x, int64_t n, const WholeOrder &as) {
+    const __mmask32 here = n == K_GROUP ? ~(__mmask32)0 : ((__mmask32)1 << n) - 1;
+    const __m512i raw = _mm512_maskz_loadu_epi16(here, x), size = _mm512_andnot_si512(_mm512_set1_epi16((short)0x8000), raw);
+    const __m256i of_16 = _mm256_max_epu16(_mm512_castsi512_si256(size), _mm512_extracti64x4_epi64(size, 1));
+    const __m128i of_8 = _mm_max_epu16(_mm256_castsi256_si128(of_16), _mm256_extracti128_si256(of_16, 1));
+    const uint32_t bits = (uint16_t)~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(of_8, _mm_set1_epi16(-1))), 0);
+    const float most = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)(bits << 16))));
+    const bool numbers = bits < 0x7f80;
+    scale = !numbers ? __builtin_nanf("") : most > 1e-30f ? most / 16256 : 0.f;
+    const __m512 by = _mm512_set1_ps(most > 1e-30f && numbers ? 16256 / most : 0.f);
+    const __m512 part[2] = {(__m512)_mm512_slli_epi32(raw, 16), (__m512)_mm512_and_si512(raw, _mm512_set1_epi32((int)0xffff0000))};  // every other k
+    __m512i whole[2], above[2], below[2];
+    for (int i = 0; i < 2; i++) {
+      whole[i] = _mm512_cvtps_epi32(_mm512_mul_ps(part[i], by));
+      above[i] = _mm512_srai_epi32(_mm512_add_epi32(whole[i], _mm512_set1_epi32(64)), 7);
+      below[i] = _mm512_sub_epi32(whole[i], _mm512_slli_epi32(above[i], 7));
+    }
+    _mm256_storeu_si256((__m256i *)high, lowest_bytes(above, as));
+    _mm256_storeu_si256((__m256i *)low, lowest_bytes(below, as));
+    less = -_mm512_reduce_add_epi32(_mm512_add_epi32(whole[0], whole[1]));
+  }
+};
+
+static_assert(sizeof(WholeGroup) == WHOLE_BYTES);
+
+void whole_numbers(const void *row, int64_t depth, int64_t format, uint8_t *out) {
+  WholeGroup *to = (WholeGroup *)out;
+  for (int64_t k = 0; k < depth; k += K_GROUP, to++)
+    to->set((const bf16 *)row + k, depth - k < K_GROUP ? depth - k : (int64_t)K_GROUP, format >= W_MXFP4 ? half_order : byte_order);
+}
+
+// A sum of whole numbers of 32 k, scaled, and what was added up before. Everything that multiplies whole numbers ends so: how many rows there
+// are does not change a bit.
+template <int FORMAT> INLINE __m512 add_scaled(__m512i whole, const WholeGroup &row, const HalfScale &scale, __m512 before) {
+  const float by = FORMAT == W_MXFP4 ? row.scale / 2 : row.scale;
+  const __m512 sum = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(by)), (__m512)scale.by, before);
+  return FORMAT == W_INT4_ZERO ? _mm512_fnmadd_ps((__m512)scale.more, _mm512_set1_ps(by * (float)row.less), sum) : sum;
+}
+
+INLINE __m512i four_of(const int8_t *p) { return _mm512_set1_epi32(*(const int __attribute__((may_alias)) *)p); }
+
+// Codes are multiplied as whole numbers that are not negative, by sums of four products of bytes: what they are larger by, times the sum
+// of the row's numbers, is taken off. MXFP4's are twice its numbers.
+template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &block, float *c) {
+  enum { MORE = FORMAT == W_MXFP4 ? 12 : 8, ABREAST = MR <= 2 ? 4 : 2 };
+  const WholeGroup *const *a = (const WholeGroup *const *)av;
+  const uint8_t *p = block.panel + half_scales(FORMAT), *next = block.ahead, *scales = block.panel;
+  const __m512i nibble = _mm512_set1_epi8(15);
+  const __m512i twice = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  const int64_t lines = 4 * block.lines;
+  for (int64_t first = 0; first < block.depth; first += K_GROUP, scales += PANEL * 2) {
+    const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first;
+    const int steps = (int)(n + HALF_STEP - 1) / HALF_STEP;
+    const WholeGroup *row[MR];
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++) row[m] = a[m] + k / K_GROUP;
+    for (int j = 0; j < 4; j += ABREAST) {
+      __m512i high[ABREAST][MR], low[ABREAST][MR];
+#pragma GCC unroll 4
+      for (int i = 0; i < ABREAST; i++)
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) high[i][m] = low[i][m] = _mm512_setzero_si512();
+      for (int64_t line = 0; line < ABREAST * lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
+      for (int step = 0; step < steps; step++) {
+        __m512i even[ABREAST], odd[ABREAST];
+#pragma GCC unroll 4
+        for (int i = 0; i < ABREAST; i++) {
+          const __m512i codes = _mm512_loadu_si512(p + step * HALF_STEP_BYTES + 64 * (j + i));
+          even[i] = _mm512_and_si512(codes, nibble), odd[i] = _mm512_and_si512(_mm512_srli_epi32(codes, 4), nibble);
+          if (FORMAT == W_MXFP4) even[i] = _mm512_shuffle_epi8(twice, even[i]), odd[i] = _mm512_shuffle_epi8(twice, odd[i]);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) {
+          const __m512i x[4] = {four_of(row[m]->high + 8 * step), four_of(row[m]->low + 8 * step), four_of(row[m]->high + 8 * step + 4),
+                                four_of(row[m]->low + 8 * step + 4)};
+#pragma GCC unroll 4
+          for (int i = 0; i < ABREAST; i++) {
+            high[i][m] = _mm512_dpbusd_epi32(high[i][m], even[i], x[0]), low[i][m] = _mm512_dpbusd_epi32(low[i][m], even[i], x[1]);
+            high[i][m] = _mm512_dpbusd_epi32(high[i][m], odd[i], x[2]), low[i][m] = _mm512_dpbusd_epi32(low[i][m], odd[i], x[3]);
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < ABREAST; i++) {
+        const HalfScale scale = half_scale_of<FORMAT>(scales + 32 * (j + i));
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) {
+          float *to = c + m * PANEL + 16 * (j + i);
+          const __m512i whole = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(MORE * row[m]->less));
+          _mm512_storeu_ps(to, add_scaled<FORMAT>(whole, *row[m], scale, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
+        }
+      }
+    }
+    p += steps * HALF_STEP_BYTES;
+  }
+}
+
+// 64 bytes of sign and magnitude as whole numbers that are not negative: larger by 128.
+INLINE __m512i above_zero(const uint8_t *p) {
+  const __m512i x = _mm512_loadu_si512(p);
+  return _mm512_mask_sub_epi8(_mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)), _mm512_movepi8_mask(x), _mm512_setzero_si512(), x);
+}
+
+// INT8 times rows of whole numbers, by sums of four products of bytes as above: two pairs of k are brought together first.
+template <int MR> void byte_dot(const void *const *av, const Block &block, float *c) {
+  enum { ABREAST = MR <= 2 ? 4 : 2 };
+  const WholeGroup *const *a = (const WholeGroup *const *)av;
+  const uint8_t *next = block.ahead;
+  const int64_t lines = block.lines * ABREAST / 2;
+  for (int j = 0; j < 4; j += ABREAST) {
+    for (int64_t first = 0; first < block.depth; first += K_GROUP) {
+      const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, at = (block.k + first) / K_GROUP;
+      const uint8_t *p = block.panel + PANEL * 4 + first * PANEL + 32 * j;
+      __m512i high[ABREAST][MR], low[ABREAST][MR];
+#pragma GCC unroll 4
+      for (int i = 0; i < ABREAST; i++)
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; m++) high[i][m] = low[i][m] = _mm512_setzero_si512();
+      for (int64_t k = 0; k < n; k += 4, p += 4 * PANEL) {
+        for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
+        const uint8_t *then = k + 2 < n ? p + 2 * PANEL : p;  // behind the last pair the rows are zero
+        __m512i w[ABREAST];
+#pragma GCC unroll 2
+        for (int i = 0; i < ABREAST; i += 2) {
+          const __m512i x = above_zero(p + 32 * i), y = above_zero(then + 32 * i);
+          w[i] = _mm512_unpacklo_epi16(x, y), w[i + 1] = _mm512_unpackhi_epi16(x, y);
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; m++) {
+          const __m512i x = four_of(a[m][at].high + k), y = four_of(a[m][at].low + k);
+#pragma GCC unroll 4
+          for (int i = 0; i < ABREAST; i++) high[i][m] = _mm512_dpbusd_epi32(high[i][m], w[i], x), low[i][m] = _mm512_dpbusd_epi32(low[i][m], w[i], y);
+        }
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < ABREAST; i++) {
+        const HalfScale scale = {load((const float *)block.panel + 16 * (j + i)), {}};
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; m++) {
+          float *to = c + m * PANEL + 16 * (j + i);
+          const __m512i whole = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(128 * a[m][at].less));
+          _mm512_storeu_ps(to, add_scaled<W_INT8>(whole, a[m][at], scale, at ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
+        }
+      }
+    }
+  }
+}
+
+// ---- any number of rows. Weights are QuadBlocks of bytes that are 128 larger; those of 4 bits 16 times as large ----
 
 void widen_quads(const uint8_t *block, int64_t depth, uint8_t *out) {
   QuadBlock *to = (QuadBlock *)out;
@@ -97,5 +280,17 @@ constexpr ExpertOps with_whole(ExpertOps ops) {
   const WidenFn widen[5] = {nullptr, widen_quads, widen_codes<W_MXFP4>, widen_codes<W_INT4>, widen_codes<W_INT4_ZERO>};
   const TileFn *const wide[5] = {nullptr, of_quads<W_INT8>, of_quads<W_INT8>, of_quads<W_INT8>, of_quads<W_INT4_ZERO>};
   for (int i = 1; i < 5; i++) ops.widen_whole[i] = widen[i], ops.wide_whole[i] = wide[i];
+  return ops;
+}
+
+// ---- few rows ----
+
+template <int FORMAT> constexpr TileFn of_codes[MAX_NARROW_ROWS + 1] = {nullptr, half_dot<FORMAT, 1>, half_dot<FORMAT, 2>, half_dot<FORMAT, 3>, half_dot<FORMAT, 4>, half_dot<FORMAT, 5>, half_dot<FORMAT, 6>};
+constexpr ExpertOps with_few_whole(ExpertOps ops) {
+  const TileFn *const codes[3] = {of_codes<W_MXFP4>, of_codes<W_INT4>, of_codes<W_INT4_ZERO>}, bytes[MAX_WHOLE_ROWS + 1] = {nullptr, byte_dot<1>, byte_dot<2>, byte_dot<3>, byte_dot<4>};
+  for (int format = 0; format < 3; format++)
+    for (int i = 0; i <= MAX_NARROW_ROWS; i++) ops.narrow[W_MXFP4 - W_FP8 + format][i] = codes[format][i];
+  for (int i = 0; i <= MAX_WHOLE_ROWS; i++) ops.bytes[i] = bytes[i];
+  ops.whole = whole_numbers;
   return ops;
 }

@@ -23,7 +23,7 @@ from moe_kernels.matrix import HALVES, ScaledMatrix, dequantize, dequantize_halv
 from moe_kernels.packed import PackedExperts
 from moe_kernels.quant import dequantize_rows, quantize_rows
 from moe_kernels.weights import PlainExperts
-from native import Choice, Isa, best_isa, choose, isa, limit_isa
+from native import Choice, Isa, best_isa, choose, has_whole_numbers, isa, limit_isa
 
 DTYPES = [torch.float32, torch.bfloat16]
 WHOLE = (*HALVES, WeightFormat.INT8)  # whose few rows may be multiplied as whole numbers
@@ -271,14 +271,17 @@ def test_any_number_of_rows(level: Isa, dtype: torch.dtype, form: WeightFormat) 
     assert_rounding_only(y_RD, batch, exact, form)
 
 
-@pytest.mark.skipif(best_isa() < Isa.AVX512_BF16, reason="this CPU has no AVX512_BF16, or the kernels were not built")
+@pytest.mark.skipif(best_isa() < Isa.AVX512, reason="this CPU has no AVX512, or the kernels were not built")
 @pytest.mark.parametrize("form", [form for form in WeightFormat if form.parts[0] in WHOLE], ids=lambda form: form.value)
 @pytest.mark.parametrize("fixed_order", [False, True])
-def test_any_number_of_rows_as_whole_numbers(form: WeightFormat, fixed_order: bool) -> None:
-    """Without matrix tiles, with AVX512-BF16: few rows and many have the same sums, whatever was measured."""
-    limit_isa(Isa.AVX512_BF16)
+@pytest.mark.parametrize("most", [Isa.AVX512, Isa.AVX512_BF16])
+def test_any_number_of_rows_as_whole_numbers(form: WeightFormat, fixed_order: bool, most: Isa) -> None:
+    """Without matrix tiles: few rows and many have the same sums, whatever was measured."""
+    if not has_whole_numbers(most):
+        pytest.skip(f"this CPU has no {most.name} with VNNI")
+    limit_isa(most)
     results = []
-    for products, few in product((Isa.AVX512, Isa.AVX512_BF16), (0, 3, 12)):
+    for products, few in product((Isa.AVX512, most), (0, 3, 12)):
         choose(Choice(products, 12, few, few, whole=True), fixed_order)
         ours, exact = packed(1, 330, 140, torch.bfloat16, form)
         all_RD = ragged([210], 330, torch.bfloat16).x

@@ -25,7 +25,7 @@ from moe_kernels.matrix import (
     quantize,
     quantize_halves,
 )
-from native import Choice, Isa, choose, isa, limit_isa
+from native import Choice, Isa, choose, has_whole_numbers, isa, limit_isa
 from native.packed_linear import PackedLinear, is_bfloat16, is_faster_packed
 
 ROWS = [0, 1, 2, 3, 4, 5, 9, 12, 13, 24, 31, 300]
@@ -114,8 +114,8 @@ def test_4_bits_equal_torch(
         # A zero point is subtracted from the number, or multiplied by the sum of the row.
         larger = weight if halves.zero_OG is None else weight.abs() + halves_size(halves, num_inputs)
         in_bytes = dtype is torch.bfloat16 and isa() is Isa.AVX2
-        few = rows <= half_rows or (choice.whole and dtype is torch.bfloat16)
-        always = in_bytes or (few and isa() >= Isa.AVX512_BF16)
+        every = choice.whole and dtype is torch.bfloat16 and has_whole_numbers(min(isa(), Isa.AVX512_BF16))
+        always = in_bytes or every or (rows <= half_rows and isa() >= Isa.AVX512_BF16)
         allowed = matmul_bound(x, larger, bias, None if always or rows <= half_rows else dtype)
         if always and dtype is torch.bfloat16:
             allowed += whole_rows_bound(x, larger, WHOLE_OF_8_BITS if in_bytes else WHOLE)

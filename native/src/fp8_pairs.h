@@ -1,12 +1,14 @@
-// FP8 weights with AVX2. Included by experts_avx2.cpp inside its namespace, after spread.h. The same sums as by `tile`, as long as rows are
-// below 2^67.
+// FP8 weights times float32. Included by experts_avx2.cpp and experts_avx512.cpp inside their namespaces, after spread.h. The same sums as by
+// `tile`, as long as rows are below 2^67.
 //
 // With few rows a weight's exponent and mantissa are moved to where float32 has them, 2^-120 times what it is; those below the normal ones are
 // so there too. The rows take half of that back, the sums the rest. What is no number has made its column's scale so (experts_pack.cpp).
 
 constexpr float of_rows = 0x1p60f, of_sums = 0x1p60f;
 
-// 32 bytes, k and k + 1: 8 columns of one group of 16, then of the next.
+enum { UNIT_BYTES = 4 * LANES, ALL_UNITS = 2 * PANEL / UNIT_BYTES };
+
+// A unit of bytes, k and k + 1: LANES columns of one group of 16, and of the next.
 struct Fp8Pairs {
   vi of[2];  // neither sign nor exponent is free of what does not belong there
   inline __attribute__((always_inline)) vf even(int i) const { return (vf)(of[i] << 16 & (int32_t)0x87f00000); }
@@ -14,34 +16,39 @@ struct Fp8Pairs {
 };
 
 INLINE Fp8Pairs fp8_pairs(const uint8_t *p) {
+#ifdef AVX512_FILE
+  const __m512i x = _mm512_loadu_si512(p), zero = _mm512_setzero_si512();
+  return {(vi)_mm512_srai_epi16(_mm512_unpacklo_epi8(zero, x), 4), (vi)_mm512_srai_epi16(_mm512_unpackhi_epi8(zero, x), 4)};
+#else
   const __m256i x = _mm256_loadu_si256((const __m256i *)p), zero = _mm256_setzero_si256();
   return {(vi)_mm256_srai_epi16(_mm256_unpacklo_epi8(zero, x), 4), (vi)_mm256_srai_epi16(_mm256_unpackhi_epi8(zero, x), 4)};
+#endif
 }
 
-// Where the columns of half `of` of 32 bytes are, of the 128 of a pair of k.
-INLINE constexpr int fp8_column(int unit, int of) { return unit / 2 * 32 + of * 16 + unit % 2 * 8; }
+// Where the columns of half `of` of a unit are.
+INLINE constexpr int fp8_column(int unit, int of) { return unit / PARTS * 32 + of * 16 + unit % PARTS * LANES; }
 
 template <class X, int MR> static void fp8_tile(const void *const *a, const Block &block, float *c) {
-  enum { UNITS = MR == 1 ? 4 : MR == 2 ? 2 : 1, NV = 2 * UNITS };
+  enum { UNITS = LANES == 16 ? (MR <= 4 ? 2 : 1) : MR == 1 ? 4 : MR == 2 ? 2 : 1, NV = 2 * UNITS };
   const uint8_t *ahead = block.ahead, *weights = block.panel + PANEL * 4;
   alignas(64) float x[MR * K_BLOCK];
   for (int m = 0; m < MR; m++) {
     spread_row((const X *)a[m] + block.k, block.depth, x + m * K_BLOCK);
     for (int64_t k = 0; k < block.depth; k++) x[m * K_BLOCK + k] *= of_rows;
   }
-  for (int unit = 0; unit < 4; unit += UNITS) {
+  for (int unit = 0; unit < ALL_UNITS; unit += UNITS) {
     vf acc[MR][NV];
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
       for (int j = 0; j < NV; j++) acc[m][j] = splat(0.f);
-    const uint8_t *p = weights + 32 * unit;
+    const uint8_t *p = weights + UNIT_BYTES * unit;
     for (int64_t k = 0; k < block.depth; k += 2, p += 2 * PANEL) {
       if (!unit)
         for (int line = 0; line < block.lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 3);
 #pragma GCC unroll 4
       for (int u = 0; u < UNITS; u++) {
-        const Fp8Pairs w = fp8_pairs(p + 32 * u);
+        const Fp8Pairs w = fp8_pairs(p + UNIT_BYTES * u);
         if (MR <= 4) {
 #pragma GCC unroll 2
           for (int odd = 0; odd < 2; odd++)
@@ -80,8 +87,8 @@ template <class X> static void widen_fp8(const uint8_t *block, int64_t depth, ui
   memcpy(out, block, PANEL * 4);
   block += PANEL * 4, out += PANEL * 4;
   for (int64_t k = 0; k < depth; k += 2, block += 2 * PANEL, out += 2 * PANEL * sizeof(X))
-    for (int unit = 0; unit < 4; unit++) {
-      const Fp8Pairs w = fp8_pairs(block + 32 * unit);
+    for (int unit = 0; unit < ALL_UNITS; unit++) {
+      const Fp8Pairs w = fp8_pairs(block + UNIT_BYTES * unit);
       for (int of = 0; of < 2; of++) {
         const int column = fp8_column(unit, of);
         const vi even = (vi)(w.even(of) * 0x1p120f), odd = (vi)(w.odd(of) * 0x1p120f);

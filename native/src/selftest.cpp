@@ -7,8 +7,10 @@
 
 #include <vector>
 
+#include "choice.h"
 #include "selftest_numbers.h"
 
+NATIVE_API void native_choose(const KernelChoice *choice);
 NATIVE_API void experts_shape(ExpertShape *s);
 NATIVE_API void experts_pack(const ExpertShape *s, uint8_t *slot, const void *gate, const void *up, const void *down,
                              const float *gate_scale, const float *up_scale, const float *down_scale, int64_t scale_rows, int threads);
@@ -213,6 +215,19 @@ int main() {
           for (int64_t outputs : {1, 64, 150}) test_linear_packed(X_F32, W_BF16, rows, inputs, outputs, threads), count++;
     }
   }
+  const KernelChoice usual = kernel_choice();
+  for (int isa : {ISA_AVX512, ISA_AVX512_BF16}) {
+    if (isa > best || !experts_whole(isa)) continue;
+    native_limit_isa(isa);
+    for (int64_t few : {0, 3}) {  // rows are whole numbers
+      const KernelChoice choice = {ISA_AVX512, few, few, few, 1, 0};
+      native_choose(&choice);
+      for (int format : {W_INT8, W_MXFP4, W_INT4, W_INT4_ZERO, W_INT4_INT8})
+        for (auto &size : sizes)
+          for (int64_t tokens : {0, 1, 5, 17, 60, 230}) test(X_BF16, format, size[0], size[1], tokens, 2), count++;
+    }
+  }
+  native_choose(&usual);
   printf("%d cases, %d numbers wrong\n", count, failures);
   return failures != 0;
 }

@@ -267,7 +267,7 @@ def _with_kernels(machine: Machine) -> Machine:
         machine,
         native_kernels=used.name.lower(),
         native_reason=reason,
-        native_choice=str(choice) if used is Isa.AVX2 or used >= Isa.AVX512_BF16 else "",
+        native_choice="" if used in (Isa.NONE, Isa.AVX512) and not choice.whole else str(choice),
         choice_reason=measurements,
         fast_bfloat16=used > Isa.NONE or (machine.fast_bfloat16 and used == best),  # the kernels multiply it everywhere
     )

@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,prefer-vector-width=512")
 #define AVX512_FILE
+#define WITH_VBMI 0
 #include "experts.h"
 
 #include <immintrin.h>

@@ -1,7 +1,7 @@
 // Rows of bfloat16 as whole numbers of two bytes, times weights of 8 and 4 bits: an instruction of AVX512-VNNI has 64 products of bytes, so 32
 // of such numbers, where one of float32 has 16. Few rows are multiplied by weights that are taken apart in registers, many by weights
 // that are taken apart once for all of them, with the same sums bit by bit. Included by experts_avx512bf16.cpp and experts_avx512vnni.cpp inside
-// their namespaces, after experts_vector.h.
+// their namespaces, after experts_vector.h. WITH_VBMI: bytes of two registers are looked up by one instruction.
 
 // Scales and zero points as float32, by the CPU's own conversion.
 template <int FORMAT> INLINE HalfScale half_scale_of(const uint8_t *p) {
@@ -11,21 +11,28 @@ template <int FORMAT> INLINE HalfScale half_scale_of(const uint8_t *p) {
   return {(vf)by, (vf)_mm512_fnmadd_ps(by, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + GROUP_SCALES))), _mm512_setzero_ps())};
 }
 
-// In which order a row's numbers lie as bytes, of each 8 k: that in which codes of 4 bits lie, or as they are.
+// The order in which a row's numbers lie as bytes, of each 8 k: that in which codes of 4 bits lie, or as they are.
 struct WholeOrder {
-  uint8_t of[32];
+  uint8_t of[64];
   constexpr WholeOrder(bool halves) : of() {
     const int within[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-    for (int i = 0; i < 32; i++) of[i] = (uint8_t)(halves ? i % 16 / 8 * 8 + within[i % 8] : i % 16);
+    for (int i = 0; i < K_GROUP; i++) {
+      int k = halves ? i / 8 * 8 + within[i % 8] : i;
+      of[i] = (uint8_t)(WITH_VBMI ? k % 2 * 64 + k / 2 * 4 : k % 16);
+    }
   }
 };
-alignas(32) constexpr WholeOrder half_order(true), byte_order(false);
+alignas(64) constexpr WholeOrder half_order(true), byte_order(false);
 
-// The lowest bytes of 32 numbers, every other one in each register.
+// The lowest bytes of 32 numbers, of which every other one is in each register.
 INLINE __m256i lowest_bytes(const __m512i *of, const WholeOrder &as) {
+#if WITH_VBMI
+  return _mm512_castsi512_si256(_mm512_permutex2var_epi8(of[0], _mm512_load_si512(as.of), of[1]));
+#else
   const __m128i even = _mm512_cvtepi32_epi8(of[0]), odd = _mm512_cvtepi32_epi8(of[1]);
   const __m256i all = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
   return _mm256_shuffle_epi8(all, _mm256_load_si256((const __m256i *)as.of));
+#endif
 }
 
 // 32 numbers of a row as whole numbers of 15 bits times a scale, which loses at most 2^-15 of the largest of them: 128 times those in

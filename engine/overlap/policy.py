@@ -6,9 +6,9 @@ that has measured it in this life, else what the first rank finds on disk. If no
 been measured; what came from disk is checked, and measured anew if the exchange takes another time now.
 
 Nothing is measured when an epoch is formed, because requests may wait for that: those of ranks that are lost come once
-the next ones have met. When a step's record says that no rank has work, and in a later epoch than the first one there
-has been some, all ranks take one run of the measurement instead of a step, and then agree anew: so whatever comes
-meanwhile waits for one run.
+the next ones have met. When a step's record says that no rank has work, all ranks take one run of the measurement
+instead of a step, and then agree anew: so whatever comes meanwhile waits for one run. Where there is a crossover from
+disk, and in a later epoch than the first one, there has been some work before: a start is as short as it can be.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Overlap(StepCompanion):
         """The ranks of an epoch have met: come to one crossover, if one of them knows any. Nothing when it is given, or
         for a rank alone. serves: it is not the first epoch. Raises PeerLost."""
         self._runs = self._taken = None
-        self._may_measure = not serves
+        self._may_measure = not serves  # else once there has been work
         if not self._measured or group.size == 1:
             return
         found = recall(self._memory) if self._memory is not None and self._known is None else None
@@ -140,6 +140,7 @@ class Overlap(StepCompanion):
             return
         self._know(Crossover(decode, prefill))
         if best == _REMEMBERED:
+            self._may_measure = False
             self._runs = self._check(tokens, exchange * 1e-9, group.rank == 0)
 
     def measure(self, group: Group) -> Steps[None]:

@@ -87,6 +87,23 @@ def test_what_does_not_hold_is_measured_anew(
     assert found is not None and found.crossover == crossover(ranks[0])
 
 
+def test_what_is_remembered_is_checked_once_there_has_been_work(
+    tmp_path: Path, expected: list[list[int]], said: pytest.LogCaptureFixture
+) -> None:
+    """A start does not wait for it."""
+    file = tmp_path / "dbo.json"
+    slow = [[32, 0.5, 1.0, 0.7]]
+    file.write_text(json.dumps({"crossover": [1, 1], "decode": slow, "prefill": slow}))
+    cluster = Survivors(CHECKPOINT, 2, slots_per_rank=8, dbo=DboPlan(memory=str(file)))
+    for _ in range(30):
+        cluster.round()
+    overlaps = [rank._overlap for rank in cluster.ranks.values()]
+    assert all(one is not None and one._known == Crossover(1, 1) and one._seconds == 0 for one in overlaps)
+    cluster.add(0, JOBS[0])
+    cluster.finish()
+    assert cluster.released == {0: expected[0]} and said.text.count(MEASURED) == 2
+
+
 def test_a_place_that_cannot_be_written_to_costs_a_warning(
     tmp_path: Path, expected: list[list[int]], said: pytest.LogCaptureFixture
 ) -> None:

@@ -83,14 +83,36 @@ template <int FORMAT> INLINE __m512 add_scaled(__m512i whole, const WholeGroup &
 
 INLINE __m512i four_of(const int8_t *p) { return _mm512_set1_epi32(*(const int __attribute__((may_alias)) *)p); }
 
+// Products of 8 k of the rows and as many codes of ABREAST groups of 16 columns at p.
+template <int FORMAT, int MR, int ABREAST>
+INLINE void code_products(const uint8_t *p, const WholeGroup *const (&row)[MR], int step, __m512i (&high)[ABREAST][MR], __m512i (&low)[ABREAST][MR]) {
+  const __m512i nibble = _mm512_set1_epi8(15);
+  const __m512i twice = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  __m512i even[ABREAST], odd[ABREAST];
+#pragma GCC unroll 4
+  for (int i = 0; i < ABREAST; i++) {
+    const __m512i codes = _mm512_loadu_si512(p + step * HALF_STEP_BYTES + 64 * i);
+    even[i] = _mm512_and_si512(codes, nibble), odd[i] = _mm512_and_si512(_mm512_srli_epi32(codes, 4), nibble);
+    if (FORMAT == W_MXFP4) even[i] = _mm512_shuffle_epi8(twice, even[i]), odd[i] = _mm512_shuffle_epi8(twice, odd[i]);
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++) {
+    const __m512i x[4] = {four_of(row[m]->high + 8 * step), four_of(row[m]->low + 8 * step), four_of(row[m]->high + 8 * step + 4),
+                          four_of(row[m]->low + 8 * step + 4)};
+#pragma GCC unroll 4
+    for (int i = 0; i < ABREAST; i++) {
+      high[i][m] = _mm512_dpbusd_epi32(high[i][m], even[i], x[0]), low[i][m] = _mm512_dpbusd_epi32(low[i][m], even[i], x[1]);
+      high[i][m] = _mm512_dpbusd_epi32(high[i][m], odd[i], x[2]), low[i][m] = _mm512_dpbusd_epi32(low[i][m], odd[i], x[3]);
+    }
+  }
+}
+
 // Codes are multiplied as whole numbers that are not negative, by sums of four products of bytes: what they are larger by, times the sum
 // of the row's numbers, is taken off. MXFP4's are twice its numbers.
 template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &block, float *c) {
-  enum { MORE = FORMAT == W_MXFP4 ? 12 : 8, ABREAST = MR <= 2 ? 4 : 2 };
+  enum { MORE = FORMAT == W_MXFP4 ? 12 : 8, ABREAST = MR <= 2 ? 4 : 2, ALL_STEPS = K_GROUP / HALF_STEP };
   const WholeGroup *const *a = (const WholeGroup *const *)av;
   const uint8_t *p = block.panel + half_scales(FORMAT), *next = block.ahead, *scales = block.panel;
-  const __m512i nibble = _mm512_set1_epi8(15);
-  const __m512i twice = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
   const int64_t lines = 4 * block.lines;
   for (int64_t first = 0; first < block.depth; first += K_GROUP, scales += PANEL * 2) {
     const int64_t n = block.depth - first < K_GROUP ? block.depth - first : (int64_t)K_GROUP, k = block.k + first;
@@ -103,34 +125,20 @@ template <int FORMAT, int MR> void half_dot(const void *const *av, const Block &
 #pragma GCC unroll 4
       for (int i = 0; i < ABREAST; i++)
 #pragma GCC unroll 8
-        for (int m = 0; m < MR; m++) high[i][m] = low[i][m] = _mm512_setzero_si512();
+        for (int m = 0; m < MR; m++) high[i][m] = _mm512_setzero_si512(), low[i][m] = _mm512_set1_epi32(MORE * row[m]->less);
       for (int64_t line = 0; line < ABREAST * lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T0);
-      for (int step = 0; step < steps; step++) {
-        __m512i even[ABREAST], odd[ABREAST];
+      if (steps == ALL_STEPS)
 #pragma GCC unroll 4
-        for (int i = 0; i < ABREAST; i++) {
-          const __m512i codes = _mm512_loadu_si512(p + step * HALF_STEP_BYTES + 64 * (j + i));
-          even[i] = _mm512_and_si512(codes, nibble), odd[i] = _mm512_and_si512(_mm512_srli_epi32(codes, 4), nibble);
-          if (FORMAT == W_MXFP4) even[i] = _mm512_shuffle_epi8(twice, even[i]), odd[i] = _mm512_shuffle_epi8(twice, odd[i]);
-        }
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; m++) {
-          const __m512i x[4] = {four_of(row[m]->high + 8 * step), four_of(row[m]->low + 8 * step), four_of(row[m]->high + 8 * step + 4),
-                                four_of(row[m]->low + 8 * step + 4)};
-#pragma GCC unroll 4
-          for (int i = 0; i < ABREAST; i++) {
-            high[i][m] = _mm512_dpbusd_epi32(high[i][m], even[i], x[0]), low[i][m] = _mm512_dpbusd_epi32(low[i][m], even[i], x[1]);
-            high[i][m] = _mm512_dpbusd_epi32(high[i][m], odd[i], x[2]), low[i][m] = _mm512_dpbusd_epi32(low[i][m], odd[i], x[3]);
-          }
-        }
-      }
+        for (int step = 0; step < ALL_STEPS; step++) code_products<FORMAT, MR, ABREAST>(p + 64 * j, row, step, high, low);
+      else
+        for (int step = 0; step < steps; step++) code_products<FORMAT, MR, ABREAST>(p + 64 * j, row, step, high, low);
 #pragma GCC unroll 4
       for (int i = 0; i < ABREAST; i++) {
         const HalfScale scale = half_scale_of<FORMAT>(scales + 32 * (j + i));
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) {
           float *to = c + m * PANEL + 16 * (j + i);
-          const __m512i whole = _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]), _mm512_set1_epi32(MORE * row[m]->less));
+          const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[i][m], 7), low[i][m]);
           _mm512_storeu_ps(to, add_scaled<FORMAT>(whole, *row[m], scale, k ? _mm512_loadu_ps(to) : _mm512_setzero_ps()));
         }
       }

@@ -77,7 +77,7 @@ def in_page_cache(cache: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for path in cache.glob("*.weights"):
             file = stack.enter_context(path.open("rb"))
-            stack.enter_context(brought_in(file.fileno(), locked=False))
+            stack.enter_context(brought_in(file.fileno()))
         yield
 
 

@@ -1,4 +1,4 @@
-"""Chat templates, which front.chat.sandbox.py compiles, and other ways to write a conversation.
+"""Chat templates, which front/chat/sandbox.py compiles, and other ways to write a conversation.
 
 Semantics follow transformers' `apply_chat_template` (checked against it in tests/engine/test_chat_template.py):
 keys whose value is None are dropped from messages, `reasoning`/`thinking`/`reasoning_content` are aliases,

@@ -138,7 +138,7 @@ def _whole_numbers(products: Isa, level: Isa) -> tuple[Choice | None, str]:
     measured. Without matrix tiles. level: whose they are."""
     if not has_whole_numbers(level):
         return None, ""
-    usual = [_time(products if products is Isa.AVX512 else level, WeightFormat.INT8, rows) for rows in _ROWS]
+    usual = [_time(products, WeightFormat.INT8, rows) for rows in _ROWS]
     whole = [min(_time(level, WeightFormat.INT8, rows, few, True) for few in (False, True)) for rows in _ROWS]
     said = f"; INT8 {_flops(usual)}, as whole numbers {_flops(whole)}"
     if max(map(truediv, usual, whole)) <= _MARGIN * max(map(truediv, whole, usual)):

@@ -68,7 +68,7 @@ class WeightCache:
                 done += os.sendfile(file, source, done, min(CHUNK, size - done))
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # what was written lies in small pages
-            with brought_in(file, locked=False):  # the store is in memory, too: both may be more than there is
+            with brought_in(file):
                 os.fchmod(file, 0o400)
                 draft.replace(self._path(key))
         except BaseException:

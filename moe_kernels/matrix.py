@@ -75,7 +75,7 @@ def quantize(weight_OI: Tensor, form: WeightFormat) -> ScaledMatrix:
         room[:num_rows, :num_columns] = weight_OI
     blocks = room.view(num_row_blocks, rows, num_blocks, BLOCK)
     scale = blocks.abs().amax((1, 3)).div_(largest).clamp_(min=1e-30)
-    blocks.div_(scale[:, None, :, None])
+    blocks.mul_(scale.reciprocal()[:, None, :, None])
     if form is WeightFormat.INT8:
         blocks.round_()
     return ScaledMatrix(room[:num_rows, :num_columns].to(DTYPES[form]).contiguous(), scale)
@@ -124,8 +124,8 @@ def quantize_halves(weight_OI: Tensor, form: WeightFormat) -> HalfMatrix:
     blocks = _groups(weight_OI)
     error = scale = code = torch.empty(0)
     for tried in _scales(blocks, form):
-        exact = torch.where(tried[..., None] == 0, 0.0, blocks / tried[..., None])
-        found = _nearest(exact, form)
+        inverse = torch.where(tried == 0, 0.0, tried.reciprocal())
+        found = _nearest(blocks * inverse[..., None], form)
         lost = (levels(form)[found] * tried[..., None] - blocks).square().sum(-1)
         better = lost < error if error.numel() else torch.ones_like(lost, dtype=torch.bool)
         error, scale = (torch.where(better, new, old) if old.numel() else new

@@ -176,7 +176,7 @@ class Store:
                     raise StoreError(f"the weights take more than the {self._size} bytes that were reserved for them")
                 os.ftruncate(self._file, up(end, LARGE_PAGE))
                 self._write_header(end, full)
-                os.pwrite(self._file, _PART.pack(offset, 0), self._at(part))
+                self._put(self._at(part), _PART.pack(offset, 0))
             return offset
 
     def write(self, start: int, data: Buffer) -> None:
@@ -195,7 +195,7 @@ class Store:
         """Say that a claimed part is full, and give up the claim."""
         with self._header, _Locked(self._file, _ROOM_LOCK):
             used, full = self._counts()
-            os.pwrite(self._file, _PART.pack(self._part(part)[0], 1), self._at(part))
+            self._put(self._at(part), _PART.pack(self._part(part)[0], 1))
             self._write_header(used, full + 1)
         self.release(part)
 
@@ -294,7 +294,12 @@ class Store:
         return used, full
 
     def _write_header(self, used: int, full: int) -> None:
-        os.pwrite(self._file, _HEADER.pack(MAGIC, VERSION, self.num_parts, used, full, self._key), 0)
+        self._put(0, _HEADER.pack(MAGIC, VERSION, self.num_parts, used, full, self._key))
+
+    def _put(self, start: int, data: bytes) -> None:
+        """Through the mapping: a few bytes do not wait for what others write (pwrite(2))."""
+        assert self._writer >= 0
+        ctypes.memmove(self.address + start, data, len(data))
 
     def _map(self, file: int, size: int, protection: int) -> None:
         if self._libc.mmap(self.address, size, protection, MAP_SHARED | MAP_FIXED, file, 0) == FAILED:

@@ -82,7 +82,7 @@ def _int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     blocks[:, : weight_OI.shape[1]] = weight_OI
     blocks = blocks.view(blocks.shape[0], -1, BLOCK)
     scale = blocks.abs().amax(-1).div_(127).clamp_(min=1e-30)
-    return (blocks / scale[..., None]).round_().flatten(1)[:, : weight_OI.shape[1]].to(torch.int8), scale
+    return (blocks * scale.reciprocal()[..., None]).round_().flatten(1)[:, : weight_OI.shape[1]].to(torch.int8), scale
 
 
 # ---- (codes, scales [O, groups], least numbers): a number is scale * code + least. Of 4 bits: bytes [O, ..., N] whose

@@ -69,19 +69,15 @@ void byte_group(const Matrix &w, int format, int64_t scale_rows, int64_t first, 
   }
 }
 
-// Codes of 8 inputs, the first in the lowest bits, as a lane of a panel has them.
-uint32_t lane_of(uint32_t codes) {
-  uint32_t even = codes & 0x0f0f0f0f, odd = codes >> 4 & 0x0f0f0f0f;
-  even = (even | even >> 4) & 0x00ff00ff, odd = (odd | odd >> 4) & 0x00ff00ff;
-  return ((even | even >> 8) & 0xffff) | (odd | odd >> 8) << 16;
-}
-
 // Rows of ceil(inputs / 32) * 16 bytes; scales, and behind those of all rows zero points, of 16 bits.
 void half_group(const Matrix &w, int format, int64_t first, int group, int64_t depth, uint8_t *panel) {
   int64_t groups = (w.inputs + K_GROUP - 1) / K_GROUP, row_bytes = groups * (K_GROUP / 2);
   const uint32_t nothing = format == W_MXFP4 ? 0 : 0x88888888;
   for (int64_t k0 = 0; k0 < depth; k0 += K_BLOCK) {
     int64_t end = k0 + K_BLOCK < depth ? k0 + K_BLOCK : depth, steps = (end - k0 + HALF_STEP - 1) / HALF_STEP;
+    const bool whole = first + 16 <= w.outputs && end <= w.inputs && (end - k0) % K_GROUP == 0;
+    uint8_t *codes_to = panel + half_scales(format) + group * 64;
+    if (whole) place_words<true>(w.rows + first * row_bytes + k0 / 2, row_bytes, steps, HALF_STEP_BYTES, codes_to);
     for (int i = 0; i < 16; i++) {
       bool there = first + i < w.outputs;
       for (int64_t at = 0; at < half_scales(format) / 2; at += PANEL) {
@@ -91,8 +87,8 @@ void half_group(const Matrix &w, int format, int64_t first, int group, int64_t d
         memcpy(panel + (at + group * 16 + i) * 2, &bits, 2);
       }
       const uint8_t *row = w.rows + (first + i) * row_bytes + k0 / 2;
-      uint8_t *to = panel + half_scales(format) + (group * 16 + i) * 4;
-      for (int64_t step = 0; step < steps; step++, to += HALF_STEP_BYTES) {
+      uint8_t *to = codes_to + i * 4;
+      for (int64_t step = 0; step < steps && !whole; step++, to += HALF_STEP_BYTES) {
         uint32_t codes = nothing;
         if (there && k0 + step * HALF_STEP < w.inputs) memcpy(&codes, row + step * 4, 4);
         codes = lane_of(codes);
@@ -109,7 +105,7 @@ void pack_group(int64_t x_type, int64_t format, const Matrix &w, int64_t scale_r
   else if (format != W_PLAIN) byte_group(w, (int)format, scale_rows, first, group, depth, panel);
   else if (x_type == X_F32) plain_group<4>(w, first, group, depth, panel);
   else if (first + 16 <= w.outputs && w.inputs == depth && depth % 8 == 0)
-    place_pairs(w.rows + first * w.inputs * 2, w.inputs * 2, depth / 2, PANEL * 4, panel + group * 64);
+    place_words<false>(w.rows + first * w.inputs * 2, w.inputs * 2, depth / 2, PANEL * 4, panel + group * 64);
   else plain_group<2>(w, first, group, depth, panel);
 }
 

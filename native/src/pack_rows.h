@@ -10,7 +10,7 @@ typedef uint16_t Pairs8 __attribute__((vector_size(16)));
 typedef uint32_t Pairs4 __attribute__((vector_size(16)));
 typedef int8_t Bytes16 __attribute__((vector_size(16)));
 
-enum { LINE = 64 };
+enum { LINE = 64, AHEAD = 256 };  // the latter: bytes of a row that are asked for early; the processor loses track of 16 rows
 
 template <class T> inline T load16(const uint8_t *at) {
   T x;
@@ -18,19 +18,29 @@ template <class T> inline T load16(const uint8_t *at) {
   return x;
 }
 
-// n pairs of bfloat16 (a multiple of 4) of each row; pair p of row i goes to `to + p * step + i * 4`.
-inline void place_pairs(const uint8_t *rows, int64_t stride, int64_t n, int64_t step, uint8_t *to) {
+// Codes of 8 inputs, the first in the lowest bits, as a lane of a panel has them. T: uint32_t, or several.
+template <class T> inline T lane_of(T codes) {
+  T even = codes & 0x0f0f0f0f, odd = codes >> 4 & 0x0f0f0f0f;
+  even = (even | even >> 4) & 0x00ff00ff, odd = (odd | odd >> 4) & 0x00ff00ff;
+  return ((even | even >> 8) & 0xffff) | (odd | odd >> 8) << 16;
+}
+
+// n words of 4 bytes (a multiple of 4) of each row: pairs of bfloat16, or codes; word p of row i goes to `to + p * step + i * 4`.
+template <bool CODES> inline void place_words(const uint8_t *rows, int64_t stride, int64_t n, int64_t step, uint8_t *to) {
   for (int64_t p0 = 0; p0 < n; p0 += 16) {
     alignas(64) uint8_t tile[16][LINE];
     int64_t count = n - p0 < 16 ? n - p0 : 16;
     for (int i = 0; i < 16; i++) {
-      if (count == 16) memcpy(tile[i], rows + i * stride + p0 * 4, LINE);
-      else memcpy(tile[i], rows + i * stride + p0 * 4, count * 4);
+      const uint8_t *from = rows + i * stride + p0 * 4;
+      if (count == 16) memcpy(tile[i], from, LINE);
+      else memcpy(tile[i], from, count * 4);
+      __builtin_prefetch(from + AHEAD);
     }
     for (int64_t p = 0; p < count; p += 4)
       for (int i = 0; i < 16; i += 4) {
         Pairs4 a = load16<Pairs4>(tile[i] + p * 4), b = load16<Pairs4>(tile[i + 1] + p * 4);
         Pairs4 c = load16<Pairs4>(tile[i + 2] + p * 4), d = load16<Pairs4>(tile[i + 3] + p * 4);
+        if (CODES) a = lane_of(a), b = lane_of(b), c = lane_of(c), d = lane_of(d);
         Pairs4 ab = __builtin_shuffle(a, b, (Pairs4){0, 4, 1, 5}), cd = __builtin_shuffle(c, d, (Pairs4){0, 4, 1, 5});
         Pairs4 ab2 = __builtin_shuffle(a, b, (Pairs4){2, 6, 3, 7}), cd2 = __builtin_shuffle(c, d, (Pairs4){2, 6, 3, 7});
         Pairs4 out[4] = {__builtin_shuffle(ab, cd, (Pairs4){0, 1, 4, 5}), __builtin_shuffle(ab, cd, (Pairs4){2, 3, 6, 7}),

@@ -1,6 +1,8 @@
 // A matrix [outputs, inputs] as numbers of 8 bits, with a scale for 128 inputs of one output (int8) or of 128 (e4m3).
 #include "quantize.h"
 
+enum { MANY_INPUTS = 256 * HALF_INPUTS };
+
 static const QuantizeOps *ops_for(int x_type) {
 #if defined(__x86_64__)
   return vector_isa() >= ISA_AVX512 ? quantize_avx512[x_type] : quantize_avx2[x_type];
@@ -26,7 +28,7 @@ NATIVE_API void weights_quantize(int x_type, int format, const void *x, int64_t 
       float size = 0;
       for (int64_t row = first; row < last; row++) {
         float found = ops->largest((const uint8_t *)x + (row * stride + start) * item, n);
-        size = found > size ? found : size;
+        size = found > size || found != found ? found : size;
       }
       float unit = size / most;
       unit = unit < 1e-30f ? 1e-30f : unit;
@@ -34,8 +36,7 @@ NATIVE_API void weights_quantize(int x_type, int format, const void *x, int64_t 
       for (int64_t row = first; row < last; row++) {
         const uint8_t *from = (const uint8_t *)x + (row * stride + start) * item;
         uint8_t *to = (uint8_t *)y + row * inputs + start;
-        if (format == QUANTIZE_INT8) ops->to_int8(from, unit, n, to);
-        else ops->to_fp8(from, unit, n, to);
+        (format == QUANTIZE_INT8 ? ops->to_int8 : ops->to_fp8)(from, 1 / unit, n, to);
       }
     }
   }
@@ -45,13 +46,13 @@ NATIVE_API void weights_quantize(int x_type, int format, const void *x, int64_t 
 NATIVE_API void weights_halves(int x_type, int mxfp4, const void *x, int64_t stride, int64_t outputs, int64_t inputs, uint8_t *codes,
                                uint16_t *scale, int threads) {
   const QuantizeOps *ops = ops_for(x_type);
-  int64_t item = x_type == 0 ? 4 : 2, groups = (inputs + HALF_INPUTS - 1) / HALF_INPUTS;
+  // Rows without anything between them, and without a group of both, are one, which is cut where many groups end.
+  int64_t item = x_type == 0 ? 4 : 2, row = inputs, rows = outputs;
+  if (stride == inputs && inputs % HALF_INPUTS == 0) row = MANY_INPUTS, rows = (outputs * inputs + row - 1) / row;
+  const int64_t groups = (row + HALF_INPUTS - 1) / HALF_INPUTS, step = row == inputs ? stride : row;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < outputs; row++)
-    for (int64_t g = 0; g < groups; g++) {
-      const uint8_t *from = (const uint8_t *)x + (row * stride + g * HALF_INPUTS) * item;
-      int64_t n = inputs - g * HALF_INPUTS < HALF_INPUTS ? inputs - g * HALF_INPUTS : (int64_t)HALF_INPUTS;
-      uint8_t *to = codes + (row * groups + g) * (HALF_INPUTS / 2);
-      scale[row * groups + g] = mxfp4 ? ops->to_mxfp4(from, n, to) : ops->to_int4(from, n, to);
-    }
+  for (int64_t i = 0; i < rows; i++) {
+    const int64_t left = outputs * inputs - i * row, n = step == row && left < row ? left : row;
+    (mxfp4 ? ops->to_mxfp4 : ops->to_int4)((const uint8_t *)x + i * step * item, n, codes + i * groups * (HALF_INPUTS / 2), scale + i * groups);
+  }
 }

@@ -11,12 +11,13 @@ enum QuantizeFormat { QUANTIZE_FP8 = 1, QUANTIZE_INT8 = 2 };
 struct QuantizeOps {
   // The largest absolute value of n numbers.
   float (*largest)(const void *x, int64_t n);
-  // n numbers divided by the scale, as int8 and as e4m3.
-  void (*to_int8)(const void *x, float scale, int64_t n, uint8_t *y);
-  void (*to_fp8)(const void *x, float scale, int64_t n, uint8_t *y);
-  // Up to 32 numbers as codes of 4 bits, two in a byte, the rest of the 32 zeros; returns their scale: float16, or bfloat16.
-  uint16_t (*to_int4)(const void *x, int64_t n, uint8_t *codes);
-  uint16_t (*to_mxfp4)(const void *x, int64_t n, uint8_t *codes);
+  // n numbers times the inverse of the scale, as int8 and as e4m3.
+  void (*to_int8)(const void *x, float inverse, int64_t n, uint8_t *y);
+  void (*to_fp8)(const void *x, float inverse, int64_t n, uint8_t *y);
+  // n numbers as codes of 4 bits, two in a byte, those behind the last as zeros up to a multiple of 32; and the scale of each 32:
+  // float16, or bfloat16.
+  void (*to_int4)(const void *x, int64_t n, uint8_t *codes, uint16_t *scale);
+  void (*to_mxfp4)(const void *x, int64_t n, uint8_t *codes, uint16_t *scale);
 };
 
 extern const QuantizeOps *const quantize_avx2[2], *const quantize_avx512[2];  // by type: float32, bfloat16

@@ -3,8 +3,17 @@
 
 typedef uint8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-// By way of 16 bits: in one step the compiler takes number by number.
+#ifdef AVX512_FILE
+INLINE vb bytes_of(vi x) { return (vb)_mm512_cvtepi32_epi8((__m512i)x); }
+INLINE int32_t largest_of(vi x) { return _mm512_reduce_max_epi32((__m512i)x); }
+#else  // by way of 16 bits: in one step the compiler takes number by number
 INLINE vb bytes_of(vi x) { return __builtin_convertvector(__builtin_convertvector(x, vh), vb); }
+INLINE int32_t largest_of(vi x) {
+  int32_t most = x[0];
+  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+#endif
 
 // To the nearest whole number, ties to even: its low byte is in the low byte of the sum.
 INLINE vi whole(vf x) { return (vi)(x + splat(12582912.f)) & 0xff; }
@@ -20,141 +29,185 @@ INLINE vi e4m3(vf x) {
   return (y | ((sign >> 24) & 0x80)) & 0xff;
 }
 
-// ---- 4 bits ----
+// ---- 4 bits: as many groups at once as a register has lanes, one in each ----
 
-// As float16 and back; x is finite. Below its normal numbers it has multiples of 2^-24.
-INLINE float half_rounded(float x) {
-  float size = __builtin_fabsf(x), y;
-  if (size < 0x1p-14f) {
-    y = (size + .5f) - .5f;
-  } else {
-    uint32_t bits;
-    memcpy(&bits, &size, 4);
-    bits = (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu;
-    memcpy(&y, &bits, 4);
-    y = y > 65504.f ? 65504.f : y;
-  }
-  return x < 0 ? -y : y;
+#ifdef AVX512_FILE  // the compiler makes two instructions of a comparison
+INLINE vf at_most(vf x, float y) { return (vf)_mm512_min_ps((__m512)splat(y), (__m512)x); }
+INLINE vf at_least(vf x, float y) { return (vf)_mm512_max_ps((__m512)splat(y), (__m512)x); }
+#else
+INLINE vf at_most(vf x, float y) { return x > y ? splat(y) : x; }
+INLINE vf at_least(vf x, float y) { return x < y ? splat(y) : x; }
+#endif
+
+// As float16 and back; x is finite, or no number. Below its normal numbers it has multiples of 2^-24.
+INLINE vf half_rounded(vf x) {
+  const vf size = (vf)((vi)x & 0x7fffffff), shift = splat(.5f);
+  const vi bits = (vi)size;
+  vf y = (vf)((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fff);
+  y = y > 65504.f ? splat(65504.f) : y;
+  y = size < 0x1p-14f ? (size + shift) - shift : y;
+  return (vf)((vi)y | ((vi)x & (int32_t)0x80000000));
 }
-INLINE uint16_t half_bits(float x) {  // of a number that half_rounded gave
-  float size = __builtin_fabsf(x);
-  uint32_t bits;
-  memcpy(&bits, &size, 4);
-  uint32_t y = size < 0x1p-14f ? (uint32_t)(size * 0x1p24f) : (bits >> 13) - (112 << 10);
-  return (uint16_t)(y | (x < 0 ? 0x8000 : 0));
+INLINE vi half_bits(vf x) {  // of numbers that half_rounded gave
+  const vf size = (vf)((vi)x & 0x7fffffff);
+  const vi y = size < 0x1p-14f ? __builtin_convertvector(size * 0x1p24f, vi) : ((vi)size >> 13) - (112 << 10);
+  return (x == x ? y : vi{} + 0x7e00) | ((vi)x >> 16 & 0x8000);
 }
 
-enum { HALF_PARTS = HALF_INPUTS / LANES };
+// The power of two that is no smaller, of normal numbers above 0.
+INLINE vf power_above(vf x) { return x == x ? (vf)(((vi)x + 0x7fffff) & 0x7f800000) : x; }
 
-// Codes of 32 numbers with this scale, and what they lose, squared.
-template <bool MXFP4> INLINE float halves_of(const vf *x, float scale, vi *code) {
-  vf lost = {};
-  for (int i = 0; i < HALF_PARTS; i++) {
-    vf exact = scale == 0 ? splat(0.f) : x[i] / scale, back;
-    if (MXFP4) {
-      vf size = (vf)((vi)exact & 0x7fffffff);
-      // A comparison that is true is -1.
-      vi place = -((size > .25f) + (size > .75f) + (size > 1.25f) + (size > 1.75f) + (size > 2.5f) + (size > 3.5f) + (size > 5.f));
-      vi twice = place < 4 ? place : place < 6 ? 2 * place - 4 : 4 * place - 16;
-      back = __builtin_convertvector(twice, vf) * .5f;
-      back = exact < 0.f ? -back : back;
-      code[i] = place | (exact < 0.f & 8);
-    } else {
-      exact = exact > 7.f ? splat(7.f) : exact;
-      exact = exact < -8.f ? splat(-8.f) : exact;
-      const vf shift = splat(12582912.f);  // adding it rounds to a whole number, ties to even
-      back = exact + shift - shift;
-      code[i] = __builtin_convertvector(back, vi) + 8;
+// Row g of a square, in lanes, becomes lane g of all rows: rows i and i + LANES / 2 are interleaved, as often as there are halves.
+INLINE void transpose(vi (&row)[LANES]) {
+  vi low, high, next[LANES];
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) low[i] = i / 2 + i % 2 * LANES, high[i] = low[i] + LANES / 2;
+  for (int turn = 1; turn < LANES; turn *= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES / 2; i++) {
+      next[2 * i] = __builtin_shuffle(row[i], row[i + LANES / 2], low);
+      next[2 * i + 1] = __builtin_shuffle(row[i], row[i + LANES / 2], high);
     }
-    vf off = back * scale - x[i];
-    lost += off * off;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) row[i] = next[i];
   }
-  return total(lost);
 }
 
-template <bool MXFP4> INLINE float best_halves(const vf *x, const float *scale, int n, uint8_t *codes) {
-  float least = 0, best = 0;
-  vi code[HALF_PARTS], kept[HALF_PARTS] = {};
-  for (int i = 0; i < n; i++) {
-    float lost = halves_of<MXFP4>(x, scale[i], code);
-    if (i && !(lost < least)) continue;
-    least = lost, best = scale[i];
-    for (int j = 0; j < HALF_PARTS; j++) kept[j] = code[j];
+// Number k of LANES groups, which follow each other.
+INLINE void put_words(int word, vi of, const float *, vf *x) { x[word] = (vf)of; }
+INLINE void put_words(int word, vi of, const bf16 *, vf *x) { x[2 * word] = (vf)(of << 16), x[2 * word + 1] = (vf)(of & (int32_t)0xffff0000); }
+template <class T> INLINE void groups_in_lanes(const T *at, vf *x) {
+  const int words = HALF_INPUTS * sizeof(T) / 4;
+  for (int first = 0; first < words; first += LANES) {
+    vi row[LANES];
+#pragma GCC unroll 16
+    for (int g = 0; g < LANES; g++) row[g] = *(const vi *)((const uint8_t *)(at + g * HALF_INPUTS) + first * 4);
+    transpose(row);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) put_words(first + i, row[i], at, x);
   }
-  const int32_t *one = (const int32_t *)kept;
-  for (int i = 0; i < HALF_INPUTS / 2; i++) codes[i] = (uint8_t)(one[2 * i] | one[2 * i + 1] << 4);
-  return best;
+}
+
+// What each format has: scales that are tried, the number that stands for another one (both in units of the scale), and its code in
+// the lowest 4 bits.
+struct Int4 {
+  enum { TRIED = 6 };
+  INLINE void scales(vf most, vf *scale) {
+    const float part[3] = {1.f, .93f, .86f};
+    const vf size = (vf)((vi)most & 0x7fffffff);
+    for (int i = 0; i < TRIED; i++) scale[i] = half_rounded((i < 3 ? most / -8.f : size / 7.f) * part[i % 3]);
+  }
+  enum { ROUNDS = 12582912 };  // adding it rounds to a whole number, ties to even, which is in the lowest bits
+  INLINE vf within(vf exact) { return at_least(at_most(exact, 7.f), -8.f); }
+  INLINE vf nearest(vf exact) { return (within(exact) + splat(ROUNDS)) - splat(ROUNDS); }
+  INLINE vi code(vf exact) { return (vi)(within(exact) + splat(ROUNDS + 8)); }
+  INLINE vi bits(vf scale) { return half_bits(scale); }
+};
+
+struct Mxfp4 {
+  enum { TRIED = 2 };
+  INLINE void scales(vf most, vf *scale) {
+    vf least = (vf)((vi)most & 0x7fffffff) / 6.f;
+    least = least < 0x1p-126f ? splat(0x1p-126f) : least;
+    scale[0] = power_above(least), scale[1] = scale[0] * .5f;
+  }
+  INLINE vi place(vf size) {  // a comparison that is true is -1
+    return -((size > .25f) + (size > .75f) + (size > 1.25f) + (size > 1.75f) + (size > 2.5f) + (size > 3.5f) + (size > 5.f));
+  }
+  INLINE vf nearest(vf exact) {
+    const vi at = place((vf)((vi)exact & 0x7fffffff));
+    const vf back = __builtin_convertvector(at < 4 ? at : at < 6 ? 2 * at - 4 : 4 * at - 16, vf) * .5f;
+    return exact < 0.f ? -back : back;
+  }
+  INLINE vi code(vf exact) { return place((vf)((vi)exact & 0x7fffffff)) | (exact < 0.f & 8); }
+  INLINE vi bits(vf scale) { return (vi)scale >> 16 & 0xffff; }
+};
+
+// LANES groups with the scale of those tried that loses least, squared; the first of equals. word[i]: eight codes of each group.
+template <class Form, class T> INLINE vi best_codes(const T *at, vi (&word)[HALF_INPUTS / 8]) {
+  vf x[HALF_INPUTS], scale[Form::TRIED], inverse[Form::TRIED], lost[Form::TRIED], most = {};
+  vi size = {};
+  groups_in_lanes(at, x);
+  for (int k = 0; k < HALF_INPUTS; k++) {  // the number of largest size, the first of equals; what is no number is largest
+    const vi here = (vi)x[k] & 0x7fffffff;
+    most = here > size ? x[k] : most, size = here > size ? here : size;
+  }
+  Form::scales(most, scale);
+#pragma GCC unroll 6
+  for (int i = 0; i < Form::TRIED; i++) inverse[i] = scale[i] == 0.f ? splat(0.f) : 1.f / scale[i], lost[i] = splat(0.f);
+  for (int k = 0; k < HALF_INPUTS; k++)
+#pragma GCC unroll 6
+    for (int i = 0; i < Form::TRIED; i++) {
+      const vf off = Form::nearest(x[k] * inverse[i]) * scale[i] - x[k];
+      lost[i] += off * off;
+    }
+  for (int i = 1; i < Form::TRIED; i++) {
+    const vi less = lost[i] < lost[0];
+    lost[0] = less ? lost[i] : lost[0], scale[0] = less ? scale[i] : scale[0], inverse[0] = less ? inverse[i] : inverse[0];
+  }
+  for (int i = 0; i < HALF_INPUTS / 8; i++) {
+    word[i] = vi{};
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) word[i] |= (Form::code(x[8 * i + k] * inverse[0]) & 15) << 4 * k;
+  }
+  return Form::bits(scale[0]);
 }
 
 template <class T> struct Quantize {
+  // By the bits of the sizes, which are in the order of whole numbers; what is no number is largest of all.
   static float largest(const void *at, int64_t n) {
     const T *x = (const T *)at;
-    vf most = {};
+    vi most = {};
     int64_t k = 0;
     for (; k + LANES <= n; k += LANES) {
-      vf size = (vf)((vi)load(x + k) & 0x7fffffff);
+      const vi size = (vi)load(x + k) & 0x7fffffff;
       most = size > most ? size : most;
     }
-    float part[LANES];
-    *(vf *)part = most;
-    for (int half = LANES / 2; half; half /= 2)
-      for (int i = 0; i < half; i++) part[i] = part[i + half] > part[i] ? part[i + half] : part[i];
-    float best = part[0];
     for (; k < n; k++) {
-      float size = __builtin_fabsf(number(x + k));
-      best = size > best ? size : best;
+      const vi size = (vi)splat(number(x + k)) & 0x7fffffff;
+      most = size > most ? size : most;
     }
-    return best;
-  }
-
-  template <class To> INLINE void each(const void *at, float scale, int64_t n, uint8_t *y, const To &to) {
-    const T *x = (const T *)at;
-    int64_t k = 0;
-    for (; k + LANES <= n; k += LANES) *(vb *)(y + k) = bytes_of(to(load(x + k) / scale));
-    for (; k < n; k++) y[k] = (uint8_t)to(splat(number(x + k) / scale))[0];
-  }
-  static void to_int8(const void *x, float scale, int64_t n, uint8_t *y) {
-    each(x, scale, n, y, [](vf v) __attribute__((always_inline)) { return whole(v); });
-  }
-  static void to_fp8(const void *x, float scale, int64_t n, uint8_t *y) {
-    each(x, scale, n, y, [](vf v) __attribute__((always_inline)) { return e4m3(v); });
-  }
-
-  INLINE void read_group(const void *at, int64_t n, vf *x) {
-    float room[HALF_INPUTS] = {};
-    for (int64_t i = 0; i < n; i++) room[i] = number((const T *)at + i);
-    for (int i = 0; i < HALF_PARTS; i++) x[i] = load(room + LANES * i);
-  }
-  // The number of largest size, the first of equals.
-  INLINE float outermost(const vf *x) {
-    const float *one = (const float *)x;
-    float found = 0;
-    for (int i = 0; i < HALF_INPUTS; i++) found = __builtin_fabsf(one[i]) > __builtin_fabsf(found) ? one[i] : found;
+    const int32_t bits = largest_of(most);
+    float found;
+    memcpy(&found, &bits, 4);
     return found;
   }
-  static uint16_t to_int4(const void *at, int64_t n, uint8_t *codes) {
-    vf x[HALF_PARTS];
-    read_group(at, n, x);
-    float most = outermost(x), scale[6];
-    for (int i = 0; i < 6; i++) {
-      const float part[3] = {1.f, .93f, .86f};
-      scale[i] = half_rounded((i < 3 ? most / -8 : __builtin_fabsf(most) / 7) * part[i % 3]);
+
+  // Each number times `inverse` is a number of the format; rounded before anything is added to it, as in torch.
+  INLINE vf product(vf x, float inverse) {
+    vf y = x * inverse;
+    asm("" : "+v"(y));
+    return y;
+  }
+  template <class To> INLINE void each(const void *at, float inverse, int64_t n, uint8_t *y, const To &to) {
+    const T *x = (const T *)at;
+    int64_t k = 0;
+    for (; k + LANES <= n; k += LANES) *(vb *)(y + k) = bytes_of(to(product(load(x + k), inverse)));
+    for (; k < n; k++) y[k] = (uint8_t)to(product(splat(number(x + k)), inverse))[0];
+  }
+  static void to_int8(const void *x, float inverse, int64_t n, uint8_t *y) {
+    each(x, inverse, n, y, [](vf v) __attribute__((always_inline)) { return whole(v); });
+  }
+  static void to_fp8(const void *x, float inverse, int64_t n, uint8_t *y) {
+    each(x, inverse, n, y, [](vf v) __attribute__((always_inline)) { return e4m3(v); });
+  }
+  template <class Form> static void to_halves(const void *at, int64_t n, uint8_t *codes, uint16_t *scale) {
+    const T *x = (const T *)at;
+    for (int64_t k = 0; k < n; k += LANES * HALF_INPUTS) {
+      alignas(64) T room[LANES * HALF_INPUTS];
+      const int64_t here = n - k < LANES * HALF_INPUTS ? n - k : (int64_t)LANES * HALF_INPUTS;
+      const T *from = x + k;
+      if (here < LANES * HALF_INPUTS) {
+        memcpy(room, from, here * sizeof(T)), memset(room + here, 0, sizeof(room) - here * sizeof(T));
+        from = room;
+      }
+      vi word[HALF_INPUTS / 8];
+      const vi bits = best_codes<Form>(from, word);
+      for (int64_t g = 0; g * HALF_INPUTS < here; g++, codes += HALF_INPUTS / 2, scale++) {
+        *scale = (uint16_t)((const int32_t *)&bits)[g];
+        for (int i = 0; i < HALF_INPUTS / 8; i++) memcpy(codes + 4 * i, (const int32_t *)&word[i] + g, 4);
+      }
     }
-    return half_bits(best_halves<false>(x, scale, 6, codes));
   }
-  static uint16_t to_mxfp4(const void *at, int64_t n, uint8_t *codes) {
-    vf x[HALF_PARTS];
-    read_group(at, n, x);
-    float least = __builtin_fabsf(outermost(x)) / 6;
-    least = least < 0x1p-126f ? 0x1p-126f : least;
-    uint32_t bits;
-    memcpy(&bits, &least, 4);
-    bits = (bits + 0x7fffff) & 0x7f800000;  // up to a power of two
-    memcpy(&least, &bits, 4);
-    const float scale[2] = {least, least / 2};
-    float best = best_halves<true>(x, scale, 2, codes);
-    memcpy(&bits, &best, 4);
-    return (uint16_t)(bits >> 16);
-  }
-  static constexpr QuantizeOps table = {largest, to_int8, to_fp8, to_int4, to_mxfp4};
+  static constexpr QuantizeOps table = {largest, to_int8, to_fp8, to_halves<Int4>, to_halves<Mxfp4>};
 };

@@ -102,3 +102,17 @@ def test_4_bits_are_those_of_torch(level: Isa, form: WeightFormat, dtype: torch.
             assert lost <= least * (1 + 1e-4) + 1e-30
             largest = weight.abs().max().item()
             assert lost <= weight.numel() * (largest / 7) ** 2
+
+
+@pytest.mark.parametrize("form", [*FORMS, WeightFormat.INT4, WeightFormat.MXFP4])
+def test_what_is_no_number_is_seen(level: Isa, form: WeightFormat) -> None:
+    """The scale of its group is none either, so that no output looks well."""
+    weight = torch.randn(40, 384, generator=torch.Generator().manual_seed(6)).bfloat16()
+    weight[7, 133] = torch.nan
+    if form in FORMS:
+        scale = quantize(weight, form).scale
+        row, column = (7, 1) if form is WeightFormat.INT8 else (0, 1)
+    else:
+        scale = quantize_halves(weight, form).scale_OG.float()
+        row, column = 7, 133 // 32
+    assert scale[row, column].isnan() and scale.isnan().sum() == 1

@@ -12,9 +12,10 @@ When the next kill comes: 5 s after all ranks serve again; with --spacing-ms so 
 they come in pairs, the second one while the first rank loads again (load) or right after its loss is known, while the
 others repair (repair); with --during rebalance, one at a time, while experts are being moved between ranks. The last rank that serves is never killed.
 
-A gap is the time between two pieces of a stream, or from its start to its first. The pause of a stream at a kill is its longest gap
-of those that lie, at least in part, between the kill and 5 s after all ranks serve again: so what the return of the rank costs
-counts too. The percentiles are over all streams and kills. Without a kill there are gaps as well: without --json the longest ones of the run
+A gap is the time between two pieces of a stream. The pause of a stream at a kill is its longest gap of those that lie, at least in part,
+between the kill and 5 s after all ranks serve again: so what the return of the rank costs counts too. p95_first_s and max_first_s are the same of
+the waits of requests for their first piece: a request that comes in the middle of a step waits for the next one's end, a kill or not. The percentiles
+are over all streams and kills. Without a kill there are gaps as well: without --json the longest ones of the run
 without faults are printed. orphans: processes of the server that are left when it has ended.
 
 --spare-ranks N: expert slots for the loss of N ranks at once (default: of one). overhead_pct: what surviving costs when nothing
@@ -35,7 +36,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +75,7 @@ def spare_slots(num_ranks: int, spare: int | None, model: str | None) -> list[st
 
 @dataclass
 class Load:
-    """All streams. gaps: of each, (start, end) between two pieces of it."""
+    """All streams. gaps: of each, (start, end) between two pieces of it; firsts: from its start to its first."""
 
     client: Client
     num_streams: int
@@ -88,6 +89,7 @@ class Load:
     failures: list[str] = field(default_factory=list)
     mismatched: int = 0
     gaps: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    firsts: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     async def one(self, number: int) -> list[int]:
         payload: dict[str, Any] = {
@@ -101,12 +103,12 @@ class Load:
         }
         token_ids: list[int] = []
         reason = None
-        last = time.monotonic()
+        found, last = self.firsts, time.monotonic()
         async with contextlib.aclosing(self.client.events("/v1/completions", payload)) as events:  # type: ignore[type-var]
             async for event in events:
                 now = time.monotonic()
-                self.gaps[number].append((last, now))
-                last = now
+                found[number].append((last, now))
+                found, last = self.gaps, now
                 choice = event["choices"][0]
                 new = choice.get("token_ids") or []
                 token_ids += new
@@ -152,12 +154,20 @@ class Load:
 
     def pauses(self, windows: Sequence[tuple[float, float]]) -> list[float]:
         """Seconds, ascending: of every stream that is open in it, its longest gap of each window (start, end)."""
-        found = []
-        for gaps in self.gaps.values():
-            for start, end in windows:
-                inside = [after - before for before, after in gaps if before < end and after > start]
-                found += [max(inside)] if inside else []
-        return sorted(found)
+        return _longest(self.gaps, windows)
+
+    def waits(self, windows: Sequence[tuple[float, float]]) -> list[float]:
+        """The same of waits for first pieces, where there are any."""
+        return _longest(self.firsts, windows)
+
+
+def _longest(of: Mapping[int, list[tuple[float, float]]], windows: Sequence[tuple[float, float]]) -> list[float]:
+    found = []
+    for gaps in of.values():
+        for start, end in windows:
+            inside = [after - before for before, after in gaps if before < end and after > start]
+            found += [max(inside)] if inside else []
+    return sorted(found)
 
 
 class Goodput:
@@ -295,7 +305,7 @@ async def measure(server: Server, arguments: argparse.Namespace) -> dict[str, An
     finally:
         stopping.set()
         await running
-    pauses = load.pauses(killer.windows)
+    pauses, waits = load.pauses(killer.windows), load.waits(killer.windows)
     for failure in load.failures[:5]:
         print(f"failed: {failure}", file=sys.stderr)
     if not arguments.json:
@@ -312,6 +322,8 @@ async def measure(server: Server, arguments: argparse.Namespace) -> dict[str, An
         "p50_pause_s": at(pauses, 0.5),
         "p95_pause_s": at(pauses, 0.95),
         "max_pause_s": at(pauses, 1.0),
+        "p95_first_s": at(waits, 0.95),
+        "max_first_s": at(waits, 1.0),
         "goodput_ratio": round(goodput / fault_free, 3),
         **({"kills_while_moving": killer.num_moving} if arguments.during == "rebalance" else {}),
     }

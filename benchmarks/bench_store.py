@@ -7,7 +7,7 @@ makes and removes (whether the checkpoint is in the system's page cache is the c
 written there and lie in the page cache. pss_mb: memory of all processes of the server together (proportional set size, /proc/PID/smaps_rollup), under load; standby_mb: of those
 that wait to become ranks.
 return_s: from a kill until all ranks serve again, the mean. p95_gap_s and max_gap_s: of each stream the longest gap around each kill
-(bench_faults.py says how), and quiet_gap_s 95 % of those of five seconds before the first kill. With one rank every kill is the loss of all ranks. failed and mismatched: requests, compared with the same ones
+(bench_faults.py says how), and quiet_gap_s 95 % of those of five seconds before the first kill; p95_first_s and max_first_s: of waits for first pieces. With one rank every kill is the loss of all ranks. failed and mismatched: requests, compared with the same ones
 before the first kill, which comes when a process waits for each rank. --together: every kill is one of all ranks.
 """
 
@@ -102,7 +102,7 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
         await running
     for failure in load.failures[:5]:
         print(f"failed: {failure}", file=sys.stderr)
-    gaps = load.pauses(killer.windows)
+    gaps, waits = load.pauses(killer.windows), load.waits(killer.windows)
     returns = [end - BACK_SECONDS - when for when, end in killer.windows]
     return {
         "pss_mb": round(pss / MEGA),
@@ -111,6 +111,8 @@ async def under_load(server: Server, arguments: argparse.Namespace, ranks: int) 
         "quiet_gap_s": at(load.pauses([quiet]), 0.95),
         "p95_gap_s": at(gaps, 0.95),
         "max_gap_s": at(gaps, 1.0),
+        "p95_first_s": at(waits, 0.95),
+        "max_first_s": at(waits, 1.0),
         "failed": len(load.failures),
         "mismatched": load.mismatched,
     }

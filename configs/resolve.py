@@ -26,6 +26,7 @@ DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_NUM_SEQS = 256
 DEFAULT_BLOCK_SIZE = 16
 CPU_MEMORY_PART = 0.5  # a CPU's memory is also everybody else's
+PART_BESIDE_WEIGHTS = 0.25  # of a CPU's memory, for the cache beside weights that take more than a third of it
 WEIGHTS_PART = 2 / 3  # spare expert slots may not fill more of our memory than this together with all other weights
 SMALL_MODEL_BYTES = 64 * MEBI
 RANKS_PER_CORE = 4  # to which a server may grow: beyond, ranks only wait for each other
@@ -180,11 +181,13 @@ def _room(
         return config.kv_cache_memory_bytes, f"{config.kv_cache_memory_bytes} bytes as asked"
     part = config.gpu_memory_utilization or _memory_part(machine)
     weights = _weights(model, dtype, config.data_parallel_size, slots, stores)
-    source = (
-        f"{part:.0%} of {machine.free_memory // MEBI} MiB free, less {weights // MEBI} MiB of weights, over "
-        f"{config.data_parallel_size} rank(s)"
-    )
-    return max(0, int(machine.free_memory * part) - weights) // config.data_parallel_size, source
+    free, ranks = machine.free_memory, config.data_parallel_size
+    room, left = int(free * part) - weights, int((free - weights) * PART_BESIDE_WEIGHTS)
+    if room < left and config.gpu_memory_utilization is None and machine.gpu is None:
+        source = f"{PART_BESIDE_WEIGHTS:.0%} of what {weights // MEBI} MiB of weights leave of {free // MEBI} MiB free"
+        return left // ranks, f"{source}, over {ranks} rank(s)"
+    source = f"{part:.0%} of {free // MEBI} MiB free, less {weights // MEBI} MiB of weights, over {ranks} rank(s)"
+    return max(0, room) // ranks, source
 
 
 def _num_seqs(config: EngineConfig, spec: CacheSpec, room: tuple[int, str], why: dict[str, str]) -> int:

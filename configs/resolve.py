@@ -182,12 +182,12 @@ def _room(
     part = config.gpu_memory_utilization or _memory_part(machine)
     weights = _weights(model, dtype, config.data_parallel_size, slots, stores)
     free, ranks = machine.free_memory, config.data_parallel_size
-    room, left = int(free * part) - weights, int((free - weights) * PART_BESIDE_WEIGHTS)
+    room, left = max(0, int(free * part) - weights), max(0, int((free - weights) * PART_BESIDE_WEIGHTS))
     if room < left and config.gpu_memory_utilization is None and machine.gpu is None:
         source = f"{PART_BESIDE_WEIGHTS:.0%} of what {weights // MEBI} MiB of weights leave of {free // MEBI} MiB free"
         return left // ranks, f"{source}, over {ranks} rank(s)"
     source = f"{part:.0%} of {free // MEBI} MiB free, less {weights // MEBI} MiB of weights, over {ranks} rank(s)"
-    return max(0, room) // ranks, source
+    return room // ranks, source
 
 
 def _num_seqs(config: EngineConfig, spec: CacheSpec, room: tuple[int, str], why: dict[str, str]) -> int:

@@ -98,7 +98,7 @@ class GgufFile(SafetensorsFile):
             if read:
                 data = torch.frombuffer(self._read_again(first, count), dtype=torch.uint8)
             else:
-                data = torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=first)
+                data = self._bytes[first : first + count]
             rows = data.view(shape[0], -1) if len(shape) > 1 else data.view(1, -1)
             made = convert(tensor.kind, _in_halves(rows, heads) if heads else rows)
             self._last.made = made if len(shape) > 1 else Converted(made.weight.flatten())

@@ -20,6 +20,7 @@
 enum { PANEL = 64, K_BLOCK = 128, MAX_ROWS = 6, MAX_NARROW_ROWS = 6, MAX_BAND = 96, FEW_ROWS = 24, BYTE_BLOCK = PANEL * 4 + K_BLOCK * PANEL };
 enum { WIDE_K = 1024 };  // k of a panel of fewer bits that are widened at a time, for all rows, where there are matrix tiles
 enum { K_GROUP = 32, GROUP_SCALES = K_BLOCK / K_GROUP * PANEL * 2, HALF_STEP = 8, HALF_STEP_BYTES = PANEL * HALF_STEP / 2 };
+enum { NEAR_AHEAD = 4096 };  // bytes of weights before they are needed when few rows ask for them into the nearest cache
 enum { WHOLE_BYTES = 72, MAX_WHOLE_ROWS = 4 };  // of 32 numbers of a row as whole numbers, with their scale and sum; sums are two
 // Where whole numbers serve for any number of rows: a block of weights taken apart for them.
 enum { WHOLE_BLOCK = 2 * K_BLOCK / K_GROUP * PANEL * 4 + K_BLOCK * PANEL * 2 };

@@ -169,7 +169,7 @@ template <int MR> void byte_dot(const void *const *av, const Block &block, float
 #pragma GCC unroll 4
         for (int m = 0; m < MR; m++) high[i][m] = low[i][m] = _mm512_setzero_si512();
       for (int64_t k = 0; k < n; k += 4, p += 4 * PANEL) {
-        for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T1), _mm_prefetch((const char *)p + 4096 + 64 * line, _MM_HINT_T0);
+        for (int64_t line = 0; line < lines; line++, next += 64) _mm_prefetch((const char *)next, _MM_HINT_T1), _mm_prefetch((const char *)p + NEAR_AHEAD + 64 * line, _MM_HINT_T0);
         const uint8_t *then = k + 2 < n ? p + 2 * PANEL : p;  // behind the last pair the rows are zero
         __m512i w[ABREAST];
 #pragma GCC unroll 2

@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from configs.engine import EngineConfig, Plan
+from configs.formats import weight_item
 
+SHARED_HEAD_BYTES = 32 << 20  # below, ranks that wait for each other take longer than the reading
 HOST_BACKENDS = ("local", "gloo", "shm", "shm_padded")  # of ep/table.py, those for ranks without GPUs
 
 
@@ -38,3 +40,26 @@ def with_dispatch(plan: Plan, config: EngineConfig) -> Plan:
     elif plan.device == "cuda" and plan.expert_format == "fp8":
         rows, why = "fp8", "the experts' kernels would round them to FP8 anyway; so half the bytes travel"
     return replace(plan, dispatch_rows=rows, reasons={**plan.reasons, "dispatch_rows": why})
+
+
+def with_vocab_parallel(plan: Plan, asked: str, num_weights: int) -> Plan:
+    """The same plan with whether ranks share their head. num_weights: of it. Raises ValueError."""
+    num_bytes = int(num_weights * weight_item(plan.linear_format, plan.dtype))
+    cannot = ""
+    if not plan.num_experts:
+        cannot = "ranks of a dense model work each alone"
+    elif plan.device != "cpu":
+        cannot = "ranks with a GPU have the whole head each"
+    elif not {part.removesuffix("_padded") for part in plan.all2all_backend.split("+")} <= {"local", "shm"}:
+        cannot = f"ranks that exchange by {plan.all2all_backend!r} do not share the memory for it"
+    if cannot and asked == "on":
+        raise ValueError(f"vocab_parallel 'on': {cannot}")
+    shared, why = asked == "on", "as asked"
+    if asked == "auto":
+        shared = not cannot and num_bytes >= SHARED_HEAD_BYTES
+        why = cannot or (
+            f"the head has {num_bytes >> 20} MiB: each rank reads a part of it, from {SHARED_HEAD_BYTES >> 20} MiB on"
+        )
+        if shared and plan.speculation is not None and plan.speculation.method == "mtp":
+            shared, why = False, "the best tokens come with the passes of the layer that drafts"
+    return replace(plan, vocab_parallel=shared, reasons={**plan.reasons, "vocab_parallel": why})

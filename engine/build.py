@@ -52,6 +52,8 @@ from ep.protocol import AllToAll
 from ep.requirements import FEW_TOKENS
 from ep.table import make_lanes
 from ep.transport.group import Group
+from ep.transport.shm_group import ShmGroup
+from ep.vocab_parallel import VocabParallel
 from eplb.placement import Placement, linear_placement
 from front.messages import RankReady
 from layers.identity import check
@@ -107,7 +109,7 @@ def build_rank(
     parallel = Parallel(rank, size, placement, _no_lanes)
     model = _model(plan, facts, parallel, device)
     exchange, times = StepState(), ExchangeTimes()
-    lanes = partial(_lanes, plan, exchange, times)
+    lanes = partial(_lanes, plan, exchange, times, facts.vocab_size)
     checkpoint = Unread() if mapped else Checkpoint(plan.model_path, progress, plan.checkpoint, facts.key_names)
     read = reader(model, checkpoint)
     team = Team(rank, size, placement, model, _fingerprint(plan, facts), meet or _no_peers, lanes, read)
@@ -227,7 +229,13 @@ def _overlap(
 
 
 def _lanes(
-    plan: Plan, exchange: StepState, times: ExchangeTimes, group: Group, num_slots: int, hidden_size: int
+    plan: Plan,
+    exchange: StepState,
+    times: ExchangeTimes,
+    vocab_size: int,
+    group: Group,
+    num_slots: int,
+    hidden_size: int,
 ) -> Sequence[AllToAll]:
     """Those of an epoch. exchange: of all epochs. times: of steps that may be split."""
     exchange.forget()
@@ -236,6 +244,8 @@ def _lanes(
     sizes, dtype, rows = (num_slots, hidden_size), DTYPES[plan.dtype], plan.dispatch_rows
     num_lanes = 1 if plan.dbo is None else plan.dbo.num_ubatches
     made = make_lanes(name, group, *sizes, dtype, num_lanes, rows=rows, max_tokens=many, few_tokens=few, state=exchange)
+    if plan.vocab_parallel and isinstance(group, ShmGroup):  # one that is alone, until others join, is none
+        exchange.vocab = VocabParallel(group, hidden_size, vocab_size, dtype)
     return made if plan.dbo is None else times.timed(made)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from configs.cache import cache_bytes
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.env import read_env
+from configs.exchange import with_vocab_parallel
 from configs.formats import HALF_BYTES, QUANTIZED_BYTES, as_kept, weight_item
 from configs.gpu import Exchange, Gpu, chosen_device, find_gpus, find_rdma
 from configs.hosts import Hosts, as_one
@@ -97,19 +98,16 @@ def make_plan(
         reasons = {**plan.reasons, **why}
         cadence = config.prefill_cadence != "off" and facts.num_experts > 0  # however many cores each machine has
         reasons |= {"prefill_cadence": "ranks of several machines"} if config.prefill_cadence == "auto" else {}
-        plan = replace(plan, data_parallel_size_local=hosts.local, checkpoint=files, reasons=reasons)
-        plan = replace(plan, prefill_cadence=cadence)
-        plan = with_speculation(plan, config, speculation, why_drafts, read_env().cache_root)
-        plan = _with_weights(_with_unserved(plan, facts), config)
-        return with_memory(plan, read_env().cache_root)
-    if machine.gpu is not None and config.data_parallel_size > machine.gpu.count:
+        plan = replace(plan, data_parallel_size_local=hosts.local, prefill_cadence=cadence, reasons=reasons)
+    elif machine.gpu is not None and config.data_parallel_size > machine.gpu.count:
         raise ValueError(
             f"data_parallel_size {config.data_parallel_size} exceeds the {machine.gpu.count} GPU(s) of this machine"
         )
-    plan = replace(resolve(config, numbers, machine, alone), checkpoint=files)
-    plan = with_speculation(plan, config, speculation, why_drafts, read_env().cache_root)
-    plan = _with_weights(_with_unserved(plan, facts), config)
-    return with_memory(plan, read_env().cache_root)
+    else:
+        plan = resolve(config, numbers, machine, alone)
+    plan = with_speculation(replace(plan, checkpoint=files), config, speculation, why_drafts, read_env().cache_root)
+    plan = with_vocab_parallel(plan, config.vocab_parallel, facts.vocab_size * facts.hidden_size)
+    return with_memory(_with_weights(_with_unserved(plan, facts), config), read_env().cache_root)
 
 
 def is_for_gpus(config: EngineConfig) -> bool:

@@ -22,7 +22,7 @@ from engine.capture import Capture
 from engine.device import Arrival, AtOnce, Readback, use_device
 from engine.hooks import StepHook
 from engine.prepared import PreparedStep, drafts_before, runs
-from engine.sampling.logprobs import prompt_logprobs
+from engine.sampling.head import StepHead
 from engine.sampling.sampler import Sampled, reads_on_the_host, sample
 from engine.sampling.sampling_table import SamplingTable
 from engine.schedule import Schedule
@@ -38,7 +38,6 @@ from models.base import CausalLM
 V = TypeVar("V")
 
 _PREPARING, _BALANCING, _SAMPLING = int(Kind.PREPARING), int(Kind.BALANCING), int(Kind.SAMPLING)
-PROMPT_ROWS_AT_ONCE = 256  # bounds the logits held for prompt_logprobs: [256, V] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +243,8 @@ class Runner:
             hook.before()
         _ended(hooks, Kind.PREPARING, schedule.num_tokens)
         whole = None  # tokens and drafts, where they came with the forward pass
-        if self._passes is not None and schedule.draft_depth and self._table.all_greedy:
+        own = self._exchange.vocab is None  # the head is computed by this rank alone
+        if self._passes is not None and schedule.draft_depth and self._table.all_greedy and own:
             whole = yield from self._passes.whole(schedule, prepared)
         hidden_TD = None if whole is not None else (yield from self._forward(prepared))
         _ended(hooks, Kind.FORWARD, schedule.num_tokens)
@@ -254,15 +254,16 @@ class Runner:
         if not all(hook.watches for hook in hooks):
             _ended(hooks, Kind.BALANCING, 0)
         alive.place(alive.COMPUTING, schedule.agreed_step, _SAMPLING)
+        head = None if hidden_TD is None else self._head(prepared, hidden_TD, schedule.most_tokens)
         confirm = self._exchange.seal()
         if prepared.prompt_parts or not self._readback.late:
             confirm()  # before anything is read: reading waits for the device without a bound
             self._buffers.computed(schedule)
         sampled = None
-        if hidden_TD is not None and prepared.num_sampled:
-            sampled = self._sample(prepared, hidden_TD, confirm)
+        if head is not None and prepared.num_sampled:
+            sampled = self._sample(prepared, head, confirm)
         arrival = self._readback.fetch(() if sampled is None else sampled.tensors)
-        logprobs = None if hidden_TD is None else self._prompt_logprobs(prepared, hidden_TD)
+        logprobs = None if head is None else head.prompt_logprobs(prepared, self._logprobs_mode, self._table)
         landing = Landing(prepared, confirm, arrival, sampled, logprobs)
         if sampled is not None:
             self._unnoted = landing
@@ -298,13 +299,18 @@ class Runner:
         parts = [self._model.steps(step, self._kv, lane) for lane, step in enumerate(prepared.inputs)]
         return torch.cat((yield from weave(*parts)))
 
-    def _sample(self, prepared: PreparedStep, hidden_TD: Tensor, confirm: Confirm) -> Sampled:
-        """The next step finds the tokens in the buffers. Reads nothing on the host, unless confirmed."""
+    def _head(self, prepared: PreparedStep, hidden_TD: Tensor, most_tokens: int) -> StepHead:
+        """Of the rows that are sampled. A rank that has none may have a part in the others'. Raises PeerLost."""
         hidden_SD = hidden_TD
         if not prepared.samples_all:
             hidden_SD = hidden_TD[prepared.logits_rows_P[: prepared.num_sampled]]
+        together_SV = self._exchange.logits(hidden_SD, self._model.logits_part, most_tokens)
+        return StepHead(self._model, hidden_TD, hidden_SD, together_SV)
+
+    def _sample(self, prepared: PreparedStep, head: StepHead, confirm: Confirm) -> Sampled:
+        """The next step finds the tokens in the buffers. Reads nothing on the host, unless confirmed."""
         if self._table.all_greedy:
-            sampled = Sampled(self._model.greedy_tokens(hidden_SD, self._table.num_valid_tokens), None)
+            sampled = Sampled(head.greedy_tokens(self._table.num_valid_tokens), None)
             self._buffers.write_tokens(prepared, sampled.token_ids_P)
             return sampled
         self._note()
@@ -313,9 +319,9 @@ class Runner:
         if sampling.needs:
             if reads_on_the_host(sampling, self._logprobs_mode):
                 confirm()
-            sampled = sample(self._model.logits(hidden_SD), sampling, self._logprobs_mode)
+            sampled = sample(head.logits(), sampling, self._logprobs_mode)
         else:
-            sampled = Sampled(self._model.greedy_tokens(hidden_SD, sampling.num_valid_tokens), None)
+            sampled = Sampled(head.greedy_tokens(sampling.num_valid_tokens), None)
         self._buffers.write_tokens(prepared, sampled.token_ids_P)
         return sampled
 
@@ -324,23 +330,6 @@ class Runner:
         landing, self._unnoted = self._unnoted, None
         if landing is not None and self._table.has_history:
             self._table.note(*landing.drawn())
-
-    def _prompt_logprobs(self, prepared: PreparedStep, hidden_TD: Tensor) -> list[list[Logprobs] | None] | None:
-        if not prepared.prompt_parts:
-            return None
-        found: list[list[Logprobs] | None] = [None] * prepared.num_entries
-        for part in prepared.prompt_parts:
-            values: list[Logprobs] = []
-            for first in range(0, len(part.target_ids), PROMPT_ROWS_AT_ONCE):
-                targets = part.target_ids[first : first + PROMPT_ROWS_AT_ONCE]
-                start = part.first_logit + first
-                hidden_PD = hidden_TD[prepared.logits_rows_P[start : start + len(targets)]]
-                logits_PV = self._model.logits(hidden_PD).float()
-                values += prompt_logprobs(
-                    logits_PV, targets, part.num_logprobs, self._logprobs_mode, self._table.num_valid_tokens
-                )
-            found[part.entry] = [*(found[part.entry] or ()), *values]
-        return found
 
 
 def _ended(hooks: Sequence[StepHook], kind: Kind, num_tokens: int) -> None:

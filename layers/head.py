@@ -54,6 +54,13 @@ class LMHead(Linear):
             return self.packed(hidden_PD, self.bias)
         return linear(hidden_PD, self.matrix, self.bias)
 
+    def part(self, hidden_PD: Tensor, first: int, last: int) -> Tensor:
+        """[P, last - first]: of the logits those from `first`, a multiple of 64, up to `last`."""
+        bias = None if self.bias is None else self.bias[first:last]
+        if self.packed is not None:
+            return self.packed.part(first, last)(hidden_PD, bias)
+        return linear(hidden_PD, self.matrix[first:last], bias)
+
     def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
         one. hidden may be of another dtype than the weights."""

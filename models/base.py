@@ -76,6 +76,10 @@ class CausalLM(Protocol):
         """[P, D] -> [P, V], in the model's dtype."""
         ...
 
+    def logits_part(self, hidden_PD: Tensor, first: int, last: int) -> Tensor:
+        """[P, D] -> [P, last - first]: of `logits` those from `first`, a multiple of 64, up to `last`."""
+        ...
+
     def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
         one."""

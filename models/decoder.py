@@ -158,6 +158,10 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         values_PV: Tensor = self.head(hidden_PD)
         return values_PV
 
+    def logits_part(self, hidden_PD: Tensor, first: int, last: int) -> Tensor:
+        """[P, D] -> [P, last - first]: of `logits` those from `first`, a multiple of 64, up to `last`."""
+        return self.head.part(hidden_PD, first, last)
+
     def greedy_tokens(self, hidden_PD: Tensor, num_valid_tokens: int, out_P: Tensor | None = None) -> Tensor:
         """int64 [P]: of the first num_valid_tokens logits the largest, the first of equals; in out_P if there is
         one."""

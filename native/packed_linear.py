@@ -106,6 +106,15 @@ class PackedLinear:
         layer.packed_B = packed_B
         return layer
 
+    def part(self, first: int, last: int) -> PackedLinear:
+        """Over the same bytes, the outputs from `first`, a multiple of PANEL, up to `last`."""
+        assert first % PANEL == 0
+        num_panels = -(-self.num_outputs // PANEL)
+        panel_bytes = self.packed_B.numel() // num_panels
+        assert panel_bytes * num_panels == self.packed_B.numel()
+        packed_B = self.packed_B[first // PANEL * panel_bytes : -(-last // PANEL) * panel_bytes]
+        return PackedLinear.over(packed_B, self.form, last - first, self._inputs)
+
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """[T, I] float32 or bfloat16 (where weights have no scale: as they want it) -> [T, O] in the same; bias_O
         too."""

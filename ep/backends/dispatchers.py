@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ep.protocol import AllToAll, Arrived, Later, Pending, Routing
+from ep.vocab_parallel import MAX_ROWS, Part, VocabParallel
 from moe_kernels import Layout
 from native.tape import Late
 
@@ -29,6 +30,7 @@ class StepState:
         self._waits: dict[int, Callable[[Late], None]] = {}
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], Confirm]] = []
+        self.vocab: VocabParallel | None = None  # of an epoch whose ranks share their head
 
     @property
     def largest(self) -> int:
@@ -59,6 +61,7 @@ class StepState:
         """The lanes are not used any more, and no step is under way."""
         self.ended()
         self.record(0, {})
+        self.vocab = None
         self._before.clear()
         self._after.clear()
 
@@ -67,6 +70,13 @@ class StepState:
         self._largest = largest
         for act in self._before:
             act()
+
+    def logits(self, hidden_PD: Tensor, part: Part, largest: int) -> Tensor | None:
+        """Of the rows that this rank samples in the step, [P, V], computed by all ranks together; None: each has its
+        own to compute. Every rank asks once in each step; largest: as of `begin`. Raises PeerLost."""
+        if self.vocab is None or largest > MAX_ROWS:
+            return None
+        return self.vocab.logits(hidden_PD, part)
 
     def ended(self) -> None:
         """The exchanges of the step, or of what was captured, are queued: what comes next has a size of its own."""

@@ -9,8 +9,9 @@ import pytest
 from test_resolve import MACHINE, MODEL
 
 from configs.engine import EngineConfig
-from configs.exchange import with_dispatch
+from configs.exchange import SHARED_HEAD_BYTES, with_dispatch, with_vocab_parallel
 from configs.resolve import resolve
+from configs.speculation import SpeculativeConfig
 
 
 @pytest.mark.parametrize("asked", ["shm", "shm_padded", "gloo", "shm+shm_padded", "shm_padded+shm"])
@@ -49,3 +50,36 @@ def test_the_form_of_rows(config: dict[str, Any], change: dict[str, Any], rows: 
     asked = EngineConfig(data_parallel_size=2, **config)
     plan = with_dispatch(dataclasses.replace(resolve(asked, MODEL, MACHINE), dispatch_rows="plain", **change), asked)
     assert plan.dispatch_rows == rows and plan.reasons["dispatch_rows"]
+
+
+LARGE = SHARED_HEAD_BYTES // 2  # weights of bfloat16
+
+
+@pytest.mark.parametrize(
+    ("asked", "weights", "change", "shared"),
+    [
+        ("auto", LARGE, {}, True),
+        ("auto", LARGE - 1, {}, False),
+        ("auto", LARGE, {"linear_format": "int8"}, False),
+        ("auto", LARGE // 2, {"dtype": "float32"}, True),
+        ("auto", LARGE, {"all2all_backend": "shm_padded+shm"}, True),
+        ("auto", LARGE, {"all2all_backend": "local"}, True),
+        ("auto", LARGE, {"all2all_backend": "gloo"}, False),
+        ("auto", LARGE, {"num_experts": 0}, False),
+        ("auto", LARGE, {"device": "cuda"}, False),
+        ("auto", LARGE, {"speculation": SpeculativeConfig(method="mtp", num_speculative_tokens=1)}, False),
+        ("auto", LARGE, {"speculation": SpeculativeConfig(method="ngram", num_speculative_tokens=1)}, True),
+        ("on", 1, {"speculation": SpeculativeConfig(method="mtp", num_speculative_tokens=1)}, True),
+        ("off", LARGE, {}, False),
+    ],
+)
+def test_which_ranks_share_their_head(asked: str, weights: int, change: dict[str, Any], shared: bool) -> None:
+    plan = dataclasses.replace(resolve(EngineConfig(data_parallel_size=2, dtype="bfloat16"), MODEL, MACHINE), **change)
+    plan = with_vocab_parallel(plan, asked, weights)
+    assert plan.vocab_parallel is shared and plan.reasons["vocab_parallel"]
+
+
+def test_a_head_that_cannot_be_shared_is_refused() -> None:
+    plan = resolve(EngineConfig(data_parallel_size=2, all2all_backend="gloo"), MODEL, MACHINE)
+    with pytest.raises(ValueError, match="vocab_parallel 'on': ranks that exchange by 'gloo' do not share"):
+        with_vocab_parallel(plan, "on", LARGE)

@@ -22,6 +22,7 @@ from configs.engine import Plan
 from dbo.memory import recall
 from engine.build import build_rank
 from engine.process.rank_loop import backend_of
+from ep.vocab_parallel import MAX_ROWS
 from front.messages import RankFailed, Shutdown
 from models.tiny import CHECKPOINT
 
@@ -84,6 +85,24 @@ def test_two_processes_equal_one_rank(checkpoint: Path, start: Callable[[Plan], 
         assert cluster.outputs[index] == single[0].tokens
     for process in cluster.processes:
         process.send_signal(signal.SIGTERM)  # a terminal's Ctrl-C and a supervisor's haste do not tear ranks apart
+    cluster.send(0, Shutdown())
+    assert [process.wait(10) for process in cluster.processes] == [0, 0]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_ranks_that_share_their_head(checkpoint: Path, start: Callable[[Plan], Cluster], asynchronous: bool) -> None:
+    """Greedy and drawn requests, while one rank has none, and with a prompt of more rows than are shared."""
+    options = {"max_model_len": 256, "max_num_batched_tokens": 256, "num_kv_blocks": 256}
+    jobs = [Job([5 + i, 6, 7 * i + 2], 8 + i, params={"temperature": float(i % 2)}) for i in range(5)]
+    jobs.append(Job([3 + i % 90 for i in range(MAX_ROWS + 40)], 6))
+    plan = make_plan(checkpoint, data_parallel_size=2, all2all_backend="shm", async_scheduling=asynchronous, **options)
+    cluster = start(dataclasses.replace(plan, vocab_parallel=True))
+    cluster.wait_ready()
+    for index, job in enumerate(jobs):
+        cluster.send(0 if index < 3 else index % 2, job.message(index))
+    cluster.wait_for(lambda _: len(cluster.finished) == len(jobs))
+    single = drive([build_rank(make_plan(checkpoint, **options))], jobs)
+    assert cluster.outputs == {index: result.tokens for index, result in enumerate(single)}
     cluster.send(0, Shutdown())
     assert [process.wait(10) for process in cluster.processes] == [0, 0]
 

@@ -114,6 +114,12 @@ FEATURES: dict[str, Feature] = {
     "n-gram drafts": Feature({"speculative_config": NGRAM}, place="drafts", seen=lambda seen: seen.drafted > 0),
     "FP8 rows": Feature({"dispatch_dtype": "fp8"}, ranks=2, own=True),
     "shared memory": Feature({"all2all_backend": "shm"}, ranks=2, place="exchange"),
+    "shared vocabulary": Feature(
+        {"all2all_backend": "shm", "vocab_parallel": "on"},
+        ranks=2,
+        place="exchange",
+        seen=lambda seen: seen.llm.plan.vocab_parallel,
+    ),
     "gloo": Feature({"all2all_backend": "gloo"}, ranks=2, place="exchange"),
     "2 ranks": Feature(ranks=2, place="ranks"),
     "4 ranks": Feature(ranks=4, place="ranks"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from front.messages import AddRequest, FrontToRank, TokenOutput
+from front.messages import AddRequest, FrontToRank, Shutdown, TokenOutput
 from front.wire import RankSocket
 
 LONG_STEP = 0.1  # seconds: a step that clients may answer within a small part of
@@ -17,8 +17,12 @@ class Arrivals:
     """Behind a long step in which requests ended, as many new ones are waited for, a moment at most: a client that asks
     again at once would else wait for the step that begins now, and then for its own."""
 
-    def __init__(self, socket: RankSocket) -> None:
+    def __init__(self, socket: RankSocket, follows: bool = False) -> None:
+        """follows: another process was this rank before. Then, but for the word to end, what has come until now was
+        meant for it, when the front did not know yet that it had ended: a membership of that time leaves out whoever
+        was known to be lost, and a rank that takes it begins to serve alone."""
         self._socket = socket
+        self._kept = [message for message in socket.poll(0) if isinstance(message, Shutdown)] if follows else []
         self._began, self._took = 0.0, 0.0  # the step
         self._num_ended, self._num_skipped, self._in_vain = 0, 0, False
 
@@ -34,7 +38,8 @@ class Arrivals:
         return messages
 
     def _taken(self) -> list[FrontToRank]:
-        messages = self._socket.poll(0)
+        kept, self._kept = self._kept, []
+        messages = kept + self._socket.poll(0)
         num_ended, took = self._num_ended, self._took
         if num_ended == 0 or took < LONG_STEP or self._skips():
             return messages

@@ -178,13 +178,13 @@ def _serve(start: Start, socket: RankSocket) -> None:
         _start_mapping(store)
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
+    arrivals = Arrivals(socket, follows=start.join)
     socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
     phases.end("rest")
     say("rank_ready", rank=rank_id, pid=os.getpid(), **phases.seconds)
     if cores is not None and network is None:
         rank.on_formed = lambda num_ranks: torch.set_num_threads(cores.share(num_ranks))
     _start_forgetting(rank)
-    arrivals = Arrivals(socket)
     was_idle = True
     while not rank.done:
         mark()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hf_tiny
@@ -16,7 +16,18 @@ from survivors import undisturbed
 
 from configs.dbo import DboPlan
 from configs.engine import Plan
-from front.messages import AddRequest, Joined, Membership, RankFailed, RankReady, RankToFront, Shutdown
+from front.messages import (
+    Abort,
+    AddRequest,
+    FrontToRank,
+    Joined,
+    Membership,
+    RankFailed,
+    RankReady,
+    RankToFront,
+    Shutdown,
+)
+from front.wire import NotConnected
 
 JOBS = [Job([5 + 3 * i, 7, 11 * i + 2], 50, params={"temperature": float(i % 2)}) for i in range(6)]
 
@@ -220,3 +231,36 @@ def test_one_loss_after_the_other(
         front.wait_for(lambda _, t=target: all(len(front.outputs[i]) >= min(n, 50) for i, n in t.items()))
     front.wait_finished()
     assert front.outputs == {index: expected[index % 6] for index in front.owner}
+
+
+def test_what_was_meant_for_the_process_before_is_not_taken(start: type[Front]) -> None:
+    """A membership that the front has sent when it did not know yet that this rank had ended too: it names this rank
+    alone, and one that takes it serves alone while the others wait for it."""
+    front = start("gloo", slots=8)
+    front.wait_ready()
+    front.processes[1].kill()
+    front.processes[1].wait(10)
+    _until(lambda: not _sent(front, Abort([])))
+    front.restart(1)
+    _until(lambda: _sent(front, Membership(1, [False, True, False])))
+    front.wait_for(lambda seen: any(isinstance(message, RankReady) for message in seen), START_SECONDS)
+    front.send(1, Job([5] * 500, 5).message(0))  # too long, which a rank says in its first step
+    seen = front.wait_for(lambda _: 0 in front.finished)
+    front.send(1, Membership(3, [False, True, False]))
+    seen += front.wait_for(lambda seen: any(isinstance(message, Joined) for message in seen))
+    assert [message.epoch for message in seen if isinstance(message, Joined)] == [3]
+
+
+def _sent(front: Front, message: FrontToRank) -> bool:
+    try:
+        front.send(1, message)
+    except NotConnected:
+        return False
+    return True
+
+
+def _until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -4,6 +4,7 @@ ranks serve."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import threading
@@ -15,6 +16,7 @@ from engine.process.orphan import child_command
 from engine.process.places import store_capacity, store_names
 from store.cache import WeightCache
 from store.memory import Store, complete_key, make_store
+from store.pages import brought_in
 
 
 class Keeper(Protocol):
@@ -36,6 +38,8 @@ class WeightsKept:
         self._name, *others = store_names(plan.store_nodes)
         self._runtime = runtime
         self._writer: subprocess.Popen[bytes] | None = None
+        self._locking: threading.Thread | None = None
+        self._locked = contextlib.ExitStack()
         if not plan.weight_store:
             return
         self._key = plan.weight_key
@@ -54,6 +58,9 @@ class WeightsKept:
 
     def look(self) -> None:
         """Call it now and then while the ranks serve."""
+        if self.cached and self._locking is None:
+            self._locking = threading.Thread(target=self._lock, name="locking weights", daemon=True)
+            self._locking.start()
         if self._writer is not None:
             self._writer.poll()
         elif self._directory and not self.cached and self._file >= 0 and complete_key(self._file) == self._key:
@@ -68,8 +75,18 @@ class WeightsKept:
             command = child_command("engine.process.cache_process", arguments)
             self._writer = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
 
-    def leave_writer(self) -> None:
-        """To itself: it ends when it has written, or with this process."""
+    def _lock(self) -> None:
+        """Pages of a file on disk stay in memory while this process lives, as far as it may say so: a system that is
+        short of memory, or takes back what has not been used for a while, would read them again in the middle of a
+        step. Ranks do not say so themselves: the kernel takes longer then to end one (docs/memory.md)."""
+        self._locked.enter_context(brought_in(self._file, locked=True))
+
+    def close(self) -> None:
+        """What is locked is let go. A process that writes is left to itself: it ends when it has written, or with this
+        one."""
+        if self._locking is not None:
+            self._locking.join()  # as OwnWeights.close says
+        self._locked.close()
         if self._writer is not None:
             threading.Thread(target=self._writer.wait, name="writing weights", daemon=True).start()
 
@@ -104,7 +121,7 @@ class OwnWeights:
     def close(self) -> None:
         """The rank has ended, or never began. Pages that are being mapped are mapped to the end, a second or two: they
         cannot be given back meanwhile."""
-        self._weights.leave_writer()
+        self._weights.close()
         if self._mapping is not None:
             self._mapping.join()
         if self.store is not None:

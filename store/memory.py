@@ -86,15 +86,6 @@ def in_use(file: int) -> bool:
     return bool(found != fcntl.F_UNLCK)
 
 
-def _in_memory(file: int) -> bool:
-    """Whether this is a memfd: only those have seals."""
-    try:
-        fcntl.fcntl(file, fcntl.F_GET_SEALS)
-    except OSError:
-        return False
-    return True
-
-
 class Store:
     """One rank's view of the store. complete: all parts are full.
 
@@ -252,11 +243,9 @@ class Store:
 
     def map_ahead(self) -> None:
         """Have the kernel map the pages of a full store now (MADV_POPULATE_READ of Linux 5.14; nothing where it is
-        older), so that the step that reads an expert for the first time does not pay for it. Those of a file on disk
-        stay in memory then, as far as this process may say so: a system that is short of memory, or takes back what
-        has not been used for a while, would read them again in the middle of a step. For a thread of its own, while
-        others read."""
-        populate(self._libc, self.address, self.used, locked=not _in_memory(self._reader))
+        older), so that the step that reads an expert for the first time does not pay for it. For a thread of its own,
+        while others read."""
+        populate(self._libc, self.address, self.used, locked=False)
 
     def close(self) -> None:
         """Nothing that lies in the store may be used after this."""

@@ -34,10 +34,10 @@ def up(num_bytes: int, unit: int) -> int:
 
 
 @contextlib.contextmanager
-def brought_in(file: int) -> Iterator[None]:
-    """Have the system read this file into its page cache, mapped for a block. In large pages, where the file system has
-    them (ext4 of Linux 6.16, XFS): a process that maps the file takes a page fault for each of them, not for each 4
-    KiB. What is in the page cache already stays as it is."""
+def brought_in(file: int, locked: bool = False) -> Iterator[None]:
+    """Have the system read this file into its page cache, mapped for a block; locked: as `populate` has it. In large
+    pages, where the file system has them (ext4 of Linux 6.16, XFS): a process that maps the file takes a page fault for
+    each of them, not for each 4 KiB. What is in the page cache already stays as it is."""
     libc, size = load_libc(), os.fstat(file).st_size
     reserved = libc.mmap(None, size + LARGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
     if reserved == FAILED:
@@ -47,7 +47,7 @@ def brought_in(file: int) -> Iterator[None]:
     try:
         if libc.mmap(address, size, PROT_READ, MAP_SHARED | MAP_FIXED, file, 0) != FAILED:
             libc.madvise(address, size, MADV_HUGEPAGE)
-            populate(libc, address, size, locked=False)
+            populate(libc, address, size, locked)
         yield
     finally:
         libc.munmap(reserved, size + LARGE_PAGE)

@@ -87,11 +87,11 @@ class StepCompanion:
         """The words of the next record; the schedule is made."""
         return ()
 
-    def agreed(self, plan: StepPlan) -> None:
-        """The ranks have agreed on what they do next."""
+    def agreed(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> None:
+        """The ranks have agreed on what they do next. proposals: the words of every rank."""
 
     def join(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> StepHook | None:
-        """A step follows. proposals: the words of every rank. What goes with it."""
+        """A step follows. proposals: as `agreed` has heard them. What goes with it."""
         return None
 
     def take(self, message: FrontToRank) -> bool:
@@ -128,8 +128,8 @@ class Companions:
             member.scheduling()
 
     def agreed(self, plan: StepPlan) -> None:
-        for member in self.members:
-            member.agreed(plan)
+        for member, proposals in self._said(plan):
+            member.agreed(plan, proposals)
 
     def propose(self, schedule: Schedule) -> list[int]:
         """All their words, one after another."""
@@ -141,12 +141,17 @@ class Companions:
 
     def join(self, plan: StepPlan) -> list[StepHook]:
         hooks: list[StepHook] = []
+        for member, proposals in self._said(plan):
+            if not self.muted or member.practises:
+                hook = member.join(plan, proposals)
+                if hook is not None:
+                    hooks.append(hook)
+        return hooks
+
+    def _said(self, plan: StepPlan) -> Iterator[tuple[StepCompanion, list[Sequence[int]]]]:
+        """Each, with its own words of every rank."""
         first = 0
         for member in self.members:
             last = first + member.num_words
-            if not self.muted or member.practises:
-                hook = member.join(plan, [words[first:last] for words in plan.words])
-                if hook is not None:
-                    hooks.append(hook)
+            yield member, [words[first:last] for words in plan.words]
             first = last
-        return hooks

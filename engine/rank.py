@@ -332,7 +332,7 @@ class Rank:
         self._runner.warm_up()
         if self._overlap is not None:
             yield from self._overlap.begin(self._team.experts_group, joined.epoch > 0)
-            self._idle = self._idle and not self._overlap.to_be_measured
+            self._idle = self._idle and not self._overlap.waits
         self.on_formed(self._team.num_alive)
         for companion in self._companions.members:
             companion.formed()

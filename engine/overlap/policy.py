@@ -64,8 +64,11 @@ class Overlap(StepCompanion):
 
     `times` are of the lanes. num_ubatches: of a step that is split; crossover: given, not measured; where it has
     a None, that is measured. measure: makes what measures (it takes memory). memory: file to remember in; None:
-    nowhere.
+    nowhere. Its word says that this rank would measure: one that still practises (engine/process/warm_up.py) does not,
+    and ranks come to the end of that one after another.
     """
+
+    num_words = 1
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class Overlap(StepCompanion):
         self._threshold = self._make_threshold()
         self._runs: _Runs | None = None
         self._may_measure = True
+        self._all_would = False  # by the last record
         self._taken: _Taken | None = None  # by the last run
         self._seconds = 0.0  # by all of them
         self._seen = (0.0, 0.0)
@@ -100,9 +104,15 @@ class Overlap(StepCompanion):
         """In how many parts this rank would compute that step."""
         return self._threshold.propose(num_tokens, num_tokens > len(schedule.rows) + schedule.num_drafts)
 
+    def propose(self, schedule: Schedule) -> Sequence[int]:
+        return (1,)
+
+    def agreed(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> None:
+        self._all_would = all(word for (word,) in proposals)
+
     def join(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> None:
         self.num_steps += plan.parts > 1
-        self._may_measure = True
+        self._may_measure |= self._all_would
 
     def add_to(self, stats: RankStats) -> RankStats:
         """With what is known here."""
@@ -118,9 +128,14 @@ class Overlap(StepCompanion):
         return 1 - self._exposed / self._communication if self._communication else 0.0
 
     @property
-    def to_be_measured(self) -> bool:
-        """There is something to measure as soon as no rank has work; equal on all ranks."""
+    def waits(self) -> bool:
+        """There is something to measure as soon as no rank has work or practises."""
         return self._runs is not None and self._may_measure
+
+    @property
+    def to_be_measured(self) -> bool:
+        """Now, as the last record says that none has work; equal on all ranks."""
+        return self.waits and self._all_would
 
     def begin(self, group: Group, serves: bool) -> Steps[None]:
         """The ranks of an epoch have met: come to one crossover, if one of them knows any. Nothing when it is given, or

@@ -52,6 +52,10 @@ QUICK = {
     "real_weights.py": Small("--help", says="--out"),  # all it does is to fetch them from a registry
 }
 LONG = {
+    "bench_head.py": Small(
+        "--json --ranks 2 --mib 1 --rows 1 --hidden 64 --between 1 --rounds 1",
+        ("ranks", "mib", "rows", "own_ms", "shared_ms", "ratio"),
+    ),
     "bench_draws.py": Small("--draws 500 --batch 1 --vocab 2048 --repeats 1", ()),
     "bench_duel.py": Small("ours --threads 1", ("median", "least"), asked='{"tokens": 1}\n'),
     "sign_overhead.py": Small("--json --streams 1 --rounds 2", ("step_us", "extra_us", "calls")),

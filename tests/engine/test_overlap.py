@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rank_parts import Job, drive, mailbox_ranks
 from test_equality import Plain, check, jobs_strategy, run, settings_strategy
 
 from configs.dbo import DboPlan
+from dbo.steps import drain, weave
 from models.tiny import CHECKPOINT
 
 torch.set_num_threads(1)
@@ -71,3 +73,17 @@ def test_latent_attention(
     embedded: Plain, jobs: list[Job], choices: dict[str, object], size: int, dbo: DboPlan
 ) -> None:
     run(embedded, jobs, {**choices, "dbo": dbo}, size)
+
+
+def test_nothing_is_measured_while_a_rank_practises(plain: Plain, caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks come to the end of what they practise one after another: one that has would else wait for the others in a
+    measurement of which they know nothing."""
+    caplog.set_level(logging.INFO, "moesaic.overlap")
+    ranks = mailbox_ranks(plain.path, 2, dbo=DboPlan())
+    job = Job([5, 6, 7], 4)
+    drain(weave(*(rank.steps() for rank in ranks)))  # they meet, and begin to measure
+    with ranks[1].practising(alone=False):
+        assert drive(ranks, [job])[0].finish_reason == "length"
+    assert "dbo_measured" not in caplog.text
+    assert drive(ranks, [job])[0].finish_reason == "length"
+    assert caplog.text.count("event=dbo_measured") == len(ranks)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from configs.engine import EngineConfig, Plan
 from configs.formats import weight_item
 
-SHARED_HEAD_BYTES = 32 << 20  # below, ranks that wait for each other take longer than the reading
+SHARED_HEAD_BYTES = 32 << 20  # of smaller ones two ranks save a fraction of a millisecond (docs/all2all.md)
 HOST_BACKENDS = ("local", "gloo", "shm", "shm_padded")  # of ep/table.py, those for ranks without GPUs
 
 
@@ -58,7 +58,8 @@ def with_vocab_parallel(plan: Plan, asked: str, num_weights: int) -> Plan:
     if asked == "auto":
         shared = not cannot and num_bytes >= SHARED_HEAD_BYTES
         why = cannot or (
-            f"the head has {num_bytes >> 20} MiB: each rank reads a part of it, from {SHARED_HEAD_BYTES >> 20} MiB on"
+            f"the head has {num_bytes >> 20} MiB: ranks, where there are several, read a part of it each from "
+            f"{SHARED_HEAD_BYTES >> 20} MiB on"
         )
         if shared and plan.speculation is not None and plan.speculation.method == "mtp":
             shared, why = False, "the best tokens come with the passes of the layer that drafts"

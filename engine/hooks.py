@@ -8,6 +8,7 @@ acts on the device thread, around the forward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from dbo.steps import Steps
@@ -87,11 +88,11 @@ class StepCompanion:
         """The words of the next record; the schedule is made."""
         return ()
 
-    def agreed(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> None:
-        """The ranks have agreed on what they do next. proposals: the words of every rank."""
+    def agreed(self, plan: StepPlan) -> None:
+        """The ranks have agreed on what they do next."""
 
     def join(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> StepHook | None:
-        """A step follows. proposals: as `agreed` has heard them. What goes with it."""
+        """A step follows. proposals: the words of every rank. What goes with it."""
         return None
 
     def take(self, message: FrontToRank) -> bool:
@@ -113,7 +114,9 @@ class Companions:
     def __init__(self, members: Sequence[StepCompanion]) -> None:
         self.members = members
         self.muted = False
-        self._num_words = sum(member.num_words for member in members)
+        ends = list(accumulate(member.num_words for member in members))
+        self._num_words = ends[-1] if ends else 0
+        self._places = [slice(end - member.num_words, end) for member, end in zip(members, ends, strict=True)]
 
     @property
     def has_work(self) -> bool:
@@ -128,8 +131,8 @@ class Companions:
             member.scheduling()
 
     def agreed(self, plan: StepPlan) -> None:
-        for member, proposals in self._said(plan):
-            member.agreed(plan, proposals)
+        for member in self.members:
+            member.agreed(plan)
 
     def propose(self, schedule: Schedule) -> list[int]:
         """All their words, one after another."""
@@ -141,17 +144,14 @@ class Companions:
 
     def join(self, plan: StepPlan) -> list[StepHook]:
         hooks: list[StepHook] = []
-        for member, proposals in self._said(plan):
+        for member, place in zip(self.members, self._places, strict=True):
             if not self.muted or member.practises:
-                hook = member.join(plan, proposals)
+                hook = member.join(plan, [words[place] for words in plan.words])
                 if hook is not None:
                     hooks.append(hook)
         return hooks
 
-    def _said(self, plan: StepPlan) -> Iterator[tuple[StepCompanion, list[Sequence[int]]]]:
-        """Each, with its own words of every rank."""
-        first = 0
-        for member in self.members:
-            last = first + member.num_words
-            yield member, [words[first:last] for words in plan.words]
-            first = last
+    def said(self, member: StepCompanion, plan: StepPlan) -> list[Sequence[int]]:
+        """The words of this one, of every rank."""
+        place = self._places[self.members.index(member)]
+        return [words[place] for words in plan.words]

@@ -285,8 +285,8 @@ class Rank:
             return self._take_early() + outputs
         elif plan.busy:
             return (yield from self._compute(schedule, plan))
-        elif self._overlap is not None and self._overlap.to_be_measured:
-            yield from self._overlap.measure(self._team.experts_group)
+        elif (overlap := self._overlap) is not None and overlap.to_be_measured(companions.said(overlap, plan)):
+            yield from overlap.measure(self._team.experts_group)
         else:
             self._idle = True
             self._sleep += 1

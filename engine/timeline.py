@@ -93,7 +93,7 @@ class Timeline(StepCompanion, StepHook):
             self._agreeing = now
         return ()
 
-    def agreed(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> None:
+    def agreed(self, plan: StepPlan) -> None:
         if self._recorder is not None and self._agreeing:
             self._recorder.add(Kind.AGREEMENT, self._agreeing, perf_counter_ns(), plan.step, plan.epoch)
             self._scheduling = self._agreeing = 0

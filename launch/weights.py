@@ -8,6 +8,7 @@ import contextlib
 import os
 import subprocess
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -28,10 +29,11 @@ class Keeper(Protocol):
 
 
 class WeightsKept:
-    """cached: the weights come from the cache on disk."""
+    """cached: the weights come from the cache on disk. locks: this object keeps their pages in memory then."""
 
-    def __init__(self, plan: Plan, runtime: Keeper) -> None:
+    def __init__(self, plan: Plan, runtime: Keeper, locks: bool = True) -> None:
         self.cached = False
+        self._locks = locks
         self._directory = plan.weight_cache
         self._key = ""
         self._file = -1  # of one store; they are all alike
@@ -58,7 +60,7 @@ class WeightsKept:
 
     def look(self) -> None:
         """Call it now and then while the ranks serve."""
-        if self.cached and self._locking is None:
+        if self.cached and self._locks and self._locking is None:
             self._locking = threading.Thread(target=self._lock, name="locking weights", daemon=True)
             self._locking.start()
         if self._writer is not None:
@@ -78,15 +80,11 @@ class WeightsKept:
     def _lock(self) -> None:
         """Pages of a file on disk stay in memory while this process lives, as far as it may say so: a system that is
         short of memory, or takes back what has not been used for a while, would read them again in the middle of a
-        step. Ranks do not say so themselves: the kernel takes longer then to end one (docs/memory.md)."""
+        step. Ranks do not say so themselves, so that the kernel need not unlock all of it to end one."""
         self._locked.enter_context(brought_in(self._file, locked=True))
 
-    def close(self) -> None:
-        """What is locked is let go. A process that writes is left to itself: it ends when it has written, or with this
-        one."""
-        if self._locking is not None:
-            self._locking.join()  # as OwnWeights.close says
-        self._locked.close()
+    def leave_writer(self) -> None:
+        """To itself: it ends when it has written, or with this process."""
         if self._writer is not None:
             threading.Thread(target=self._writer.wait, name="writing weights", daemon=True).start()
 
@@ -96,7 +94,7 @@ class OwnWeights:
 
     def __init__(self, plan: Plan) -> None:
         self._files: dict[str, int] = {}
-        self._weights = WeightsKept(plan, self)
+        self._weights = WeightsKept(plan, self, locks=False)  # the rank's own mapping does
         self._mapping: threading.Thread | None = None
         self.store: Store | None = None
         if plan.weight_store:
@@ -106,7 +104,8 @@ class OwnWeights:
         """On a thread, as soon as there is something to be mapped; what has just been packed is written to disk."""
         self._weights.look()
         if self.store is not None:
-            self._mapping = threading.Thread(target=self.store.map_ahead, name="mapping", daemon=True)
+            map_ahead = partial(self.store.map_ahead, locked=self._weights.cached)
+            self._mapping = threading.Thread(target=map_ahead, name="mapping", daemon=True)
             self._mapping.start()
 
     def keep(self, name: str, file: int) -> None:
@@ -121,7 +120,7 @@ class OwnWeights:
     def close(self) -> None:
         """The rank has ended, or never began. Pages that are being mapped are mapped to the end, a second or two: they
         cannot be given back meanwhile."""
-        self._weights.close()
+        self._weights.leave_writer()
         if self._mapping is not None:
             self._mapping.join()
         if self.store is not None:

@@ -241,11 +241,11 @@ class Store:
         them ends the process."""
         return (ctypes.c_uint8 * num_bytes).from_address(self.address + start)
 
-    def map_ahead(self) -> None:
+    def map_ahead(self, locked: bool = False) -> None:
         """Have the kernel map the pages of a full store now (MADV_POPULATE_READ of Linux 5.14; nothing where it is
-        older), so that the step that reads an expert for the first time does not pay for it. For a thread of its own,
-        while others read."""
-        populate(self._libc, self.address, self.used, locked=False)
+        older), so that the step that reads an expert for the first time does not pay for it. locked: as `populate` has
+        it. For a thread of its own, while others read."""
+        populate(self._libc, self.address, self.used, locked)
 
     def close(self) -> None:
         """Nothing that lies in the store may be used after this."""

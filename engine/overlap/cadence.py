@@ -71,7 +71,7 @@ class Cadence(StepCompanion):
         measured = (round(value * _SECOND) for value in (self._decode_seconds, self._prompt_seconds, self._rate))
         return (len(schedule.rows) - num_prompts, num_prompts, left, *measured)
 
-    def agreed(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> None:
+    def agreed(self, plan: StepPlan) -> None:
         if not plan.busy:
             self._rest()
 

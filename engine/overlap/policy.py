@@ -94,7 +94,6 @@ class Overlap(StepCompanion):
         self._threshold = self._make_threshold()
         self._runs: _Runs | None = None
         self._may_measure = True
-        self._all_would = False  # by the last record
         self._taken: _Taken | None = None  # by the last run
         self._seconds = 0.0  # by all of them
         self._seen = (0.0, 0.0)
@@ -107,12 +106,9 @@ class Overlap(StepCompanion):
     def propose(self, schedule: Schedule) -> Sequence[int]:
         return (1,)
 
-    def agreed(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> None:
-        self._all_would = all(word for (word,) in proposals)
-
     def join(self, plan: StepPlan, proposals: Sequence[Sequence[int]]) -> None:
         self.num_steps += plan.parts > 1
-        self._may_measure |= self._all_would
+        self._may_measure = self._may_measure or _all_would(proposals)
 
     def add_to(self, stats: RankStats) -> RankStats:
         """With what is known here."""
@@ -132,10 +128,9 @@ class Overlap(StepCompanion):
         """There is something to measure as soon as no rank has work or practises."""
         return self._runs is not None and self._may_measure
 
-    @property
-    def to_be_measured(self) -> bool:
-        """Now, as the last record says that none has work; equal on all ranks."""
-        return self.waits and self._all_would
+    def to_be_measured(self, proposals: Sequence[Sequence[int]]) -> bool:
+        """Now, as the record says that none has work; equal on all ranks. proposals: as of `join`."""
+        return self.waits and _all_would(proposals)
 
     def begin(self, group: Group, serves: bool) -> Steps[None]:
         """The ranks of an epoch have met: come to one crossover, if one of them knows any. Nothing when it is given, or
@@ -270,6 +265,11 @@ class Overlap(StepCompanion):
                 whole.append((yield as_one))
         exchange, one = _best(whole[1:])
         return Sample(tokens, exchange, one, min(taken.whole for taken in split))
+
+
+def _all_would(proposals: Sequence[Sequence[int]]) -> bool:
+    """Whether no rank practises."""
+    return all(word for (word,) in proposals)
 
 
 def _taken(rows: Sequence[Sequence[int]]) -> _Taken:

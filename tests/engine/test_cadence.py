@@ -68,7 +68,7 @@ def test_it_is_off_while_no_rank_decodes_and_when_prompts_are_left() -> None:
     assert not held(cadence)
     cadence.join(plan(), [words(1, prompts=1), words(1)])
     assert held(cadence)
-    cadence.agreed(plan(busy=False), ())
+    cadence.agreed(plan(busy=False))
     assert not held(cadence)
 
 
@@ -96,7 +96,7 @@ def test_times_are_those_of_steps_that_follow_each_other() -> None:
     for has_prompts, seconds in ((True, 0.4), (False, 0.1), (False, 0.1)):
         cadence.join(plan(), [words(1, prompts=2 * has_prompts)])
         clock.now += seconds
-    cadence.agreed(plan(busy=False), ())
+    cadence.agreed(plan(busy=False))
     clock.now += 100.0
     cadence.join(plan(), [words(1)])
     said = cadence.propose(Schedule(0, rows=[0], counts=[1], samples=[True]))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launch.processes import RuntimeDir
+from launch.weights import WeightsKept
 from moesaic import LLM, SamplingParams
 
 pytestmark = pytest.mark.store
@@ -32,6 +37,41 @@ def test_the_next_one_maps_what_was_packed(tmp_path: Path) -> None:
                 time.sleep(0.05)
         assert not mapped(tmp_path)
     assert len(list(tmp_path.glob("*.weights"))) == 1
+
+
+def locked_bytes() -> int:
+    """What this process keeps in memory."""
+    found = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_weights_of_the_cache_stay_in_memory_by_one_process(tmp_path: Path) -> None:
+    """That of the only rank, or the one that has started the ranks, as long as it has them; not what was just packed."""
+    with LLM(weight_cache=str(tmp_path)) as llm:
+        plan = llm.plan
+        until(lambda: bool(list(tmp_path.glob("*.weights"))))
+        assert locked_bytes() == 0
+    (size,) = (path.stat().st_size for path in tmp_path.glob("*.weights"))
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] not in range(2 * size):
+        with LLM(weight_cache=str(tmp_path)):
+            until(lambda: locked_bytes() >= size)
+            assert locked_bytes() < 2 * size, "it is mapped once"
+        assert locked_bytes() == 0
+        runtime = RuntimeDir(tmp_path)
+        weights = WeightsKept(plan, runtime)
+        assert locked_bytes() == 0
+        weights.look()
+        until(lambda: locked_bytes() >= size)
+        del weights
+        runtime.close()
 
 
 def test_off(tmp_path: Path) -> None:

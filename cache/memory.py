@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cache.residuals import Residuals, no_residuals
 from cache.spec import CacheSizes, CacheSpec, places_of
 
 # MADV_POPULATE_WRITE of Linux 5.14: pages come as a write would bring them in, and what they hold stays.
@@ -27,11 +28,12 @@ _BYTES_AT_ONCE = 128 << 10  # or a large page: then a few milliseconds, where a 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
     """layers[l][i]: the i-th field that layer l keeps. Of a token group [blocks * block_size, *shape], a row per token
-    slot; of a state group [records, *shape]."""
+    slot; of a state group [records, *shape]. residuals: of the step under way."""
 
     spec: CacheSpec
     sizes: CacheSizes
     layers: tuple[tuple[Tensor, ...], ...]
+    residuals: Residuals
 
     @property
     def num_blocks(self) -> int:
@@ -47,18 +49,22 @@ class CacheMemory:
 
     @staticmethod
     def allocate(
-        spec: CacheSpec, sizes: CacheSizes, device: torch.device, fields: Sequence[Tensor] | None = None
+        spec: CacheSpec,
+        sizes: CacheSizes,
+        device: torch.device,
+        fields: Sequence[Tensor] | None = None,
+        residuals: Residuals | None = None,
     ) -> CacheMemory:
         """Zeroed, so that rows gathered past a sequence's end hold finite numbers that a mask can discard, and so that
         record 0 of a state is what a sequence begins with. fields: zeroed bytes to lie in, as `places_of` has them;
-        None: memory of its own."""
+        None: memory of its own. residuals: None: none are kept."""
         num_layers = 1 + max(layer for group in spec for layer in group.layers)
         layers: list[tuple[Tensor, ...]] = [()] * num_layers
         for number, place in enumerate(places_of(spec, sizes)):
             shape, dtype = (place.num_rows, *place.field.shape), getattr(torch, place.field.dtype)
             memory = _zeros(shape, dtype, device) if fields is None else fields[number].view(dtype).view(shape)
             layers[place.layer] = (*layers[place.layer], memory)
-        return CacheMemory(spec, sizes, tuple(layers))
+        return CacheMemory(spec, sizes, tuple(layers), residuals or no_residuals())
 
     def prefault(self, num_bytes: int) -> Iterator[int]:
         """Have the system give us the first num_bytes of the cache, in the order in which blocks are handed out, a

@@ -31,10 +31,17 @@ class Part(Protocol):
         ...
 
     def moves(
-        self, rows: CacheRows, row: int, num_tokens: int, blocks: Callable[[int], Sequence[int]], held: Holding
+        self,
+        rows: CacheRows,
+        row: int,
+        num_tokens: int,
+        end: int,
+        blocks: Callable[[int], Sequence[int]],
+        held: Holding,
     ) -> list[Move]:
-        """num_tokens: as many as `reaches` has given. blocks: the row's table of that number, there. held: what the
-        sequence has here. Raises LookupError where a block is not the sequence's own any more."""
+        """num_tokens: as many as `reaches` has given; end: with those behind them that a step was about to compute.
+        blocks: the row's table of that number, there. held: what the sequence has here. Raises LookupError where a
+        block is not the sequence's own any more."""
         ...
 
 
@@ -51,11 +58,17 @@ class TokenPart:
         return num_tokens if kept <= needed else 0
 
     def moves(
-        self, rows: CacheRows, row: int, num_tokens: int, blocks: Callable[[int], Sequence[int]], held: Holding
+        self,
+        rows: CacheRows,
+        row: int,
+        num_tokens: int,
+        end: int,
+        blocks: Callable[[int], Sequence[int]],
+        held: Holding,
     ) -> list[Move]:
-        size, first, end = self._block_size, self._first(num_tokens), -(-num_tokens // self._block_size)
+        size, first, last = self._block_size, self._first(num_tokens), -(-end // self._block_size)
         moves: list[Move] = []
-        for there, here in zip(blocks(self._table)[first:end], held.tables[self._table][first:end], strict=True):
+        for there, here in zip(blocks(self._table)[first:last], held.tables[self._table][first:last], strict=True):
             if there < 0:
                 raise LookupError(f"block {there}")
             move = Move(there * size, size, here * size)
@@ -76,7 +89,13 @@ class StatePart:
         return max((num for num in rows.states(row) if num <= num_tokens), default=0)
 
     def moves(
-        self, rows: CacheRows, row: int, num_tokens: int, blocks: Callable[[int], Sequence[int]], held: Holding
+        self,
+        rows: CacheRows,
+        row: int,
+        num_tokens: int,
+        end: int,
+        blocks: Callable[[int], Sequence[int]],
+        held: Holding,
     ) -> list[Move]:
         assert held.state is not None
         return [Move(rows.states(row)[num_tokens], 1, held.state.current)]

@@ -4,7 +4,7 @@ here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from cache.manager import CacheManager, Prefix, Sequence
@@ -12,6 +12,7 @@ from cache.rows import CacheRows
 
 if TYPE_CHECKING:
     from cache.memory import CacheMemory
+    from cache.residuals import Kept
     from cache.shared import FormerCache, Found
 
 
@@ -42,6 +43,8 @@ class Takeover:
         between: does something after the steps that are under way, which may still write to blocks that are free, and
         before the next one."""
         self.num_tokens = 0  # taken over so far
+        self.resumes = False  # only requests are let in that the step which the loss broke off was computing
+        self.kept: dict[tuple[int, int], Kept] = {}  # of that step: stay and position here -> what was kept
         self._cache = cache
         self._former = former
         self._memory = memory
@@ -58,22 +61,36 @@ class Takeover:
             return cache.nothing, 0
         prefix = cache.find_prefix(request)
         num_tokens = prefix.num_blocks * cache.block_size
-        if self._former is None:
-            return prefix, num_tokens
-        for rank, sequence_id, num_released in request.formers:
-            found = self._former.find(rank, sequence_id, num_released, len(request.tokens) - 1)
-            if found is not None and found.num_tokens > num_tokens:
+        for found in self._finds(request):
+            if found.num_tokens + self.resumes * found.num_kept > num_tokens:
                 num_tokens, self._found = found.num_tokens, found
                 prefix = cache.nothing._replace(num_arriving=num_tokens)
         return prefix, num_tokens
 
-    def bring(self, request: Moved, num_tokens: int) -> bool:
-        """Fill the blocks that it has been given, where `known` has found more than a prefix. False: that cannot be had
-        any more, and will not be looked for again."""
+    @property
+    def holds(self) -> bool:
+        """The request that `known` was asked for last is not to be let in yet."""
+        return self.resumes and self._found is None
+
+    def any_kept(self, requests: Iterable[Moved]) -> bool:
+        """Whether the step that the loss broke off was computing one of them."""
+        return any(found.num_kept for request in requests for found in self._finds(request))
+
+    def _finds(self, request: Moved) -> Iterator[Found]:
+        most = len(request.tokens) - 1
+        for rank, sequence_id, num_released in () if self._former is None else request.formers:
+            assert self._former is not None
+            if (found := self._former.find(rank, sequence_id, num_released, most)) is not None:
+                yield found
+
+    def bring(self, request: Moved, num_tokens: int, end: int) -> bool:
+        """Fill the blocks that it has been given, up to `end` tokens, where `known` has found more than a prefix.
+        False: that cannot be had any more, and will not be looked for again."""
         found, self._found, request.formers = self._found, None, ()
         if found is None:
             return True
         assert self._between is not None
+        found = found._replace(num_kept=min(found.num_kept, end - num_tokens) if self.resumes else 0)
         brought = self._between(lambda: self._read(found, request))
         self.num_tokens += num_tokens if brought else 0
         return brought
@@ -82,7 +99,9 @@ class Takeover:
         assert self._former is not None and self._memory is not None and self._rows is not None
         records = [] if request.held.state is None else [request.held.state.current]
         self._rows.begin_states(records)
-        if not self._former.read(found, request.held, self._memory):
+        kept = self._former.read(found, request.held, self._memory)
+        if kept is None:
             return False
+        self.kept |= {(request.stay, found.num_tokens + index): one for index, one in enumerate(kept)}
         self._rows.end_states(records, [request.stay] * len(records), [found.num_tokens] * len(records))
         return True

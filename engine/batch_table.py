@@ -47,6 +47,10 @@ class BatchTable:
         """Positions for which each row has blocks."""
         return self.num_blocks[rows_B] * block_size
 
+    def stays_of(self, rows_B: Ints) -> Ints:
+        """Whose these rows are."""
+        return self._rows.placed[rows_B]
+
     def begin(self, rows_B: Ints, starts_B: Ints) -> None:
         """A step begins in which these rows go on from there: what is before it has been computed."""
         self._rows.computed[rows_B] = starts_B

@@ -24,14 +24,15 @@ from dbo.steps import Steps
 from engine.capture import MANY, Capture, Forward, GraphPolicy
 from engine.device import AtOnce, check_room, graph_library, make_readback, open_device
 from engine.doorbell import Doorbell, SharedDoorbell
+from engine.hooks import StepCompanion
 from engine.overlap.cadence import Cadence
 from engine.overlap.measure import Measure
 from engine.overlap.policy import Overlap
 from engine.process.rank_cache import RankCache
 from engine.rank import Rank
-from engine.reading import Unread, reader
 from engine.rebalance.follower import Balance
 from engine.rebalance.start import start_placement
+from engine.recovery.reading import Unread, reader
 from engine.runner import Runner
 from engine.sampling.processors import LogitsProcessors
 from engine.sampling.sampling_table import SamplingTable
@@ -117,7 +118,7 @@ def build_rank(
         team.begin(0, (True,) * size)
     model.load(checkpoint, store)
     checkpoint.finish()
-    cache = RankCache(plan, model.cache_spec(), model.config.num_layers + 1, device, rank, caches)
+    cache = RankCache(plan, model, device, rank, caches)
     scheduler = _scheduler(plan, model.cache_spec(), facts.vocab_size, device, cache.rows)
     ready = _ready(plan, rank, network, scheduler, facts, time.monotonic() - began, checkpoint.bytes_read, store)
     timeline, kv = Timeline(rank, model), cache.memory
@@ -132,7 +133,7 @@ def build_rank(
         bell or SharedDoorbell(),
         ready,
         plan.exchange_timeout,
-        companions=[*balancing, make_gate(plan, scheduler.speculation, rank == 0), *_cadence(plan, scheduler)],
+        companions=[*balancing, *_companions(plan, scheduler, cache, team)],
         overlap=_overlap(plan, model, times, exchange, runner, device),
         timeline=timeline,
         preparation=_preparation(scheduler, kv, checkpoint.bytes_read if store is None else store.used // size),
@@ -209,8 +210,10 @@ def _balance(plan: Plan, team: Team, model: CausalLM, device: torch.device) -> B
     return Balance(team, model, plan.eplb, name, device, threaded=plan.all2all_backend != "mailbox")
 
 
-def _cadence(plan: Plan, scheduler: Scheduler) -> list[Cadence]:
-    return [Cadence(scheduler)] if plan.prefill_cadence else []
+def _companions(plan: Plan, scheduler: Scheduler, cache: RankCache, team: Team) -> list[StepCompanion]:
+    gate = make_gate(plan, scheduler.speculation, team.rank == 0)
+    cadence = [Cadence(scheduler)] if plan.prefill_cadence else []
+    return [gate, *cadence, *cache.resumption(scheduler, lambda: team.epoch > 0)]
 
 
 def _overlap(
@@ -308,7 +311,8 @@ def _runner(
         kv.sizes.num_records - 1,
         _most_drafts(plan),
     )
-    buffers = StepBuffers(limits, device, context_cost(facts.hidden_size), readback.late, cache.rows)
+    cost = context_cost(facts.hidden_size)
+    buffers = StepBuffers(limits, device, cost, readback.late, cache.rows, kv.residuals)
     passes = None
     if plan.speculation is not None and plan.speculation.method == "mtp":
         graphs = CpuGraphs(exchange.wait_late)

@@ -237,13 +237,12 @@ class Runner:
         for new in schedule.new_rows:
             self._table.set(new.row, new)
         self._exchange.begin(schedule.most_tokens)
-        capture = self._capture
-        prepared = self._buffers.fill(schedule, num_ubatches, None if capture is None else capture.choose)
+        prepared = self._lay_out(schedule, num_ubatches)
         for hook in hooks:
             hook.before()
         _ended(hooks, Kind.PREPARING, schedule.num_tokens)
         whole = None  # tokens and drafts, where they came with the forward pass
-        own = self._exchange.vocab is None  # the head is computed by this rank alone
+        own = self._exchange.vocab is None and schedule.resumed is None  # it computes all of its step, and alone
         if self._passes is not None and schedule.draft_depth and self._table.all_greedy and own:
             whole = yield from self._passes.whole(schedule, prepared)
         hidden_TD = None if whole is not None else (yield from self._forward(prepared))
@@ -284,6 +283,12 @@ class Runner:
         if landing.drafts is not None:
             _ended(hooks, Kind.DRAFTING, sum(map(len, landing.drafts)))
         return landing
+
+    def _lay_out(self, schedule: Schedule, num_ubatches: int) -> PreparedStep:
+        """Graphs begin at the embedding."""
+        if schedule.resumed is not None:
+            return schedule.resumed.laid_out(self._buffers.fill(schedule))
+        return self._buffers.fill(schedule, num_ubatches, None if self._capture is None else self._capture.choose)
 
     def _forward(self, prepared: PreparedStep) -> Steps[Tensor]:
         """The hidden states of all parts, one after another.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # so that benchmarks/gpu_check.py runs where there is torch and nothing else
+    from engine.recovery.resumed_step import ResumedStep
     from engine.sampling.processors import RequestProcessors
     from engine.structured.guide import Guide
     from front.messages import SamplingParams
@@ -58,6 +59,7 @@ class Schedule:
     state_kept: list[int] = field(default_factory=list)  # inputs in the record that is read, which come first
     most_tokens: int = 0  # of any rank in this step, as the ranks have agreed
     agreed_step: int = 0  # its number among all ranks
+    resumed: ResumedStep | None = None  # None: it begins at the embedding
 
     @property
     def num_drafts(self) -> int:

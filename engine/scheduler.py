@@ -76,14 +76,12 @@ class Scheduler:
         self.grammars, self._processors = grammars or Grammars("", "", 0), processors
         self.refused: list[TokenOutput] = []  # last outputs of requests that had no step
         self._requests: dict[int, Request] = {}  # all unfinished
-        self._running: list[Request] = []  # sorted by order
+        self.running: list[Request] = []  # sorted by order
         self.holds_prompts = False  # steps compute none until it is taken back (engine/overlap/cadence.py)
         self.waiting: list[Request] = []  # sorted by order; the preempted too
         self._in_flight: deque[tuple[Schedule, list[Request]]] = deque()
-        self.rows, self._restates = (
-            BatchRows(max_num_seqs, batch_rows),
-            False,
-        )  # True after a rollback: the batch is told all anew
+        self.rows = BatchRows(max_num_seqs, batch_rows)
+        self._restates = False  # True after a rollback: the batch is told all anew
         self._next_step, self._updated_step, self._num_added = 0, -1, 0
         self.forget_counts()
 
@@ -136,7 +134,7 @@ class Scheduler:
 
     def stats(self) -> RankStats:
         more = self.kv.counts | self._counts.fields | self.speculation.counts
-        return RankStats(len(self._running), len(self.waiting), **more, taken_over=self.takeover.num_tokens)
+        return RankStats(len(self.running), len(self.waiting), **more, taken_over=self.takeover.num_tokens)
 
     # ---- before a step -------------------------------------------------------------------------------------------
 
@@ -155,7 +153,7 @@ class Scheduler:
         if not draft.ones and not draft.chunks:
             return Schedule(draft.step_id)  # freed rows are kept for a schedule that is applied
         if self._restates:
-            draft.restate(self._running)
+            draft.restate(self.running)
         schedule = draft.finish(self.rows.take_freed(self._restates), self.kv, self.speculation.warm)
         self._restates = False
         self._counts.add_step(self.max_num_batched_tokens - draft.budget + draft.num_first)
@@ -164,7 +162,7 @@ class Scheduler:
 
     def _take_guided(self) -> None:
         """Requests whose grammars have been compiled wait with the others."""
-        for request in self.grammars.take_ready(patient=not (self._running or self.waiting or self._in_flight)):
+        for request in self.grammars.take_ready(patient=not (self.running or self.waiting or self._in_flight)):
             insort(self.waiting, request)
             if request.guide is None:
                 self.refused.append(failure(request))
@@ -176,11 +174,11 @@ class Scheduler:
         requests, rows, starts = draft.ones, draft.one_rows, draft.one_starts
         step_id = draft.step_id
         budget, quiet = draft.budget, self.speculation.quiet
-        for request in self._running:  # preemption pops from its end, which the loop allows for
+        for request in self.running:  # preemption pops from its end, which the loop allows for
             start = request.num_computed
             length = request.length
             may = request.speculates and (request.guide is not None or not quiet)
-            if length - start != 1 or (may and self.speculation.asks(request, len(self._running))):
+            if length - start != 1 or (may and self.speculation.asks(request, len(self.running))):
                 draft.partial.append(request)
                 continue
             if length >= request.max_length:
@@ -234,7 +232,7 @@ class Scheduler:
         request alone always succeeds (max_length is bounded by the cache), so the first in order always advances."""
         num_tokens = self.speculation.ahead(request, num_tokens, self.kv)
         while (new := self.kv.allocate(request, num_tokens)) is None:
-            victim = self._running.pop()
+            victim = self.running.pop()
             self._preempt(victim, draft)
             if victim is request:
                 return False
@@ -258,11 +256,14 @@ class Scheduler:
         all its known tokens would fit now, though only this step's are given blocks: one that was just preempted would
         otherwise come back at once and be preempted again."""
         kv = self.kv
-        num_admitted = 0
+        num_admitted, held = 0, list[Request]()
         for request in self.waiting:
             if not draft.budget or not self.rows.any_free or request.num_pending:
                 break
             prefix, num_cached = self.takeover.known(request)
+            if self.takeover.holds:
+                held.append(request)
+                continue
             count = len(request.tokens) - num_cached
             if count > draft.budget and not self.enable_chunked_prefill:
                 break
@@ -272,16 +273,15 @@ class Scheduler:
             kv.admit(request, prefix)
             self.speculation.admit(request)
             new = kv.allocate(request, self.speculation.ahead(request, num_cached + count, kv))
-            if new is None or not self.takeover.bring(request, num_cached):
+            if new is None or not self.takeover.bring(request, num_cached, num_cached + count):
                 kv.free(request)  # in the next step it begins without
                 break
             self._take_row(request, num_cached, draft)
             draft.new_blocks.append((request.row, [table.copy() for table in request.held.tables]))
             draft.add(request, count)
+            insort(self.running, request)
             num_admitted += 1
-        for request in self.waiting[:num_admitted]:
-            insort(self._running, request)
-        del self.waiting[:num_admitted]
+        self.waiting[: num_admitted + len(held)] = held
 
     def _take_row(self, request: Request, num_cached: int, draft: Draft) -> None:
         request.row = self.rows.take(request.stay)
@@ -370,7 +370,7 @@ class Scheduler:
         It is not known which of the steps the batch has seen, so the next schedule frees all rows and states them anew.
         """
         undo(self._in_flight)
-        for request in self._running:
+        for request in self.running:
             self.kv.drop_steps(request)
         self._in_flight.clear()
         for request in self._requests.values():
@@ -391,7 +391,7 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def _drop_finished(self) -> None:
-        self._running = [request for request in self._running if request.status is _RUNNING]
+        self.running = [request for request in self.running if request.status is _RUNNING]
 
     def _release(self, request: Request) -> None:
         """Give blocks and row back (see the top of this file for when the row can be used again)."""

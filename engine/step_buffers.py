@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cache.residuals import Residuals, no_residuals
 from cache.rows import CacheRows
 from dbo.split import Cut, cut
 from engine.batch_table import BatchTable
@@ -58,10 +59,13 @@ class StepBuffers(DecodeBuffers):
         context_cost: float = 0.0,
         on_device: bool = False,
         rows: CacheRows | None = None,
+        residuals: Residuals | None = None,
     ) -> None:
         """context_cost: of a token's work, for cutting steps (dbo/split.py). on_device: sampled tokens stay on the
-        device; else the host has each before the next step is laid out. rows: as DecodeBuffers has it."""
+        device; else the host has each before the next step is laid out. rows: as DecodeBuffers has it. residuals: is
+        told of which tokens it is; None: nobody wants to know."""
         super().__init__(limits, device, rows)
+        self._residuals = residuals or no_residuals()
         self._context_cost = context_cost
         self._last_R: Tensor | None = None
         if on_device:
@@ -90,6 +94,7 @@ class StepBuffers(DecodeBuffers):
         self._flush()
         self._run = None
         self._rows.take_over(schedule)
+        self._residuals.clear()
         if not schedule.rows and num_ubatches == 1:
             self._fed.clear()
             if self._nothing is None or self._nothing.graphs != _chosen(choose, [0], [True]):
@@ -151,6 +156,7 @@ class StepBuffers(DecodeBuffers):
         ends_B = run.lens_B.copy()
         run.ends = ends_B.tolist()
         run.left -= 1
+        self._residuals.advance()
         if schedule.new_blocks:
             self._rows.take_blocks(schedule.new_blocks)
         if run.left < 0:
@@ -255,6 +261,10 @@ class StepBuffers(DecodeBuffers):
             self._part(self.lane(index), work, graph)
             for index, (work, graph) in enumerate(zip(works, graphs, strict=True))
         ]
+        if num_ubatches == 1 and not schedule.drafts:
+            step, rows_B = parts[0].step, parts[0].rows_B
+            counts_B = np.diff(step.query_starts)
+            self._residuals.begin(self._rows.stays_of(rows_B), np.array(step.kv_lens) - counts_B, counts_B)
         prepared = self._join(parts, graphs, schedule)
         if prepared.num_sampled and prepared.samples_all and not prepared.prompt_parts and prepared.drafts is None:
             self._run = Run(prepared, parts[0], schedule.rows)

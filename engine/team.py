@@ -2,9 +2,9 @@
 
 An epoch begins with `begin`, when a Membership says who takes part. While its groups open, a higher epoch may begin
 instead. `form` does the rest: the ranks tell each other which placement they have, repair the newest one for the live
-ones, and each reads the experts that are new to it (engine/reading.py). While one of them reads, all of them go on to
-hear the front, and tell each other how far they are. All ranks come to the same placement, because `repair` is a pure
-function; the first record of the agreement proves it.
+ones, and each reads the experts that are new to it (engine/recovery/reading.py). While one of them reads, all of them
+go on to hear the front, and tell each other how far they are. All ranks come to the same placement, because `repair` is
+a pure function; the first record of the agreement proves it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from dbo.alive import AGREEING, goes_on, meets
 from dbo.steps import Steps
 from engine.agreement import Agreement
-from engine.reading import Read, Reading
+from engine.recovery.reading import Read, Reading
 from ep.parallel import Parallel
 from ep.place import SlotTable
 from ep.protocol import AllToAll, PeerLost

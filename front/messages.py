@@ -130,8 +130,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 class Membership(msgspec.Struct, tag="membership", frozen=True):
     """Who takes part from `epoch` on. The front sends it to every live rank; epochs only rise. A rank that loses a
-    peer drops its step and waits for one; when no rank is lost (one returns), ranks change over together after a
-    step."""
+    peer leaves its step and waits for one; if none is lost (one returns), ranks change over together after a step."""
 
     epoch: int
     alive: list[bool]
@@ -219,6 +218,7 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     prefill_held_steps: int = 0  # in which prompts waited for that
     step_tokens: list[int] = []  # steps by these tokens: at most STEP_TOKENS[i]; the last entry: more
     taken_over: int = 0  # tokens that a lost rank had computed
+    resumed: int = 0  # of steps that a loss broke off, and that went on where they were
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

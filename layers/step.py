@@ -43,6 +43,13 @@ class StateInput(NamedTuple):
     runs: StateRuns | None = None
 
 
+class Resumed(NamedTuple):
+    """A step that goes on at the start of a layer, or behind the last one: those before have written to the cache."""
+
+    layer: int
+    residual_TD: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """slots_T and block_table_BN are those of the first token group; most models have no other."""
@@ -59,6 +66,7 @@ class StepInput:
     logits_rows_P: Tensor  # int64 [P], tokens whose logits are wanted
     more_tables: tuple[TableInput, ...] = ()  # of the other token groups
     state: StateInput | None = None  # None: no layer keeps one
+    resumed: Resumed | None = None  # None: it begins at the embedding
 
     def of_group(self, index: int) -> StepInput:
         """The same step as attention over the index-th token group sees it."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cache.memory import CacheMemory
+from cache.residuals import Residuals
 from cache.spec import CacheSpec
 from dbo.alive import mark
 from dbo.steps import Steps
@@ -22,6 +23,7 @@ from ep.parallel import Parallel
 from layers.embed import Embedding
 from layers.head import LMHead
 from layers.norm import RMSNorm
+from layers.residual import keep
 from layers.rope import Rope
 from layers.rope_parameters import RopeParameters
 from layers.step import StepInput
@@ -84,6 +86,11 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         self.mtp: MtpLayer[A] | None = None
         if len(layers) > config.num_layers:
             self.mtp = MtpLayer(layers[-1], config.num_layers, size, eps, dtype, device)
+        # Where the residual stream is kept (cache/residuals.py): everywhere, if no rank waits for others.
+        exchanging = [at for at, layer in enumerate(self.decoders) if layer.mlp.exchanges]
+        kept = exchanging or list(range(config.num_layers))
+        behind = [config.num_layers] if kept[-1] == config.num_layers - 1 else []
+        self._kept = {at: number for number, at in enumerate([*kept, *behind]) if at}  # the first has the embedding's
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(size, eps, dtype, device)
         tied = self.embed.weight if config.tie_word_embeddings else None
@@ -101,19 +108,29 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
     def steps(self, step: StepInput, cache: CacheMemory, lane: int = 0, breaks: GraphBreaks = EAGER) -> Steps[Tensor]:
         """The hidden state after the last norm, [T, D]. Each norm also adds to the residual stream, in place."""
         layers = self.decoders[: self.depth]
+        first = 0 if step.resumed is None else step.resumed.layer
         if not step.num_tokens:
-            return (yield from self._idle_steps(layers, lane))
-        residual_TD = self.embed(step.token_ids_T)
+            return (yield from self._idle_steps(layers[first:], lane))
+        residual_TD = self.embed(step.token_ids_T) if step.resumed is None else step.resumed.residual_TD
         context = LayerContext(step, self.rope(step.positions_T), self.prepare(step, breaks), breaks, lane)
-        x_TD: Tensor = layers[0].input_norm(residual_TD)
-        for index, layer in enumerate(layers):
+        x_TD: Tensor = (layers[first].input_norm if first < len(layers) else self.norm)(residual_TD)
+        for index, layer in enumerate(layers[first:], first):
             mark()
+            self._keep(index, residual_TD, cache.residuals)
             mixed_TD = yield from layer.mixer.steps(x_TD, context, cache.layers[index])
             x_TD = layer.post_norm.add(mixed_TD, residual_TD)
             mlp_TD = yield from layer.mlp_steps(x_TD, context)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.norm
             x_TD = following.add(mlp_TD, residual_TD)
+        self._keep(len(layers), residual_TD, cache.residuals)
         return x_TD
+
+    def _keep(self, layer: int, residual_TD: Tensor, residuals: Residuals) -> None:
+        """At the start of a layer, or behind the last one."""
+        number, num_tokens = self._kept.get(layer), len(residual_TD)
+        if number is not None and num_tokens <= residuals.num_tokens:
+            rows_TD, there = residuals.place(number, self.dtype)
+            keep(residual_TD, rows_TD[:num_tokens], there, layer)
 
     def shorten(self, on: bool) -> None:
         """Layers are of one kind that have the same classes of sublayers and lie in the same group of the cache."""

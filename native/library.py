@@ -16,7 +16,7 @@ from typing import Any
 
 # A checksum of how functions are declared (native/src/interface.h): a library of other declarations would read other
 # arguments than it is given.
-INTERFACE = 0x383152D6
+INTERFACE = 0x00591098
 _RUNTIMES = ("libgomp", "libiomp5", "libomp")  # they offer the same entry points
 
 

@@ -56,6 +56,7 @@ _rows_sigmoid_gate = function("rows_sigmoid_gate", _INT, _POINTER, _NUMBER, _POI
 _rows_add = function("rows_add", _INT, _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_halve = function("rows_halve", _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
 _rows_copy = function("rows_copy", _POINTER, _POINTER, _NUMBER, _NUMBER, _INT)
+_rows_keep = function("rows_keep", _POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER)
 _rows_weigh = function(
     "rows_weigh", _INT, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _INT
 )
@@ -250,6 +251,13 @@ def copy(y_TD: Tensor, x_TD: Tensor) -> Tensor:
     num_rows, size = y_TD.shape
     _rows_copy(x_TD.data_ptr(), y_TD.data_ptr(), num_rows, size * y_TD.element_size(), torch.get_num_threads())
     return y_TD
+
+
+def keep(x_TD: Tensor, y_TD: Tensor, layer: Tensor, number: int) -> None:
+    """y = x, and layer (int64 []) = number, which is -1 meanwhile."""
+    assert y_TD.is_contiguous() and x_TD.is_contiguous() and x_TD.shape == y_TD.shape and x_TD.dtype is y_TD.dtype
+    num_rows, size = y_TD.shape
+    _rows_keep(x_TD.data_ptr(), y_TD.data_ptr(), layer.data_ptr(), number, num_rows, size * y_TD.element_size())
 
 
 def weigh(parts: Sequence[Tensor], slot_TK: Tensor, weight_TK: Tensor, slots_per_part: int, y_TD: Tensor) -> Tensor:

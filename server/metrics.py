@@ -39,6 +39,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RankStats], int]], ...] = (
         "Tokens that a lost rank had computed, and that were taken over from its cache.",
         lambda stats: stats.taken_over,
     ),
+    (
+        "moesaic:tokens_resumed",
+        "Tokens of steps that a loss broke off, and that went on at the layer where they were.",
+        lambda stats: stats.resumed,
+    ),
     ("vllm:num_preemptions", "Requests put back for want of KV blocks.", lambda stats: stats.preemptions),
     ("vllm:spec_decode_num_drafts", "Steps of a sequence with drafts.", lambda stats: stats.spec_drafts),
     ("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", lambda stats: stats.spec_draft_tokens),

@@ -37,7 +37,7 @@ from engine.process.places import Places, store_capacity, store_names
 from engine.process.progress import LoadProgress
 from engine.process.warm_up import practise, warm_up
 from engine.rank import Rank
-from engine.reading import await_checkpoint
+from engine.recovery.reading import await_checkpoint
 from engine.speculation.plan import planned_facts
 from engine.structured.grammars import vocabulary_of
 from engine.team import Groups, Meet, Opening, OpeningThread

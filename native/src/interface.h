@@ -2,4 +2,4 @@
 // which, and fails when they have changed). native/library.py has the same, and refuses a library that was built with another.
 #pragma once
 
-#define NATIVE_INTERFACE 0x383152d6
+#define NATIVE_INTERFACE 0x00591098

@@ -155,6 +155,15 @@ NATIVE_API void rows_copy(const void *x, void *y, int64_t rows, int64_t bytes, i
   each_row(rows, bytes, threads, [&](int64_t i, int) { memcpy((uint8_t *)y + i * bytes, (const uint8_t *)x + i * bytes, bytes); });
 }
 
+// The same, for whoever finds y when this process has ended, at any time: *layer says which layer's rows y holds, -1 while it is written.
+NATIVE_API void rows_keep(const void *x, void *y, int64_t *layer, int64_t number, int64_t rows, int64_t bytes) {
+  tape_note(rows_keep, x, y, layer, number, rows, bytes);
+  __atomic_store_n(layer, (int64_t)-1, __ATOMIC_RELAXED);
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  memcpy(y, x, rows * bytes);
+  __atomic_store_n(layer, number, __ATOMIC_RELEASE);
+}
+
 // y[i] = table[ids[i]], rows of `bytes` bytes; zeros where the table has no such row.
 NATIVE_API void rows_gather(const void *table, int64_t table_rows, const int64_t *ids, void *y, int64_t rows, int64_t bytes, int threads) {
   tape_note(rows_gather, table, table_rows, ids, y, rows, bytes, threads);

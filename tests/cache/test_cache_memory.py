@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from cache.memory import CacheMemory
+from cache.residuals import no_residuals
 from cache.spec import CacheGroup, CacheSizes, Field, bytes_per_token
 
 SPEC = (CacheGroup("paged", (0, 1, 2), (Field("key", (4, 64), "bfloat16"), Field("value", (4, 64), "bfloat16"))),)
@@ -42,5 +43,5 @@ def test_no_more_than_asked_for_or_there_is() -> None:
     kv = CacheMemory.allocate(SPEC, CacheSizes(16, 8), CPU)
     assert list(kv.prefault(0)) == []
     assert sum(kv.prefault(1 << 40)) == 8 * 16 * bytes_per_token(SPEC)
-    meta = CacheMemory(SPEC, CacheSizes(16, 8), ((torch.empty(128, 4, 64, device="meta"),),))
+    meta = CacheMemory(SPEC, CacheSizes(16, 8), ((torch.empty(128, 4, 64, device="meta"),),), no_residuals())
     assert list(meta.prefault(1 << 40)) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from cache.manager import Holding
@@ -68,7 +69,7 @@ def test_what_was_computed_is_found_and_read(tmp_path: Path) -> None:
     found = find(reader(files), 11, num_released=10)
     assert found is not None and (found.row, found.num_tokens) == (1, 10)
     here = CacheMemory.allocate(SPEC, LAYOUT.sizes, CPU)
-    assert reader(files).read(found, holding([5, 6, 0], [2, 1, 8]), here)
+    assert reader(files).read(found, holding([5, 6, 0], [2, 1, 8]), here) == []
     moved = {0: [(3, 5), (4, 6), (9, 0)], 1: [(3, 5), (4, 6), (9, 0)], 2: [(3, 2), (4, 1), (9, 8)]}
     for layer, fields in enumerate(here.layers):
         for old, new in zip(there.layers[layer], fields, strict=True):
@@ -123,7 +124,7 @@ def test_a_rank_leaves_what_its_last_process_had(tmp_path: Path) -> None:
     shared.forget_former()
     assert find(former, 2, 2) is None and find(former, 3, 2) is not None
     assert sorted(file.stat().st_size > 0 for file in files) == [False, True]
-    assert not former.read(found, holding([0], [0]), CacheMemory.allocate(SPEC, LAYOUT.sizes, CPU))
+    assert former.read(found, holding([0], [0]), CacheMemory.allocate(SPEC, LAYOUT.sizes, CPU)) is None
 
 
 def test_a_file_that_is_another_s_by_the_end_of_reading_does_not_count(tmp_path: Path) -> None:
@@ -134,9 +135,9 @@ def test_a_file_that_is_another_s_by_the_end_of_reading_does_not_count(tmp_path:
     SharedCache(files, LAYOUT, ENDED)
     SharedCache(files, LAYOUT, ENDED)  # takes the same file again
     memory = CacheMemory.allocate(SPEC, LAYOUT.sizes, CPU)
-    assert not reader(files).read(found, holding([0], [0]), memory)
+    assert reader(files).read(found, holding([0], [0]), memory) is None
     os.truncate(found.path, 5000)
-    assert not reader(files).read(found, holding([0], [0]), memory)
+    assert reader(files).read(found, holding([0], [0]), memory) is None
 
 
 GROUPS = (
@@ -187,7 +188,7 @@ def test_every_group_is_read(tmp_path: Path) -> None:
     here = CacheMemory.allocate(GROUPS, HYBRID.sizes, CPU)
     found = find(reader(files, HYBRID), 11, 12)
     assert found is not None
-    assert reader(files, HYBRID).read(found, holding([1, 2, 3], [-1, 0, 2], record=4), here)
+    assert reader(files, HYBRID).read(found, holding([1, 2, 3], [-1, 0, 2], record=4), here) == []
     for layer, moved in enumerate([[(3, 1), (4, 2), (5, 3)], [(4, 0), (5, 2)]]):
         for source, target in moved:
             old, new = there.layers[layer][0], here.layers[layer][0]
@@ -195,4 +196,40 @@ def test_every_group_is_read(tmp_path: Path) -> None:
     for old, new in zip(there.layers[2], here.layers[2], strict=True):
         assert torch.equal(new[4], old[2]) and not new[:4].any()
     shared.rows.tables[1][1, 1] = -1
-    assert not reader(files, HYBRID).read(found, holding([1, 2, 3], [-1, 0, 2], record=4), here)
+    assert reader(files, HYBRID).read(found, holding([1, 2, 3], [-1, 0, 2], record=4), here) is None
+
+
+KEPT = LAYOUT._replace(kept_tokens=8, residual_bytes=4)
+
+
+def test_a_step_under_way_is_found_and_read(tmp_path: Path) -> None:
+    """Of a prompt whose first chunk it was computing, and of a sequence that it decoded."""
+    files = files_of(tmp_path)
+    shared = SharedCache(files, KEPT, ENDED)
+    there = numbered(shared)
+    place(shared, 0, 11, [3, 4], computed=5)
+    place(shared, 1, 12, [9])
+    former = reader(files, KEPT)
+    assert find(former, 12, num_released=0) is None, "nothing of it is computed, and nothing is kept"
+    shared.residuals.begin(shared.rows.placed[:2], np.array([5, 0]), np.array([1, 3]))
+    for number, layer in enumerate((2, 3)):
+        rows_TD, at = shared.residuals.place(number, torch.int32)
+        rows_TD.copy_(torch.arange(8, dtype=torch.int32)[:, None] + 10 * layer)
+        at.fill_(layer)
+    found = find(former, 11, num_released=5)
+    assert found is not None and (found.num_tokens, found.num_kept) == (5, 1)
+    found = find(former, 11, num_released=6)
+    assert found is not None and (found.num_tokens, found.num_kept) == (6, 0), "that token's step is over"
+    found = find(former, 12, num_released=0)
+    assert found is not None and (found.num_tokens, found.num_kept) == (0, 3)
+    short = find(former, 12, num_released=0, most=1)
+    assert short is not None and short.num_kept == 2, "no more tokens are known of it"
+    here = CacheMemory.allocate(SPEC, LAYOUT.sizes, CPU)
+    kept = former.read(found, holding([5], [2]), here)
+    assert kept is not None and [one.layers for one in kept] == [(2, 3)] * 3
+    assert [one.rows.reshape(-1).view(np.int32).tolist() for one in kept] == [[21, 31], [22, 32], [23, 33]]
+    assert torch.equal(here.layers[0][0][20:24], there.layers[0][0][36:40]), "what the layers before have written"
+    shared.residuals.layers[1] = -1  # it was being written
+    assert (find(former, 12, 0) or found).kept_layers == (2, -1)
+    shared.residuals.clear()
+    assert find(former, 12, num_released=0) is None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cache_files import CacheFiles
 from hypothesis import strategies as st
 from overlapped import OFTEN
 from rank_parts import Job, drive, make_plan
@@ -68,9 +69,13 @@ def undisturbed(path: Path, jobs: Sequence[Job]) -> dict[int, list[int]]:
 
 
 class Survivors:
-    """`round` lets every rank take one step. Requests are spread over the live ranks."""
+    """`round` lets every rank take one step. Requests are spread over the live ranks. caches: None: what a rank has
+    computed ends with it."""
 
-    def __init__(self, path: Path, size: int, **overrides: Any) -> None:
+    def __init__(self, path: Path, size: int, caches: CacheFiles | None = None, **overrides: Any) -> None:
+        self.caches = caches
+        self.formers: dict[int, tuple[tuple[int, int, int], ...]] = {}
+        self.awaited: set[int] = set()  # that their ranks have not answered
         self.plan = make_plan(path, data_parallel_size=size, all2all_backend="mailbox", **overrides)
         self.rings: dict[int, list[int]] = {}
         self.doors: dict[int, Door] = {}
@@ -85,7 +90,8 @@ class Survivors:
         self.joined: list[Joined] = []
 
     def start(self, rank: int, join: bool = True) -> None:
-        self.ranks[rank] = build_rank(self.plan, rank, self.meet, Bell(rank, self.rings), join=join)
+        bell = Bell(rank, self.rings)
+        self.ranks[rank] = build_rank(self.plan, rank, self.meet, bell, join=join, caches=self.caches)
 
     def meet(self, epoch: int, rank: int, size: int) -> Opening:
         return _Arrival(self.doors.setdefault(epoch, Door(size)), rank)
@@ -99,6 +105,7 @@ class Survivors:
         add, tokens = self.requests[request_id], self.released[request_id]
         live = sorted(self.ranks)
         self.owner[request_id] = live[request_id % len(live)]
+        self.awaited.add(request_id)
         self.ranks[self.owner[request_id]].submit(
             AddRequest(
                 request_id=request_id,
@@ -107,6 +114,7 @@ class Survivors:
                 params=add.params,
                 seed=add.seed,
                 arrival=add.arrival,
+                formers=self.formers.get(request_id, ()),
             )
         )
 
@@ -140,8 +148,20 @@ class Survivors:
             if rank not in self.ranks and request_id not in self.finished:
                 self._send(request_id)
 
+    def replay_all(self) -> None:
+        """What ranks had that were all lost at once."""
+        for request_id in self.owner.keys() - self.finished:
+            self._send(request_id)
+
     def kill(self, rank: int) -> None:
         self.ranks.pop(rank).close()
+        if self.caches is not None:
+            self.caches.end(rank)
+            for request_id in [request_id for request_id, owner in self.owner.items() if owner == rank]:
+                length = len(self.requests[request_id].token_ids) + len(self.released[request_id])
+                awaited = request_id in self.awaited
+                older = self.formers.get(request_id, ()) if awaited else ()
+                self.formers[request_id] = (*older, (rank, request_id, 0 if awaited else length - 1))
 
     def round(self, victim: int | None = None, turns: int = 0) -> None:
         """victim: this rank dies after so many turns of its step (or after the step, if that is shorter)."""
@@ -168,6 +188,7 @@ class Survivors:
         for output in outputs:
             assert self.owner[output.request_id] == rank and output.request_id not in self.finished
             self.released[output.request_id] += output.new_token_ids
+            self.awaited.discard(output.request_id)
             if output.finish_reason is not None:
                 self.finished.add(output.request_id)
         joined = self.ranks[rank].take_joined()

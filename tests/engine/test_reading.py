@@ -14,7 +14,7 @@ from test_team import formed, make_team
 
 from dbo.steps import drain, weave
 from engine import reading as reading_module
-from engine.reading import ReadingThread, StagedExpert, await_checkpoint
+from engine.recovery.reading import ReadingThread, StagedExpert, await_checkpoint
 from engine.team import Groups, Opened, Team
 from ep.transport.group import MailboxGroup, MailboxWorld
 from eplb.repair import SlotUpdate

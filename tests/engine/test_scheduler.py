@@ -215,9 +215,9 @@ def test_a_rollback_computes_again_what_was_in_flight(num_run: int) -> None:
     outputs = [output for _ in range(3) for output in engine.step()]
     assert len(engine.flying) == 1
     engine.flying.append(engine.scheduler.schedule())  # agreed on, and lost too
-    before = [(request.row, [list(table) for table in request.held.tables]) for request in engine.scheduler._running]
+    before = [(request.row, [list(table) for table in request.held.tables]) for request in engine.scheduler.running]
     engine.break_down(num_run)
-    assert [(request.row, request.held.tables) for request in engine.scheduler._running] == before
+    assert [(request.row, request.held.tables) for request in engine.scheduler.running] == before
     outputs += engine.step()
     again = engine.schedules[-1]
     assert again.freed_rows == list(range(8)) and [new.request_id for new in again.new_rows] == [0, 1]

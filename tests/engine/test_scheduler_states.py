@@ -147,9 +147,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.engine is None:
             return
         scheduler = self.engine.scheduler
-        scheduler.kv.check([request.held for request in scheduler._running])
+        scheduler.kv.check([request.held for request in scheduler.running])
         assert not any(any(request.held.tables) for request in scheduler.waiting)
-        assert scheduler._running == sorted(scheduler._running)
+        assert scheduler.running == sorted(scheduler.running)
         assert set(scheduler._requests) == set(self.live)
         assert len(self.live) == scheduler.stats().running + scheduler.stats().waiting
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from amounts import examples
 from balanced import RESTLESS, answer, balance_of, check_slots, status
+from cache_files import CacheFiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapped import OFTEN, SPLIT
@@ -119,15 +120,20 @@ def expected_long(checkpoint: Path) -> dict[int, list[int]]:
 @given(st.data())
 @settings(max_examples=examples(35), deadline=None)
 def test_losses_and_returns_at_any_moment(
-    checkpoint: Path, expected: dict[int, list[int]], expected_long: dict[int, list[int]], data: st.DataObject
+    checkpoint: Path,
+    expected: dict[int, list[int]],
+    expected_long: dict[int, list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
 ) -> None:
     """Several losses, also while the survivors of the last one meet again, or while experts move all the time; news that
-    reaches ranks at different times."""
+    reaches ranks at different times; caches that outlive their ranks, or not."""
     size = data.draw(st.integers(2, 4), "ranks")
     eplb = data.draw(st.sampled_from([None, *MOVING]), "eplb")
     cluster = start(
         checkpoint,
         size,
+        caches=CacheFiles(tmp_path_factory.mktemp("caches")) if data.draw(st.booleans(), "caches") else None,
         slots_per_rank=data.draw(st.sampled_from([spare_slots(size), NUM_EXPERTS]), "slots"),
         async_scheduling=data.draw(st.booleans(), "asynchronous"),
         max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),

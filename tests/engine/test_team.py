@@ -14,7 +14,7 @@ import torch
 from dbo.steps import drain, weave
 from engine.agreement import Proposal
 from engine.process.heartbeat import Heartbeat
-from engine.reading import Read, reader
+from engine.recovery.reading import Read, reader
 from engine.team import Groups, Opened, OpeningThread, Team
 from ep.parallel import Parallel
 from ep.protocol import AllToAll, PeerLost

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
 
-from engine.reading import StagedExpert
+from engine.recovery.reading import StagedExpert
 from eplb.repair import SlotUpdate
 from tests.simulation.transport import Delays
 from tests.simulation.world import World
@@ -34,7 +34,7 @@ class Disk:
 
 
 class SimReading:
-    """engine.reading.Reading: one expert after another, tried again as long as it is wanted."""
+    """engine.recovery.reading.Reading: one expert after another, tried again as long as it is wanted."""
 
     def __init__(self, disk: Disk, updates: Sequence[SlotUpdate], world: World) -> None:
         self.left = len(updates)

@@ -10,7 +10,7 @@ import msgspec
 
 from dbo.steps import Steps
 from engine.rank import Rank
-from engine.reading import StagedExpert
+from engine.recovery.reading import StagedExpert
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.team import Team

@@ -16,7 +16,7 @@ from dbo.steps import Steps
 from engine.build import _scheduler
 from engine.process.rank_loop import WEIGHTS_SECONDS
 from engine.rank import Rank
-from engine.reading import Reading
+from engine.recovery.reading import Reading
 from engine.scheduler import Scheduler
 from engine.team import Opening as OpeningProtocol
 from engine.team import Team

@@ -54,7 +54,7 @@ def poison_what_nobody_may_read(rank: Rank) -> None:
     pool = scheduler.kv._pools[0]
     for block in [*pool._cached, *(block for block, refs in enumerate(pool._refs) if refs)]:
         good[block * cache.block_size : (block + 1) * cache.block_size] = pool._block_to_key[block] is not None
-    for request in scheduler._running:
+    for request in scheduler.running:
         (table,) = request.held.tables
         for position in range(request.num_computed):
             good[table[position // cache.block_size] * cache.block_size + position % cache.block_size] = True
@@ -71,7 +71,7 @@ def poison_what_nobody_may_read(rank: Rank) -> None:
 def poison_kept_inputs(rank: Rank) -> None:
     """Of drafts that were refused."""
     cache = rank._runner._kv
-    states = [request.held.state for request in rank._scheduler._running]
+    states = [request.held.state for request in rank._scheduler.running]
     for group in state_groups(cache.spec):
         for layer in group.layers:
             for field in cache.layers[layer][2:]:

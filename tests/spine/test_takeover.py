@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import hf_tiny
 import pytest
 import torch
 from amounts import examples
+from cache_files import CacheFiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -19,11 +19,10 @@ from oracle import Oracle, take_drafts
 from rank_parts import Job, drive, engine_choices, make_plan
 from recurrent_toy import make_toy
 
-from cache import shared
 from configs.speculation import SpeculativeConfig
 from engine.build import build_rank
 from engine.rank import Rank
-from front.messages import TokenOutput
+from front.messages import Membership, TokenOutput
 
 pytestmark = pytest.mark.spine
 torch.set_num_threads(1)
@@ -53,14 +52,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def ended() -> int:
-    """The life of a process that is no more."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid | 1 << 30
-
-
-@pytest.fixture(scope="module")
 def undisturbed(paths: dict[str, Path]) -> dict[tuple[str, float], list[list[int]]]:
     """By model and temperature, the tokens of each prompt."""
     found = {}
@@ -71,25 +62,10 @@ def undisturbed(paths: dict[str, Path]) -> dict[tuple[str, float], list[list[int
     return found
 
 
-class Files:
-    """Of the caches of ranks. `end`: what is in a rank's was left by a process that has ended."""
-
-    def __init__(self, folder: Path, ended: int) -> None:
-        self._folder, self._ended = folder, ended
-
-    def __call__(self, rank: int) -> list[Path]:
-        files = [self._folder / f"{rank}-{number}" for number in (0, 1)]
-        for file in files:
-            file.touch()
-        return files
-
-    def end(self, rank: int) -> None:
-        for file in self(rank):
-            raw = file.read_bytes()[: shared._HEADER.size]
-            if len(raw) == shared._HEADER.size:
-                magic, life, _, digest = shared._HEADER.unpack(raw)
-                with file.open("r+b") as there:
-                    there.write(shared._HEADER.pack(magic, life, self._ended, digest))
+def later(rank: Rank) -> Rank:
+    """In its second epoch, as one that takes over from others."""
+    rank.submit(Membership(1, [True]))
+    return rank
 
 
 def jobs_of(params: Sequence[dict[str, Any]]) -> list[Job]:
@@ -139,10 +115,8 @@ def formers_of(jobs: Sequence[Job], known: Sequence[list[int]]) -> list[tuple[tu
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_nothing_is_computed_twice(
-    paths: dict[str, Path], tmp_path: Path, ended: int, kind: str, asynchronous: bool
-) -> None:
-    files, jobs = Files(tmp_path, ended), jobs_of([{}, {"temperature": 0.9}, {}, {"temperature": 0.7}])
+def test_nothing_is_computed_twice(paths: dict[str, Path], tmp_path: Path, kind: str, asynchronous: bool) -> None:
+    files, jobs = CacheFiles(tmp_path), jobs_of([{}, {"temperature": 0.9}, {}, {"temperature": 0.7}])
     plan = make_plan(paths[kind], async_scheduling=asynchronous, enable_prefix_caching=False)
     expected = [got.tokens for got in drive([build_rank(plan)], jobs)]
     first = build_rank(plan, caches=files)
@@ -160,8 +134,8 @@ def test_nothing_is_computed_twice(
     second._scheduler.kv.check([])
 
 
-def test_who_is_alive_is_not_taken_from(paths: dict[str, Path], tmp_path: Path, ended: int) -> None:
-    files, jobs = Files(tmp_path, ended), jobs_of([{}] * 4)
+def test_who_is_alive_is_not_taken_from(paths: dict[str, Path], tmp_path: Path) -> None:
+    files, jobs = CacheFiles(tmp_path), jobs_of([{}] * 4)
     plan = make_plan(paths["grouped"])
     expected = [got.tokens for got in drive([build_rank(plan)], jobs)]
     known = some_steps(build_rank(plan, caches=files), jobs, 6)
@@ -217,7 +191,6 @@ def test_at_any_moment_of_any_plan(
     paths: dict[str, Path],
     undisturbed: dict[tuple[str, float], list[list[int]]],
     tmp_path_factory: pytest.TempPathFactory,
-    ended: int,
     kind: str,
     temperatures: list[float],
     choices: dict[str, Any],
@@ -231,7 +204,7 @@ def test_at_any_moment_of_any_plan(
 ) -> None:
     """Prompts are cut and requests preempted, and the one that takes over ends too. turns: of the step in which a rank
     ends; num_lost: what it had released in as many steps before has not come through."""
-    files, ending = Files(tmp_path_factory.mktemp("files"), ended), Ending()
+    files, ending = CacheFiles(tmp_path_factory.mktemp("files")), Ending()
     speculation = SPECULATION if drafts and kind in DRAFTING else None
     jobs = jobs_of([{"temperature": temperature} for temperature in temperatures])
     plan = make_plan(paths[kind], **choices, cudagraph_mode=graphs, speculation=speculation)
@@ -243,7 +216,7 @@ def test_at_any_moment_of_any_plan(
         known[output.request_id] += output.new_token_ids
     formers = formers_of(jobs, known)
     files.end(0)
-    second = may_draft(build_rank(plan, caches=files), jobs, expected)
+    second = later(may_draft(build_rank(plan, caches=files), jobs, expected))
     if again:
         open_ones = [index for index, new in enumerate(known) if len(new) < MOST]
         for index in open_ones:
@@ -259,7 +232,7 @@ def test_at_any_moment_of_any_plan(
             known[index] = [*known[index], *more[index]]
             length = len(jobs[index].prompt) + len(known[index]) - 1
             formers[index] = ((0, 50 + index, length),) if more[index] else (*formers[index], (0, 50 + index, 0))
-        third = may_draft(build_rank(plan, caches=files), jobs, expected)
+        third = later(may_draft(build_rank(plan, caches=files), jobs, expected))
     else:
         third = second
     assert moved(third, jobs, known, formers) == expected

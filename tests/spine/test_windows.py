@@ -71,7 +71,7 @@ def test_memory_is_constant_beyond_the_window(hf: hf_tiny.HfModel) -> None:
     held: dict[int, int] = {}  # tokens computed -> blocks
     while rank.has_work or not held:
         drain(rank.steps())
-        for request in rank._scheduler._running:
+        for request in rank._scheduler.running:
             held[request.num_computed] = sum(block != GONE for block in request.held.tables[windowed])
     assert max(held) > 200
     most = -(-WINDOW // rank._scheduler.kv.block_size) + 2

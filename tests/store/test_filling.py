@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.reading import Unread
+from engine.recovery.reading import Unread
 from ep.backends.local import LocalAllToAll
 from ep.experts import WeightFormat
 from ep.parallel import Parallel

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_filling import new_model, weights_of
 
-from engine.reading import Unread
+from engine.recovery.reading import Unread
 from ep.experts import WeightFormat
 from layers.weights import Checkpoint
 from models.base import CausalLM

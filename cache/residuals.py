@@ -10,7 +10,7 @@ The memory: `KeptTokens.num_bytes` that say what is kept, then the rows [places,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,25 +40,22 @@ class KeptTokens:
 
     def __init__(self, memory: Bytes, num_rows: int) -> None:
         """memory: bytes, of which `num_bytes` are used; num_rows: of the batch."""
-        whole = memory[: 8 * (_NUMBERS + 3 * num_rows)].view(np.int64)
+        whole = memory[: 8 * (_NUMBERS + 4 * num_rows)].view(np.int64)
         self.layers: Ints = whole[:NUM_PLACES]
         self._count = whole[NUM_PLACES : NUM_PLACES + 1]  # entries of the step
         self._advanced = whole[NUM_PLACES + 1 : _NUMBERS]  # tokens by which each of them has gone on
-        self._entries_3E = whole[_NUMBERS:].reshape(3, num_rows)  # stays, where they start, how many tokens
+        self._entries_4E = whole[_NUMBERS:].reshape(4, num_rows)  # as of `entries`
 
     @staticmethod
     def num_bytes(num_rows: int) -> int:
-        return -(-8 * (_NUMBERS + 3 * num_rows) // _PAGE) * _PAGE
+        return -(-8 * (_NUMBERS + 4 * num_rows) // _PAGE) * _PAGE
 
     def entries(self) -> Iterator[tuple[int, int, int, int]]:
         """Of each entry of the step its stay, where it starts, how many tokens it has, and the first of its rows;
         nothing while no layer is kept."""
-        if not (self.layers >= 0).any():
-            return
-        first, further = 0, int(self._advanced[0])
-        for stay, start, num in self._entries_3E[:, : int(self._count[0])].T.tolist():
-            yield stay, start + further, num, first
-            first += num
+        if (self.layers >= 0).any():
+            for stay, start, num, first in self._entries_4E[:, : int(self._count[0])].T.tolist():
+                yield stay, start + int(self._advanced[0]), num, first
 
 
 class Residuals(KeptTokens):
@@ -72,13 +69,15 @@ class Residuals(KeptTokens):
         places = torch.from_numpy(rows).unbind(), torch.from_numpy(self.layers).unbind()
         self._places: list[tuple[Tensor, Tensor]] = list(zip(*places, strict=True))
 
-    def begin(self, stays_E: Ints, starts_E: Ints, counts_E: Ints) -> None:
-        """A step begins whose tokens are, one after another, counts_E of these stays (cache/rows.py) from starts_E
-        on."""
-        self.clear()
-        if self.num_tokens and counts_E.sum() <= self.num_tokens:
-            self._entries_3E[:, : len(stays_E)] = stays_E, starts_E, counts_E
-            self._advanced[0], self._count[0] = 0, len(stays_E)
+    def begin(
+        self, stays_E: Ints, starts_E: Ints | Sequence[int], counts_E: Ints | int, firsts_E: Ints | Sequence[int]
+    ) -> None:
+        """A step of no more than num_tokens begins: its tokens from firsts_E on are counts_E of these stays
+        (cache/rows.py) from starts_E on. Others are guesses, which nobody goes on with."""
+        self.layers[:] = -1  # first: the process may end at any time
+        stays, starts, counts, firsts = self._entries_4E[:, : len(stays_E)]
+        stays[:], starts[:], counts[:], firsts[:] = stays_E, starts_E, counts_E, firsts_E
+        self._advanced[0], self._count[0] = 0, len(stays_E)
 
     def advance(self) -> None:
         """A step begins in which each entry of the one before goes on by its next token; all have one."""
@@ -87,7 +86,7 @@ class Residuals(KeptTokens):
 
     def clear(self) -> None:
         """A step begins that is not kept."""
-        self.layers[:] = -1  # first: the process may end at any time
+        self.layers[:] = -1
         self._count[0] = 0
 
     def place(self, number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

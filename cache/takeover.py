@@ -1,6 +1,6 @@
 """What a request has of the cache when it is let in: a prefix that is known here, or what a rank that was lost had
-computed of it (cache/shared.py), so that a loss costs its requests no step but the one that was under way. No torch
-here."""
+computed of it (cache/shared.py), so that a loss costs its requests no step but, at most, the one that was under way. No
+torch here."""
 
 from __future__ import annotations
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cache.spec import CacheSizes, CacheSpec, bytes_per_token, cache_sizes, fixed_bytes, state_groups
 from configs.engine import Dtype, KvCacheDtype, Plan
 from configs.machine import ModelNumbers
 
 UNBOUNDED = 1 << 40  # blocks
+RESUMED_BYTES = 512 << 20  # that a rank computes with: what is kept costs more, in shorter steps, than it may save
 CHECKPOINTS_PER_SEQUENCE = 2  # states that are kept for the prefix cache, by --max-num-seqs
 
 
@@ -18,6 +21,22 @@ def kept_cache(model: ModelNumbers, dtype: Dtype, asked: KvCacheDtype, why: dict
         raise ValueError(f"kv_cache_dtype {asked}: {error}") from error
     why["kv_cache_dtype"] = "the dtype of the model" if asked == "auto" else "as asked; rotated keys stay in bfloat16"
     return spec
+
+
+def with_resumed_steps(plan: Plan, asked: str, spec: CacheSpec) -> Plan:
+    """The same plan with whether steps that a loss breaks off go on at the layer where they were. Raises ValueError."""
+    num_bytes, cannot = plan.store_bytes or plan.rank_bytes, ""
+    if plan.device != "cpu":
+        cannot = "the cache of a rank with a GPU ends with the rank"
+    elif state_groups(spec):
+        cannot = "a step writes the states of linear attention as it goes"
+    if cannot and asked == "on":
+        raise ValueError(f"resume_steps 'on': {cannot}")
+    kept, why = asked == "on", "as asked"
+    if asked == "auto":
+        kept = not cannot and num_bytes >= RESUMED_BYTES
+        why = cannot or f"a rank computes with {num_bytes >> 20} MiB; steps count as long from {RESUMED_BYTES >> 20} on"
+    return replace(plan, resume_steps=kept, reasons={**plan.reasons, "resume_steps": why})
 
 
 def num_checkpoints(plan: Plan) -> int:

@@ -56,6 +56,7 @@ class EngineConfig:
     all2all_backend: str = "auto"  # or two as a+b: for steps with many tokens and for those with few
     vocab_parallel: Literal["auto", "on", "off"] = "auto"  # each rank of a machine computes a part of the vocabulary
     dispatch_dtype: Literal["auto", "bf16", "fp8"] = "auto"  # of rows on their way to the experts; bf16: as they are
+    resume_steps: Literal["auto", "on", "off"] = "auto"  # that a loss breaks off, at the layer where they were
     num_redundant_experts: int | None = None  # slots beyond one per expert, in all; None: enough to lose one rank
     enable_eplb: bool = False
     eplb: EplbConfig = field(default_factory=EplbConfig)  # taken when enable_eplb
@@ -107,6 +108,7 @@ class Plan:
     data_parallel_size: int
     all2all_backend: str  # a name of ep/table.py
     vocab_parallel: bool = False  # the head is computed by all ranks together (ep/vocab_parallel.py)
+    resume_steps: bool = True  # of a step what others can go on with is kept (cache/residuals.py)
     num_experts: int  # of each MoE layer; 0 for a dense model
     slots_per_rank: int  # expert slots of a rank in each MoE layer; 0 for a dense model
     threads_per_rank: int

@@ -47,7 +47,7 @@ class BatchTable:
         """Positions for which each row has blocks."""
         return self.num_blocks[rows_B] * block_size
 
-    def stays_of(self, rows_B: Ints) -> Ints:
+    def stays_of(self, rows_B: Ints | Sequence[int]) -> Ints:
         """Whose these rows are."""
         return self._rows.placed[rows_B]
 

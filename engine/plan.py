@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from configs.cache import cache_bytes
+from configs.cache import cache_bytes, with_resumed_steps
 from configs.engine import Dtype, EngineConfig, Plan
 from configs.env import read_env
 from configs.exchange import with_vocab_parallel
@@ -107,6 +107,7 @@ def make_plan(
         plan = resolve(config, numbers, machine, alone)
     plan = with_speculation(replace(plan, checkpoint=files), config, speculation, why_drafts, read_env().cache_root)
     plan = with_vocab_parallel(plan, config.vocab_parallel, facts.vocab_size * facts.hidden_size)
+    plan = with_resumed_steps(plan, config.resume_steps, numbers.cache_spec(plan.dtype, plan.kv_cache_dtype == "fp8"))
     return with_memory(_with_weights(_with_unserved(plan, facts), config), read_env().cache_root)
 
 

@@ -97,8 +97,8 @@ class Scheduler:
         fit, or the finish reason of a replayed sequence that had already ended; else None."""
         if message.request_id in self._requests:
             raise ValueError(f"request_id {message.request_id} is already in use")
-        arrival = (message.arrival, float(self._num_added))
-        order = (float(message.priority), *arrival) if self.policy == "priority" else arrival
+        priority = (float(message.priority),) if self.policy == "priority" else ()
+        order = (*priority, message.arrival, float(self._num_added))
         self._num_added += 1
         if not 0 < message.prompt_len < self.max_length:
             return TokenOutput(message.request_id, [], "error")
@@ -123,8 +123,7 @@ class Scheduler:
         """Forget these requests at once; no output follows, also when a step in flight computes some. Unknown ones
         are ignored."""
         for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
+            if (request := self._requests.get(request_id)) is not None:
                 self._finish(request)
         self._drop_finished()
 
@@ -144,7 +143,8 @@ class Scheduler:
         self.rows.release(self._updated_step)
         if self.grammars.awaited:
             self._take_guided()
-        draft = Draft(self._next_step, self.max_num_batched_tokens, self.speculation.max_in_step)
+        drafts = 0 if self.takeover.resumes else self.speculation.max_in_step
+        draft = Draft(self._next_step, self.max_num_batched_tokens, drafts)
         self._next_step += 1
         self._schedule_decodes(draft)
         self._schedule_partial(draft)

@@ -20,7 +20,7 @@ R rows of the batch, F rows whose token comes from the device.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -103,12 +103,32 @@ class StepBuffers(DecodeBuffers):
         if num_ubatches == 1 and self._only_verifies(schedule):
             graphs = _chosen(choose, [schedule.num_tokens], [True])
             if graphs[0] is None or graphs[0].rows == schedule.num_tokens:
-                return self.verify(schedule, graphs)
+                prepared = self.verify(schedule, graphs)
+                self._tell(prepared, schedule)
+                return prepared
         prepared = self._lay_out(schedule, num_ubatches, choose)
+        if num_ubatches == 1:
+            self._tell(prepared, schedule)
         for index in range(num_ubatches):
             self.lane(index).send()
         self._feed()
         return prepared
+
+    def _tell(self, prepared: PreparedStep, schedule: Schedule) -> None:
+        """Whoever keeps the residual stream, which tokens are the step's."""
+        residuals, num_tokens = self._residuals, schedule.num_tokens
+        if num_tokens > residuals.num_tokens:
+            return
+        if prepared.verified is not None:  # entry by entry, each with its known token first
+            firsts = [0, *accumulate(schedule.counts)][:-1]
+            residuals.begin(self._rows.stays_of(schedule.rows), schedule.starts, 1, firsts)
+            return
+        (step,), (rows_B,) = prepared.inputs, prepared.rows_B
+        counts_B = np.diff(step.query_starts)
+        pieces_4B = np.array([rows_B, np.array(step.kv_lens) - counts_B, counts_B, step.query_starts[:-1]])
+        if schedule.drafts:  # they come behind the first piece of their row
+            pieces_4B = pieces_4B[:, np.sort(np.unique(rows_B, return_index=True)[1])]
+        residuals.begin(self._rows.stays_of(pieces_4B[0]), *pieces_4B[1:])
 
     def computed(self, schedule: Schedule) -> None:
         """The step's forward pass is over, and what it has heard of other ranks was whole."""
@@ -261,10 +281,6 @@ class StepBuffers(DecodeBuffers):
             self._part(self.lane(index), work, graph)
             for index, (work, graph) in enumerate(zip(works, graphs, strict=True))
         ]
-        if num_ubatches == 1 and not schedule.drafts:
-            step, rows_B = parts[0].step, parts[0].rows_B
-            counts_B = np.diff(step.query_starts)
-            self._residuals.begin(self._rows.stays_of(rows_B), np.array(step.kv_lens) - counts_B, counts_B)
         prepared = self._join(parts, graphs, schedule)
         if prepared.num_sampled and prepared.samples_all and not prepared.prompt_parts and prepared.drafts is None:
             self._run = Run(prepared, parts[0], schedule.rows)

@@ -173,6 +173,7 @@ OPTIONS = [
     _of("all2all_backend", "How tokens reach their experts; a+b: a in steps with many tokens, b in those with few.",
         type=Name(ALIASES["all2all_backend"])),
     _of("vocab_parallel", "Each rank of a machine computes a part of the vocabulary; auto: of a large one."),
+    _of("resume_steps", "A step that a loss breaks off goes on at the layer where it was; auto: of a large model."),
     _of("dispatch_dtype", "How rows travel to their experts; fp8: in half the bytes, bf16: as they are."),
     _of("num_redundant_experts",
         "Extra expert slots in all, of experts that each rank has for itself; default: ranks of one machine share all "
@@ -250,10 +251,10 @@ GROUPS = {
     ],
     "Ranks and experts": [
         "data_parallel_size", "enable_expert_parallel", "all2all_backend", "vocab_parallel", "dispatch_dtype",
-        "num_redundant_experts", "enable_eplb", "eplb_config", "enable_dbo", "dbo_decode_token_threshold",
-        "dbo_prefill_token_threshold", "ubatch_size", "exchange_timeout", "wait_warning_seconds", "nnodes",
-        "node_rank", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
-        "data_parallel_start_rank", "headless",
+        "resume_steps", "num_redundant_experts", "enable_eplb", "eplb_config", "enable_dbo",
+        "dbo_decode_token_threshold", "dbo_prefill_token_threshold", "ubatch_size", "exchange_timeout",
+        "wait_warning_seconds", "nnodes", "node_rank", "data_parallel_size_local", "data_parallel_address",
+        "data_parallel_rpc_port", "data_parallel_start_rank", "headless",
     ],
     "How it computes": [
         "optimization_level", "enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes", "compilation_config",

@@ -72,11 +72,10 @@ class RankCache:
 
 
 def _layout(plan: Plan, spec: CacheSpec, residual_bytes: int) -> Layout:
-    """With padded graphs there is one block more of every group, and one record, to which padding is written. A step
-    that has half written a state cannot be gone on with."""
+    """With padded graphs there is one block more of every group, and one record, to which padding is written."""
     sizes = planned_sizes(plan, spec)
     scratch = bool(plan.cudagraph_capture_sizes)
     more = {name: getattr(sizes, name) + scratch for name in ("num_blocks", "num_window_blocks", "num_records")}
-    kept = 0 if state_groups(spec) else min(plan.max_num_batched_tokens, MOST_KEPT)
+    kept = min(plan.max_num_batched_tokens, MOST_KEPT) if plan.resume_steps and not state_groups(spec) else 0
     columns = -(-plan.max_model_len // plan.block_size)
     return Layout(spec, sizes._replace(**more), plan.max_num_seqs, columns, kept, residual_bytes if kept else 0)

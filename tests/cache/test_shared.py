@@ -211,7 +211,7 @@ def test_a_step_under_way_is_found_and_read(tmp_path: Path) -> None:
     place(shared, 1, 12, [9])
     former = reader(files, KEPT)
     assert find(former, 12, num_released=0) is None, "nothing of it is computed, and nothing is kept"
-    shared.residuals.begin(shared.rows.placed[:2], np.array([5, 0]), np.array([1, 3]))
+    shared.residuals.begin(shared.rows.placed[:2], np.array([5, 0]), np.array([1, 3]), [0, 1])
     for number, layer in enumerate((2, 3)):
         rows_TD, at = shared.residuals.place(number, torch.int32)
         rows_TD.copy_(torch.arange(8, dtype=torch.int32)[:, None] + 10 * layer)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import tempfile
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -20,8 +23,11 @@ def ended() -> int:
 class CacheFiles:
     """Of every rank. `end`: what is in a rank's was left by a process that has ended."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: None: one that goes with this object."""
+        self._folder = folder or Path(tempfile.mkdtemp())
+        if folder is None:
+            weakref.finalize(self, shutil.rmtree, self._folder)
 
     def __call__(self, rank: int) -> list[Path]:
         files = [self._folder / f"{rank}-{number}" for number in (0, 1)]

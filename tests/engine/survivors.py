@@ -243,8 +243,10 @@ class Survivors:
 
 
 def tight(data: st.DataObject, fewest_blocks: int) -> dict[str, Any]:
-    """A plan whose prompts are cut, whose requests are preempted, and whose steps are split, or not."""
+    """A plan whose prompts are cut, whose requests are preempted, and whose steps are split, or not; and caches that
+    outlive their ranks, or not."""
     return {
+        "caches": CacheFiles() if data.draw(st.booleans()) else None,
         "async_scheduling": data.draw(st.booleans()),
         "max_num_batched_tokens": data.draw(st.sampled_from([5, 64])),
         "num_kv_blocks": data.draw(st.sampled_from([fewest_blocks, 64])),

@@ -13,7 +13,7 @@ import torch
 from test_team import formed, make_team
 
 from dbo.steps import drain, weave
-from engine import reading as reading_module
+from engine.recovery import reading as reading_module
 from engine.recovery.reading import ReadingThread, StagedExpert, await_checkpoint
 from engine.team import Groups, Opened, Team
 from ep.transport.group import MailboxGroup, MailboxWorld

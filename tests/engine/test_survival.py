@@ -123,7 +123,6 @@ def test_losses_and_returns_at_any_moment(
     checkpoint: Path,
     expected: dict[int, list[int]],
     expected_long: dict[int, list[int]],
-    tmp_path_factory: pytest.TempPathFactory,
     data: st.DataObject,
 ) -> None:
     """Several losses, also while the survivors of the last one meet again, or while experts move all the time; news that
@@ -133,7 +132,7 @@ def test_losses_and_returns_at_any_moment(
     cluster = start(
         checkpoint,
         size,
-        caches=CacheFiles(tmp_path_factory.mktemp("caches")) if data.draw(st.booleans(), "caches") else None,
+        caches=CacheFiles() if data.draw(st.booleans(), "caches") else None,
         slots_per_rank=data.draw(st.sampled_from([spare_slots(size), NUM_EXPERTS]), "slots"),
         async_scheduling=data.draw(st.booleans(), "asynchronous"),
         max_num_batched_tokens=data.draw(st.sampled_from([5, 64])),

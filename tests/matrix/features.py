@@ -134,7 +134,15 @@ FEATURES: dict[str, Feature] = {
     "reasoning budget": Feature(params={"reasoning": _reasoning()}, own=True),
     "priorities": Feature({"scheduling_policy": "priority"}, priorities=True),
     "aborts": Feature(aborts=True, seen=lambda seen: seen.aborted > 0),
-    "a kill": Feature(ranks=2, event=_kill, losses=1, seen=lambda seen: seen.replayed > 0),
+    "a kill": Feature(ranks=2, place="kill", event=_kill, losses=1, seen=lambda seen: seen.replayed > 0),
+    "a step resumed": Feature(
+        {"resume_steps": "on"},
+        ranks=2,
+        place="kill",
+        event=_kill,
+        losses=1,
+        seen=lambda seen: seen.llm.plan.resume_steps and seen.replayed > 0,
+    ),
     "a hang": Feature(ranks=2, event=_hang, losses=1, seen=lambda seen: seen.replayed > 0),
     "growth": Feature(
         ranks=2, event=_grow, seen=lambda seen: seen.llm.members.count > seen.llm.plan.data_parallel_size

@@ -64,7 +64,7 @@ def test_from_every_layer(tmp_path: Path, kind: str, dtype: torch.dtype) -> None
         residuals.clear()
         residuals.seen.clear()
         step = make_step(cache, [(0, [8], 3), (1, [9, 8, 7, 6, 5], 0)])
-        residuals.begin(np.array([1, 2]), np.array([3, 0]), np.array([1, 5]))
+        residuals.begin(np.array([1, 2]), [3, 0], np.array([1, 5]), [0, 1])
         expected = drain(model.steps(step, cache.kv))
         residuals.note(dtype)
         kept = residuals.seen

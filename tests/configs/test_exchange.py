@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from test_resolve import MACHINE, MODEL
 
+from cache.manager import PAGED
+from cache.spec import CacheGroup, Field
+from configs.cache import RESUMED_BYTES, with_resumed_steps
 from configs.engine import EngineConfig
 from configs.exchange import SHARED_HEAD_BYTES, with_dispatch, with_vocab_parallel
 from configs.resolve import resolve
@@ -83,3 +86,30 @@ def test_a_head_that_cannot_be_shared_is_refused() -> None:
     plan = resolve(EngineConfig(data_parallel_size=2, all2all_backend="gloo"), MODEL, MACHINE)
     with pytest.raises(ValueError, match="vocab_parallel 'on': ranks that exchange by 'gloo' do not share"):
         with_vocab_parallel(plan, "on", LARGE)
+
+
+@pytest.mark.parametrize(
+    ("asked", "change", "resumes"),
+    [
+        ("auto", {"store_bytes": RESUMED_BYTES}, True),
+        ("auto", {"store_bytes": RESUMED_BYTES - 1}, False),
+        ("auto", {"store_bytes": 0, "rank_bytes": RESUMED_BYTES}, True),
+        ("auto", {"store_bytes": RESUMED_BYTES, "device": "cuda"}, False),
+        ("on", {"store_bytes": 1}, True),
+        ("off", {"store_bytes": RESUMED_BYTES}, False),
+    ],
+)
+def test_which_steps_are_resumed(asked: str, change: dict[str, Any], resumes: bool) -> None:
+    plan = dataclasses.replace(resolve(EngineConfig(data_parallel_size=2), MODEL, MACHINE), **change)
+    plan = with_resumed_steps(plan, asked, PAGED)
+    assert plan.resume_steps is resumes and plan.reasons["resume_steps"]
+
+
+def test_steps_that_cannot_be_resumed() -> None:
+    plan = dataclasses.replace(resolve(EngineConfig(), MODEL, MACHINE), store_bytes=RESUMED_BYTES)
+    states = (*PAGED, CacheGroup("state", (1,), (Field("state", (1,), "float32"),)))
+    assert not with_resumed_steps(plan, "auto", states).resume_steps
+    with pytest.raises(ValueError, match="resume_steps 'on': a step writes the states of linear attention as it goes"):
+        with_resumed_steps(plan, "on", states)
+    with pytest.raises(ValueError, match="resume_steps 'on': the cache of a rank with a GPU ends with the rank"):
+        with_resumed_steps(dataclasses.replace(plan, device="cuda"), "on", PAGED)

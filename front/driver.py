@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from front.front import Front, FrontOutput, losses_last
-from front.messages import FrontToRank, Outputs, RankLost, RankToFront
+from front.front import Front, FrontOutput
+from front.messages import FrontToRank, Outputs, RankLost, RankReady, RankToFront
 from front.profiling import EVENTS_PER_RANK
 from front.text import Tokenizer
 from front.wire import NotConnected, Ranks
@@ -16,6 +16,23 @@ from front.wire import NotConnected, Ranks
 R = TypeVar("R", bound=Ranks)
 
 log = logging.getLogger("moesaic.front")
+
+
+def in_order(messages: list[RankToFront]) -> list[RankToFront]:
+    """What came from ranks together with the news of a loss is taken before it: tokens need not be computed again. A
+    process that is ready is taken behind it, with what it says then: it may follow the one that is lost."""
+    first: list[RankToFront] = []
+    losses: list[RankToFront] = []
+    behind: list[RankToFront] = []
+    ready: set[int] = set()
+    for message in messages:
+        if isinstance(message, RankReady):
+            ready.add(message.rank)
+        if isinstance(message, RankLost):
+            losses.append(message)
+        else:
+            (behind if getattr(message, "rank", -1) in ready else first).append(message)
+    return [*first, *losses, *behind]
 
 
 class Driver(ABC, Generic[R]):
@@ -55,8 +72,8 @@ class Driver(ABC, Generic[R]):
     def _take(self, timeout: float) -> list[RankToFront]:
         """What has come is done, waiting at most `timeout` seconds for the first; then returned."""
         messages = self._ranks.receive(timeout)
-        if any(isinstance(message, RankLost) for message in messages):
-            messages = losses_last(messages + self._ranks.receive(0))
+        if any(isinstance(message, RankLost | RankReady) for message in messages):
+            messages = in_order(messages + self._ranks.receive(0))
         for message in messages:
             self._do(self.front.on_message(message))
             if not isinstance(message, Outputs):

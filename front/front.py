@@ -61,13 +61,6 @@ class EngineDraining(RuntimeError):
     """The engine takes no new requests."""
 
 
-def losses_last(messages: list[RankToFront]) -> list[RankToFront]:
-    """What came from ranks together with the news of a loss is taken before it: tokens need not be computed again."""
-    if len(messages) == 1:
-        return messages
-    return sorted(messages, key=lambda message: isinstance(message, RankLost))
-
-
 class FrontOutput(NamedTuple):
     """deltas: (request id, what it got). messages: (rank, what to send to it)."""
 

@@ -150,8 +150,9 @@ class Members:
 
     def memberships(self) -> list[tuple[int, Membership]]:
         """What to tell whom after a change."""
-        message = Membership(self.epoch, self.alive)
-        return [(rank, message) for rank, alive in enumerate(message.alive) if alive]
+        alive = self.alive
+        told = [rank for rank, lives in enumerate(alive) if lives]
+        return [(rank, Membership(self.epoch, alive, self.ready[rank].process)) for rank in told]
 
     # ---- growing and shrinking on purpose ----
 

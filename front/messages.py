@@ -130,10 +130,12 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 class Membership(msgspec.Struct, tag="membership", frozen=True):
     """Who takes part from `epoch` on. The front sends it to every live rank; epochs only rise. A rank that loses a
-    peer leaves its step and waits for one; if none is lost (one returns), ranks change over together after a step."""
+    peer leaves its step and waits for one; if none is lost (one returns), ranks change over together after a step.
+    process: the one that is told, as its RankReady says; another that is the rank by now takes no notice."""
 
     epoch: int
     alive: list[bool]
+    process: int = 0  # any
 
 
 class BalanceCommand(msgspec.Struct, tag="balance", frozen=True, kw_only=True):
@@ -304,8 +306,7 @@ class NoneLeft(msgspec.Struct, tag="none_left", frozen=True):
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True, kw_only=True):
-    """A rank has changed over to `epoch` and serves again. Seconds of its own work; experts and bytes it had to
-    read."""
+    """A rank has changed over to `epoch` and serves again. Seconds of its own work; experts and bytes it has read."""
 
     rank: int
     epoch: int
@@ -316,9 +317,8 @@ class Joined(msgspec.Struct, tag="joined", frozen=True, kw_only=True):
 
 
 class EpochLost(msgspec.Struct, tag="epoch_lost", frozen=True):
-    """A rank has missed others in an exchange of `epoch`, has left it, and waits for a Membership. It may be the news
-    of a loss, or of one that hangs, or of a connection that broke between two ranks that are well
-    (front/accusations.py)."""
+    """A rank has missed others in an exchange of `epoch`, has left it, and waits for a Membership. One is lost, or
+    hangs, or a connection broke between two that are well (front/accusations.py)."""
 
     rank: int
     epoch: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from front.messages import AddRequest, FrontToRank, Shutdown, TokenOutput
+from front.messages import AddRequest, FrontToRank, Membership, TokenOutput
 from front.wire import RankSocket
 
 LONG_STEP = 0.1  # seconds: a step that clients may answer within a small part of
@@ -17,12 +17,11 @@ class Arrivals:
     """Behind a long step in which requests ended, as many new ones are waited for, a moment at most: a client that asks
     again at once would else wait for the step that begins now, and then for its own."""
 
-    def __init__(self, socket: RankSocket, follows: bool = False) -> None:
-        """follows: another process was this rank before. Then, but for the word to end, what has come until now was
-        meant for it, when the front did not know yet that it had ended: a membership of that time leaves out whoever
-        was known to be lost, and a rank that takes it begins to serve alone."""
-        self._socket = socket
-        self._kept = [message for message in socket.poll(0) if isinstance(message, Shutdown)] if follows else []
+    def __init__(self, socket: RankSocket, process: int = 0) -> None:
+        """process: this one, as the front knows it. What was meant for the one before it, when the front did not know
+        yet that it had ended, is no membership of this one: it leaves out whoever was known to be lost, and a rank that
+        took it would serve alone. (Requests of that time are taken back by the front.)"""
+        self._socket, self._process = socket, process
         self._began, self._took = 0.0, 0.0  # the step
         self._num_ended, self._num_skipped, self._in_vain = 0, 0, False
 
@@ -37,9 +36,12 @@ class Arrivals:
         self._began = time.monotonic()
         return messages
 
+    def _poll(self, seconds: float) -> list[FrontToRank]:
+        messages = self._socket.poll(seconds)
+        return [one for one in messages if not isinstance(one, Membership) or one.process in (0, self._process)]
+
     def _taken(self) -> list[FrontToRank]:
-        kept, self._kept = self._kept, []
-        messages = kept + self._socket.poll(0)
+        messages = self._poll(0)
         num_ended, took = self._num_ended, self._took
         if num_ended == 0 or took < LONG_STEP or self._skips():
             return messages
@@ -48,7 +50,7 @@ class Arrivals:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            messages += self._socket.poll(left)
+            messages += self._poll(left)
         self._num_skipped, self._in_vain = 0, num_new == 0
         return messages
 

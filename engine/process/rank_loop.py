@@ -44,7 +44,7 @@ from engine.team import Groups, Meet, Opening, OpeningThread
 from ep.protocol import PeerLost
 from ep.table import choose, make_groups
 from ep.transport.remote import remote_groups
-from front.messages import EXIT_WEIGHTS, Membership, Outputs, RankFailed, Waiting
+from front.messages import EXIT_WEIGHTS, Membership, Outputs, RankFailed, RankReady, Waiting
 from front.wire import RankSocket, ZmqDoorbell, sleep_until_called
 from layers.identity import CheckpointError
 from models.registry import model_class
@@ -178,8 +178,9 @@ def _serve(start: Start, socket: RankSocket) -> None:
         _start_mapping(store)
     heartbeat = LoopBeat(places.file(f"beat-{rank_id}"))
     loading.close()
-    arrivals = Arrivals(socket, follows=start.join)
-    socket.send(structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready)
+    ready = _ready(start, rank)
+    arrivals = Arrivals(socket, ready.process)
+    socket.send(ready)
     phases.end("rest")
     say("rank_ready", rank=rank_id, pid=os.getpid(), **phases.seconds)
     if cores is not None and network is None:
@@ -192,8 +193,7 @@ def _serve(start: Start, socket: RankSocket) -> None:
             if isinstance(message, Membership):
                 bell.reach(start.bells(message.alive))
             rank.submit(message)
-        outputs = rank.step()
-        arrivals.note(outputs)
+        arrivals.note(outputs := rank.step())
         joined = rank.take_joined()
         if joined is not None:  # before the tokens of that epoch
             socket.send(joined)
@@ -209,6 +209,10 @@ def _serve(start: Start, socket: RankSocket) -> None:
     rank.close()
     heartbeat.close()
     bell.close()
+
+
+def _ready(start: Start, rank: Rank) -> RankReady:
+    return structs.replace(rank.ready, process=life_of(os.getpid())) if start.remote else rank.ready
 
 
 def _cores(start: Start) -> Cores | None:

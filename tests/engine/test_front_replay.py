@@ -12,7 +12,8 @@ from front_world import TOKENIZER, World, joined, make_front, make_prompt, outpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from front.front import EngineBusy, Front, losses_last
+from front.driver import in_order
+from front.front import EngineBusy, Front
 from front.members import GATHER_SECONDS, State
 from front.messages import (
     Abort,
@@ -41,7 +42,7 @@ def test_a_lost_rank_s_requests_go_on_elsewhere() -> None:
     others = [place for place in range(3) if place != rank]
     assert work.deltas == []
     (other, second), *told = work.messages  # before the survivors compute the first step of the epoch
-    assert told == [(place, Membership(1, alive)) for place in others]
+    assert told == [(place, Membership(1, alive, 1)) for place in others]
     assert other in others and second.token_ids == [*first.token_ids, 70] and second.prompt_len == first.prompt_len
     assert (second.seed, second.arrival, second.params.max_tokens) == (9, first.arrival, 8)
     assert first.formers == () and second.formers == ((rank, first.request_id, len(first.token_ids)),)
@@ -104,8 +105,8 @@ def test_new_work_only_after_joined() -> None:
     assert front.on_message(RankLost(0, "died while loading", 99.5, 2)) == ([], [])
     assert front.on_message(ready(0, 2)) == ([], [])  # and what it said last comes later
     assert {front.add(make_prompt(str(number)))[0][0] for number in range(4)} == {1}
-    both = Membership(2, [True, True])
-    assert front.on_message(ready(0, 3)) == ([], [(0, both), (1, both)])
+    both = [(rank, Membership(2, [True, True], process)) for rank, process in ((0, 3), (1, 1))]
+    assert front.on_message(ready(0, 3)) == ([], both)
     assert front.on_message(joined(0, 1)) == ([], [])  # of an earlier life
     assert front.add(make_prompt("x"))[0][0] == 1
     assert front.on_message(joined(1, 2)) == ([], [])
@@ -118,10 +119,12 @@ def test_words_of_two_lives_out_of_order() -> None:
     front = make_front(2, num_experts=2, slots_per_rank=2)
     assert front.on_message(ready(1, 2)) == ([], [])
     work = front.on_message(RankLost(1, "killed", 99.0, 1))
-    assert front.members.epoch == 2 and work.messages == [(rank, Membership(2, [True, True])) for rank in (0, 1)]
+    assert front.members.epoch == 2 and work.messages == [
+        (rank, Membership(2, [True, True], 1 + rank)) for rank in (0, 1)
+    ]
     front.on_message(joined(1, 2))
-    assert front.on_message(RankFailed(1, "rank 1: no memory")).messages == [(0, Membership(3, [True, False]))]
-    assert front.on_message(ready(1, 3)).messages[0] == (0, Membership(4, [True, True]))
+    assert front.on_message(RankFailed(1, "rank 1: no memory")).messages == [(0, Membership(3, [True, False], 1))]
+    assert front.on_message(ready(1, 3)).messages[0] == (0, Membership(4, [True, True], 1))
     assert front.on_message(RankLost(1, "exit code 3", 99.0, 2)) == ([], [])  # of the one that failed: known
     assert front.members.alive == [True, True] and front.failed is None
 
@@ -137,7 +140,7 @@ def test_capacity() -> None:
     assert front.members.shortage == (
         "1 of 3 ranks serve, with room for 3 of 6 experts in each layer; waiting for rank 0, 1"
     )
-    assert work.messages == [(2, Membership(2, [False, False, True]))]  # what they had is held
+    assert work.messages == [(2, Membership(2, [False, False, True], 1))]  # what they had is held
     work = front.abort(names[0])
     assert front.add(make_prompt("held")) == []
     front.on_message(ready(1, 2))
@@ -165,7 +168,7 @@ def test_all_lost(experts: tuple[int, int]) -> None:
     )
     assert front.add(make_prompt("b")) == [] and front.members.epoch == 2
     work = front.on_message(ready(1, 2))
-    assert work.messages[-1] == (1, Membership(3, [False, True]))
+    assert work.messages[-1] == (1, Membership(3, [False, True], 2))
     moved = [message for _, message in (*work.messages, *front.on_message(joined(1, 3)).messages)]
     assert sum(isinstance(message, AddRequest) for message in moved) == 2
     assert front.members.shortage is None and front.members.states == [State.LOST, State.UP]
@@ -195,7 +198,7 @@ def test_the_first_waits_for_the_others(last: str) -> None:
             assert not front.on_message(RankLost(1, "exit code 5", 99.0, 2)).messages
         now[0] += 0.2 * GATHER_SECONDS
         work = front.look()
-    expected = Membership(front.members.epoch, members)
+    expected = Membership(front.members.epoch, members, 2)
     [(_, moved), *told] = [pair for pair in work.messages if not isinstance(pair[1], Abort)]
     assert isinstance(moved, AddRequest)  # before they are told: it is in their first step
     assert told == [(rank, expected) for rank in range(3) if members[rank]]
@@ -265,7 +268,23 @@ def test_phases_of_a_recovery(early: bool) -> None:
 
 def test_tokens_that_came_with_the_news_are_taken_first() -> None:
     lost, said = RankLost(0, "killed", 0.0, 1), outputs(0, TokenOutput(3, [5]))
-    assert losses_last([lost, ready(1), said]) == [ready(1), said, lost]
+    late = joined(1, 3)
+    assert in_order([lost, ready(1), said, late]) == [said, lost, ready(1), late]
+
+
+def test_who_is_back_is_heard_behind_all_that_are_lost() -> None:
+    """Else the first would begin alone, as if those were there whose loss is known a moment later."""
+    front = Front(3, TOKENIZER, num_experts=4, slots_per_rank=4)
+    for rank in range(3):
+        front.on_message(ready(rank))
+    front.on_message(RankLost(0, "killed", 0.0, process=1))
+    back = [ready(rank, process=9) for rank in (2, 0)]
+    lost = [RankLost(rank, "killed", 0.0, process=1) for rank in (1, 2)]
+    for message in in_order([back[0], lost[0], back[1], lost[1]]):
+        front.on_message(message)
+    assert front.members.gathering and not any(front.members.alive), "they wait for rank 1"
+    front.on_message(ready(1, process=9))
+    assert front.members.up == [0, 1, 2]
 
 
 # ---- growing and shrinking on purpose ----
@@ -277,9 +296,10 @@ def test_ranks_that_leave_hand_over_their_requests() -> None:
     for rank, message in placed.items():
         front.on_message(outputs(rank, TokenOutput(message.request_id, [70 + rank])))
     work = front.resize(2)
-    told = Membership(1, [True, True, False, False])
+    alive = [True, True, False, False]
+    told = [(rank, Membership(1, alive, process)) for rank, process in ((2, 0), (3, 0), (0, 1), (1, 1))]
     farewells, moved, members_told = work.messages[:2], work.messages[2:4], work.messages[4:]
-    assert work.deltas == [] and [*farewells, *members_told] == [(rank, told) for rank in (2, 3, 0, 1)]
+    assert work.deltas == [] and [*farewells, *members_told] == told
     assert len(moved) == 2 and all(rank < 2 for rank, _ in moved)
     assert sorted(message.token_ids[-1] for _, message in moved) == [72, 73]
     late = [
@@ -300,8 +320,8 @@ def test_ranks_that_are_added_serve_once_they_have_joined() -> None:
     assert front.resize(4) == ([], []) and front.members.mode == "growing" and front.members.epoch == 0
     assert front.on_message(RankLost(3, "killed", 99.0, 7)) == ([], [])  # while it loaded: no member is lost
     assert front.members.states[3] is State.STARTING
-    both = Membership(1, [True, True, False, True])
-    assert front.on_message(ready(3, 8)).messages == [(rank, both) for rank in (0, 1, 3)]
+    told = [(rank, Membership(1, [True, True, False, True], process)) for rank, process in ((0, 1), (1, 1), (3, 8))]
+    assert front.on_message(ready(3, 8)).messages == told
     assert {front.add(make_prompt(str(number)))[0][0] for number in range(4)} <= {0, 1}
     front.on_message(joined(3, 1))
     assert 3 in {front.add(make_prompt(f"a{number}"))[0][0] for number in range(4)}

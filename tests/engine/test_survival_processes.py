@@ -238,15 +238,17 @@ def test_what_was_meant_for_the_process_before_is_not_taken(start: type[Front]) 
     alone, and one that takes it serves alone while the others wait for it."""
     front = start("gloo", slots=8)
     front.wait_ready()
-    front.processes[1].kill()
-    front.processes[1].wait(10)
+    before = front.processes[1]
+    before.kill()
+    before.wait(10)
     _until(lambda: not _sent(front, Abort([])))
     front.restart(1)
-    _until(lambda: _sent(front, Membership(1, [False, True, False])))
+    _until(lambda: _sent(front, Membership(1, [False, True, False], before.pid)))
     front.wait_for(lambda seen: any(isinstance(message, RankReady) for message in seen), START_SECONDS)
     front.send(1, Job([5] * 500, 5).message(0))  # too long, which a rank says in its first step
     seen = front.wait_for(lambda _: 0 in front.finished)
-    front.send(1, Membership(3, [False, True, False]))
+    front.send(1, Membership(2, [False, True, False], before.pid))
+    front.send(1, Membership(3, [False, True, False], front.processes[1].pid))
     seen += front.wait_for(lambda seen: any(isinstance(message, Joined) for message in seen))
     assert [message.epoch for message in seen if isinstance(message, Joined)] == [3]
 

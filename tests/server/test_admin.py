@@ -53,7 +53,7 @@ def test_shrinking_and_growing() -> None:
             table = answer.json()
             assert answer.status_code == 202 and (table["count"], table["mode"], table["epoch"]) == (2, "full", 1)
             told = [message for message in ranks.sent if isinstance(message, Membership)]
-            assert told == [Membership(1, [True, True, False])] * 3
+            assert [(one.epoch, one.alive) for one in told] == [(1, [True, True, False])] * 3
             assert ranks.resizes == [2] and {rank for rank, _, _ in ranks.running.values()} == {0, 1, 2}
             ranks.drop(2)
             ranks.resume()

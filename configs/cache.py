@@ -9,7 +9,7 @@ from configs.engine import Dtype, KvCacheDtype, Plan
 from configs.machine import ModelNumbers
 
 UNBOUNDED = 1 << 40  # blocks
-RESUMED_BYTES = 512 << 20  # that a rank computes with: what is kept costs more, in shorter steps, than it may save
+RESUMED_BYTES = 512 << 20  # that a rank computes with: at 25 GB/s they are read in 0.02 s
 CHECKPOINTS_PER_SEQUENCE = 2  # states that are kept for the prefix cache, by --max-num-seqs
 
 

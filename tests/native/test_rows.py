@@ -12,6 +12,7 @@ from rounding import FUNCTION_ULPS, assert_within, bound, matmul_bound, unit
 from torch import Tensor
 
 from layers.norm import rms_norm
+from layers.residual import keep
 from layers.rope import apply_rope
 from moe_kernels import biased_softmax_topk, reference
 from native import Isa, limit_isa, routing, rows
@@ -175,6 +176,11 @@ def test_add_and_copy(level: Isa, dtype: torch.dtype, shape: tuple[int, int], th
     wanted = y + x
     assert rows.add(y, x) is y and torch.equal(y, wanted)
     assert torch.equal(rows.copy(torch.empty_like(x), x), x)
+    for there in (level, Isa.NONE):
+        limit_isa(there)
+        kept, layer = torch.empty_like(x), torch.tensor(-1)
+        keep(x, kept, layer, 7)
+        assert torch.equal(kept, x) and layer == 7
     torch.set_num_threads(1)
 
 

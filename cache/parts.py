@@ -23,6 +23,19 @@ class Move(NamedTuple):
     here: int
 
 
+class Taken(NamedTuple):
+    """A sequence that is taken over, of that row there. num_tokens: as many as `reaches` has given; end: with those
+    behind them that a step was about to compute. blocks: the row's table of that number. held: what the sequence has
+    here."""
+
+    rows: CacheRows
+    row: int
+    num_tokens: int
+    end: int
+    blocks: Callable[[int], Sequence[int]]
+    held: Holding
+
+
 class Part(Protocol):
     """Of one group."""
 
@@ -30,18 +43,8 @@ class Part(Protocol):
         """The most tokens, num_tokens or fewer, behind which that row's sequence can go on; 0: none."""
         ...
 
-    def moves(
-        self,
-        rows: CacheRows,
-        row: int,
-        num_tokens: int,
-        end: int,
-        blocks: Callable[[int], Sequence[int]],
-        held: Holding,
-    ) -> list[Move]:
-        """num_tokens: as many as `reaches` has given; end: with those behind them that a step was about to compute.
-        blocks: the row's table of that number, there. held: what the sequence has here. Raises LookupError where a
-        block is not the sequence's own any more."""
+    def moves(self, taken: Taken) -> list[Move]:
+        """Raises LookupError where a block is not the sequence's own any more."""
         ...
 
 
@@ -57,18 +60,10 @@ class TokenPart:
         needed, kept = (self._first(num) for num in (num_tokens, int(rows.behind[row])))
         return num_tokens if kept <= needed else 0
 
-    def moves(
-        self,
-        rows: CacheRows,
-        row: int,
-        num_tokens: int,
-        end: int,
-        blocks: Callable[[int], Sequence[int]],
-        held: Holding,
-    ) -> list[Move]:
-        size, first, last = self._block_size, self._first(num_tokens), -(-end // self._block_size)
+    def moves(self, taken: Taken) -> list[Move]:
+        size, seen = self._block_size, slice(self._first(taken.num_tokens), -(-taken.end // self._block_size))
         moves: list[Move] = []
-        for there, here in zip(blocks(self._table)[first:last], held.tables[self._table][first:last], strict=True):
+        for there, here in zip(taken.blocks(self._table)[seen], taken.held.tables[self._table][seen], strict=True):
             if there < 0:
                 raise LookupError(f"block {there}")
             move = Move(there * size, size, here * size)
@@ -88,17 +83,9 @@ class StatePart:
     def reaches(self, rows: CacheRows, row: int, num_tokens: int) -> int:
         return max((num for num in rows.states(row) if num <= num_tokens), default=0)
 
-    def moves(
-        self,
-        rows: CacheRows,
-        row: int,
-        num_tokens: int,
-        end: int,
-        blocks: Callable[[int], Sequence[int]],
-        held: Holding,
-    ) -> list[Move]:
-        assert held.state is not None
-        return [Move(rows.states(row)[num_tokens], 1, held.state.current)]
+    def moves(self, taken: Taken) -> list[Move]:
+        assert taken.held.state is not None
+        return [Move(taken.rows.states(taken.row)[taken.num_tokens], 1, taken.held.state.current)]
 
 
 def parts_of(spec: CacheSpec, block_size: int) -> list[Part]:

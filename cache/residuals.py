@@ -81,13 +81,15 @@ class Residuals(KeptTokens):
 
     def advance(self) -> None:
         """A step begins in which each entry of the one before goes on by its next token; all have one."""
-        self.layers[:] = -1
-        self._advanced[0] += 1
+        if self.num_tokens:
+            self.layers[:] = -1
+            self._advanced[0] += 1
 
     def clear(self) -> None:
         """A step begins that is not kept."""
-        self.layers[:] = -1
-        self._count[0] = 0
+        if self.num_tokens:
+            self.layers[:] = -1
+            self._count[0] = 0
 
     def place(self, number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Where the residual stream goes, [num_tokens, D], and the layer at whose start it is, int64 []; of the

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cache.manager import Holding
 from cache.memory import CacheMemory
-from cache.parts import Move, parts_of, reach
+from cache.parts import Move, Taken, parts_of, reach
 from cache.residuals import NUM_PLACES, Kept, KeptTokens, Residuals, no_residuals
 from cache.rows import CacheRows
 from cache.spec import CacheSizes, CacheSpec, places_of, token_groups
@@ -245,8 +245,8 @@ class FormerCache:
             numbers: list[int] = np.frombuffer(raw, dtype=np.int64).tolist()
             return numbers
 
-        behind = found.num_tokens, num_tokens
-        return [part.moves(found.rows, found.row, *behind, blocks, held) for part in self._parts]
+        taken = Taken(found.rows, found.row, found.num_tokens, num_tokens, blocks, held)
+        return [part.moves(taken) for part in self._parts]
 
 
 def _read_header(file: int) -> tuple[int, int, bytes]:

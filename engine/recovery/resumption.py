@@ -83,7 +83,7 @@ class Resumption(StepCompanion):
             return
         low, layer = max(words[0] for words in said), min(words[1] for words in said)
         if 0 < layer >= low and plan.runs and plan.parts == 1:
-            rows = {key: kept.rows[kept.layers.index(layer)].tobytes() for key, kept in self._found.items()}
+            rows = {key: kept.rows[kept.layers.index(layer)] for key, kept in self._found.items()}
             self._proposed.resumed = ResumedStep(layer, rows, self._like)
             self.num_tokens += len(rows)
         self._end()

@@ -51,9 +51,9 @@ class BatchTable:
         """Whose these rows are."""
         return self._rows.placed[rows_B]
 
-    def begin(self, rows_B: Ints, starts_B: Ints) -> None:
-        """A step begins in which these rows go on from there: what is before it has been computed."""
-        self._rows.computed[rows_B] = starts_B
+    def begin(self, schedule: Schedule) -> None:
+        """That step begins: what is before its entries has been computed, not what is before their later parts."""
+        self._rows.computed[schedule.rows] = schedule.starts
 
     def begin_states(self, schedule: Schedule) -> None:
         """That step begins, which writes these records."""

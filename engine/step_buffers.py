@@ -106,6 +106,7 @@ class StepBuffers(DecodeBuffers):
                 prepared = self.verify(schedule, graphs)
                 self._tell(prepared, schedule)
                 return prepared
+        self._rows.begin(schedule)
         prepared = self._lay_out(schedule, num_ubatches, choose)
         if num_ubatches == 1:
             self._tell(prepared, schedule)
@@ -315,7 +316,6 @@ class StepBuffers(DecodeBuffers):
     def _part(self, memory: StepMemory, work: ScheduledTokens, graph: GraphSize | None) -> StepPart:
         work, num_decodes = work.ordered()
         rows_B, starts_B = work.rows_B, work.starts_B
-        self._rows.begin(rows_B, starts_B)
         ends_B = starts_B + work.counts_B
         guessed_B = self._drafts_E[work.entry_B] if len(self._drafts_E) else 0  # tokens that are drafts
         assert (ends_B <= self._rows.known[rows_B] + guessed_B).all(), (

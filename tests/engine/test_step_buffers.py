@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.manager import GONE
+from cache.rows import CacheRows
 from engine.prepared import PreparedStep
 from engine.schedule import NewRow, Schedule
 from engine.step_buffers import StepBuffers
@@ -236,3 +237,13 @@ def test_a_block_behind_a_window_is_zero_in_its_table() -> None:
     assert step.block_table_BN.tolist() == [[5, 6, 7]] and windowed.block_table_BN.tolist() == [[0, 3, 4]]
     assert step.slots_T.tolist() == [7 * BLOCK, 7 * BLOCK + 1]
     assert windowed.slots_T.tolist() == step.of_group(1).slots_T.tolist() == [4 * BLOCK, 4 * BLOCK + 1]
+
+
+def test_a_row_in_two_parts_is_computed_as_far_as_before_the_first() -> None:
+    rows = CacheRows.own(MAX_SEQS, MAX_LEN // BLOCK, 1)
+    buffers = StepBuffers(LIMITS, torch.device("cpu"), rows=rows)
+    schedule = Schedule(0, new_rows=[new_row(2, list(range(12)))], new_blocks=[(2, [[5, 6, 7]])])
+    schedule.rows, schedule.starts, schedule.counts, schedule.samples = [2], [4], [8], [True]
+    prepared = buffers.fill(schedule, num_ubatches=2)
+    assert [step.kv_lens for step in prepared.inputs] == [(8,), (12,)]
+    assert rows.computed.tolist() == [0, 0, 4, 0]

@@ -102,6 +102,22 @@ def test_a_rank_dies_and_returns(
     assert {joined.experts_loaded for joined in cluster.joined} == {0}, "the one that came has read its own"
 
 
+@pytest.mark.parametrize("turns", [2, 3, 4, 5])
+def test_the_second_part_of_a_prompt_does_not_say_that_the_first_is_computed(checkpoint: Path, turns: int) -> None:
+    """A rank ends while both parts of a step have tokens of one prompt; whoever has it next computes all of them."""
+    jobs = [Job([5 + 3 * i, *range(2, 16)], 4) for i in range(2)]
+    overrides = {"slots_per_rank": NUM_EXPERTS, "max_num_batched_tokens": 5, "dbo": SPLIT}
+    cluster = start(checkpoint, 2, caches=CacheFiles(), **overrides)
+    for index, job in enumerate(jobs):
+        cluster.add(index, job)
+    cluster.rounds(2)
+    cluster.round(victim=0, turns=turns)
+    cluster.tell_all()
+    cluster.replay()
+    cluster.finish()
+    assert cluster.released == undisturbed(checkpoint, jobs)
+
+
 def lost_by(rank: int) -> int:
     """Experts of a layer that the loss of `rank` of 3 leaves without a copy."""
     placement = linear_placement(1, NUM_EXPERTS, 3, spare_slots(3))

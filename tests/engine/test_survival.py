@@ -105,16 +105,10 @@ def test_a_rank_dies_and_returns(
 @pytest.mark.parametrize("turns", [2, 3, 4, 5])
 def test_the_second_part_of_a_prompt_does_not_say_that_the_first_is_computed(checkpoint: Path, turns: int) -> None:
     """A rank ends while both parts of a step have tokens of one prompt; whoever has it next computes all of them."""
-    jobs = [Job([5 + 3 * i, *range(2, 16)], 4) for i in range(2)]
+    jobs = [Job([5 + 3 * i, *range(2, 26)], 4) for i in range(3)]
     overrides = {"slots_per_rank": NUM_EXPERTS, "max_num_batched_tokens": 5, "dbo": SPLIT}
     cluster = start(checkpoint, 2, caches=CacheFiles(), **overrides)
-    for index, job in enumerate(jobs):
-        cluster.add(index, job)
-    cluster.rounds(2)
-    cluster.round(victim=0, turns=turns)
-    cluster.tell_all()
-    cluster.replay()
-    cluster.finish()
+    cluster.lose_one(jobs, turns)
     assert cluster.released == undisturbed(checkpoint, jobs)
 
 

@@ -187,8 +187,8 @@ struct Job {
     int64_t y_item = y_type == X_F32 ? 4 : 2, row_bytes = PANEL * item(), of_panel = num_rows * row_bytes;
     for (int64_t j = 0; j < num_active; j++) {
       const uint8_t *next = j + 1 < num_active ? down_panel(j + 1, low) : nullptr;
-      if (first) down_of(j, low, high, next, {rows_of - low * of_panel, row_bytes, of_panel, false}, hidden, in);
-      else down_of(j, low, high, next, {y, s->hidden * y_item, PANEL * y_item, false}, hidden, in);
+      if (first) down_of(j, low, high, next, 1, {rows_of - low * of_panel, row_bytes, of_panel, false}, hidden, in);
+      else down_of(j, low, high, next, 1, {y, s->hidden * y_item, PANEL * y_item, false}, hidden, in);
     }
     for (int64_t n = low; first && n < high; n++, rows_of += of_panel)
       for (int64_t t = 0; t < num_tokens; t++) weigh(t, n, rows_of, PANEL);
@@ -201,12 +201,14 @@ struct Job {
     bool far;
   };
 
-  // Panels low to high of expert j's. next: what follows them.
-  void down_of(int64_t j, int64_t low, int64_t high, const uint8_t *next, const Results &results, const uint8_t *between, uint8_t *in) const {
+  // Panels low to high of expert j's. next: what follows them; `lead` of these panels are as long as one of that.
+  void down_of(int64_t j, int64_t low, int64_t high, const uint8_t *next, int64_t lead, const Results &results, const uint8_t *between, uint8_t *in) const {
     RowsAt rows_at = {between, s->hidden_stride * item(), nullptr, true, false};  // what is past F is 0
     if (downs().whole(start[j + 1] - start[j])) rows_at = {whole, whole_stride(), nullptr, true, true};
-    auto panel_at = [&](int64_t n) { return n < high ? down_panel(j, n) : next; };
-    downs().panels(rows_at, start[j], start[j + 1], s->down_depth, low, high, panel_at, in, [&](int64_t n, float *c, int64_t i, int rows) {
+    auto panel_at = [&](int64_t n) { return n < high ? down_panel(j, n) : next ? next + (n - high) * s->down_bytes : nullptr; };
+    Multiplier by = downs();
+    by.lead = lead;
+    by.panels(rows_at, start[j], start[j + 1], s->down_depth, low, high, panel_at, in, [&](int64_t n, float *c, int64_t i, int rows) {
       if (const float *own = bias(j, s->up_panels + n))
         for (int m = 0; m < rows * PANEL; m++) c[m] += own[m % PANEL];
       void *to[MAX_BAND];
@@ -224,6 +226,13 @@ struct Job {
     void *to = y + n * PANEL * y_item + t * s->hidden * y_item;
     if (y_type == X_F32) memcpy(to, sum, columns_of(n) * 4);
     else ops->store(sum, PANEL, 1, &to, columns_of(n));
+  }
+
+  // Whole rows of results may be far away: share n of a token's is asked for while those of the token before it are summed.
+  void bring_rows(int64_t t, int64_t n) const {
+    const int64_t lines = (first[t + 1] - first[t]) * whole_row() / 64;
+    const uint8_t *of_token = rows + first[t] * whole_row();
+    for (int64_t i = lines * n / s->down_panels; i < lines * (n + 1) / s->down_panels; i++) __builtin_prefetch(of_token + i * 64, 0, 3);
   }
 
   int columns_of(int64_t n) const { return (int)(s->hidden - n * PANEL < PANEL ? s->hidden - n * PANEL : PANEL); }
@@ -249,14 +258,17 @@ struct Job {
       uint8_t *between = start[j + 1] - start[j] > NEAR_ENTRIES ? hidden : near + (worker * NEAR_ENTRIES - start[j]) * s->hidden_stride * item();
       up_of(j, 0, s->up_panels, down_panel(j, 0), between, worker);
       const Results results = first ? Results{rows, whole_row(), PANEL * item(), num_rows * whole_row() > NEAR_BYTES} : Results{y, s->hidden * y_item, PANEL * y_item, false};
-      down_of(j, 0, s->down_panels, follows < num_active ? up_panel(follows, 0) : nullptr, results, between, work + worker * work_bytes);
+      down_of(j, 0, s->down_panels, follows < num_active ? up_panel(follows, 0) : nullptr, (s->up_bytes + s->down_bytes - 1) / s->down_bytes, results, between, work + worker * work_bytes);
       bands->release();
     });
     if (!first) return;
     const int64_t pieces = team_pieces(threads, num_tokens);
     team(threads, pieces, [&](int64_t part, int) {
-      for (int64_t t = num_tokens * part / pieces; t < num_tokens * (part + 1) / pieces; t++)
-        for (int64_t n = 0; n < s->down_panels; n++) weigh(t, n, rows + n * PANEL * item(), s->down_panels * PANEL);
+      for (int64_t t = num_tokens * part / pieces, last = num_tokens * (part + 1) / pieces; t < last; t++)
+        for (int64_t n = 0; n < s->down_panels; n++) {
+          if (t + 1 < last) bring_rows(t + 1, n);
+          weigh(t, n, rows + n * PANEL * item(), s->down_panels * PANEL);
+        }
     });
   }
 

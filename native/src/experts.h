@@ -168,6 +168,7 @@ struct Multiplier {
   const ExpertOps *ops;
   const BandOps *bands;  // or null
   int64_t x_type, format, narrow_rows;  // the last: with up to so many rows weights of fewer bits are widened in registers
+  int64_t lead = 1;  // of panels: beside one on matrix tiles that which comes so many after it is brought nearer
 
   enum { GATHERED = 1 << 20, MOST_GATHERED = 4 * MAX_BAND, MOST_DIRECT = 2 * MAX_BAND, MOST_WIDENED = 5 * MAX_BAND };  // bytes and rows that stay in the second cache
   enum { NEAR_ROWS = 64, FAR_BYTES = 4 << 20 };  // whose sums stay in the nearest cache; what passes by may push out of the last one
@@ -207,7 +208,7 @@ struct Multiplier {
   bool all_whole() const { return format > W_FP8 && !plain() && ops->widen_whole[format - W_FP8]; }
   static int64_t whole_stride(int64_t depth) { return (depth + K_GROUP - 1) / K_GROUP * WHOLE_BYTES; }
 
-  // Rows `first` to `last` times panels `low` to `high`, which at(n) tells; at(high) is what follows them, or null. Then
+  // Rows `first` to `last` times panels `low` to `high`, which at(n) tells; from at(high) on it is what follows them, or null. Then
   // then(n, c, first row, rows) takes the results.
   template <class At, class Then>
   void panels(const RowsAt &a, int64_t first, int64_t last, int64_t depth, int64_t low, int64_t high, const At &at, uint8_t *work, const Then &then) const {
@@ -233,7 +234,7 @@ struct Multiplier {
       RowsAt here = {a[direct ? i : 0], a.stride, nullptr, true, false};
       if (!direct) here = gather(a, i, rows, depth, work + wide_bytes() + sums_bytes(depth, rows), stride);
       for (int64_t n = low; n < high; n++)
-        band(here, rows, at(n), depth, i + rows == last ? at(n + 1) : n + 1 < high ? at(n + 1) : at(low), work,
+        band(here, rows, at(n), depth, i + rows == last ? at(n + lead) : n + 1 < high ? at(n + 1) : at(low), work,
              [&](float *c, int64_t m, int64_t count) { then(n, c, i + m, (int)count); });
       i += rows;
     }
@@ -243,6 +244,7 @@ struct Multiplier {
   static RowsAt gather(const RowsAt &a, int64_t first, int64_t rows, int64_t depth, uint8_t *to, int64_t stride) {
     int64_t bytes = depth * 2, padded = (depth + TILE_K - 1) / TILE_K * TILE_K * 2;
     for (int64_t m = 0; m < rows; m++) {
+      for (int64_t at = 0; m + 1 < rows && at < bytes; at += 64) __builtin_prefetch(a[first + m + 1] + at, 0, 3);
       __builtin_memcpy(to + m * stride, a[first + m], bytes);
       __builtin_memset(to + m * stride + bytes, 0, padded - bytes);
     }

@@ -2,8 +2,9 @@
 // whose rows are 256 bytes apart.
 #if defined(__x86_64__) || defined(TILE_MODEL)
 #ifndef TILE_MODEL
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prefer-vector-width=512")
 #define AVX512_FILE
+#define AVX512_BF16_FILE
 #endif
 #include "experts.h"
 
@@ -17,7 +18,6 @@ enum { LANES = 16 };
 #include "vector.h"
 
 enum { STEP = TILE_K * PANEL * 2, PAIR = PANEL * 4 };  // bytes of 32 k and of a pair of them
-enum { NEAR_K = 256 };  // k of which some columns' weights stay in the nearest cache while rows pass by
 
 // Tiles 0 to 3 are sums. Up to 16 rows: all four of a panel's groups of columns by the rows in tile 4, the panel in 5 to 7. More: two
 // groups (0 and 1 of the first 16 rows, 2 and 3 of the others) by the rows in 4 and 5, the panel in 6 and 7. For 16 rows all are whole,
@@ -60,19 +60,19 @@ template <int LINES> INLINE void few_step(const uint8_t *a, int64_t stride, cons
 }
 
 template <int LINES> INLINE void many_step(const uint8_t *a, int64_t stride, const uint8_t *b, const uint8_t *at, int64_t gap) {
-  tile_load<4>(a, stride), tile_load<6>(b, PAIR), tile_load<7>(b + 64, PAIR), tile_load<5>(a + TILE_ROWS * stride, stride);
+  tile_load_far<4>(a, stride), tile_load_far<6>(b, PAIR), tile_load_far<7>(b + 64, PAIR), tile_load_far<5>(a + TILE_ROWS * stride, stride);
   tile_products<0, 4, 6>(), bring<LINES, 2>(at, gap, b, 0);
   tile_products<1, 4, 7>(), bring<LINES, 2>(at, gap, b, 1);
   tile_products<2, 5, 6>(), bring<LINES, 2>(at, gap, b, 2);
   tile_products<3, 5, 7>(), bring<LINES, 2>(at, gap, b, 3);
 }
 
-// Some rows, all columns, for k0 to k1; `more`: c has sums already. last: what is behind the last whole step, or null.
+// Some rows, all columns; `more`: c has sums already. last: what is behind the last whole step.
 struct Part {
   const uint8_t *a;
   int64_t stride;
   const uint8_t *p, *last;
-  int64_t k0, k1;
+  int64_t depth;
   bool more;
   Ahead *ahead;
   float *c;
@@ -86,10 +86,10 @@ template <int LINES> INLINE void few(const Part &o) {
   const uint8_t *at = o.ahead->at;
   const uint8_t *const end = o.ahead->end;
   const int64_t gap = o.ahead->gap, step = o.ahead->step;
-  int64_t k = o.k0;
-  for (; LINES && k + TILE_K <= o.k1 && at < end; k += TILE_K, at += step) few_step<LINES>(o.a + 2 * k, o.stride, o.p + k * PANEL * 2, at, gap);
-  for (; k + TILE_K <= o.k1; k += TILE_K) few_step<0>(o.a + 2 * k, o.stride, o.p + k * PANEL * 2, at, gap);
-  if (k < o.k1) few_step<0>(o.a + 2 * k, o.stride, o.last, at, gap);
+  int64_t k = 0;
+  for (; LINES && k + TILE_K <= o.depth && at < end; k += TILE_K, at += step) few_step<LINES>(o.a + 2 * k, o.stride, o.p + k * PANEL * 2, at, gap);
+  for (; k + TILE_K <= o.depth; k += TILE_K) few_step<0>(o.a + 2 * k, o.stride, o.p + k * PANEL * 2, at, gap);
+  if (k < o.depth) few_step<0>(o.a + 2 * k, o.stride, o.last, at, gap);
   o.ahead->at = at;
   tile_store<0>(c, PAIR), tile_store<1>(c + 16, PAIR), tile_store<2>(c + 32, PAIR), tile_store<3>(c + 48, PAIR);
 }
@@ -103,11 +103,11 @@ template <int LINES> INLINE void many(const Part &o) {
     float *low = c + TILE_ROWS * PANEL;
     if (o.more) tile_load<0>(c, PAIR), tile_load<1>(c + 16, PAIR), tile_load<2>(low, PAIR), tile_load<3>(low + 16, PAIR);
     else tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-    int64_t k = o.k0;
+    int64_t k = 0;
     const uint8_t *p = o.p + half * 128;
-    for (; LINES && k + TILE_K <= o.k1 && at < end; k += TILE_K, at += step) many_step<LINES>(o.a + 2 * k, o.stride, p + k * PANEL * 2, at, gap);
-    for (; k + TILE_K <= o.k1; k += TILE_K) many_step<0>(o.a + 2 * k, o.stride, p + k * PANEL * 2, at, gap);
-    if (k < o.k1) many_step<0>(o.a + 2 * k, o.stride, o.last + half * 128, at, gap);
+    for (; LINES && k + TILE_K <= o.depth && at < end; k += TILE_K, at += step) many_step<LINES>(o.a + 2 * k, o.stride, p + k * PANEL * 2, at, gap);
+    for (; k + TILE_K <= o.depth; k += TILE_K) many_step<0>(o.a + 2 * k, o.stride, p + k * PANEL * 2, at, gap);
+    if (k < o.depth) many_step<0>(o.a + 2 * k, o.stride, o.last + half * 128, at, gap);
     tile_store<0>(c, PAIR), tile_store<1>(c + 16, PAIR), tile_store<2>(low, PAIR), tile_store<3>(low + 16, PAIR);
   }
   o.ahead->at = at;
@@ -149,9 +149,7 @@ void plain(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel,
   alignas(64) uint8_t last[STEP];
   if (depth % TILE_K) last_step(panel, depth, last);
   whole_and_rest(rows, [&](int64_t m, int64_t here) __attribute__((always_inline)) {
-    const int64_t step = here > TILE_ROWS ? (int64_t)NEAR_K : depth;
-    for (int64_t k = 0; k < depth; k += step)
-      part({a + m * stride, stride, panel, last, k, k + step < depth ? k + step : depth, more || k > 0, ahead, c + m * PANEL}, here);
+    part({a + m * stride, stride, panel, last, depth, more, ahead, c + m * PANEL}, here);
   });
 }
 
@@ -172,7 +170,7 @@ INLINE void scaled_block(const uint8_t *a, int64_t stride, int64_t rows, const u
   if (depth % TILE_K) last_step(p, depth, last);
   vf scale[4];
   for (int j = 0; j < 4; j++) scale[j] = load((const float *)block + 16 * j);
-  part({a, stride, p, last, 0, depth, false, ahead, sums}, rows);
+  part({a, stride, p, last, depth, false, ahead, sums}, rows);
   for (int64_t i = 0; i < rows; i++)
     for (int j = 0; j < 4; j++) {
       float *to = c + i * PANEL + 16 * j;
@@ -210,12 +208,9 @@ void shaped(const uint8_t *a, int64_t stride, int64_t rows, const uint8_t *panel
   alignas(64) uint8_t last[STEP];
   if (depth % TILE_K) last_step(panel, depth, last);
   Ahead nothing = {};
-  int64_t step = rows > TILE_ROWS ? (int64_t)NEAR_K : depth;
-  for (int64_t k = 0; k < depth; k += step) {
-    const Part one = {a, stride, panel, last, k, k + step < depth ? k + step : depth, k > 0, &nothing, c};
-    if (rows > TILE_ROWS) many<0>(one);
-    else few<0>(one);
-  }
+  const Part one = {a, stride, panel, last, depth, false, &nothing, c};
+  if (rows > TILE_ROWS) many<0>(one);
+  else few<0>(one);
 }
 
 // What was written past the caches is there for all.

@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx512vnni,fma,prefer-vector-width=512")
 #define AVX512_FILE
+#define AVX512_BF16_FILE
 #define WITH_VBMI 1
 #include "experts.h"
 

@@ -22,6 +22,10 @@ template <int T> INLINE_TILE void tile_zero() { asm volatile("tilezero %%tmm%c0"
 template <int T> INLINE_TILE void tile_load(const void *p, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
 }
+// The same of what lies in the second cache, which need not stay in the first: fewer of the lines on their way to it are held up.
+template <int T> INLINE_TILE void tile_load_far(const void *p, int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
+}
 template <int T> INLINE_TILE void tile_store(void *p, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(T) : "memory");
 }
@@ -54,6 +58,7 @@ template <int T> MODEL_TILE void tile_load(const void *p, int64_t stride) {
   tile_zero<T>();
   for (int r = 0; r < tile_rows(T); r++) memcpy(tile_model.data[T][r], (const uint8_t *)p + r * stride, 64);
 }
+template <int T> INLINE_TILE void tile_load_far(const void *p, int64_t stride) { tile_load<T>(p, stride); }
 template <int T> MODEL_TILE void tile_store(void *p, int64_t stride) {
   for (int r = 0; r < tile_rows(T); r++) memcpy((uint8_t *)p + r * stride, tile_model.data[T][r], 64);
 }

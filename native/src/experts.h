@@ -257,8 +257,8 @@ struct Multiplier {
       (all_whole() ? ops->widen_whole : ops->widen)[format - W_FP8](p, depth - k < K_BLOCK ? depth - k : (int64_t)K_BLOCK, wide);
   }
 
-  // The first `rows` of `a` times one panel, on matrix tiles. What is not plain is widened once for all of them: for few rows a block at
-  // a time, which stays in the nearest cache.
+  // The first `rows` of `a` times one panel, on matrix tiles. What is not plain is widened once for all of them: 8 bits for
+  // few rows a block at a time, which stays in the nearest cache.
   template <class Then>
   void band(const RowsAt &a, int64_t rows, const uint8_t *p, int64_t depth, const uint8_t *next, uint8_t *work, const Then &then) const {
     alignas(64) float near[MAX_BAND * PANEL];
@@ -268,7 +268,7 @@ struct Multiplier {
     const int64_t steps = strips * ((depth + TILE_K - 1) / TILE_K);
     Ahead ahead = format == W_PLAIN && rows <= TILE_ROWS ? Ahead::shortly() : Ahead::all(next, panel_bytes(depth), steps);
     BandOps::Fn multiply = format == W_PLAIN || halves() ? bands->plain : bands->scaled;
-    int64_t step = format == W_PLAIN ? depth : rows <= group ? (int64_t)K_BLOCK : (int64_t)WIDE_K;
+    int64_t step = format == W_PLAIN ? depth : !halves() && rows <= TILE_ROWS ? (int64_t)K_BLOCK : (int64_t)WIDE_K;
     for (int64_t k = 0; k < depth; k += step) {
       int64_t n = depth - k < step ? depth - k : step;
       const uint8_t *weights = format == W_PLAIN ? p : work;

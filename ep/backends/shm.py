@@ -51,7 +51,7 @@ from native.tape import Late
 _ROOM_ROWS = 2048  # a rank's tokens of one step, usually
 _ROOM_BYTES = 1 << 25  # and no more than this; a multiple of 64 rows
 _TOP_K = 16  # what a staging buffer of that many rows has place for; with more choices it holds fewer rows
-_FEW = 64  # tokens of a rank whose exchange is a native call for each stage
+_FEW, _FEW_BYTES = 128, 1 << 19  # tokens of a rank whose exchange is a native call for each stage
 _IDLE, _SENT, _ARRIVED, _RETURNED = range(4)
 
 
@@ -152,7 +152,7 @@ class ShmAllToAll:
     def _native(self, hidden_size: int, dtype: torch.dtype) -> FewTokens | None:
         """None: exchanges of few tokens go as all others do."""
         signals, own = self._signals, self._rank
-        most = min(_FEW, SMALL_BYTES // self._row_bytes, self._back_rows // _TOP_K, self.capacity(_TOP_K))
+        most = min(_FEW, _FEW_BYTES // self._row_bytes, self._back_rows // _TOP_K, self.capacity(_TOP_K))
         runs = self.layout is Layout.RAGGED and isinstance(signals, ShmSignals) and can_run(dtype, self._size)
         if not runs or most < 1:
             return None

@@ -126,7 +126,7 @@ template <int LINES> INLINE void many(const Part &o) {
     default: FN<16>(PART);                   \
   }
 
-// All rows, which are whole tiles or fewer than one.
+// All rows, for which the tiles have been shaped.
 INLINE void part(Part o, int64_t rows) {
   const uint8_t *a = o.a;
   float *c = o.c;
@@ -138,9 +138,9 @@ INLINE void part(Part o, int64_t rows) {
   }
 }
 
-// Rows that fill whole tiles, then the others.
+// Rows that fill whole tiles, then the others: with 16 before them if there are as many that are alone, so that they share a step.
 template <class Some> INLINE void whole_and_rest(int64_t rows, const Some &some) {
-  const int64_t whole = rows / TILE_ROWS * TILE_ROWS;
+  const int64_t alone = rows % (2 * TILE_ROWS), whole = alone == TILE_ROWS ? rows : rows - alone;
   if (whole) shape(TILE_ROWS), some(0, whole);
   if (rows > whole) shape(rows - whole), some(whole, rows - whole);
 }

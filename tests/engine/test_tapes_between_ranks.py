@@ -37,7 +37,8 @@ pytestmark = pytest.mark.skipif(
     isa() == Isa.NONE, reason="graphs on a CPU are of native kernels, which are not there or not used"
 )
 
-BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MOST = 4, 96, 128, 4
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MOST = 4, 128, 192, 4
+MANY = 140  # more tokens than a recorded exchange has room for
 MAKERS = {"qwen3_moe": hf_tiny.make_qwen3_moe, "deepseek_v3": deepseek_tiny.make_v3}
 
 
@@ -45,7 +46,7 @@ STEPS = [
     Step((3, 4)),
     Step((1, 0)),  # one rank only serves
     Step((3, 2), (0, 6)),  # beside a prompt
-    Step((2, 1), (70, 0)),  # more tokens than a recorded exchange has room for
+    Step((2, 1), (MANY, 0)),
     Step((3, 4)),
     Step((1, 0)),
     Step((0, 2)),
@@ -87,7 +88,7 @@ class Ours(Sequences):
             self.waited.append(late)
             self.state.wait_late(late)
 
-        self.laid_out = LaidOut(self.cache, 16, MAX_LEN, max_tokens=96)
+        self.laid_out = LaidOut(self.cache, 16, MAX_LEN, max_tokens=MAX_LEN)
         policy = GraphPolicy(exact=MOST)
         self.capture = Capture(forward, CpuGraphs(wait), policy, self.laid_out.buffers, self.state)
         self.capture.capture(group.size)
@@ -144,7 +145,7 @@ def test_replayed_exchanges_equal_eager_ones(
         assert not ours.capture.refused
         return ours.forms()
 
-    # A prompt's step is in no graph; beside one of 70 tokens a decode leaves its exchanges out.
+    # A prompt's step is in no graph; beside one of MANY tokens a decode leaves its exchanges out.
     expected = [
         {(3, True), (1, True), (0, True), (2, True)},
         {(4, True), (0, True), (1, False), (2, True)},
@@ -237,7 +238,7 @@ def test_tokens_that_were_not_agreed_on_stop_the_step(tmp_path: Path) -> None:
             group.abort([1])
         else:
             with pytest.raises(PeerLost):
-                ours.replayed(ours.prompts([70]), 70)
+                ours.replayed(ours.prompts([MANY]), MANY)
         return "stopped"
 
     assert on_two(tmp_path, act) == ["stopped", "stopped"]

@@ -22,7 +22,7 @@ template <int T> INLINE_TILE void tile_zero() { asm volatile("tilezero %%tmm%c0"
 template <int T> INLINE_TILE void tile_load(const void *p, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
 }
-// The same of what lies in the second cache, which need not stay in the first: fewer of the lines on their way to it are held up.
+// The same of what need not stay in the first cache: faster where it comes from the second (docs/benchmarks.md, "Experts in 4 bits").
 template <int T> INLINE_TILE void tile_load_far(const void *p, int64_t stride) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
 }

@@ -84,6 +84,8 @@ class Survivors:
         for rank in range(size):
             self.start(rank, join=False)
         self.requests: dict[int, AddRequest] = {}
+        self.named: list[int] = []  # request by what its rank calls it: another name for every rank it is sent to
+        self.names: dict[int, int] = {}  # the last of each request
         self.released: dict[int, list[int]] = {}
         self.finished: set[int] = set()
         self.owner: dict[int, int] = {}
@@ -106,9 +108,11 @@ class Survivors:
         live = sorted(self.ranks)
         self.owner[request_id] = live[request_id % len(live)]
         self.awaited.add(request_id)
+        self.names[request_id] = len(self.named)
+        self.named.append(request_id)
         self.ranks[self.owner[request_id]].submit(
             AddRequest(
-                request_id=request_id,
+                request_id=self.names[request_id],
                 token_ids=[*add.token_ids, *tokens],
                 prompt_len=add.prompt_len,
                 params=add.params,
@@ -161,7 +165,7 @@ class Survivors:
                 length = len(self.requests[request_id].token_ids) + len(self.released[request_id])
                 awaited = request_id in self.awaited
                 older = self.formers.get(request_id, ()) if awaited else ()
-                self.formers[request_id] = (*older, (rank, request_id, 0 if awaited else length - 1))
+                self.formers[request_id] = (*older, (rank, self.names[request_id], 0 if awaited else length - 1))
 
     def round(self, victim: int | None = None, turns: int = 0) -> None:
         """victim: this rank dies after so many turns of its step (or after the step, if that is shorter)."""
@@ -186,11 +190,13 @@ class Survivors:
 
     def _take(self, rank: int, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
-            assert self.owner[output.request_id] == rank and output.request_id not in self.finished
-            self.released[output.request_id] += output.new_token_ids
-            self.awaited.discard(output.request_id)
+            request_id = self.named[output.request_id]
+            assert self.names[request_id] == output.request_id and self.owner[request_id] == rank
+            assert request_id not in self.finished
+            self.released[request_id] += output.new_token_ids
+            self.awaited.discard(request_id)
             if output.finish_reason is not None:
-                self.finished.add(output.request_id)
+                self.finished.add(request_id)
         joined = self.ranks[rank].take_joined()
         if joined is not None:
             assert joined.rank == rank

@@ -146,13 +146,18 @@ class DraftingSurvivors(Survivors):
     """Every rank drafts, each with luck of its own."""
 
     def __init__(self, path: Path, size: int, known: dict[int, list[int]], right: float, **overrides: object) -> None:
-        self.known, self.right, self.started = known, right, 0
+        self.known, self.right, self.started = answers(known), right, 0
+        self.told: dict[int, tuple[list[int], list[int]]] = {}  # by what ranks call the requests
         super().__init__(path, size, **overrides)
 
     def start(self, rank: int, join: bool = True) -> None:
         super().start(rank, join)
         self.started += 1
-        take_drafts(self.ranks[rank], Oracle(answers(self.known), self.right, self.started), MAX_DRAFTS)
+        take_drafts(self.ranks[rank], Oracle(self.told, self.right, self.started), MAX_DRAFTS)
+
+    def _send(self, request_id: int) -> None:
+        super()._send(request_id)
+        self.told[self.names[request_id]] = self.known[request_id]
 
 
 @SOME_SLOW

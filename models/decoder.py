@@ -88,8 +88,9 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
             self.mtp = MtpLayer(layers[-1], config.num_layers, size, eps, dtype, device)
         # Where the residual stream is kept (cache/residuals.py): everywhere, if no rank waits for others.
         exchanging = [at for at, layer in enumerate(self.decoders) if layer.mlp.exchanges]
-        kept = exchanging or list(range(config.num_layers))
-        behind = [config.num_layers] if kept[-1] == config.num_layers - 1 else []
+        waited = exchanging or list(range(config.num_layers))
+        kept = [at for at in waited if self.can_begin_at(at)]
+        behind = [config.num_layers] if waited[-1] == config.num_layers - 1 else []
         self._kept = {at: number for number, at in enumerate([*kept, *behind]) if at}  # the first has the embedding's
         self.layers = nn.ModuleList(self.decoders)  # the same, where nn.Module finds their parameters
         self.norm = RMSNorm(size, eps, dtype, device)
@@ -100,6 +101,11 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
     def cache_spec(self) -> CacheSpec:
         """In the model's dtype, or in FP8 where the family's class has been told so."""
         return self.config.cache_spec(str(self.dtype).removeprefix("torch."), self.fp8_cache)
+
+    def can_begin_at(self, layer: int) -> bool:
+        """Whether a step may go on at this layer: it and those behind use nothing of earlier ones but their residual
+        stream."""
+        return True
 
     @abstractmethod
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:

@@ -52,6 +52,10 @@ class DeepseekForCausalLM(Decoder[Attention]):
             index = IndexShape(*config.index.dims)
             self.sparse = SparseMla(shape, index, scale, mla_prefill, dtype, device, mla_backend, fp8_cache)
 
+    def can_begin_at(self, layer: int) -> bool:
+        """A layer without an indexer uses what the last one with one has chosen."""
+        return self.config.index is None or self.config.has_indexer(layer)
+
     def prepare(self, step: StepInput, breaks: GraphBreaks) -> tuple[Operation, ...]:
         if self.sparse is not None:
             captured = breaks is not EAGER

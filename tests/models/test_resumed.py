@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import deepseek_tiny
@@ -23,6 +24,7 @@ MODELS: dict[str, Callable[[Path], hf_tiny.HfModel]] = {
     "window": hf_tiny.make_gpt_oss,
     "latent": deepseek_tiny.make_v3,
     "index": deepseek_tiny.make_v32,
+    "shared index": partial(deepseek_tiny.make_glm5, index_topk=3),
 }
 NUM_ROWS, MOST = 4, 16
 
@@ -70,7 +72,7 @@ def test_from_every_layer(tmp_path: Path, kind: str, dtype: torch.dtype) -> None
         kept = residuals.seen
         num_layers = model.config.num_layers
         moe = model.moe_layer_ids or range(num_layers)
-        assert sorted(kept) == [layer for layer in moe if layer] + [num_layers]
+        assert sorted(kept) == [layer for layer in moe if layer and model.can_begin_at(layer)] + [num_layers]
         for layer, residual_TD in kept.items():
             again = replace(step, resumed=Resumed(layer, residual_TD[: step.num_tokens].clone()))
             assert torch.equal(drain(model.steps(again, cache.kv)), expected), layer

@@ -103,8 +103,8 @@ class Decoder(ExpertParallelMixin, ABC, Generic[A]):
         return self.config.cache_spec(str(self.dtype).removeprefix("torch."), self.fp8_cache)
 
     def can_begin_at(self, layer: int) -> bool:
-        """Whether a step may go on at this layer: it and those behind use nothing of earlier ones but their residual
-        stream."""
+        """Whether a step may go on at this layer: of earlier layers, it and those behind it use nothing but what they
+        have added to the residual stream."""
         return True
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -20,6 +21,7 @@ from dbo.memory import recall, remember
 from dbo.threshold import NEVER, Crossover
 from engine.build import build_rank
 from engine.overlap.memory import with_memory
+from engine.overlap.policy import CHECKS, _Taken
 from engine.plan import make_plan as plan_of
 from engine.rank import Rank
 from models.tiny import CHECKPOINT
@@ -68,8 +70,25 @@ def test_ranks_measure_when_none_has_work_and_remember(
     said.clear()
     remember(Path(dbo.memory), found._replace(crossover=Crossover(2, 4)))
     ranks = run(dbo, expected, asynchronous=asynchronous)
-    assert crossover(ranks[0]) == Crossover(2, 4) and MEASURED not in said.text
+    assert said.messages[0].endswith("decodes from 2 tokens, prompts from 4 tokens")
     assert all(rank.stats.dbo_steps > 4 for rank in ranks) and ranks[0].stats.dbo_overlap > 0
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "holds"),
+    [([1.4e-3], True), ([0.7e-3], True), ([9e-3, 2e-3, 1.6e-3, 1.4e-3], True), ([2e-3] * CHECKS, False)],
+)
+def test_what_is_remembered_holds_while_an_exchange_takes_about_as_long(exchanges: list[float], holds: bool) -> None:
+    """Of up to CHECKS runs, given here, after a first one that does not count."""
+    overlap = mailbox_ranks(CHECKPOINT, 2, dbo=DboPlan())[0]._overlap
+    assert overlap is not None
+    runs = overlap._check(16, exchange=1e-3, leads=False)
+    next(runs)
+    runs.send(_Taken(1e-3, 4e-3, 0.0))
+    for exchange in exchanges[:-1]:
+        runs.send(_Taken(exchange, 4e-3, 0.0))
+    with pytest.raises(StopIteration) if holds else contextlib.nullcontext():
+        runs.send(_Taken(exchanges[-1], 4e-3, 0.0))
 
 
 @pytest.mark.parametrize("broken", ["", "{}", '{"crossover": [1, 1], "decode": [], "prefill": []}', "slower network"])

@@ -40,6 +40,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 DTYPES = {WeightFormat.FP8: torch.float8_e4m3fn, WeightFormat.INT8: torch.int8}
 LARGEST = {WeightFormat.FP8: 448.0, WeightFormat.INT8: 127.0}
 SCALE_ROWS = {WeightFormat.FP8: BLOCK, WeightFormat.INT8: 1}
+HALF_MOST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +162,15 @@ def _groups(weight_OI: Tensor) -> Tensor:
 
 
 def _scales(blocks: Tensor, form: WeightFormat) -> list[Tensor]:
-    """float32 [O, G] each. The number of largest size is the outermost code of its sign, or a little beyond it. MXFP4:
-    the least power of two with which nothing is beyond 6, and half of it."""
+    """float32 [O, G] each. The number of largest size is the outermost code of its sign, or a little beyond it, unless
+    the scale would be beyond float16. MXFP4: the least power of two with which nothing is beyond 6, and half of it."""
     largest = blocks.abs().amax(-1)
     if form is WeightFormat.MXFP4:
         least = (largest / 6).clamp_(min=2.0**-126).log2().ceil().exp2()
         return [least, least / 2]
     signed = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    return [(base * part).half().float() for base in (signed / -8, largest / 7) for part in (1.0, 0.93, 0.86)]
+    exact = (base * part for base in (signed / -8, largest / 7) for part in (1.0, 0.93, 0.86))
+    return [scale.clamp(-HALF_MOST, HALF_MOST).half().float() for scale in exact]
 
 
 def _nearest(exact: Tensor, form: WeightFormat) -> Tensor:

@@ -2,6 +2,8 @@
 // scales that are equally good), in passes over rows that stay in
 // the cache.
 #pragma once
+#include <utility>
+
 #include "native.h"
 
 enum { QUANTIZE_BLOCK = 128 };  // inputs that share a scale

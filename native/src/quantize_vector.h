@@ -89,7 +89,7 @@ template <class T> INLINE void groups_in_lanes(const T *at, vf *x) {
 }
 
 // What each format has: scales that are tried, the number that stands for another one (both in units of the scale), and its code in
-// the lowest 4 bits.
+// the lowest 4 bits. fine: all scales are normal numbers of float16 and below its largest one, or no number.
 struct Int4 {
   enum { TRIED = 6 };
   INLINE void scales(vf most, vf *scale) {
@@ -99,7 +99,13 @@ struct Int4 {
   }
   enum { ROUNDS = 12582912 };  // adding it rounds to a whole number, ties to even, which is in the lowest bits
   INLINE vf within(vf exact) { return at_least(at_most(exact, 7.f), -8.f); }
-  INLINE vf nearest(vf exact) { return (within(exact) + splat(ROUNDS)) - splat(ROUNDS); }
+  // Numbers in units of a fine scale are within +-8, +-8.6, +-9.3, +-7, +-7.53 and +-8.14 and their 2^-11: what rounds beyond is kept within.
+  INLINE bool fine(const vf *scale) { return largest_of(-((vf)((vi)scale[2] & 0x7fffffff) < 0x1p-14f) | -(scale[3] >= 65504.f)) == 0; }
+  template <int I, bool FINE> INLINE vf nearest(vf exact) {
+    if (!FINE || I != 3) exact = at_most(exact, 7.f);
+    if (!FINE || I == 1 || I == 2) exact = at_least(exact, -8.f);
+    return (exact + splat(ROUNDS)) - splat(ROUNDS);
+  }
   INLINE vi code(vf exact) { return (vi)(within(exact) + splat(ROUNDS + 8)); }
   INLINE vi bits(vf scale) { return half_bits(scale); }
 };
@@ -114,7 +120,8 @@ struct Mxfp4 {
   INLINE vi place(vf size) {  // a comparison that is true is -1
     return -((size > .25f) + (size > .75f) + (size > 1.25f) + (size > 1.75f) + (size > 2.5f) + (size > 3.5f) + (size > 5.f));
   }
-  INLINE vf nearest(vf exact) {
+  INLINE bool fine(const vf *) { return true; }
+  template <int, bool> INLINE vf nearest(vf exact) {
     const vi at = place((vf)((vi)exact & 0x7fffffff));
     const vf back = __builtin_convertvector(at < 4 ? at : at < 6 ? 2 * at - 4 : 4 * at - 16, vf) * .5f;
     return exact < 0.f ? -back : back;
@@ -123,8 +130,17 @@ struct Mxfp4 {
   INLINE vi bits(vf scale) { return (vi)scale >> 16 & 0xffff; }
 };
 
+// What each scale loses: the sum over a group of squares.
+template <class Form, bool FINE, int... I> INLINE void add_lost(const vf *x, const vf *scale, const vf *inverse, vf *lost, std::integer_sequence<int, I...>) {
+  for (int k = 0; k < HALF_INPUTS; k++) {
+    const vf off[] = {Form::template nearest<I, FINE>(x[k] * inverse[I]) * scale[I] - x[k]...};
+    ((lost[I] += off[I] * off[I]), ...);
+  }
+}
+
 // LANES groups with the scale of those tried that loses least, squared; the first of equals. word[i]: eight codes of each group.
 template <class Form, class T> INLINE vi best_codes(const T *at, vi (&word)[HALF_INPUTS / 8]) {
+  using Tries = std::make_integer_sequence<int, Form::TRIED>;
   vf x[HALF_INPUTS], scale[Form::TRIED], inverse[Form::TRIED], lost[Form::TRIED], most = {};
   vi size = {};
   groups_in_lanes(at, x);
@@ -135,12 +151,8 @@ template <class Form, class T> INLINE vi best_codes(const T *at, vi (&word)[HALF
   Form::scales(most, scale);
 #pragma GCC unroll 6
   for (int i = 0; i < Form::TRIED; i++) inverse[i] = scale[i] == 0.f ? splat(0.f) : 1.f / scale[i], lost[i] = splat(0.f);
-  for (int k = 0; k < HALF_INPUTS; k++)
-#pragma GCC unroll 6
-    for (int i = 0; i < Form::TRIED; i++) {
-      const vf off = Form::nearest(x[k] * inverse[i]) * scale[i] - x[k];
-      lost[i] += off * off;
-    }
+  if (Form::fine(scale)) add_lost<Form, true>(x, scale, inverse, lost, Tries{});
+  else add_lost<Form, false>(x, scale, inverse, lost, Tries{});
   for (int i = 1; i < Form::TRIED; i++) {
     const vi less = lost[i] < lost[0];
     lost[0] = less ? lost[i] : lost[0], scale[0] = less ? scale[i] : scale[0], inverse[0] = less ? inverse[i] : inverse[0];

@@ -99,7 +99,8 @@ struct Int4 {
   }
   enum { ROUNDS = 12582912 };  // adding it rounds to a whole number, ties to even, which is in the lowest bits
   INLINE vf within(vf exact) { return at_least(at_most(exact, 7.f), -8.f); }
-  // Numbers in units of a fine scale are within +-8, +-8.6, +-9.3, +-7, +-7.53 and +-8.14 and their 2^-11: what rounds beyond is kept within.
+  // In units of fine scales numbers are within +-8, 8.61, 9.31, 7, 7.53 and 8.14, and 2^-11 of that. What would be rounded to less than
+  // -8 or more than 7 is kept within.
   INLINE bool fine(const vf *scale) { return largest_of(-((vf)((vi)scale[2] & 0x7fffffff) < 0x1p-14f) | -(scale[3] >= 65504.f)) == 0; }
   template <int I, bool FINE> INLINE vf nearest(vf exact) {
     if (!FINE || I != 3) exact = at_most(exact, 7.f);

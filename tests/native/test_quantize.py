@@ -83,7 +83,7 @@ def test_4_bits_are_those_of_torch(level: Isa, form: WeightFormat, dtype: torch.
     """But for scales that lose the same, as nearly as the order of a sum matters."""
     generator = torch.Generator().manual_seed(3)
     for num_outputs, num_inputs in ((128, 256), (1, 1), (5, 130), (40, 127), (45, 384)):  # the last: cut within a row
-        for size in (1.0, 1e-3, 1e-6, 1e4, 3e5):  # the last: all scales are the largest of float16
+        for size in (1.0, 1e-3, 1e-6, 1e4, 3e5):  # the last: INT4's scales are the largest of float16
             weight = (torch.randn(num_outputs, num_inputs, generator=generator) * size).to(dtype)
             weight[0, :32] = 0
             found = quantize_halves(weight, form)

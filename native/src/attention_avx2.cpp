@@ -8,8 +8,8 @@ namespace {
 enum { LANES = 8 };
 #include "attention_vector.h"
 #include "attention_avx2.h"
-constexpr AttentionOps of_f32 = {scores_of_8<float>, softmax<float>, weigh<float>, finish<float>, false};
-constexpr AttentionOps of_bf16 = {scores_of_8<bf16>, softmax<bf16>, weigh_halves, finish<bf16>, true};
+constexpr AttentionOps of_f32 = {scores<float>, softmax<float>, weigh<float>, finish<float>, false};
+constexpr AttentionOps of_bf16 = {scores<bf16>, softmax<bf16>, weigh_halves, finish<bf16>, true};
 }  // namespace
 const AttentionOps *const attention_avx2[2] = {&of_f32, &of_bf16};
 #endif

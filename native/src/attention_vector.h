@@ -1,40 +1,71 @@
 // Attention in GCC's vector types. Included inside a namespace of one instruction set, after `enum { LANES = ... }`.
 #include "vector.h"
 
-template <class X, int HEADS, int KEYS>
-INLINE void score_tile(const X *q, int64_t q_stride, const uint8_t *const *key, int64_t dim, float scale, float *s, int64_t s_stride) {
-  vf acc[HEADS][KEYS] = {};
-  int64_t d = 0;
-  for (; d + LANES <= dim; d += LANES)
-    for (int i = 0; i < KEYS; i++) {
-      vf k = load((const X *)key[i] + d);
-      for (int g = 0; g < HEADS; g++) acc[g][i] += load(q + g * q_stride + d) * k;
+// A register's worth of numbers of keys and queries alike: of 8 lanes and bfloat16 every other one of 16, so that they are read and taken
+// apart once.
+template <int HALF> INLINE vf half_of(const float *p) { return load(p + HALF * LANES); }
+template <int HALF> INLINE vf half_of(const bf16 *p) {
+  if (LANES == 16) return load(p);
+  const vi bits = *(const vi *)p;
+  return (vf)(HALF ? bits & (int32_t)0xffff0000 : bits << 16);
+}
+
+template <int HALF, class X, int HEADS, int KEYS>
+INLINE void add_scores(const X *q, int64_t q_stride, const uint8_t *const *key, int64_t d, vf (&sum)[LANES]) {
+  vf k[KEYS];
+#pragma GCC unroll 16
+  for (int i = 0; i < KEYS; i++) k[i] = half_of<HALF>((const X *)key[i] + d);
+#pragma GCC unroll 4
+  for (int g = 0; g < HEADS; g++) {
+    const vf x = half_of<HALF>(q + g * q_stride + d);
+#pragma GCC unroll 16
+    for (int i = 0; i < KEYS; i++) sum[g * KEYS + i] += x * k[i];
+  }
+}
+
+// Scores of some heads and n keys, as many at a time as a register has lanes: a query's numbers are added up in one order, whatever the number
+// of heads and keys beside it. key: padded to a multiple of that.
+template <class X, int HEADS> static void score_heads(const X *q, int64_t q_stride, const uint8_t *const *key, int n, int64_t dim, float scale, float *s, int64_t s_stride,
+                                                        const uint8_t *const *next) {
+  constexpr int KEYS = LANES / HEADS, AT_ONCE = 16;
+  for (int first = 0; first < n; first += KEYS) {
+    vf sum[LANES];
+#pragma GCC unroll 16
+    for (int at = 0; at < LANES; at++) sum[at] = splat(0.f);
+    int64_t d = 0;
+    for (; d + AT_ONCE <= dim; d += AT_ONCE) {
+      if (next && d * sizeof(X) % 64 == 0)
+        for (int i = 0; i < KEYS; i++) __builtin_prefetch(next[first + i] + d * sizeof(X), 0, 2);
+      add_scores<0, X, HEADS, KEYS>(q, q_stride, key + first, d, sum);
+      if (LANES < AT_ONCE) add_scores<1, X, HEADS, KEYS>(q, q_stride, key + first, d, sum);
     }
-  for (int g = 0; g < HEADS; g++)
-    for (int i = 0; i < KEYS; i++) {
-      float sum = total(acc[g][i]);
-      for (int64_t j = d; j < dim; j++) sum += number(q + g * q_stride + j) * number((const X *)key[i] + j);
-      s[g * s_stride + i] = sum * scale;
+    float all[LANES];
+    store(all, totals(sum) * scale);
+    if (__builtin_expect(d < dim, 0))
+      for (int at = 0; at < LANES; at++) {
+        float more = 0;
+        for (int64_t j = d; j < dim; j++) more += number(q + at / KEYS * q_stride + j) * number((const X *)key[first + at % KEYS] + j);
+        all[at] += more * scale;
+      }
+    const int count = n - first < KEYS ? n - first : (int)KEYS;
+#pragma GCC unroll 4
+    for (int g = 0; g < HEADS; g++) {
+      if (__builtin_expect(count == KEYS, 1)) memcpy(s + g * s_stride + first, all + g * KEYS, 4 * KEYS);
+      else memcpy(s + g * s_stride + first, all + g * KEYS, 4 * count);
     }
+  }
 }
 
 template <class X>
-static void scores(const void *qv, int64_t q_stride, int64_t heads, const uint8_t *const *key, int n, int64_t dim, float scale, float *s,
-                   int64_t s_stride, const uint8_t *const *) {
+static void scores(const void *qv, int64_t q_stride, int64_t heads, const uint8_t *const *key, int n, int64_t dim, float scale, float *s, int64_t s_stride,
+                   const uint8_t *const *next) {
   const X *q = (const X *)qv;
+  const uint8_t *padded[KEY_TILE];
+  for (int i = 0; i < KEY_TILE; i++) padded[i] = key[i < n ? i : n - 1];
   int64_t g = 0;
-  for (; g < heads; g += g + 2 <= heads ? 2 : 1) {
-    const X *rows = q + g * q_stride;
-    float *to = s + g * s_stride;
-    int i = 0;
-    if (g + 2 <= heads) {
-      for (; i + 4 <= n; i += 4) score_tile<X, 2, 4>(rows, q_stride, key + i, dim, scale, to + i, s_stride);
-      for (; i < n; i++) score_tile<X, 2, 1>(rows, q_stride, key + i, dim, scale, to + i, s_stride);
-    } else {
-      for (; i + 4 <= n; i += 4) score_tile<X, 1, 4>(rows, q_stride, key + i, dim, scale, to + i, s_stride);
-      for (; i < n; i++) score_tile<X, 1, 1>(rows, q_stride, key + i, dim, scale, to + i, s_stride);
-    }
-  }
+  for (; g + 4 <= heads; g += 4, next = nullptr) score_heads<X, 4>(q + g * q_stride, q_stride, padded, n, dim, scale, s + g * s_stride, s_stride, next);
+  for (; g + 2 <= heads; g += 2, next = nullptr) score_heads<X, 2>(q + g * q_stride, q_stride, padded, n, dim, scale, s + g * s_stride, s_stride, next);
+  if (g < heads) score_heads<X, 1>(q + g * q_stride, q_stride, padded, n, dim, scale, s + g * s_stride, s_stride, next);
 }
 
 // What is behind the scores, to the end of a register, is overwritten; so is the same part of p.

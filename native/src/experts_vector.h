@@ -103,7 +103,8 @@ enum Kind { F32 = -2, BF16 = -1, FP8 = W_FP8, INT8 = W_INT8 };
 INLINE constexpr int bytes_per_k(int kind) { return kind == F32 ? 256 : kind == BF16 ? 128 : 64; }
 
 // acc += a[.][k0..k1) times the panel part p, whose first k is k0. Beside each pair of k of bfloat16 LINES cache lines
-// from `ahead` on are brought to the second cache, and as many that are NEAR_AHEAD away to the nearest.
+// that are NEAR_AHEAD away are brought to the nearest cache; and where rows are of bfloat16, whose weights come from memory, as many
+// from `ahead` on to the second one.
 template <class X, int KIND, int MR, int LINES = 0>
 INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1, int group, vf (&acc)[MR][GROUPS * PARTS], const uint8_t *ahead = nullptr) {
   if (KIND == F32) {
@@ -119,7 +120,10 @@ INLINE void multiply(const X *const *a, const uint8_t *p, int64_t k0, int64_t k1
   // Weights of a half of the pairs, and the sums, fill the registers.
   for (int64_t k = k0; KIND == BF16 && k < k1; k += 2, p += 256, ahead += 64 * LINES) {
 #pragma GCC unroll 4
-    for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + 64 * i, 0, 2), __builtin_prefetch(p + NEAR_AHEAD + 64 * i, 0, 3);
+    for (int i = 0; i < LINES; i++) {
+      if (sizeof(X) == sizeof(bf16)) __builtin_prefetch(ahead + 64 * i, 0, 2);
+      __builtin_prefetch(p + NEAR_AHEAD + 64 * i, 0, 3);
+    }
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; odd++) {
       vf w[GROUPS * PARTS];

@@ -90,18 +90,27 @@ INLINE float total(vf x) {
 }
 #endif
 
+// Of two vectors, each number added to its neighbour: those of the first, then those of the second. UNIT: 1: within each 4 lanes; or 4 lanes
+// at a time.
+template <int UNIT> INLINE vf neighbours(vf a, vf b) {
+  typedef int32_t mask __attribute__((vector_size(sizeof(vf))));
+  enum { SPAN = UNIT == 1 ? 4 : LANES, HALF = SPAN / 2 };
+  mask even, odd;
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) {
+    const int at = i % SPAN, from = at % HALF / UNIT * 2 * UNIT + at % UNIT;
+    even[i] = (at < HALF ? 0 : LANES) + i / SPAN * SPAN + from, odd[i] = even[i] + UNIT;
+  }
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+}
+
 // The totals of LANES vectors, each in its lane: neighbours are added, until one vector is left.
 INLINE vf totals(vf *sum) {
-  typedef int32_t mask __attribute__((vector_size(sizeof(vf))));
-  mask even, odd, low, high;
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; i++) {  // of 8 the halves of a register are put together last
-    even[i] = LANES == 8 ? i % 2 * 2 + i / 2 % 2 * 8 + i / 4 * 4 : 2 * i, odd[i] = even[i] + 1;
-    low[i] = LANES == 8 ? i + i / 4 * 4 : even[i], high[i] = LANES == 8 ? low[i] + 4 : odd[i];
-  }
-#pragma GCC unroll 4
-  for (int left = LANES / 2; left > 1; left /= 2)
 #pragma GCC unroll 8
-    for (int i = 0; i < left; i++) sum[i] = __builtin_shuffle(sum[2 * i], sum[2 * i + 1], even) + __builtin_shuffle(sum[2 * i], sum[2 * i + 1], odd);
-  return __builtin_shuffle(sum[0], sum[1], low) + __builtin_shuffle(sum[0], sum[1], high);
+  for (int i = 0; i < LANES / 2; i++) sum[i] = neighbours<1>(sum[2 * i], sum[2 * i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES / 4; i++) sum[i] = neighbours<1>(sum[2 * i], sum[2 * i + 1]);
+#pragma GCC unroll 2
+  for (int i = 0; LANES > 8 && i < 2; i++) sum[i] = neighbours<4>(sum[2 * i], sum[2 * i + 1]);
+  return neighbours<4>(sum[0], sum[1]);
 }

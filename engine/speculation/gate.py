@@ -30,13 +30,9 @@ from engine.schedule import Schedule
 from engine.speculation.costs import Costs
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, SETTLED, StepTimes, expected_tokens, size_of, tokens_per_second
+from engine.speculation.trials import AGAIN, COLD, FIRST, HELD, NEVER, TRIAL, Trials
 from ep.recorder import Kind
 
-AGAIN = 64  # steps of a size, after which a step with prompts begins a trial; twice as many: any step does
-HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
-COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
-FIRST = COLD + SETTLED + 3  # steps of one: those, one that begins it, one that may compile, and one that ends it
-TRIAL = 32  # steps of one of what is known: about as long as a short answer, as to change costs graphs
 NEAR = 1.5  # times as many tokens per second may be made with another number than with one that may be as good ...
 AHEAD = 16  # ... whose trials may have cost as much as so many steps before they are paid for
 TRIALS = 3  # of what turns out not to be measured; of none at all one more every AGAIN steps
@@ -46,29 +42,6 @@ PRACTICE_SECONDS = 1.5  # for all of them
 KEPT = 4096  # steps after which times are written
 EVERY = 8  # steps without drafts, of which one is measured where nothing is tried: measuring takes time, too
 LONGEST_GAP = 0.5  # seconds between two steps that follow each other
-
-
-class _Size:
-    """Of steps of about so many sequences. tried: trials of so many drafts, and tried_at: in which step the last one
-    began; trial: the one under way, and its steps that are left; chosen: None: nothing yet; held: steps for which it
-    stays; since: steps since the last trial."""
-
-    def __init__(self) -> None:
-        self.tried: dict[int, int] = {}
-        self.tried_at: dict[int, int] = {}
-        self.trial = (0, 0)
-        self.chosen: int | None = None
-        self.steps = self.held = self.since = 0
-
-    def tick(self) -> None:
-        self.steps += 1
-        self.since += 1
-
-    def begin(self, depth: int, steps: int) -> None:
-        """A trial."""
-        self.tried[depth] = self.tried.get(depth, 0) + 1
-        self.tried_at[depth] = self.steps
-        self.trial, self.since = (depth, steps - 1), 0
 
 
 class Gate(StepCompanion):
@@ -97,7 +70,7 @@ class Gate(StepCompanion):
         self._charged = False  # the trial is one of those that may only cost so much
         self._needless = False  # without it no drafts would be made of prompts
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
-        self._sizes: dict[int, _Size] = {}  # by sequences; those of one size share theirs
+        self._trials: dict[int, Trials] = {}  # by sequences; those of one size share theirs
         self._part = 1.0  # of the sequences, that have drafts where they may
         self._last = _Step(-2, 0, 0, 0, False, False, False, 0.0)  # the step before
         self._began = 0.0  # when it began
@@ -124,7 +97,7 @@ class Gate(StepCompanion):
                 break
         self.practises, self._measures = False, True
         self.times.settle(self._most)
-        self._sizes.clear()
+        self._trials.clear()
         self._costs, self._trying = Costs(), False
         if self.times.told() != known:
             self.close()
@@ -155,9 +128,9 @@ class Gate(StepCompanion):
         if self.practises:
             self._want(self._lesson[0], False)
         elif self._adaptive and num and self._speculation.busy:
-            one = self._sizes.get(num)
+            one = self._trials.get(num)
             if one is None:
-                one = self._sizes[num] = self._sizes.setdefault(size_of(num), _Size())
+                one = self._trials[num] = self._trials.setdefault(size_of(num), Trials())
             if schedule.warm and not any(schedule.warm):
                 one.tick()
                 if not one.trial[0]:
@@ -199,14 +172,18 @@ class Gate(StepCompanion):
     def _want(self, depth: int, trying: bool, cold: bool = False) -> None:
         self._wanted, self._trying, self._cold = (depth, depth), trying, cold
 
-    def _begin(self, one: _Size, num: int) -> None:
+    def _begin(self, one: Trials, num: int) -> None:
         """A step with prompts: what is best for so many sequences, if anything is known, not what smaller steps want;
         or the beginning of a trial, which then needs no graphs of steps between two numbers."""
-        self.times.keep_pace(num)
+        one.prompted = one.steps
+        self.times.keep_pace(num, one.proves)
         rates = self._rates(num)
-        if one.since >= FIRST:
-            one.trial = (one.trial[0], 0)  # it was long enough
-        if not one.trial[1] and 0 in rates:  # while requests have lost the thread nothing else chooses
+        if one.trial[1] and one.since >= FIRST:
+            one.end()  # it was long enough
+        compares = not one.trial[1] and not one.proving
+        if compares:
+            one.proves = None
+        if compares and 0 in rates:  # while requests have lost the thread nothing else chooses
             best = _best(rates)
             self._take(one, num, best, rates)
             if one.since >= AGAIN:
@@ -217,36 +194,40 @@ class Gate(StepCompanion):
         elif one.chosen is not None:
             self._want(one.chosen, False)
 
-    def _choose(self, one: _Size, num: int, warm: bool) -> None:
+    def _choose(self, one: Trials, num: int, warm: bool) -> None:
         """warm: all of them may have drafts. Others are not measured."""
         one.tick()
         self._without = self._without and not warm
         depth, left = one.trial
         if left and warm:
             one.trial = (depth, left - 1)
+            if left == 1:
+                one.end()
             self._want(depth, True, one.steps - one.tried_at[depth] < COLD)
             return
         one.held -= 1
         if one.held > 0 and one.chosen is not None:
             self._want(one.chosen, self._without)
             return
-        self.times.keep_pace(num)
+        self.times.keep_pace(num, one.proves)
+        one.proves = None
         rates = self._rates(num)
         best = _best(rates)
         if one.chosen in rates and rates[best] < rates[one.chosen] * (1 + MARGIN):
             best = one.chosen  # until prompts come: steps between two numbers have graphs of their own
-        if warm and self._try(one, num, rates, best, 2 * AGAIN):
+        after = 2 * AGAIN if one.steps - one.prompted >= AGAIN else NEVER
+        if warm and self._try(one, num, rates, best, after):
             self._want(one.trial[0], True, True)
         elif rates:
             self._take(one, num, best, rates)
             self._want(best, self._without)
 
-    def _take(self, one: _Size, num: int, best: int, rates: Mapping[int, float]) -> None:
+    def _take(self, one: Trials, num: int, best: int, rates: Mapping[int, float]) -> None:
         one.chosen, one.held, self._best_rate = best, HELD, rates[best]
         if self._speculation.models:
             self.times.serves(num, best)
 
-    def _try(self, one: _Size, num: int, rates: dict[int, float], best: int, after: int) -> bool:
+    def _try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: int) -> bool:
         """Whether a trial begins. after: so many steps since the last one, where all are known."""
         tried = self._to_try(one, num, rates, best, after)
         if tried is None:
@@ -273,7 +254,7 @@ class Gate(StepCompanion):
                 found[depth] = rate / (1 + rate * prompts) if depth else rate
         return found
 
-    def _to_try(self, one: _Size, num: int, rates: dict[int, float], best: int, after: int) -> int | None:
+    def _to_try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: int) -> int | None:
         """So many drafts are to be measured now; None: nothing is. None at all last: requests lose the thread by it,
         where the model drafts."""
         acceptance, best_rate = self._speculation.acceptance, rates.get(best, 0.0)
@@ -291,9 +272,12 @@ class Gate(StepCompanion):
         if not others or one.since < after:
             return None
         # What is known: that which was measured longest ago, as soon as it may cost what it probably will. Of what was
-        # not, that which may well be as good, and of that the most drafts: they tell how often each place is right.
+        # not, that which may well be as good: first the most drafts, as they tell how often each place is right, then
+        # that which is nearest; this at once where none at all is nearly as good as the best.
         far = {depth: best_rate / rates[depth] if rates[depth] * NEAR < best_rate else 0.0 for depth in others}
-        depth = min(others, key=lambda depth: (one.tried_at.get(depth, -1), far[depth], -depth))
+        nearest = one.tried or (best and rates[0] * (1 + 2 * MARGIN) > best_rate)
+        order = {depth: -rates[depth] if nearest else -depth for depth in others}
+        depth = min(others, key=lambda depth: (one.tried_at.get(depth, -1), far[depth], order[depth]))
         tokens = TRIAL * num * expected_tokens(acceptance, depth)
         if not depth:
             tokens = max(tokens, num * self._speculation.usual_output)

@@ -139,9 +139,10 @@ class StepTimes:
             usual = self.usual(num_sequences, depth)
             self._paces[size] = depth, 0.0 if usual is None else usual.value
 
-    def keep_pace(self, num_sequences: int) -> None:
+    def keep_pace(self, num_sequences: int, but: int | None = None) -> None:
         """What else the machine does makes all steps longer for a while: by as much as those that serve have become
-        longer, what was measured of others is taken to have, so that they are compared as they were then."""
+        longer, what was measured of others is taken to have, so that they are compared as they were then. but: what was
+        measured between those that count."""
         size = size_of(num_sequences)
         depth, before = self._paces.get(size, (-1, 0.0))
         usual = self.usual(size, depth)
@@ -149,7 +150,7 @@ class StepTimes:
             return
         same = {other: found for (of, other), found in self.drafting.items() if of == size}
         for other, found in [(0, self.steps.get(size)), *same.items()]:
-            if found is not None and found.known and other != depth:
+            if found is not None and found.known and other not in (depth, but):
                 found.scale(usual.value / before)
         self._paces[size] = depth, usual.value
 

@@ -1,0 +1,48 @@
+"""Trials of the gate (engine/speculation/gate.py): steps with other numbers of drafts than the one that was chosen."""
+
+from __future__ import annotations
+
+from engine.speculation.times import SETTLED
+
+AGAIN = 64  # steps of a size, after which a step with prompts begins a trial; twice as many: any step, where none comes
+NEVER = 1 << 62
+HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
+PROOF = 16  # of those behind a trial: with as many before it they tell the pace at which it was measured
+COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
+FIRST = COLD + SETTLED + 3  # steps of one: those, one that begins it, one that may compile, and one that ends it
+TRIAL = 32  # steps of one of what is known: about as long as a short answer, as to change costs graphs
+
+
+class Trials:
+    """Of steps of about so many sequences. tried: trials of so many drafts, and tried_at: in which step the last one
+    began; trial: the one under way, and its steps that are left; chosen: None: nothing yet; held: steps for which it
+    stays; since: steps since the last trial; prompted: in which step
+    prompts came last; proves: what that was of, until it is compared."""
+
+    def __init__(self) -> None:
+        self.tried: dict[int, int] = {}
+        self.tried_at: dict[int, int] = {}
+        self.trial = (0, 0)
+        self.chosen: int | None = None
+        self.proves: int | None = None
+        self.steps = self.held = self.since = self.prompted = 0
+
+    def tick(self) -> None:
+        self.steps += 1
+        self.since += 1
+
+    @property
+    def proving(self) -> bool:
+        """What was chosen is measured again, behind a trial. None at all is not: few of its steps are measured."""
+        return self.proves is not None and bool(self.chosen) and self.held > 0
+
+    def end(self) -> None:
+        """The trial is over."""
+        self.proves, self.trial = self.trial[0], (self.trial[0], 0)
+        self.held = PROOF
+
+    def begin(self, depth: int, steps: int) -> None:
+        """A trial."""
+        self.tried[depth] = self.tried.get(depth, 0) + 1
+        self.tried_at[depth] = self.steps
+        self.trial, self.since = (depth, steps - 1), 0

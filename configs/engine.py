@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +24,14 @@ Quantization = Literal["fp8", "int8", "int4", "mxfp4"]
 Policy = Literal["fcfs", "priority"]
 GraphMode = Literal["none", "piecewise", "full_decode_only", "full_and_piecewise"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+
+class Front(enum.Enum):
+    """What the requests of ranks come from: a server, the caller's process, or that where it also is the only rank."""
+
+    SERVER = enum.auto()
+    CALLER = enum.auto()
+    RANK = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -257,6 +257,8 @@ class LLM(Driver[Ranks]):
         prompts = []
         for place, (text, ids, own) in enumerate(zip(texts, token_ids, each, strict=True)):
             try:
+                if not place or own is not each[place - 1]:
+                    validate(own, self.vocab_size, self._max_logprobs, self._processors)
                 prompt = self._prompt(text, list(ids), own)
                 format = formats[place] if formats else None
                 prompt.params = within_budget(prompt.params, self.tokenizer, reasoning, format, prompt.token_ids)
@@ -270,7 +272,6 @@ class LLM(Driver[Ranks]):
         for token_id in token_ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"token ids must be integers from 0 to {self.vocab_size - 1}, not {token_id!r}")
-        validate(params, self.vocab_size, self._max_logprobs, self._processors)
         resolved = resolve(params, self.tokenizer, len(token_ids), self.max_model_len)
         return Prompt(request_id=str(next(self._request_ids)), token_ids=token_ids, params=resolved, text=text)
 

@@ -27,6 +27,7 @@ log = logging.getLogger("moesaic.wire")
 QUEUE_MESSAGES = 65536  # per peer and direction
 SEND_SECONDS = 10.0  # how long a rank waits for a front that does not read
 SEND_NAP_SECONDS = 0.25  # and how often it shows meanwhile that it lives
+_NOW, _BEFORE_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # as flags of an enum each send makes one
 LINGER_SECONDS = 1.0  # how long close() waits for the last messages to leave
 # Over tcp: a peer that does not answer for three seconds is gone, also when its connection is not closed.
 _KEEPALIVE = (
@@ -154,8 +155,10 @@ class ZmqRanks:
         """Never blocks. NotConnected, or ConnectionError when the rank has stopped reading."""
         if not 0 <= rank < self._size:
             raise ValueError(f"rank {rank} is not in 0..{self._size - 1}")
+        payload = encoder.encode(message)
         try:
-            self._down.send_multipart([_identity(rank), encoder.encode(message)], flags=zmq.NOBLOCK)
+            self._down.send(_identity(rank), _BEFORE_MORE)
+            self._down.send(payload, _NOW)
         except zmq.Again:
             raise ConnectionError(f"rank {rank} does not read: {QUEUE_MESSAGES} messages wait for it") from None
         except zmq.ZMQError as error:

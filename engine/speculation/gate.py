@@ -30,12 +30,9 @@ from engine.schedule import Schedule
 from engine.speculation.costs import Costs
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, SETTLED, StepTimes, expected_tokens, size_of, tokens_per_second
-from engine.speculation.trials import AGAIN, COLD, FIRST, HELD, NEVER, TRIAL, Trials
+from engine.speculation.trials import AGAIN, AHEAD, COLD, FIRST, HELD, NEAR, NEVER, TRIAL, TRIALS, Trials
 from ep.recorder import Kind
 
-NEAR = 1.5  # times as many tokens per second may be made with another number than with one that may be as good ...
-AHEAD = 16  # ... whose trials may have cost as much as so many steps before they are paid for
-TRIALS = 3  # of what turns out not to be measured; of none at all one more every AGAIN steps
 PRACTISED = (1, 32, 8)  # requests at a time; what steps of other numbers take follows from these
 PRACTICE, PRACTICE_OF_MANY = 12, SETTLED + 3  # steps of so many drafts, of one request and more: the first is captured
 PRACTICE_SECONDS = 1.5  # for all of them
@@ -47,7 +44,7 @@ LONGEST_GAP = 0.5  # seconds between two steps that follow each other
 class Gate(StepCompanion):
     """One rank's. adaptive: False: always as many as there may be. file: where times are remembered; None: nowhere."""
 
-    num_words = 3
+    num_words = 4
 
     def __init__(
         self,
@@ -72,7 +69,7 @@ class Gate(StepCompanion):
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
         self._trials: dict[int, Trials] = {}  # by sequences; those of one size share theirs
         self._part = 1.0  # of the sequences, that have drafts where they may
-        self._last = _Step(-2, 0, 0, 0, False, False, False, 0.0)  # the step before
+        self._last = _Step(-2, 0, 0, 0, False, False, False, False, 0.0)  # the step before
         self._began = 0.0  # when it began
         self._schedule = Schedule(-1)  # the last one that was proposed
         self._costs = Costs()
@@ -122,15 +119,14 @@ class Gate(StepCompanion):
         return found
 
     def propose(self, schedule: Schedule) -> Sequence[int]:
-        """The words: drafts to verify in the next step, drafts to make in this one, one and the sequences. A rank that
-        practises something else says zeros, and would make no drafts."""
+        """The words: drafts to verify in the next step, drafts to make in this one, one and the sequences, and whether
+        the step is one of a trial (1) that is not measured (2). A rank that practises something else says zeros, and
+        would make no drafts."""
         self._schedule, num = schedule, len(schedule.rows)
         if self.practises:
             self._want(self._lesson[0], False)
         elif self._adaptive and num and self._speculation.busy:
-            one = self._trials.get(num)
-            if one is None:
-                one = self._trials[num] = self._trials.setdefault(size_of(num), Trials())
+            one = self._trials_of(num)
             if schedule.warm and not any(schedule.warm):
                 one.tick()
                 if not one.trial[0]:
@@ -140,12 +136,12 @@ class Gate(StepCompanion):
                 self._choose(one, num, not schedule.warm)
             else:
                 self._begin(one, num)
-        return (*self._wanted, 1 + num)
+        return (*self._wanted, 1 + num, self._trying + (self._trying and self._cold))
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
         if not self._most or not (self._speculation.busy or self._speculation.models):
             return None
-        verify, depth, num = said[0] if len(said) == 1 else max(said, key=lambda words: words[2])
+        verify, depth, num, trial = said[0] if len(said) == 1 else max(said, key=lambda words: words[2])
         num -= 1
         if num <= 0 or not all(words[2] for words in said):
             return None
@@ -156,9 +152,11 @@ class Gate(StepCompanion):
         decodes = most == num * (1 + depth)
         if self.practises:
             self._lesson = self._lesson[0], self._lesson[1] - decodes
-        elif not depth and not self._trying and self._speculation.models and plan.step % EVERY > 1:
+        elif not depth and not trial and self._speculation.models and plan.step % EVERY > 1:
             return None
-        step = _Step(plan.step, num, most, depth, decodes, self._trying, self._trying and self._cold, 0.0)
+        own = self._trying and trial > 0 and len(self._schedule.rows) == num
+        step = _Step(plan.step, num, most, depth, decodes, trial > 0, trial > 1, own, 0.0)
+        self._hear(step)
         self._begins(step, self._schedule)
         return _Drafting(self, step) if depth else None
 
@@ -168,6 +166,26 @@ class Gate(StepCompanion):
                 self.times.write(self._file)
 
     # ---- choosing ----
+
+    def _trials_of(self, num: int) -> Trials:
+        one = self._trials.get(num)
+        if one is None:
+            one = self._trials[num] = self._trials.setdefault(size_of(num), Trials())
+        return one
+
+    def _hear(self, step: _Step) -> None:
+        """Another rank's trial counts as one of this one's."""
+        last = self._last
+        if last.trying and not last.own and not step.trying:
+            self._trials_of(last.num).end()
+        elif step.trying and not step.own and (last.trying, last.depth) != (True, step.depth):
+            self._begins_trial(self._trials_of(step.num), step.num, step.depth, 1)
+
+    def _begins_trial(self, one: Trials, num: int, depth: int, steps: int) -> None:
+        usual = self.times.usual(num, depth)
+        if usual is not None:
+            usual.again()
+        one.begin(depth, steps)
 
     def _want(self, depth: int, trying: bool, cold: bool = False) -> None:
         self._wanted, self._trying, self._cold = (depth, depth), trying, cold
@@ -232,11 +250,9 @@ class Gate(StepCompanion):
         tried = self._to_try(one, num, rates, best, after)
         if tried is None:
             return False
-        usual = self.times.usual(num, tried)
-        if usual is not None:
-            usual.again()
-        one.begin(tried, FIRST if usual is None else TRIAL)
-        self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)
+        known = self.times.usual(num, tried) is not None
+        self._begins_trial(one, num, tried, TRIAL if known else FIRST)
+        self._without, self._charged, self._best_rate = not tried, known, rates.get(best, 0.0)
         return True
 
     def _most_of(self, num: int) -> int:
@@ -293,7 +309,7 @@ class Gate(StepCompanion):
     def _begins(self, step: _Step, schedule: Schedule) -> None:
         """A step begins, and so the one before it is over."""
         now, last, began = self._clock(), self._last, self._began
-        if step.trying:
+        if step.own:
             acceptance = self._speculation.acceptance
             tokens = sum(expected_tokens(acceptance, len(drafts)) for drafts in schedule.drafts)
             step = step._replace(tokens=tokens or float(len(schedule.rows)))
@@ -310,7 +326,7 @@ class Gate(StepCompanion):
         if schedule.new_rows or not (schedule.rows or step.decodes):
             return  # requests begin, here or on another rank
         rate = self._best_rate
-        charged = self._charged and last.trying and rate > 0
+        charged = self._charged and last.own and rate > 0
         num = EVERY if self._speculation.models and not last.depth and not last.trying else 1
         self._costs.add_step(now - began, num, charged, last.tokens / rate if charged else 0.0)
         if last.decodes and step.decodes and last.num == step.num and not last.cold and self._measures:
@@ -318,7 +334,7 @@ class Gate(StepCompanion):
 
     def drafted(self, step: _Step, schedule: Schedule, seconds: float) -> None:
         """The passes over a step with prompts took so long. Of the thread that computes."""
-        self._costs.add_prompts(len(schedule.new_rows), seconds, step.trying and self._needless)
+        self._costs.add_prompts(len(schedule.new_rows), seconds, step.own and self._needless)
 
     def _note(self, step: _Step, seconds: float) -> None:
         """A step of nothing but decodes took so long, until the next one of as many sequences. All ranks hear it, and
@@ -347,7 +363,7 @@ def _best(rates: Mapping[int, float]) -> int:
 class _Step(NamedTuple):
     """Of the rank with most sequences: how many, and the drafts that the model makes for each of them. num_tokens: of
     the rank with most. decodes: whether they only decode, and verify as many drafts. trying: it belongs to a trial, and
-    cold: is not measured. tokens: of this rank, that it may be expected to bring."""
+    cold: is not measured; own: to one of this rank's. tokens: of this rank, that it may be expected to bring."""
 
     step: int
     num: int
@@ -356,6 +372,7 @@ class _Step(NamedTuple):
     decodes: bool
     trying: bool
     cold: bool
+    own: bool
     tokens: float
 
 

@@ -11,13 +11,16 @@ PROOF = 16  # of those behind a trial: with as many before it they tell the pace
 COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew
 FIRST = COLD + SETTLED + 3  # steps of one: those, one that begins it, one that may compile, and one that ends it
 TRIAL = 32  # steps of one of what is known: about as long as a short answer, as to change costs graphs
+NEAR = 1.5  # times as many tokens per second may be made with another number than with one that may be as good ...
+AHEAD = 16  # ... whose trials may have cost as much as so many steps before they are paid for
+TRIALS = 3  # of what turns out not to be measured; of none at all one more every AGAIN steps
 
 
 class Trials:
     """Of steps of about so many sequences. tried: trials of so many drafts, and tried_at: in which step the last one
-    began; trial: the one under way, and its steps that are left; chosen: None: nothing yet; held: steps for which it
-    stays; since: steps since the last trial; prompted: in which step
-    prompts came last; proves: what that was of, until it is compared."""
+    began; trial: the one under way, and its steps that are left; proves: what the last one was of, until it is
+    compared; since: steps since it began; chosen: None: nothing yet; held: steps for which it stays; prompted: in which
+    step prompts came last."""
 
     def __init__(self) -> None:
         self.tried: dict[int, int] = {}

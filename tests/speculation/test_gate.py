@@ -24,11 +24,11 @@ from engine.build import build_rank
 from engine.process.local_ranks import LocalRanks
 from engine.schedule import NewRow, Schedule
 from engine.speculation.costs import SHARE
-from engine.speculation.gate import PRACTICE_SECONDS, TRIALS, Gate
+from engine.speculation.gate import PRACTICE_SECONDS, Gate
 from engine.speculation.model_drafts import ModelDrafts
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import LATELY, MARGIN, StepTimes, Usual, expected_tokens, size_of, tokens_per_second
-from engine.speculation.trials import AGAIN, FIRST, PROOF
+from engine.speculation.trials import AGAIN, FIRST, PROOF, TRIALS
 from ep.recorder import Kind
 from front.messages import SamplingParams
 from models.tiny import CHECKPOINT
@@ -147,7 +147,7 @@ DRAFTING = {(1, 1): 1.3, (1, 2): 1.6, (64, 1): 19.0, (64, 2): 27.5}
     ("acceptance", "num", "best"), [([0.8, 0.7], 1, 2), ([0.8, 0.1], 1, 1), ([0.1, 0.1], 1, 0), ([0.8, 0.7], 64, 0)]
 )
 def test_it_takes_the_best(acceptance: list[float], num: int, best: int) -> None:
-    assert gate_of(filled(STEPS, DRAFTING), acceptance).propose(decodes(num)) == (best, best, 1 + num)
+    assert gate_of(filled(STEPS, DRAFTING), acceptance).propose(decodes(num)) == (best, best, 1 + num, 0)
 
 
 def test_none_at_all_is_tried_again_where_its_trials_broke_off() -> None:
@@ -185,6 +185,7 @@ class Steps:
     prompt: float = 0.0  # seconds of a step with prompts, and what drafts of them take
     prompt_drafts: float = 0.0
     noise: Callable[[], float] = lambda: 1.0
+    other: Gate | None = None  # another rank's: requests alternate between them
     at: float = 0.0
     step: int = 0
     drafts: int = 0
@@ -195,6 +196,8 @@ class Steps:
     def go(self, count: int) -> list[int]:
         """What is drafted in each of so many steps."""
         self.gate._clock = lambda: self.at
+        if self.other is not None:
+            self.other._clock = self.gate._clock
         return [self._one() for _ in range(count)]
 
     def _one(self) -> int:
@@ -207,7 +210,10 @@ class Steps:
         now = Schedule(self.step, [], new, rows=rows, counts=counts, drafts=drafts, warm=[] if self.warm else [False])
         words = self.gate.propose(now)
         plan = StepPlan(self.step, True, False, (sum(counts), 0), (9, 9))
-        hook = self.gate.join(plan, [words, (0, 0, 1)])
+        said = [words, (0, 0, 1, 0)] if self.other is None else [words, self.other.propose(Schedule(self.step))]
+        hook = self.gate.join(plan, said)
+        if self.other is not None:
+            self.other.join(plan, said)
         if hook is not None:
             hook.begin(now)
         depth = now.draft_depth if self.warm else 0
@@ -225,6 +231,7 @@ class Steps:
         self.drafts = min(self.gate._speculation.depth, depth)
         if self.done >= self.length:
             self.gate._speculation.usual_output, self.done = self.length, 0.0
+            self.gate, self.other = (self.gate, None) if self.other is None else (self.other, self.gate)
         return depth
 
     def fixed(self, depth: int) -> float:
@@ -239,7 +246,7 @@ def test_what_is_not_known_is_tried_while_it_may_be_the_best() -> None:
     made = Steps(gate, 1, [0.1, 0.11, 0.13, 0.3, 0.32], length=60, prompt=0.1).go(240)
     assert set(made[-8:]) == {2} and 0 in made, made
     assert 4 not in made[1:], "three were much worse than two"
-    assert gate.propose(decodes(1, warm=False)) == (0, 0, 2), "none of them can have any"
+    assert gate.propose(decodes(1, warm=False)) == (0, 0, 2, 0), "none of them can have any"
 
 
 @pytest.mark.parametrize("num", [1, 64])
@@ -372,6 +379,25 @@ def test_a_trial_is_compared_with_what_was_measured_before_and_behind_it() -> No
     assert chosen == {3}
 
 
+def test_the_trials_of_two_ranks_are_those_of_one() -> None:
+    """One stream alternates between them. What one tries the other has tried, too, and what it learns of it."""
+    acceptance, seconds = [0.9, 0.9, 0.9], [0.01, 0.012, 0.014, 0.016]
+    both = [gate_of(filled({1: 0.01}, {(1, d): seconds[d] for d in (1, 2, 3)}, Usual), acceptance) for _ in range(2)]
+    alone = Steps(
+        gate_of(filled({1: 0.01}, {(1, d): seconds[d] for d in (1, 2, 3)}, Usual), acceptance),
+        1,
+        seconds,
+        120,
+        prompt=0.02,
+    )
+    steps = Steps(both[0], 1, seconds, 120, prompt=0.02, other=both[1])
+    tried, of_two = (Counter(one.go(1000)) for one in (alone, steps))
+    assert sum(of_two.values()) - of_two[3] <= 1.1 * (sum(tried.values()) - tried[3]), (tried, of_two)
+    assert [gate._trials[1].chosen for gate in both] == [3, 3]
+    assert both[0]._trials[1].tried == both[1]._trials[1].tried
+    assert both[0].times.told() == both[1].times.told()
+
+
 def test_drafts_of_prompts_are_made_for_trials_that_begin() -> None:
     """Where none is best."""
     gate = gate_of(StepTimes(), [0.5, 0.5, 0.5])
@@ -387,16 +413,16 @@ def test_drafts_of_prompts_are_made_for_trials_that_begin() -> None:
 def test_prompts_get_what_was_chosen_for_so_many() -> None:
     """Not what fewer sequences want: to draft for all of them costs much, and makes them warm."""
     gate = gate_of(filled(STEPS, DRAFTING), [0.8, 0.7])
-    assert gate.propose(decodes(64)) == (0, 0, 65)
-    assert gate.propose(decodes(1)) == (2, 2, 2)
+    assert gate.propose(decodes(64)) == (0, 0, 65, 0)
+    assert gate.propose(decodes(1)) == (2, 2, 2, 0)
     prompts = Schedule(0, rows=list(range(64)), counts=[5] * 64)
-    assert gate.propose(prompts) == (0, 0, 65)
+    assert gate.propose(prompts) == (0, 0, 65, 0)
 
 
 def test_the_rank_with_most_sequences_decides() -> None:
     gate = gate_of(StepTimes(), [0.8, 0.7])
     plan = StepPlan(0, True, False, (1, 5), (9, 9))
-    hook = gate.join(plan, [(2, 2, 2), (0, 1, 6)])
+    hook = gate.join(plan, [(2, 2, 2, 0), (0, 1, 6, 0)])
     assert hook is not None and gate._speculation.depth == 0
     schedule = Schedule(0)
     hook.begin(schedule)
@@ -407,7 +433,7 @@ def test_no_more_is_drafted_than_may_be_verified() -> None:
     """The memory of all passes behind a step is as large as that of drafts in a step (64)."""
     gate = gate_of(StepTimes(), [0.8] * 8)
     for num, wanted in ((1, 8), (16, 5), (64, 2), (65, 1)):
-        hook = gate.join(StepPlan(0, True, False, (num, 1), (9, 9)), [(8, 8, 1 + num), (8, 8, 2)])
+        hook = gate.join(StepPlan(0, True, False, (num, 1), (9, 9)), [(8, 8, 1 + num, 0), (8, 8, 2, 0)])
         assert hook is not None
         hook.begin(schedule := Schedule(0))
         assert schedule.draft_depth == wanted
@@ -417,7 +443,10 @@ def test_beside_a_rank_that_practises_there_are_no_drafts() -> None:
     """It says zeros to those that do not practise, and would not take part in the layer's passes."""
     gate = gate_of(StepTimes(), [0.8, 0.7])
     plan = StepPlan(0, True, False, (1, 5), (9, 9))
-    assert gate.join(plan, [(0, 0, 0), (1, 1, 6)]) is None and gate.join(plan, [(2, 2, 1), (1, 1, 6)]) is not None
+    assert (
+        gate.join(plan, [(0, 0, 0, 0), (1, 1, 6, 0)]) is None
+        and gate.join(plan, [(2, 2, 1, 0), (1, 1, 6, 0)]) is not None
+    )
 
 
 def test_practice_measures_before_the_first_request(tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ GraphMode = Literal["none", "piecewise", "full_decode_only", "full_and_piecewise
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
-class Front(enum.Enum):
-    """What the requests of ranks come from: a server, the caller's process, or that where it also is the only rank."""
+class Frontend(enum.Enum):
+    """Where the requests of ranks come from: a server, the caller's process (`moesaic.LLM`), or the only rank's own."""
 
     SERVER = enum.auto()
     CALLER = enum.auto()
-    RANK = enum.auto()
+    IN_PROCESS = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

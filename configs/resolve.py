@@ -10,7 +10,7 @@ from configs.cache import block_bytes, blocks_within, cache_bytes, fitting_seque
 from configs.checks import checked, fitting
 from configs.dbo import plan_dbo
 from configs.deterministic import fixed_order
-from configs.engine import MAX_RANKS, Dtype, EngineConfig, Front, Plan
+from configs.engine import MAX_RANKS, Dtype, EngineConfig, Frontend, Plan
 from configs.eplb import plan_eplb
 from configs.exchange import with_dispatch
 from configs.formats import as_kept, expert_format, linear_format
@@ -50,7 +50,7 @@ _AS_ASKED = [
 ]
 
 
-def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, front: Front = Front.SERVER) -> Plan:
+def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, frontend: Frontend = Frontend.SERVER) -> Plan:
     """ValueError names field and limit when a wish cannot be met."""
     why, ranks = machine.reasons, config.data_parallel_size
     config = fixed_order(checked(config, model, machine), machine, why)
@@ -61,11 +61,11 @@ def resolve(config: EngineConfig, model: ModelNumbers, machine: Machine, front: 
     spec = kept_cache(model, dtype, config.kv_cache_dtype, why)
     block_size = _choose(why, "block_size", config.block_size, DEFAULT_BLOCK_SIZE, "small blocks share more prefixes")
     once, most = _weights(model, dtype, 1, 0, 1), _weights_room(config, machine)
-    stores = plan_store(config, model, machine, front is Front.RANK, once, most, why)
+    stores = plan_store(config, model, machine, frontend is Frontend.IN_PROCESS, once, most, why)
     slots = _slots(config, model, machine, dtype, stores, why)
     max_num_seqs = _num_seqs(config, spec, room := _room(config, model, machine, dtype, slots, stores), why)
     max_model_len, num_blocks = _cache(config, model, spec, block_size, max_num_seqs, room, why)
-    threads = _threads(config, model, machine, front is not Front.SERVER and dtype == "bfloat16", why)
+    threads = _threads(config, model, machine, frontend is not Frontend.SERVER and dtype == "bfloat16", why)
     dbo = config.enable_dbo, config.ubatch_size, config.dbo_decode_token_threshold, config.dbo_prefill_token_threshold
     eplb, why["eplb"] = plan_eplb(config.eplb, config.enable_eplb, model.num_experts, ranks, slots)
     pin, why["pin_ranks"] = pin_ranks(ranks, threads, machine.cores, _is_small(model, machine), machine.restricted)

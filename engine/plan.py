@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.cache import cache_bytes, with_resumed_steps
-from configs.engine import Dtype, EngineConfig, Front, Plan
+from configs.engine import Dtype, EngineConfig, Frontend, Plan
 from configs.env import read_env
 from configs.exchange import with_vocab_parallel
 from configs.formats import HALF_BYTES, QUANTIZED_BYTES, as_kept, weight_item
@@ -68,13 +68,16 @@ ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 
 
 
 def make_plan(
-    config: EngineConfig, machine: Machine | None = None, hosts: Hosts | None = None, front: Front = Front.SERVER
+    config: EngineConfig,
+    machine: Machine | None = None,
+    hosts: Hosts | None = None,
+    frontend: Frontend = Frontend.SERVER,
 ) -> Plan:
     """hosts: some of the ranks are on other machines. Raises ValueError, one line that names
     the file or the field, for whatever cannot be served."""
     config = at_level(config)
     if config.logits_processors:
-        check_processors(config.logits_processors, front is Front.RANK)
+        check_processors(config.logits_processors, frontend is Frontend.IN_PROCESS)
     path = asked_path(config.model)
     if is_gguf(path):
         path = model_directory(path, read_env().cache_root / "gguf")
@@ -104,7 +107,7 @@ def make_plan(
             f"data_parallel_size {config.data_parallel_size} exceeds the {machine.gpu.count} GPU(s) of this machine"
         )
     else:
-        plan = resolve(config, numbers, machine, front)
+        plan = resolve(config, numbers, machine, frontend)
     plan = with_speculation(replace(plan, checkpoint=files), config, speculation, why_drafts, read_env().cache_root)
     plan = with_vocab_parallel(plan, config.vocab_parallel, facts.vocab_size * facts.hidden_size)
     plan = with_resumed_steps(plan, config.resume_steps, numbers.cache_spec(plan.dtype, plan.kv_cache_dtype == "fp8"))

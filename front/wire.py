@@ -27,7 +27,7 @@ log = logging.getLogger("moesaic.wire")
 QUEUE_MESSAGES = 65536  # per peer and direction
 SEND_SECONDS = 10.0  # how long a rank waits for a front that does not read
 SEND_NAP_SECONDS = 0.25  # and how often it shows meanwhile that it lives
-_NOW, _BEFORE_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # as flags of an enum each send makes one
+_NOW, _BEFORE_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # flags of an enum make another one in each send
 LINGER_SECONDS = 1.0  # how long close() waits for the last messages to leave
 # Over tcp: a peer that does not answer for three seconds is gone, also when its connection is not closed.
 _KEEPALIVE = (

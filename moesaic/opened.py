@@ -7,7 +7,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from configs.engine import EngineConfig, Front, Plan
+from configs.engine import EngineConfig, Frontend, Plan
 from configs.env import read_env
 from engine.plan import make_plan
 from front.text import Tokenizer
@@ -35,12 +35,12 @@ def open_engine(config: EngineConfig, in_process: bool | None, source: Source | 
         raise ValueError(f"in_process is for one rank, not for data_parallel_size {ranks}")
     here = ranks == 1 and ("torch" in sys.modules or bool(config.logits_processors))
     if not (here if in_process is None else in_process):
-        plan = make_plan(config, front=Front.CALLER)
+        plan = make_plan(config, frontend=Frontend.CALLER)
         if in_process is not None or ranks > 1 or plan.device == "cpu":
             return _beside(plan, source)
     if source is not None:
         source.drop()
-    return _here(make_plan(config, front=Front.RANK))
+    return _here(make_plan(config, frontend=Frontend.IN_PROCESS))
 
 
 def _here(plan: Plan) -> Opened:

@@ -15,7 +15,7 @@ import moe_kernels.backends
 from cache.spec import CacheGroup, Field
 from configs.cache import planned_sizes
 from configs.checks import ATTENTION_BACKENDS, MOE_BACKENDS
-from configs.engine import EngineConfig, Front
+from configs.engine import EngineConfig, Frontend
 from configs.exchange import HOST_BACKENDS
 from configs.machine import Machine, ModelNumbers
 from configs.resolve import MEBI, resolve
@@ -275,7 +275,9 @@ def test_with_a_store_every_rank_has_every_expert(ranks: int) -> None:
 )
 def test_when_there_is_no_store(options: dict[str, Any], machine: dict[str, Any], alone: bool, reason: str) -> None:
     config = EngineConfig(data_parallel_size=1 if alone else 2, **options)
-    plan = resolve(config, MODEL, dataclasses.replace(MACHINE, **machine), Front.RANK if alone else Front.SERVER)
+    plan = resolve(
+        config, MODEL, dataclasses.replace(MACHINE, **machine), Frontend.IN_PROCESS if alone else Frontend.SERVER
+    )
     assert not plan.weight_store and reason in plan.reasons["weight_store"]
 
 
@@ -299,12 +301,12 @@ def test_small_models_get_one_thread_and_plain_scheduling() -> None:
     assert (plan.threads_per_rank, plan.async_scheduling) == (1, False)
 
 
-@pytest.mark.parametrize("front", [Front.CALLER, Front.RANK])
-def test_a_small_model_without_a_server_shares_its_long_operations(front: Front) -> None:
+@pytest.mark.parametrize("frontend", [Frontend.CALLER, Frontend.IN_PROCESS])
+def test_a_small_model_without_a_server_shares_its_long_operations(frontend: Frontend) -> None:
     small = dataclasses.replace(MODEL, weight_bytes=MEBI, expert_bytes=0)
-    plan = resolve(EngineConfig(dtype="bfloat16"), small, MACHINE, front)
+    plan = resolve(EngineConfig(dtype="bfloat16"), small, MACHINE, frontend)
     assert (plan.threads_per_rank, plan.async_scheduling) == (MACHINE.cores, False)
-    assert resolve(EngineConfig(dtype="float32"), small, MACHINE, front).threads_per_rank == 1
+    assert resolve(EngineConfig(dtype="float32"), small, MACHINE, frontend).threads_per_rank == 1
 
 
 def test_scheduling_runs_beside_the_step_where_a_core_is_left() -> None:

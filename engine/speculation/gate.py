@@ -63,7 +63,7 @@ class Gate(StepCompanion):
         self._clock = clock
         self._most = speculation.max_drafts
         self._wanted = (self._most, self._most)  # drafts to verify, drafts to make
-        self._trying = self._cold = False  # they are wanted for a trial; it has just begun
+        self._trial = 0  # they are wanted for one; 2: it has just begun
         self._charged = False  # the trial is one of those that may only cost so much
         self._needless = False  # without it no drafts would be made of prompts
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
@@ -95,7 +95,7 @@ class Gate(StepCompanion):
         self.practises, self._measures = False, True
         self.times.settle(self._most)
         self._trials.clear()
-        self._costs, self._trying = Costs(), False
+        self._costs, self._trial = Costs(), 0
         if self.times.told() != known:
             self.close()
 
@@ -136,10 +136,11 @@ class Gate(StepCompanion):
                 self._choose(one, num, not schedule.warm)
             else:
                 self._begin(one, num)
-        return (*self._wanted, 1 + num, self._trying + (self._trying and self._cold))
+        return (*self._wanted, 1 + num, self._trial)
 
     def join(self, plan: StepPlan, said: Sequence[Sequence[int]]) -> StepHook | None:
-        if not self._most or not (self._speculation.busy or self._speculation.models):
+        models = self._speculation.models
+        if not self._most or not (models or self._speculation.busy):
             return None
         verify, depth, num, trial = said[0] if len(said) == 1 else max(said, key=lambda words: words[2])
         num -= 1
@@ -147,16 +148,18 @@ class Gate(StepCompanion):
             return None
         self._speculation.depth = verify
         # More than may be verified have no memory.
-        depth = min(depth, 1 + self._speculation.max_in_step // num) if self._speculation.models else 0
+        depth = min(depth, 1 + self._speculation.max_in_step // num) if models else 0
         most = max(plan.num_tokens)
         decodes = most == num * (1 + depth)
         if self.practises:
             self._lesson = self._lesson[0], self._lesson[1] - decodes
-        elif not depth and not trial and self._speculation.models and plan.step % EVERY > 1:
+        elif not depth and not trial and models and plan.step % EVERY > 1:
             return None
-        own = self._trying and trial > 0 and len(self._schedule.rows) == num
+        trial = trial if models else self._trial  # tokens say nothing of what others verify
+        own = self._trial > 0 < trial and (not models or len(self._schedule.rows) == num)
         step = _Step(plan.step, num, most, depth, decodes, trial > 0, trial > 1, own, 0.0)
-        self._hear(step)
+        if models:
+            self._hear(step)
         self._begins(step, self._schedule)
         return _Drafting(self, step) if depth else None
 
@@ -179,16 +182,10 @@ class Gate(StepCompanion):
         if last.trying and not last.own and not step.trying:
             self._trials_of(last.num).end()
         elif step.trying and not step.own and (last.trying, last.depth) != (True, step.depth):
-            self._begins_trial(self._trials_of(step.num), step.num, step.depth, 1)
-
-    def _begins_trial(self, one: Trials, num: int, depth: int, steps: int) -> None:
-        usual = self.times.usual(num, depth)
-        if usual is not None:
-            usual.again()
-        one.begin(depth, steps)
+            self._trials_of(step.num).begin(step.depth, 1, self.times.usual(step.num, step.depth))
 
     def _want(self, depth: int, trying: bool, cold: bool = False) -> None:
-        self._wanted, self._trying, self._cold = (depth, depth), trying, cold
+        self._wanted, self._trial = (depth, depth), trying + (trying and cold)
 
     def _begin(self, one: Trials, num: int) -> None:
         """A step with prompts: what is best for so many sequences, if anything is known, not what smaller steps want;
@@ -250,9 +247,9 @@ class Gate(StepCompanion):
         tried = self._to_try(one, num, rates, best, after)
         if tried is None:
             return False
-        known = self.times.usual(num, tried) is not None
-        self._begins_trial(one, num, tried, TRIAL if known else FIRST)
-        self._without, self._charged, self._best_rate = not tried, known, rates.get(best, 0.0)
+        usual = self.times.usual(num, tried)
+        one.begin(tried, FIRST if usual is None else TRIAL, usual)
+        self._without, self._charged, self._best_rate = not tried, usual is not None, rates.get(best, 0.0)
         return True
 
     def _most_of(self, num: int) -> int:

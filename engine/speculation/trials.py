@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.speculation.times import SETTLED
+from engine.speculation.times import SETTLED, Usual
 
 AGAIN = 64  # steps of a size, after which a step with prompts begins a trial; twice as many: any step, where none comes
 NEVER = 1 << 62
@@ -44,8 +44,10 @@ class Trials:
         self.proves, self.trial = self.trial[0], (self.trial[0], 0)
         self.held = PROOF
 
-    def begin(self, depth: int, steps: int) -> None:
-        """A trial."""
+    def begin(self, depth: int, steps: int, usual: Usual | None) -> None:
+        """A trial. usual: what such steps took; None: not known yet."""
+        if usual is not None:
+            usual.again()
         self.tried[depth] = self.tried.get(depth, 0) + 1
         self.tried_at[depth] = self.steps
         self.trial, self.since = (depth, steps - 1), 0

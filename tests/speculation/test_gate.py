@@ -24,8 +24,10 @@ from engine.build import build_rank
 from engine.process.local_ranks import LocalRanks
 from engine.schedule import NewRow, Schedule
 from engine.speculation.costs import SHARE
+from engine.speculation.drafter import Drafter
 from engine.speculation.gate import PRACTICE_SECONDS, Gate
 from engine.speculation.model_drafts import ModelDrafts
+from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import LATELY, MARGIN, StepTimes, Usual, expected_tokens, size_of, tokens_per_second
 from engine.speculation.trials import AGAIN, FIRST, PROOF, TRIALS
@@ -370,7 +372,7 @@ def test_a_trial_is_compared_with_what_was_measured_before_and_behind_it() -> No
 
     def noise() -> float:
         nonlocal fast
-        fast = FIRST + PROOF if gate._trying else max(0, fast - 1)
+        fast = FIRST + PROOF if gate._trial else max(0, fast - 1)
         chosen.add(gate._trials[1].chosen)
         return 0.88 if fast else 1.0
 
@@ -396,6 +398,18 @@ def test_the_trials_of_two_ranks_are_those_of_one() -> None:
     assert [gate._trials[1].chosen for gate in both] == [3, 3]
     assert both[0]._trials[1].tried == both[1]._trials[1].tried
     assert both[0].times.told() == both[1].times.told()
+
+
+@pytest.mark.parametrize(("drafter", "heard"), [(ModelDrafts(), {1: 1}), (NgramDrafter(2, 3), None)])
+def test_only_where_the_model_drafts_trials_are_those_of_all(drafter: Drafter, heard: dict[int, int] | None) -> None:
+    """What steps with other drafts take each rank learns for itself."""
+    speculation = Speculation(drafter, 2, 64)
+    speculation._open.add(1)
+    gate = Gate(speculation, adaptive=True)
+    words = gate.propose(Schedule(0))
+    gate.join(StepPlan(0, True, False, (0, 2), (9, 9)), [words, (1, 1, 2, 1)])
+    assert gate._last.trying == (heard is not None)
+    assert (gate._trials[1].tried if heard else gate._trials or None) == heard
 
 
 def test_drafts_of_prompts_are_made_for_trials_that_begin() -> None:

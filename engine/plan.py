@@ -73,8 +73,8 @@ def make_plan(
     hosts: Hosts | None = None,
     frontend: Frontend = Frontend.SERVER,
 ) -> Plan:
-    """hosts: some of the ranks are on other machines. Raises ValueError, one line that names
-    the file or the field, for whatever cannot be served."""
+    """hosts: some of the ranks are on other machines. Raises ValueError, one line that names the file or the field, for
+    whatever cannot be served."""
     config = at_level(config)
     if config.logits_processors:
         check_processors(config.logits_processors, frontend is Frontend.IN_PROCESS)

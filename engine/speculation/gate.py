@@ -30,7 +30,7 @@ from engine.schedule import Schedule
 from engine.speculation.costs import Costs
 from engine.speculation.speculation import Speculation
 from engine.speculation.times import MARGIN, SETTLED, StepTimes, expected_tokens, size_of, tokens_per_second
-from engine.speculation.trials import AGAIN, AHEAD, COLD, FIRST, HELD, NEAR, NEVER, TRIAL, TRIALS, Trials
+from engine.speculation.trials import AGAIN, AHEAD, COLD, FIRST, HELD, NEAR, TRIAL, TRIALS, Trials
 from ep.recorder import Kind
 
 PRACTISED = (1, 32, 8)  # requests at a time; what steps of other numbers take follows from these
@@ -67,7 +67,7 @@ class Gate(StepCompanion):
         self._charged = False  # the trial is one of those that may only cost so much
         self._needless = False  # without it no drafts would be made of prompts
         self._without = False  # a trial without drafts is under way: its requests are without any until they end
-        self._trials: dict[int, Trials] = {}  # by sequences; those of one size share theirs
+        self._trials: dict[int, Trials] = {}  # by the size of so many sequences
         self._part = 1.0  # of the sequences, that have drafts where they may
         self._last = _Step(-2, 0, 0, 0, False, False, False, False, 0.0)  # the step before
         self._began = 0.0  # when it began
@@ -156,7 +156,7 @@ class Gate(StepCompanion):
         elif not depth and not trial and models and plan.step % EVERY > 1:
             return None
         trial = trial if models else self._trial  # tokens say nothing of what others verify
-        own = self._trial > 0 < trial and (not models or len(self._schedule.rows) == num)
+        own = self._trial > 0 and trial > 0 and (not models or len(self._schedule.rows) == num)
         step = _Step(plan.step, num, most, depth, decodes, trial > 0, trial > 1, own, 0.0)
         if models:
             self._hear(step)
@@ -171,10 +171,10 @@ class Gate(StepCompanion):
     # ---- choosing ----
 
     def _trials_of(self, num: int) -> Trials:
-        one = self._trials.get(num)
-        if one is None:
-            one = self._trials[num] = self._trials.setdefault(size_of(num), Trials())
-        return one
+        size = size_of(num)
+        if size not in self._trials:
+            self._trials[size] = Trials()
+        return self._trials[size]
 
     def _hear(self, step: _Step) -> None:
         """Another rank's trial counts as one of this one's."""
@@ -230,7 +230,7 @@ class Gate(StepCompanion):
         best = _best(rates)
         if one.chosen in rates and rates[best] < rates[one.chosen] * (1 + MARGIN):
             best = one.chosen  # until prompts come: steps between two numbers have graphs of their own
-        after = 2 * AGAIN if one.steps - one.prompted >= AGAIN else NEVER
+        after = 2 * AGAIN if one.steps - one.prompted >= AGAIN else float("inf")
         if warm and self._try(one, num, rates, best, after):
             self._want(one.trial[0], True, True)
         elif rates:
@@ -242,7 +242,7 @@ class Gate(StepCompanion):
         if self._speculation.models:
             self.times.serves(num, best)
 
-    def _try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: int) -> bool:
+    def _try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> bool:
         """Whether a trial begins. after: so many steps since the last one, where all are known."""
         tried = self._to_try(one, num, rates, best, after)
         if tried is None:
@@ -267,7 +267,7 @@ class Gate(StepCompanion):
                 found[depth] = rate / (1 + rate * prompts) if depth else rate
         return found
 
-    def _to_try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: int) -> int | None:
+    def _to_try(self, one: Trials, num: int, rates: dict[int, float], best: int, after: float) -> int | None:
         """So many drafts are to be measured now; None: nothing is. None at all last: requests lose the thread by it,
         where the model drafts."""
         acceptance, best_rate = self._speculation.acceptance, rates.get(best, 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from engine.speculation.times import SETTLED, Usual
 
 AGAIN = 64  # steps of a size, after which a step with prompts begins a trial; twice as many: any step, where none comes
-NEVER = 1 << 62
 HELD = 8  # steps of a size for which what was chosen stays, where all that bears on it is known
 PROOF = 16  # of those behind a trial: with as many before it they tell the pace at which it was measured
 COLD = 4  # steps of a trial that are not measured: behind prompts and other numbers much comes from memory anew

@@ -1,0 +1,131 @@
+"""A gate with times that a test gives it, and steps that take as long as a table says, on a clock of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from engine.agreement import StepPlan
+from engine.schedule import NewRow, Schedule
+from engine.speculation.gate import Gate
+from engine.speculation.model_drafts import ModelDrafts
+from engine.speculation.speculation import Speculation
+from engine.speculation.times import StepTimes, Usual, expected_tokens
+from ep.recorder import Kind
+from front.messages import SamplingParams
+
+
+def measured(seconds: float) -> Usual:
+    usual = Usual()
+    for _ in range(4):
+        usual.add(seconds)
+    return usual
+
+
+def filled(
+    steps: dict[int, float], drafting: dict[tuple[int, int], float], usual: Callable[[float], Usual] = measured
+) -> StepTimes:
+    times = StepTimes()
+    times.steps = {size: usual(seconds) for size, seconds in steps.items()}
+    times.drafting = {key: usual(seconds) for key, seconds in drafting.items()}
+    return times
+
+
+def practised(num: int, seconds: list[float]) -> StepTimes:
+    """Of steps of so many sequences, by what they draft."""
+    return filled({num: seconds[0]}, {(num, depth): seconds[depth] for depth in range(1, len(seconds))}, Usual)
+
+
+def gate_of(times: StepTimes, acceptance: list[float]) -> Gate:
+    speculation = Speculation(ModelDrafts(), len(acceptance), 64)
+    speculation._acceptance = acceptance
+    speculation._open.add(1)
+    gate = Gate(speculation, adaptive=True)
+    gate.times = times
+    return gate
+
+
+def decodes(num: int, warm: bool = True) -> Schedule:
+    return Schedule(0, rows=list(range(num)), counts=[1] * num, warm=[] if warm else [False] * num)
+
+
+class Paces:
+    """Factors of what steps take: for 5 to 40 of them the same, by chance, and each a little more or less."""
+
+    def __init__(self, random: Random, spread: float) -> None:
+        self.random, self.spread, self.left, self.pace = random, spread, 0, 1.0
+
+    def next(self) -> float:
+        if not self.left:
+            self.left, self.pace = self.random.randint(5, 40), self.random.lognormvariate(0, self.spread)
+        self.left -= 1
+        return self.pace * self.random.uniform(0.9, 1.1)
+
+
+@dataclass
+class Steps:
+    """Requests, `num` of them at a time, of `length` tokens each, whose steps take as long as a table says by what they
+    draft, and bring what may be expected. A request that was in a step without drafts has none any more."""
+
+    gate: Gate
+    num: int
+    seconds: list[float]  # of a step by what it drafts
+    length: float = 1e9
+    prompt: float = 0.0  # seconds of a step with prompts, and what drafts of them take
+    prompt_drafts: float = 0.0
+    noise: Callable[[], float] = lambda: 1.0
+    other: Gate | None = None  # another rank's: requests alternate between them
+    at: float = 0.0
+    step: int = 0
+    drafts: int = 0
+    warm: bool = True
+    done: float = 0.0  # tokens of each request that runs
+    tokens: float = 0.0
+
+    def go(self, count: int) -> list[int]:
+        """What is drafted in each of so many steps."""
+        self.gate._clock = lambda: self.at
+        if self.other is not None:
+            self.other._clock = self.gate._clock
+        return [self._one() for _ in range(count)]
+
+    def _one(self) -> int:
+        rows, begins = list(range(self.num)), self.prompt > 0 and not self.done
+        if begins:
+            self.warm, self.drafts = True, 0
+        counts = [9 if begins else 1 + self.drafts] * self.num
+        drafts = [[0] * self.drafts] * self.num if self.drafts else []
+        new = [NewRow(row, row, [1], 1, SamplingParams(), 0, ()) for row in rows] if begins else []
+        now = Schedule(self.step, [], new, rows=rows, counts=counts, drafts=drafts, warm=[] if self.warm else [False])
+        words = self.gate.propose(now)
+        plan = StepPlan(self.step, True, False, (sum(counts), 0), (9, 9))
+        said = [words, (0, 0, 1, 0)] if self.other is None else [words, self.other.propose(Schedule(self.step))]
+        hook = self.gate.join(plan, said)
+        if self.other is not None:
+            self.other.join(plan, said)
+        if hook is not None:
+            hook.begin(now)
+        depth = now.draft_depth if self.warm else 0
+        if begins:
+            self.at += self.prompt * self.noise()
+            if hook is not None and depth:
+                hook.ended(Kind.SAMPLING, self.num)
+                self.at += self.prompt_drafts * self.noise()
+                hook.ended(Kind.DRAFTING, self.num)
+        else:
+            self.at += self.seconds[depth] * self.noise()
+        made = expected_tokens(self.gate._speculation.acceptance, self.drafts)
+        self.tokens += self.num * made
+        self.warm, self.done, self.step = self.warm and depth > 0, self.done + made, self.step + 1
+        self.drafts = min(self.gate._speculation.depth, depth)
+        if self.done >= self.length:
+            self.gate._speculation.usual_output, self.done = self.length, 0.0
+            self.gate, self.other = (self.gate, None) if self.other is None else (self.other, self.gate)
+        return depth
+
+    def fixed(self, depth: int) -> float:
+        """Tokens per second with always so many drafts."""
+        made = expected_tokens(self.gate._speculation.acceptance, depth)
+        steps = self.seconds[depth] * (self.length - 1) / made
+        return self.num * self.length / (self.prompt + bool(depth) * self.prompt_drafts + steps)
